@@ -1,0 +1,62 @@
+// The only file that names pybind11: the scheduler and the sim backend for Python. Ops go by torch.library.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "scheduler.h"
+#include "sim_backend.h"
+
+namespace py = pybind11;
+using oases::OverlapScheduler;
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "C++ core of oases: the overlap scheduler, the sim backend and the torch.library ops.";
+
+  py::class_<oases::TicketRecord>(module, "TicketRecord",
+                                  "What one collective cost; times in monotonic seconds.")
+      .def_readonly("collective", &oases::TicketRecord::collective)
+      .def_readonly("label", &oases::TicketRecord::label)
+      .def_readonly("bytes", &oases::TicketRecord::bytes)
+      .def_readonly("issued", &oases::TicketRecord::issued)
+      .def_readonly("finished", &oases::TicketRecord::finished)
+      .def_readonly("waited_from", &oases::TicketRecord::waited_from)
+      .def_readonly("blocked_for", &oases::TicketRecord::blocked_for);
+
+  py::class_<oases::LabelTotals>(module, "LabelTotals", "Sums over the finished tickets of one label.")
+      .def_readonly("count", &oases::LabelTotals::count)
+      .def_readonly("bytes", &oases::LabelTotals::bytes)
+      .def_readonly("in_flight_seconds", &oases::LabelTotals::in_flight_seconds)
+      .def_readonly("blocked_seconds", &oases::LabelTotals::blocked_seconds);
+
+  py::class_<oases::Ticket, std::shared_ptr<oases::Ticket>>(module, "Ticket", "A started collective.")
+      .def_property_readonly("waited", &oases::Ticket::waited)
+      .def_property_readonly("record", &oases::Ticket::record);
+
+  py::class_<OverlapScheduler, std::shared_ptr<OverlapScheduler>>(
+      module, "OverlapScheduler",
+      "Starts the collectives of one process group early and waits for them late.")
+      .def(py::init<const c10::intrusive_ptr<c10d::ProcessGroup>&>(), py::arg("process_group"))
+      .def_static("of", &OverlapScheduler::of, py::arg("group_name"))
+      .def_property_readonly("rank", &OverlapScheduler::rank)
+      .def_property_readonly("size", &OverlapScheduler::size)
+      .def("all_reduce", &OverlapScheduler::all_reduce, py::arg("tensor"), py::arg("label") = "",
+           py::call_guard<py::gil_scoped_release>())
+      .def("all_gather", &OverlapScheduler::all_gather, py::arg("output"), py::arg("input"),
+           py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
+      .def("reduce_scatter", &OverlapScheduler::reduce_scatter, py::arg("output"), py::arg("input"),
+           py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
+      .def("wait", &OverlapScheduler::wait, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
+      .def("set_recording", &OverlapScheduler::set_recording, py::arg("on"))
+      .def("take_records", &OverlapScheduler::take_records, py::call_guard<py::gil_scoped_release>())
+      .def("totals", &OverlapScheduler::totals, py::call_guard<py::gil_scoped_release>())
+      .def("reset_totals", &OverlapScheduler::reset_totals, py::call_guard<py::gil_scoped_release>())
+      .def("waiting_for", &OverlapScheduler::waiting_for);
+
+  module.def(
+      "sim_backend",
+      [](const c10::intrusive_ptr<c10d::Backend>& inner, double startup_seconds,
+         double bandwidth) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<oases::SimBackend>(inner, startup_seconds, bandwidth);
+      },
+      py::arg("inner"), py::arg("startup_seconds"), py::arg("bandwidth"),
+      "A backend that moves data through `inner` at the pace of a link: seconds and bytes per second.");
+}

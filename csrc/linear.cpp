@@ -1,0 +1,284 @@
+#include "linear.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "scheduler.h"
+
+namespace oases {
+namespace {
+
+using at::Tensor;
+using Tickets = std::vector<std::shared_ptr<Ticket>>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
+void check(const char* op, const Tensor& x, const Tensor& weight, int64_t num_chunks) {
+  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2, op,
+              ": needs an input of at least 1 and a weight of 2 dimensions, got ", x.dim(), " and ",
+              weight.dim());
+  TORCH_CHECK(x.size(-1) == weight.size(1), op, ": the input's last dimension is ", x.size(-1),
+              " but the weight takes ", weight.size(1), " features");
+  TORCH_CHECK(x.scalar_type() == weight.scalar_type(), op, ": the input is ", x.scalar_type(),
+              " but the weight is ", weight.scalar_type(), "; convert one of them");
+  TORCH_CHECK(num_chunks >= 1, op, ": num_chunks must be at least 1, got ", num_chunks);
+}
+
+// [a, b) of `total` for chunk k of n; sizes differ by at most one.
+std::pair<int64_t, int64_t> span(int64_t total, int64_t n, int64_t k) {
+  return {total * k / n, total * (k + 1) / n};
+}
+
+Tensor rows_of(const Tensor& x) { return x.reshape({-1, x.size(-1)}).contiguous(); }
+
+std::vector<int64_t> with_last(const Tensor& x, int64_t features) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = features;
+  return sizes;
+}
+
+void product(Tensor out, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  if (bias)
+    at::addmm_out(out, *bias, x, weight.t());
+  else
+    at::mm_out(out, x, weight.t());
+}
+
+// The sequence-parallel view of an activation: [batch, sequence, features], whatever led before.
+Tensor sequences_of(const char* op, const Tensor& x) {
+  TORCH_CHECK(x.dim() >= 2, op, ": sequence_parallel needs an input of at least 2 dimensions, got ", x.dim());
+  return x.reshape({-1, x.size(-2), x.size(-1)}).contiguous();
+}
+
+// Sequence shards of every rank, put together: all_gather delivers rank-major [t, batch, part, features];
+// whole is [batch, t * part, features].
+struct Gather {
+  Gather(OverlapScheduler& scheduler, const Tensor& part, int64_t num_chunks, const char* label)
+      : scheduler_(scheduler),
+        whole_(part.new_empty({part.size(0), scheduler.size() * part.size(1), part.size(2)})) {
+    chunks_ = std::max<int64_t>(1, std::min(num_chunks, part.size(0)));
+    for (int64_t k = 0; k < chunks_; ++k) {
+      const auto [from, to] = span(part.size(0), chunks_, k);
+      const Tensor mine = part.narrow(0, from, to - from);
+      arrived_.push_back(part.new_empty({scheduler.size(), mine.size(0), mine.size(1), mine.size(2)}));
+      tickets_.push_back(scheduler.all_gather(arrived_.back(), mine, label));
+    }
+  }
+  int64_t chunks() const { return chunks_; }
+  // Batch entries [first, second) of the whole, once they are here.
+  std::pair<int64_t, int64_t> await(int64_t k) {
+    scheduler_.wait(tickets_[k]);
+    const auto range = span(whole_.size(0), chunks_, k);
+    const Tensor& a = arrived_[k];
+    whole_.narrow(0, range.first, range.second - range.first)
+        .view({a.size(1), a.size(0), a.size(2), a.size(3)})
+        .copy_(a.transpose(0, 1));
+    arrived_[k].reset();
+    return range;
+  }
+  const Tensor& whole() const { return whole_; }
+
+ private:
+  OverlapScheduler& scheduler_;
+  Tensor whole_;
+  int64_t chunks_ = 1;
+  std::vector<Tensor> arrived_;
+  Tickets tickets_;
+};
+
+// Products x W^T of batch chunks, each summed over the ranks and scattered along the sequence while the next
+// is computed. x: [batch, sequence, in] -> [batch, sequence / t, out]. The input is brought into rank-major
+// order, because it is the narrower side, so that the product lands where reduce_scatter wants it.
+Tensor scattered_product(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
+                         int64_t num_chunks, const char* label, const std::function<void()>& meanwhile) {
+  const int64_t t = scheduler.size(), batch = x.size(0), sequence = x.size(1);
+  TORCH_CHECK(sequence % t == 0, "sequence_parallel: a sequence of ", sequence,
+              " does not divide by the group size ", t);
+  const Tensor y = x.new_empty({batch, sequence / t, weight.size(0)});
+  const int64_t chunks = std::max<int64_t>(1, std::min(num_chunks, batch));
+  Tickets tickets;
+  for (int64_t k = 0; k < chunks; ++k) {
+    const auto [from, to] = span(batch, chunks, k);
+    const Tensor part = x.narrow(0, from, to - from).view({to - from, t, sequence / t, -1}).transpose(0, 1);
+    Tensor unreduced = x.new_empty({t, to - from, sequence / t, weight.size(0)});
+    product(unreduced.view({-1, weight.size(0)}), rows_of(part), weight, std::nullopt);
+    tickets.push_back(scheduler.reduce_scatter(y.narrow(0, from, to - from), unreduced, label));
+  }
+  meanwhile();
+  for (const auto& ticket : tickets) scheduler.wait(ticket);
+  return y;
+}
+
+// Products x W^T of row chunks, each all-reduced in place while the next is computed.
+Tensor reduced_product(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
+                       const std::optional<Tensor>& bias, int64_t num_chunks, const char* label,
+                       const std::function<void()>& meanwhile) {
+  const Tensor y = x.new_empty({x.size(0), weight.size(0)});
+  const int64_t chunks = std::max<int64_t>(1, std::min(num_chunks, x.size(0)));
+  Tickets tickets;
+  for (int64_t k = 0; k < chunks; ++k) {
+    const auto [from, to] = span(x.size(0), chunks, k);
+    const Tensor part = y.narrow(0, from, to - from);
+    product(part, x.narrow(0, from, to - from), weight, std::nullopt);
+    tickets.push_back(scheduler.all_reduce(part, label));
+  }
+  meanwhile();
+  for (int64_t k = 0; k < chunks; ++k) {
+    const auto [from, to] = span(x.size(0), chunks, k);
+    scheduler.wait(tickets[k]);
+    if (bias) y.narrow(0, from, to - from).add_(*bias);
+  }
+  return y;
+}
+
+}  // namespace
+
+Tensor column_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                     const std::string& group, int64_t num_chunks, bool sequence_parallel) {
+  check("column_linear", x, weight, num_chunks);
+  const int64_t features = weight.size(0);
+  if (!sequence_parallel) {
+    const Tensor y = x.new_empty(with_last(x, features));
+    product(y.view({-1, features}), rows_of(x), weight, bias);
+    return y;
+  }
+  const auto scheduler = OverlapScheduler::of(group);
+  Gather gather(*scheduler, sequences_of("column_linear", x), num_chunks, "column forward");
+  auto sizes = with_last(x, features);
+  sizes[sizes.size() - 2] *= scheduler->size();
+  const Tensor y = x.new_empty(sizes);
+  const Tensor y_sequences = y.view({-1, y.size(-2), features});
+  for (int64_t k = 0; k < gather.chunks(); ++k) {
+    const auto [from, to] = gather.await(k);
+    product(y_sequences.narrow(0, from, to - from).view({-1, features}),
+            rows_of(gather.whole().narrow(0, from, to - from)), weight, bias);
+  }
+  return y;
+}
+
+Gradients column_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                 const std::string& group, int64_t num_chunks, bool sequence_parallel) {
+  const auto scheduler = OverlapScheduler::of(group);
+  const Tensor grad_rows = rows_of(grad);
+  Tensor grad_x, grad_weight, grad_bias;
+  if (!sequence_parallel) {
+    grad_x =
+        reduced_product(*scheduler, grad_rows, weight.t(), std::nullopt, num_chunks, "column backward", [&] {
+          grad_weight = at::mm(grad_rows.t(), rows_of(x));
+          grad_bias = grad_rows.sum(0);
+        }).view(x.sizes());
+    return {grad_x, grad_weight, grad_bias};
+  }
+  // The gathered input was not kept; it is gathered again behind the products of the input gradient.
+  std::optional<Gather> gather;
+  grad_x =
+      scattered_product(
+          *scheduler, sequences_of("column_linear_backward", grad), weight.t(), num_chunks, "column backward",
+          [&] {
+            gather.emplace(*scheduler, sequences_of("column_linear_backward", x), 1, "column regather");
+            grad_bias = grad_rows.sum(0);
+          })
+          .view(x.sizes());
+  gather->await(0);
+  grad_weight = at::mm(grad_rows.t(), rows_of(gather->whole()));
+  return {grad_x, grad_weight, grad_bias};
+}
+
+Tensor row_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                  const std::string& group, int64_t num_chunks, bool sequence_parallel) {
+  check("row_linear", x, weight, num_chunks);
+  const auto scheduler = OverlapScheduler::of(group);
+  if (!sequence_parallel)
+    return reduced_product(*scheduler, rows_of(x), weight, bias, num_chunks, "row forward", [] {})
+        .view(with_last(x, weight.size(0)));
+  auto sizes = with_last(x, weight.size(0));
+  sizes[sizes.size() - 2] /= scheduler->size();
+  Tensor y =
+      scattered_product(*scheduler, sequences_of("row_linear", x), weight, num_chunks, "row forward", [] {});
+  if (bias) y.add_(*bias);
+  return y.view(sizes);
+}
+
+Gradients row_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                              const std::string& group, int64_t num_chunks, bool sequence_parallel) {
+  const Tensor x_rows = rows_of(x);
+  if (!sequence_parallel) {
+    const Tensor grad_rows = rows_of(grad);
+    return {at::mm(grad_rows, weight).view(x.sizes()), at::mm(grad_rows.t(), x_rows), grad_rows.sum(0)};
+  }
+  const auto scheduler = OverlapScheduler::of(group);
+  Gather gather(*scheduler, sequences_of("row_linear_backward", grad), num_chunks, "row backward");
+  // Each rank adds the bias to its part of the sequence, so its gradient is a share of the sum.
+  const Tensor grad_bias = rows_of(grad).sum(0);
+  const auto bias_ticket = scheduler->all_reduce(grad_bias, "row bias");
+  const Tensor grad_x = x.new_empty(x.sizes());
+  const Tensor grad_x_sequences = grad_x.view({-1, x.size(-2), x.size(-1)});
+  for (int64_t k = 0; k < gather.chunks(); ++k) {
+    const auto [from, to] = gather.await(k);
+    product(grad_x_sequences.narrow(0, from, to - from).view({-1, x.size(-1)}),
+            rows_of(gather.whole().narrow(0, from, to - from)), weight.t(), std::nullopt);
+  }
+  const Tensor grad_weight = at::mm(rows_of(gather.whole()).t(), x_rows);
+  scheduler->wait(bias_ticket);
+  return {grad_x, grad_weight, grad_bias};
+}
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Both products differ only in the pair of ops they dispatch to.
+template <typename Op>
+struct LinearFunction : torch::autograd::Function<LinearFunction<Op>> {
+  static Tensor forward(AutogradContext* context, const Tensor& x, const Tensor& weight,
+                        const std::optional<Tensor>& bias, const std::string& group, int64_t num_chunks,
+                        bool sequence_parallel) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    context->save_for_backward({x, weight});
+    context->saved_data["group"] = group;
+    context->saved_data["num_chunks"] = num_chunks;
+    context->saved_data["sequence_parallel"] = sequence_parallel;
+    context->saved_data["bias"] = bias.has_value();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow(Op::forward_name, "")
+                               .template typed<decltype(column_linear)>();
+    return op.call(x, weight, bias, group, num_chunks, sequence_parallel);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow(Op::backward_name, "")
+                               .template typed<decltype(column_linear_backward)>();
+    auto [grad_x, grad_weight, grad_bias] =
+        op.call(grads[0], saved[0], saved[1], context->saved_data["group"].toStringRef(),
+                context->saved_data["num_chunks"].toInt(), context->saved_data["sequence_parallel"].toBool());
+    if (!context->saved_data["bias"].toBool()) grad_bias = Tensor();
+    return {grad_x, grad_weight, grad_bias, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+struct Column {
+  static constexpr const char* forward_name = "oases::column_linear";
+  static constexpr const char* backward_name = "oases::column_linear_backward";
+};
+struct Row {
+  static constexpr const char* forward_name = "oases::row_linear";
+  static constexpr const char* backward_name = "oases::row_linear_backward";
+};
+
+}  // namespace
+
+Tensor column_linear_autograd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                              const std::string& group, int64_t num_chunks, bool sequence_parallel) {
+  return LinearFunction<Column>::apply(x, weight, bias, group, num_chunks, sequence_parallel);
+}
+
+Tensor row_linear_autograd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                           const std::string& group, int64_t num_chunks, bool sequence_parallel) {
+  return LinearFunction<Row>::apply(x, weight, bias, group, num_chunks, sequence_parallel);
+}
+
+}  // namespace oases

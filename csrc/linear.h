@@ -1,0 +1,42 @@
+// Column- and row-parallel products cut into chunks, so that the collective of one chunk is on the wire
+// while the next is computed. Everything is written in place into slices of one output. Differentiable;
+// the entry points below are what the torch.library ops of ops.cpp dispatch to.
+//
+// Shapes: rows = all leading dimensions of the input, t = group size. With `sequence_parallel`, activations
+// outside the pair of layers are cut along dim -2 (the sequence) into t parts and the all-reduce becomes a
+// reduce-scatter and an all-gather.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+#include <tuple>
+
+namespace oases {
+
+// y = x W^T + b of this rank's output columns. x: [..., in], weight: [out/t, in], bias: [out/t] -> [...,
+// out/t].
+at::Tensor column_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         const std::string& group, int64_t num_chunks, bool sequence_parallel);
+// grad: [..., out/t] -> gradients of x (summed over the group), weight and bias.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const std::string& group,
+    int64_t num_chunks, bool sequence_parallel);
+
+// y = sum over ranks of x W^T, + b once. x: [..., in/t], weight: [out, in/t], bias: [out] -> [..., out].
+at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                      const std::string& group, int64_t num_chunks, bool sequence_parallel);
+// grad: [..., out], the same on every rank (a sequence shard if sequence_parallel).
+std::tuple<at::Tensor, at::Tensor, at::Tensor> row_linear_backward(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const std::string& group,
+    int64_t num_chunks, bool sequence_parallel);
+
+// The differentiable versions, registered for Autograd: forward and backward redispatch to the four above.
+at::Tensor column_linear_autograd(const at::Tensor& x, const at::Tensor& weight,
+                                  const std::optional<at::Tensor>& bias, const std::string& group,
+                                  int64_t num_chunks, bool sequence_parallel);
+at::Tensor row_linear_autograd(const at::Tensor& x, const at::Tensor& weight,
+                               const std::optional<at::Tensor>& bias, const std::string& group,
+                               int64_t num_chunks, bool sequence_parallel);
+
+}  // namespace oases

@@ -1,0 +1,202 @@
+#include "scheduler.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <atomic>
+#include <chrono>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+// torch 2.13 renames the two _base collectives; 2.11 and 2.12 know only these names.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+namespace oases {
+
+double monotonic_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+namespace {
+void record_event(std::optional<c10::Event>& event, c10::Device device) {
+  event.emplace(device.type(), c10::EventFlag::BACKEND_DEFAULT);  // this flag keeps the time
+  event->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+}  // namespace
+
+struct Ticket::Finish {
+  std::atomic<double> at{0.0};
+};
+
+TicketRecord Ticket::record() const {
+  TicketRecord record = record_;
+  record.finished = finish_->at.load();
+  return record;
+}
+
+OverlapScheduler::OverlapScheduler(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+    : group_(group), name_(group->getGroupName()), rank_(group->getRank()), size_(group->getSize()) {}
+
+std::shared_ptr<OverlapScheduler> OverlapScheduler::of(const std::string& group_name) {
+  // Never destroyed: a scheduler may be asked for while the interpreter is shutting down. The group
+  // itself is held weakly, so destroy_process_group still ends its threads.
+  static auto* schedulers = new std::map<std::string, std::shared_ptr<OverlapScheduler>>();
+  static auto* mutex = new std::mutex();
+  const auto group = c10d::resolve_process_group(group_name);
+  const std::lock_guard<std::mutex> lock(*mutex);
+  auto& scheduler = (*schedulers)[group_name];
+  // A destroyed group's name may be taken again by a new one.
+  if (!scheduler || scheduler->group_.lock() != group) scheduler = std::make_shared<OverlapScheduler>(group);
+  return scheduler;
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> OverlapScheduler::group() const {
+  auto group = group_.lock();
+  TORCH_CHECK(group, "the process group '", name_, "' of this scheduler was destroyed; make a new group");
+  return group;
+}
+
+std::shared_ptr<Ticket> OverlapScheduler::issue(
+    const char* collective, const at::Tensor& counted, std::vector<at::Tensor> tensors,
+    const std::string& label, const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+  for (const auto& tensor : tensors)
+    TORCH_CHECK(tensor.is_contiguous(), collective, " of ", label, ": the tensor of shape ", tensor.sizes(),
+                " and strides ", tensor.strides(), " is not contiguous; call .contiguous() first");
+  auto ticket = std::make_shared<Ticket>();
+  ticket->finish_ = std::make_shared<Ticket::Finish>();
+  ticket->record_.collective = collective;
+  ticket->record_.label = label;
+  ticket->record_.bytes = counted.numel() * counted.element_size();
+  ticket->tensors_ = std::move(tensors);
+  ticket->record_.issued = monotonic_seconds();
+  if (size_ == 1 || counted.numel() == 0) {
+    ticket->finish_->at = ticket->record_.issued;
+    return ticket;
+  }
+  if (!counted.is_cpu()) record_event(ticket->at_issue_, counted.device());
+  ticket->work_ = start();
+  TORCH_CHECK(ticket->work_, collective, " of ", label, ": the backend of group '", name_,
+              "' returned no work to wait for");
+  if (counted.is_cpu()) {
+    try {
+      ticket->work_->getFuture()->addCallback(
+          [finish = ticket->finish_](c10::ivalue::Future&) { finish->at = monotonic_seconds(); });
+    } catch (const c10::Error&) {
+      // Work::getFuture is optional in c10d (gloo has none for its reduce-scatter): see
+      // TicketRecord::finished.
+    }
+  }
+  return ticket;
+}
+
+std::shared_ptr<Ticket> OverlapScheduler::all_reduce(const at::Tensor& tensor, const std::string& label) {
+  return issue("all_reduce", tensor, {tensor}, label, [&] {
+    std::vector<at::Tensor> tensors{tensor};
+    return group()->allreduce(tensors);
+  });
+}
+
+std::shared_ptr<Ticket> OverlapScheduler::all_gather(const at::Tensor& output, const at::Tensor& input,
+                                                     const std::string& label) {
+  TORCH_CHECK(output.numel() == input.numel() * size_, "all_gather of ", label, ": the output holds ",
+              output.numel(), " elements, not group size ", size_, " x input ", input.numel());
+  auto ticket = issue("all_gather", output, {output, input}, label, [&] {
+    at::Tensor whole = output.view(-1),
+               part = input.view(-1);  // gloo would hold their shapes against each other
+    return group()->_allgather_base(whole, part);
+  });
+  if (!ticket->work_ && input.numel() > 0) output.view(-1).copy_(input.view(-1));
+  return ticket;
+}
+
+std::shared_ptr<Ticket> OverlapScheduler::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                                         const std::string& label) {
+  TORCH_CHECK(input.numel() == output.numel() * size_, "reduce_scatter of ", label, ": the input holds ",
+              input.numel(), " elements, not group size ", size_, " x output ", output.numel());
+  auto ticket = issue("reduce_scatter", input, {output, input}, label, [&] {
+    at::Tensor part = output.view(-1), whole = input.view(-1);
+    return group()->_reduce_scatter_base(part, whole);
+  });
+  if (!ticket->work_ && output.numel() > 0) output.view(-1).copy_(input.view(-1));
+  return ticket;
+}
+
+void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
+  TicketRecord& record = ticket->record_;
+  TORCH_CHECK(!ticket->waited_, record.collective, " of ", record.label,
+              " was waited for already; a ticket is good for one wait");
+  ticket->waited_ = true;
+  record.waited_from = monotonic_seconds();
+  const bool on_cpu = ticket->tensors_.front().is_cpu();
+  if (ticket->work_) {
+    const std::string name = c10::str(record.collective, " of ", record.label.empty() ? "?" : record.label,
+                                      " (", record.bytes, " bytes, group '", name_, "' of ", size_, ")");
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      waiting_for_ = name;
+    }
+    const auto device = ticket->tensors_.front().device();
+    if (!on_cpu) record_event(ticket->before_wait_, device);
+    try {
+      ticket->work_->wait();
+    } catch (const std::exception& error) {
+      // waiting_for_ stays set: it is what the run died of.
+      TORCH_CHECK_WITH(DistBackendError, false, "rank ", rank_, " waited for ", name,
+                       ", which failed: ", error.what());
+    }
+    if (!on_cpu) record_event(ticket->after_wait_, device);
+  }
+  record.blocked_for = monotonic_seconds() - record.waited_from;
+  if (ticket->finish_->at == 0.0) ticket->finish_->at = monotonic_seconds();
+  ticket->work_.reset();
+  ticket->tensors_.clear();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waiting_for_.clear();
+  if (ticket->after_wait_)
+    unsettled_.push_back(ticket);
+  else
+    account(ticket->record());
+}
+
+void OverlapScheduler::settle() {
+  for (const auto& ticket : unsettled_) {
+    ticket->after_wait_->synchronize();
+    TicketRecord record = ticket->record();
+    record.blocked_for = ticket->before_wait_->elapsedTime(*ticket->after_wait_) / 1e3;
+    record.finished = record.issued + ticket->at_issue_->elapsedTime(*ticket->after_wait_) / 1e3;
+    account(record);
+  }
+  unsettled_.clear();
+}
+
+void OverlapScheduler::account(const TicketRecord& record) {
+  auto& totals = totals_[record.label];
+  totals.count += 1;
+  totals.bytes += record.bytes;
+  totals.in_flight_seconds += record.finished - record.issued;
+  totals.blocked_seconds += record.blocked_for;
+  if (recording_) records_.push_back(record);
+}
+
+std::vector<TicketRecord> OverlapScheduler::take_records() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  settle();
+  return std::exchange(records_, {});
+}
+
+std::map<std::string, LabelTotals> OverlapScheduler::totals() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  settle();
+  return totals_;
+}
+
+void OverlapScheduler::reset_totals() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  settle();
+  totals_.clear();
+}
+
+std::string OverlapScheduler::waiting_for() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return waiting_for_;
+}
+
+}  // namespace oases

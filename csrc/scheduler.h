@@ -1,0 +1,114 @@
+// Starts collectives early and waits for them late. A collective is a ticket from the moment it is
+// issued until it is waited for; every ticket knows what it cost. Works with any c10d backend: on the
+// CPU a wait blocks the caller, on an accelerator it makes the current stream wait.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+namespace oases {
+
+// Seconds of the monotonic clock, the one behind Python's time.perf_counter().
+double monotonic_seconds();
+
+// What one collective cost. Times are monotonic seconds; 0 means "not yet".
+struct TicketRecord {
+  std::string collective;  // "all_reduce", "all_gather" or "reduce_scatter"
+  std::string label;       // what the caller calls it, e.g. the schedule op "F 3.1"
+  int64_t bytes = 0;       // of the whole (gathered or unreduced) tensor
+  double issued = 0;       // when the collective was handed to the backend
+  double finished = 0;     // when the backend reported its end; where it cannot, when the wait for it ended
+  double waited_from = 0;  // when the compute first needed the result
+  double blocked_for = 0;  // how long the compute stood still for it
+};
+
+// Sums over finished tickets of one label.
+struct LabelTotals {
+  int64_t count = 0;
+  int64_t bytes = 0;
+  double in_flight_seconds = 0;
+  double blocked_seconds = 0;
+};
+
+// A started collective. Holds its tensors alive until it has been waited for, so no caching allocator
+// can hand their memory out while the wire still reads it.
+class Ticket {
+ public:
+  bool waited() const { return waited_; }
+  TicketRecord record() const;
+
+ private:
+  friend class OverlapScheduler;
+  struct Finish;  // written by the backend's thread
+
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<at::Tensor> tensors_;
+  TicketRecord record_;
+  std::shared_ptr<Finish> finish_;
+  bool waited_ = false;
+  // Accelerators only: on the compute stream at issue and around the wait; read when totals are asked for.
+  std::optional<c10::Event> at_issue_, before_wait_, after_wait_;
+};
+
+// Issues the collectives of one process group in the order of the calls. Not for use by several threads
+// at once: two threads could issue in different orders on different ranks.
+class OverlapScheduler {
+ public:
+  explicit OverlapScheduler(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+  // The scheduler that every op and layer of the group with this c10d name shares.
+  static std::shared_ptr<OverlapScheduler> of(const std::string& group_name);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // Sums `tensor` over the group, in place. The tensor must be contiguous.
+  std::shared_ptr<Ticket> all_reduce(const at::Tensor& tensor, const std::string& label = "");
+  // Fills `output` (size() times as large) with every rank's `input`, in rank order.
+  std::shared_ptr<Ticket> all_gather(const at::Tensor& output, const at::Tensor& input,
+                                     const std::string& label = "");
+  // Sums `input` over the group and leaves this rank's part, the rank-th of size(), in `output`.
+  std::shared_ptr<Ticket> reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                         const std::string& label = "");
+
+  // Returns when the result may be used: on the CPU now, on an accelerator by the current stream.
+  // Waiting twice is an error. A failed collective throws with its name, label and size in the message.
+  void wait(const std::shared_ptr<Ticket>& ticket);
+
+  // Keep every finished ticket's record (for timelines), not only the totals.
+  void set_recording(bool on) { recording_ = on; }
+  std::vector<TicketRecord> take_records();
+  std::map<std::string, LabelTotals> totals();
+  void reset_totals();
+  // What the calling thread is waiting for right now, or "" (read by the signal handler of a dying run).
+  std::string waiting_for() const;
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group() const;
+  std::shared_ptr<Ticket> issue(const char* collective, const at::Tensor& counted,
+                                std::vector<at::Tensor> tensors, const std::string& label,
+                                const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
+  void settle();  // read the events of waited accelerator tickets into the totals; blocks until they happened
+  void account(const TicketRecord& record);
+
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  std::string name_;
+  int rank_, size_;
+  bool recording_ = false;
+  std::vector<TicketRecord> records_;
+  std::map<std::string, LabelTotals> totals_;
+  std::vector<std::shared_ptr<Ticket>> unsettled_;
+  mutable std::mutex mutex_;  // guards all of the above but group_: totals may be read from another thread
+  std::string waiting_for_;
+};
+
+}  // namespace oases

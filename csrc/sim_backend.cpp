@@ -1,0 +1,176 @@
+#include "sim_backend.h"
+
+#include <chrono>
+
+namespace oases {
+namespace {
+
+class SimWork : public c10d::Work {
+ public:
+  SimWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs)
+      : Work(rank, type),
+        outputs_(std::move(outputs)),
+        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  std::vector<at::Tensor> result() override { return outputs_; }
+
+  void end(const std::exception_ptr& error) {
+    // The future first: whoever returns from wait() finds its callbacks done.
+    if (error)
+      future_->setError(error);
+    else
+      future_->markCompleted(c10::IValue(outputs_));
+    finish(error);
+  }
+
+ private:
+  std::vector<at::Tensor> outputs_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+double bytes_of(const at::Tensor& tensor) { return static_cast<double>(tensor.nbytes()); }
+
+double bytes_of(const std::vector<at::Tensor>& tensors) {
+  double bytes = 0;
+  for (const auto& tensor : tensors) bytes += bytes_of(tensor);
+  return bytes;
+}
+
+}  // namespace
+
+struct SimBackend::Job {
+  c10::intrusive_ptr<SimWork> work;
+  double seconds;
+  std::function<SimBackend::Work()> start;
+};
+
+SimBackend::SimBackend(c10::intrusive_ptr<c10d::Backend> inner, double startup_seconds, double bandwidth)
+    : Backend(inner->getRank(), inner->getSize()),
+      inner_(std::move(inner)),
+      startup_seconds_(startup_seconds),
+      bandwidth_(bandwidth) {
+  TORCH_CHECK_VALUE(startup_seconds >= 0, "sim: the start-up must be at least 0 seconds, got ",
+                    startup_seconds);
+  TORCH_CHECK_VALUE(bandwidth > 0, "sim: the bandwidth must be above 0 bytes per second, got ", bandwidth);
+  link_ = std::thread([this] { serve(); });
+}
+
+SimBackend::~SimBackend() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+  }
+  arrived_.notify_all();
+  link_.join();
+}
+
+SimBackend::Work SimBackend::enqueue(c10d::OpType type, double wire_bytes, Tensors outputs,
+                                     std::function<Work()> start) {
+  auto work = c10::make_intrusive<SimWork>(getRank(), type, std::move(outputs));
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back({work, startup_seconds_ + wire_bytes / bandwidth_, std::move(start)});
+  }
+  arrived_.notify_one();
+  return work;
+}
+
+void SimBackend::serve() {
+  while (true) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    arrived_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    Job job = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(job.seconds);
+    std::exception_ptr error;
+    try {
+      job.start()->wait();
+    } catch (...) {
+      error = std::current_exception();  // handed to whoever waits for the work
+    }
+    std::this_thread::sleep_until(until);
+    job.start = nullptr;
+    job.work->end(error);
+  }
+}
+
+// Bytes are those of the usual ring and tree algorithms: an all-reduce sends 2 (n-1)/n of the tensor.
+SimBackend::Work SimBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return enqueue(c10d::OpType::BROADCAST, bytes_of(tensors), tensors,
+                 [this, tensors, options]() mutable { return inner_->broadcast(tensors, options); });
+}
+
+SimBackend::Work SimBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const double n = getSize();
+  return enqueue(c10d::OpType::ALLREDUCE, 2 * (n - 1) / n * bytes_of(tensors), tensors,
+                 [this, tensors, options]() mutable { return inner_->allreduce(tensors, options); });
+}
+
+SimBackend::Work SimBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  return enqueue(c10d::OpType::REDUCE, bytes_of(tensors), tensors,
+                 [this, tensors, options]() mutable { return inner_->reduce(tensors, options); });
+}
+
+SimBackend::Work SimBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                       const c10d::AllgatherOptions& options) {
+  return enqueue(
+      c10d::OpType::ALLGATHER, (getSize() - 1) * bytes_of(inputs), outputs.front(),
+      [this, outputs, inputs, options]() mutable { return inner_->allgather(outputs, inputs, options); });
+}
+
+SimBackend::Work SimBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                             const c10d::AllgatherOptions& options) {
+  return enqueue(
+      c10d::OpType::_ALLGATHER_BASE, (getSize() - 1) * bytes_of(input), {output},
+      [this, output, input, options]() mutable { return inner_->_allgather_base(output, input, options); });
+}
+
+SimBackend::Work SimBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                    const c10d::GatherOptions& options) {
+  return enqueue(
+      c10d::OpType::GATHER, bytes_of(inputs), outputs.empty() ? Tensors{} : outputs.front(),
+      [this, outputs, inputs, options]() mutable { return inner_->gather(outputs, inputs, options); });
+}
+
+SimBackend::Work SimBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                     const c10d::ScatterOptions& options) {
+  return enqueue(
+      c10d::OpType::SCATTER, inputs.empty() ? 0 : bytes_of(inputs.front()), outputs,
+      [this, outputs, inputs, options]() mutable { return inner_->scatter(outputs, inputs, options); });
+}
+
+SimBackend::Work SimBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                            const c10d::ReduceScatterOptions& options) {
+  return enqueue(c10d::OpType::REDUCE_SCATTER, (getSize() - 1) * bytes_of(outputs), outputs,
+                 [this, outputs, inputs, options]() mutable {
+                   return inner_->reduce_scatter(outputs, inputs, options);
+                 });
+}
+
+SimBackend::Work SimBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                  const c10d::ReduceScatterOptions& options) {
+  return enqueue(c10d::OpType::_REDUCE_SCATTER_BASE, (getSize() - 1) * bytes_of(output), {output},
+                 [this, output, input, options]() mutable {
+                   return inner_->_reduce_scatter_base(output, input, options);
+                 });
+}
+
+SimBackend::Work SimBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                           std::vector<int64_t>& output_splits,
+                                           std::vector<int64_t>& input_splits,
+                                           const c10d::AllToAllOptions& options) {
+  const double n = getSize();
+  return enqueue(c10d::OpType::ALLTOALL_BASE, (n - 1) / n * bytes_of(input), {output},
+                 [this, output, input, output_splits, input_splits, options]() mutable {
+                   return inner_->alltoall_base(output, input, output_splits, input_splits, options);
+                 });
+}
+
+SimBackend::Work SimBackend::barrier(const c10d::BarrierOptions& options) {
+  return enqueue(c10d::OpType::BARRIER, 0, {}, [this, options] { return inner_->barrier(options); });
+}
+
+}  // namespace oases

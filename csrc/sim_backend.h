@@ -1,0 +1,55 @@
+// `sim`: a c10d backend with the clock of a slow link. A collective takes start-up + bytes on the wire /
+// bandwidth, one after another, on a worker thread; the data really moves, through an inner backend. It
+// makes overlap visible on any machine and its tests exact.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace oases {
+
+class SimBackend : public c10d::Backend {
+ public:
+  // `inner` moves the data (a gloo backend); startup in seconds, bandwidth in bytes per second and rank.
+  SimBackend(c10::intrusive_ptr<c10d::Backend> inner, double startup_seconds, double bandwidth);
+  ~SimBackend() override;
+
+  const std::string getBackendName() const override { return "sim"; }
+
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  Work reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  Work allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::AllgatherOptions& options) override;
+  Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  Work gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  Work scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
+  Work reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                      const c10d::ReduceScatterOptions& options) override;
+  Work _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                            const c10d::ReduceScatterOptions& options) override;
+  Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  Work barrier(const c10d::BarrierOptions& options) override;
+
+ private:
+  struct Job;
+  // `wire_bytes` is what this rank sends; `start` issues the same collective on the inner backend.
+  Work enqueue(c10d::OpType type, double wire_bytes, Tensors outputs, std::function<Work()> start);
+  void serve();
+
+  c10::intrusive_ptr<c10d::Backend> inner_;
+  const double startup_seconds_, bandwidth_;
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::deque<Job> queue_;
+  bool closing_ = false;
+  std::thread link_;  // last: it reads all of the above
+};
+
+}  // namespace oases

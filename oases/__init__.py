@@ -1,0 +1,36 @@
+"""Overlapped tensor parallelism for PyTorch: train large transformers on commodity servers."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "OverlappedColumnLinear": "oases.parallel",
+    "OverlappedEmbedding": "oases.parallel",
+    "OverlappedRowLinear": "oases.parallel",
+    "OverlappedStack": "oases.parallel",
+    "parallel_cross_entropy": "oases.parallel",
+    "Trainer": "oases.train",
+    "TrainConfig": "oases.train",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from oases.parallel import (
+        OverlappedColumnLinear,
+        OverlappedEmbedding,
+        OverlappedRowLinear,
+        OverlappedStack,
+        parallel_cross_entropy,
+    )
+    from oases.train import TrainConfig, Trainer
+
+
+def __getattr__(name: str) -> Any:
+    """Load the parts that need torch when they are first asked for: schedules and planners do without."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'oases' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

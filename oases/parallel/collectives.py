@@ -1,0 +1,89 @@
+"""Collectives with a gradient, for the places that need no overlap: entries, exits and the loss.
+
+Convention: a tensor that every rank holds whole has the same whole gradient on every rank; a rank's own part
+has its own gradient. A group of one returns at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
+
+
+def all_reduce(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
+    """Sum `x` over the group, in place and without a gradient; returns `x`."""
+    if group_size(process_group) > 1:
+        assert process_group is not None
+        scheduler = scheduler_of(process_group)
+        scheduler.wait(scheduler.all_reduce(x, label))
+    return x
+
+
+def all_gather_last(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
+    """Join every rank's [..., n] to [..., t * n], without a gradient."""
+    size = group_size(process_group)
+    if size == 1:
+        return x
+    assert process_group is not None
+    x = x.contiguous()
+    parts = x.new_empty((size, *x.shape))
+    scheduler = scheduler_of(process_group)
+    scheduler.wait(scheduler.all_gather(parts, x, label))
+    return parts.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
+
+
+def part_of_last(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """This rank's part of the last dimension, a view."""
+    size = group_size(process_group)
+    return x if size == 1 else x.chunk(size, dim=-1)[group_rank(process_group)]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup) -> Tensor:
+        ctx.process_group = process_group
+        return all_gather_last(x, process_group, "gather output")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return part_of_last(grad, ctx.process_group).contiguous(), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup) -> Tensor:
+        ctx.process_group = process_group
+        return part_of_last(x, process_group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_gather_last(grad, ctx.process_group, "scatter backward"), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup, label: str) -> Tensor:
+        return all_reduce(x.contiguous().clone(), process_group, label)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad, None, None
+
+
+def gather(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """Differentiable `all_gather_last`: part -> whole."""
+    return x if group_size(process_group) == 1 else _Gather.apply(x, process_group)  # type: ignore[no-any-return]
+
+
+def scatter(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """Differentiable `part_of_last`: whole -> part."""
+    return x if group_size(process_group) == 1 else _Scatter.apply(x, process_group)  # type: ignore[no-any-return]
+
+
+def reduce(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
+    """Differentiable sum over the group: partial sums -> whole."""
+    return x if group_size(process_group) == 1 else _Reduce.apply(x, process_group, label)  # type: ignore[no-any-return]

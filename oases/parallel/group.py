@@ -1,0 +1,56 @@
+"""What a layer needs to know of its tensor-parallel group: size, rank, c10d name and the overlap scheduler.
+
+A group is always an argument. `None` means the default group, or a group of one where torch.distributed is
+not initialised; with a group of one every layer is the ordinary torch layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from oases._C import OverlapScheduler
+
+ProcessGroup = dist.ProcessGroup
+
+
+def resolve(process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group itself, the default group for None, or None where there is only this process."""
+    if process_group is not None:
+        return process_group
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return None
+
+
+def group_size(process_group: ProcessGroup | None) -> int:
+    """Number of ranks in the resolved group; 1 for None."""
+    return 1 if process_group is None else process_group.size()
+
+
+def group_rank(process_group: ProcessGroup | None) -> int:
+    """This process's rank within the resolved group; 0 for None."""
+    return 0 if process_group is None else process_group.rank()
+
+
+def group_name(process_group: ProcessGroup | None) -> str:
+    """The c10d name that ops carry; "" for None."""
+    return "" if process_group is None else process_group.group_name
+
+
+def scheduler_of(process_group: ProcessGroup) -> Any:
+    """The OverlapScheduler that every layer of this group shares."""
+    return OverlapScheduler.of(process_group.group_name)
+
+
+def shard_size(what: str, size: int, process_group: ProcessGroup | None) -> int:
+    """`size` divided by the group size; a ValueError names what does not divide and what would."""
+    parts = group_size(process_group)
+    if size % parts:
+        fits = [t for t in range(1, size + 1) if size % t == 0 and t <= 64]
+        raise ValueError(
+            f"{what} is {size}, which does not divide by the tensor-parallel degree {parts}; "
+            f"degrees that divide it: {', '.join(map(str, fits))}"
+        )
+    return size // parts

@@ -1,0 +1,221 @@
+"""Column- and row-parallel `nn.Linear`, their products cut into chunks that hide their own communication.
+
+Column: the weight's output features are cut over the ranks; its backward starts the all-reduce of each chunk of
+the input gradient and computes the weight gradient meanwhile. Row: the input features are cut; its forward
+starts the all-reduce of chunk k before chunk k + 1 is computed. The products are C++ ops (csrc/linear.cpp).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oases.parallel.collectives import gather, scatter
+from oases.parallel.group import ProcessGroup, group_name, group_rank, group_size, resolve, shard_size
+
+NumChunks = int | Literal["auto"]
+
+# Below this many rows a chunk's product loses more speed than its all-reduce could hide.
+_ROWS_PER_CHUNK = 64
+
+
+def _chunks(num_chunks: NumChunks, x: Tensor) -> int:
+    if num_chunks != "auto":
+        return num_chunks
+    rows = x.numel() // max(x.shape[-1], 1)
+    return 2 if rows >= 2 * _ROWS_PER_CHUNK else 1
+
+
+class _OverlappedLinear(nn.Module):
+    """What the two cuts share: a shard of the weight, its options and how it is made from an `nn.Linear`."""
+
+    shard_dims: ClassVar[dict[str, int]]
+    """Which dimension of which parameter is cut over the group, in rank order."""
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        shape: tuple[int, int],
+        bias_features: int | None,
+        process_group: ProcessGroup | None,
+        num_chunks: NumChunks,
+        sequence_parallel: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        if num_chunks != "auto" and num_chunks < 1:
+            raise ValueError(f"num_chunks must be 'auto' or at least 1, got {num_chunks}")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.process_group = process_group
+        self.num_chunks = num_chunks
+        self.sequence_parallel = sequence_parallel
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias_features is None:
+            self.register_parameter("bias", None)
+        else:
+            self.bias = nn.Parameter(torch.empty(bias_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw a shard at random with `nn.Linear`'s bounds. For equal weights on all degrees use `from_linear`."""
+        if self.weight.is_meta:
+            return
+        bound = self.in_features**-0.5 if self.in_features else 0.0
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+            if "bias" not in self.shard_dims and self.process_group is not None:
+                # A whole bias must be the same on every rank, whatever their random states.
+                source = torch.distributed.get_global_rank(self.process_group, 0)
+                torch.distributed.broadcast(self.bias.data, source, group=self.process_group)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, process_group: ProcessGroup | None = None, **options: Any
+    ) -> Any:
+        """Cut a given layer: this rank's slice of its weight, never a new draw.
+
+        linear: an `nn.Linear` with the same weight on every rank. options: those of the constructor.
+        Raises ValueError where the cut dimension does not divide by the group size.
+        """
+        group = resolve(process_group)
+        with torch.device("meta"):  # no random draw, no memory for values that are replaced below
+            layer = cls(
+                linear.in_features,
+                linear.out_features,
+                linear.bias is not None,
+                process_group=process_group,
+                **{"dtype": linear.weight.dtype, **options},
+            )
+        for name, whole in (("weight", linear.weight), ("bias", linear.bias)):
+            if whole is not None:
+                part = shard(whole.detach(), cls.shard_dims.get(name), group)
+                setattr(layer, name, nn.Parameter(part.clone(), requires_grad=whole.requires_grad))
+        return layer
+
+    def _op_arguments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        device = x.device.type
+        if torch.is_autocast_enabled(device):  # custom ops are not on autocast's lists
+            dtype = torch.get_autocast_dtype(device)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return x, weight, bias
+
+    def extra_repr(self) -> str:
+        """Whole sizes, then how they are cut."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, tensor_parallel={group_size(self.process_group)}, "
+            f"num_chunks={self.num_chunks}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+def shard(whole: Tensor, dim: int | None, process_group: ProcessGroup | None) -> Tensor:
+    """This rank's slice of `whole` along `dim` (None: all of it), a view."""
+    if dim is None or group_size(process_group) == 1:
+        return whole
+    part = shard_size(f"dimension {dim} of a tensor of shape {tuple(whole.shape)}", whole.shape[dim], process_group)
+    return whole.narrow(dim, group_rank(process_group) * part, part)
+
+
+class OverlappedColumnLinear(_OverlappedLinear):
+    """`nn.Linear` whose output features are cut over the group.
+
+    Input [..., in_features], whole on every rank (with sequence_parallel: cut along dim -2). Output
+    [..., out_features / t], or [..., out_features] with gather_output. The input's gradient is summed over the
+    group, chunk by chunk, while the weight gradient is computed. With a group of 1: `nn.Linear` exactly.
+    num_chunks: pieces of the product, "auto" chooses by size.
+    """
+
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        process_group: ProcessGroup | None = None,
+        num_chunks: NumChunks = "auto",
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        group = resolve(process_group)
+        part = shard_size("out_features", out_features, group)
+        super().__init__(
+            in_features, out_features, (part, in_features), part if bias else None,
+            group, num_chunks, sequence_parallel, device, dtype,
+        )  # fmt: skip
+        self.gather_output = gather_output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features / t]."""
+        if group_size(self.process_group) == 1:
+            return F.linear(x, self.weight, self.bias)
+        x, weight, bias = self._op_arguments(x)
+        y: Tensor = torch.ops.oases.column_linear(
+            x, weight, bias, group_name(self.process_group), _chunks(self.num_chunks, x), self.sequence_parallel
+        )
+        return gather(y, self.process_group) if self.gather_output else y
+
+    def partial(self, x: Tensor) -> Tensor:
+        """The product alone: the input's gradient stays this rank's share, for a caller that sums it later."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class OverlappedRowLinear(_OverlappedLinear):
+    """`nn.Linear` whose input features are cut over the group.
+
+    Input [..., in_features / t] (whole with input_is_parallel=False). Output [..., out_features], summed over
+    the group chunk by chunk while the next chunk is computed; with sequence_parallel it is scattered along
+    dim -2 instead. The bias is whole on every rank and added once. With a group of 1: `nn.Linear` exactly.
+    """
+
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        process_group: ProcessGroup | None = None,
+        num_chunks: NumChunks = "auto",
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        group = resolve(process_group)
+        part = shard_size("in_features", in_features, group)
+        super().__init__(
+            in_features, out_features, (out_features, part), out_features if bias else None,
+            group, num_chunks, sequence_parallel, device, dtype,
+        )  # fmt: skip
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features / t] -> [..., out_features]."""
+        if group_size(self.process_group) == 1:
+            return F.linear(x, self.weight, self.bias)
+        if not self.input_is_parallel:
+            x = scatter(x, self.process_group)
+        x, weight, bias = self._op_arguments(x)
+        y: Tensor = torch.ops.oases.row_linear(
+            x, weight, bias, group_name(self.process_group), _chunks(self.num_chunks, x), self.sequence_parallel
+        )
+        return y
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's share of the product, without bias, for a caller that sums it and adds the bias."""
+        return F.linear(x, self.weight)

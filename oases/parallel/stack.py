@@ -1,0 +1,222 @@
+"""OverlappedStack: transformer blocks run by a schedule, as one differentiable module.
+
+In the outer autograd graph a call is a chain of nodes, entry -> block 0 -> ... -> block n-1 -> exit. The backward
+pass walks it from the exit; the node of a block runs the schedule on until that block's gradients are whole and
+hands them over, so the hooks of its parameters (DistributedDataParallel's, say) fire while the rest still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from oases.parallel.execution import Execution, Method, Scheduler, Silence
+from oases.parallel.group import ProcessGroup, group_size, resolve, scheduler_of
+from oases.schedule import Schedule, generate, validate
+
+
+class _Call:
+    """One call of a stack: its execution and the hand-over of parameter gradients, block by block."""
+
+    def __init__(self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler) -> None:
+        self.execution = execution
+        self.scheduler = scheduler
+        self.output: Tensor | None = None
+        self._blocks = blocks
+        # Trainable parameters per block by name, as `Method` sees them.
+        self._sharded: list[list[str]] = []
+        self._replicated: list[list[str]] = []
+        for block in blocks:
+            cut = {id(parameter) for _, parameter, _ in sharded_parameters(block)}
+            trainable = [(n, p) for n, p in block.named_parameters(prefix="block") if p.requires_grad]
+            self._sharded.append([name for name, parameter in trainable if id(parameter) in cut])
+            self._replicated.append([name for name, parameter in trainable if id(parameter) not in cut])
+        # Of the block finished last: gradients by name, and the all-reduce of the replicated ones.
+        self._shares: dict[str, Tensor] = {}
+        self._whole: dict[str, Tensor] = {}
+        self._pending: tuple[Any, Tensor, list[str]] | None = None
+
+    def handed_over_by_entry(self) -> list[nn.Parameter]:
+        """The parameters whose gradients the entry's backward returns."""
+        return self._find(0, self._replicated[0])
+
+    def handed_over_by(self, block: int) -> list[nn.Parameter]:
+        """The parameters whose gradients the block's node returns.
+
+        Replicated ones come one node later than sharded ones: their small all-reduce has that long to end.
+        """
+        sharded = self._find(block, self._sharded[block])
+        last = block + 1 == len(self._blocks)
+        return sharded if last else sharded + self._find(block + 1, self._replicated[block + 1])
+
+    def finish_block(self, block: int) -> list[Tensor | None]:
+        """Run to the end of `block`; return the gradients of `handed_over_by(block)`."""
+        self.execution.run_backward_of(block)
+        replicated = self._summed(block + 1) if block + 1 < len(self._blocks) else []
+        partial, combine = self.execution.gradients_of(block)
+        shares = [name for name in self._replicated[block] if name in partial]
+        if shares and not isinstance(self.scheduler, Silence):
+            flat = torch.cat([partial[name].flatten() for name in shares])
+            label = f"replicated gradients of block {block}"
+            self._pending = (self.scheduler.all_reduce(flat, label), flat, shares)
+        self._shares, self._whole = partial, combine
+        return [self._gradient(name) for name in self._sharded[block]] + replicated
+
+    def finish(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Run the rest; return the input's gradient and those of `handed_over_by_entry()`."""
+        grad = self.execution.run_backward_rest()
+        return grad, self._summed(0)
+
+    def _summed(self, block: int) -> list[Tensor | None]:
+        """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks."""
+        if self._pending is not None:
+            ticket, flat, names = self._pending
+            self._pending = None
+            self.scheduler.wait(ticket)
+            parts = flat.split([self._shares[name].numel() for name in names])
+            for name, part in zip(names, parts, strict=True):
+                self._shares[name] = part.view_as(self._shares[name])
+        return [self._gradient(name) for name in self._replicated[block]]
+
+    def _find(self, block: int, names: list[str]) -> list[nn.Parameter]:
+        return [self._blocks[block].get_parameter(name.removeprefix("block.")) for name in names]
+
+    def _gradient(self, name: str) -> Tensor | None:
+        share, whole = self._shares.get(name), self._whole.get(name)
+        if share is None or whole is None:
+            return whole if share is None else share
+        return share + whole
+
+
+class _Entry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, *replicated: Tensor) -> Tensor:
+        ctx.call = call
+        call.output = call.execution.run_forward()
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
+        grad, replicated = ctx.call.finish()
+        return None, grad, *replicated
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.call, ctx.block = call, block
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:  # type: ignore[override]
+        return None, None, token, *ctx.call.finish_block(ctx.block)
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, token: Tensor) -> Tensor:
+        ctx.call = call
+        output, call.output = call.output, None
+        assert output is not None, "the entry has run"
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.call.execution.begin_backward(grad)
+        return None, grad.new_zeros(())
+
+
+class OverlappedStack(nn.Module):
+    """A stack of tensor-parallel blocks run by a schedule that hides all-reduces under other sub-batches.
+
+    blocks: modules with `partial(x) -> y`, without communication, up to the row-parallel product, and
+        `combine(x, y_reduced) -> next x`. Blocks must treat samples (dimension 0) independently.
+    process_group: the tensor-parallel group; None is the default group. schedule: a name ("sync", "oases") or a
+        Schedule for len(blocks) blocks. sub_batches: how many parts the batch is cut into ("sync" runs it whole).
+    Input and output: [batch, ...], the same on every rank. Gradients of sharded parameters (`shard_dims` of
+    their module) stay this rank's; those of replicated ones are summed over the group where they are shares.
+    Raises ValueError for a batch smaller than the number of sub-batches, ScheduleError for a bad schedule.
+    Source: arXiv 2305.16121.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        process_group: ProcessGroup | None = None,
+        schedule: str | Schedule = "oases",
+        sub_batches: int = 2,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        if sub_batches < 1:
+            raise ValueError(f"sub_batches must be at least 1, got {sub_batches}")
+        for index, block in enumerate(self.blocks):
+            for name in ("partial", "combine"):
+                if not callable(getattr(block, name, None)):
+                    raise ValueError(f"block {index} ({type(block).__name__}) has no method {name}()")
+        self.process_group = resolve(process_group)
+        self.schedule = self._fitted(schedule, sub_batches)
+        self.spans: list[tuple[str, float, float]] | None = None
+        """Set to a list to have (op, start, end) of every compute op and wait appended, monotonic seconds."""
+
+    def _fitted(self, schedule: str | Schedule, sub_batches: int) -> Schedule:
+        if isinstance(schedule, str):
+            return generate(schedule, len(self.blocks), sub_batches)
+        validate(schedule)
+        if schedule.num_blocks != len(self.blocks):
+            raise ValueError(
+                f"schedule '{schedule.name}' is for {schedule.num_blocks} blocks, the stack has {len(self.blocks)}"
+            )
+        return schedule
+
+    def run_as(self, schedule: str | Schedule, sub_batches: int = 2) -> None:
+        """Change the schedule for the calls to come."""
+        self.schedule = self._fitted(schedule, sub_batches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, ...] -> [batch, ...]."""
+        if x.shape[0] < self.schedule.num_sub_batches:
+            raise ValueError(
+                f"a batch of {x.shape[0]} cannot be cut into {self.schedule.num_sub_batches} sub-batches; "
+                "use a larger batch or fewer sub_batches"
+            )
+        scheduler: Scheduler = Silence()
+        if group_size(self.process_group) > 1:
+            scheduler = scheduler_of(cast(ProcessGroup, self.process_group))
+        return self.run(x, scheduler)
+
+    def run(self, x: Tensor, scheduler: Scheduler) -> Tensor:
+        """Forward with collectives by `scheduler`; `Silence()` measures the compute alone."""
+        tracked = [x, *self.parameters()]
+        differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
+        methods = [(Method(block, "partial"), Method(block, "combine")) for block in self.blocks]
+        execution = Execution(
+            methods, self.schedule, scheduler, x, differentiable=differentiable, spans=self.spans
+        )
+        if not differentiable:
+            return execution.run_forward()
+        call = _Call(self.blocks, execution, scheduler)
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()  # so that the entry's backward, which ends the schedule, is called
+        token = _Entry.apply(call, x, *call.handed_over_by_entry())
+        for b in range(len(self.blocks)):
+            token = _Block.apply(call, b, token, *call.handed_over_by(b))
+        return cast(Tensor, _Exit.apply(call, token))
+
+
+def sharded_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, int]]:
+    """(name, parameter, dimension that is cut over the tensor-parallel group), each parameter once.
+
+    A module says which of its parameters are cut, and where, by its attribute `shard_dims`.
+    """
+    found: dict[int, tuple[str, nn.Parameter, int]] = {}
+    for prefix, child in module.named_modules():
+        for name, dim in getattr(child, "shard_dims", {}).items():
+            parameter = getattr(child, name, None)
+            if parameter is not None:
+                found.setdefault(id(parameter), (f"{prefix}.{name}" if prefix else name, parameter, dim))
+    return list(found.values())

@@ -1,0 +1,100 @@
+"""Real ranks for tests: a pool of processes joined by gloo that run functions and return their results.
+
+    with RankPool(2) as ranks:
+        results = ranks.run(function, argument)     # one result per rank
+
+The processes are started once and reused, because importing torch costs more than most tests.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    while True:
+        task = connection.recv()
+        if task is None:
+            break
+        function, args = task
+        try:
+            connection.send((True, function(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """`size` spawned processes with a default gloo group.
+
+    Functions must be importable by name, arguments and results picklable.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._directory = tempfile.TemporaryDirectory(prefix="oases-ranks-")
+        context = multiprocessing.get_context("spawn")
+        store = str(Path(self._directory.name) / "store")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process.start()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
+        """Call `function(*args)` on every rank; return the results in rank order.
+
+        Raises RuntimeError with the traceback of the first rank that failed, TimeoutError for one that hangs.
+        """
+        for connection in self._connections:
+            connection.send((function, args))
+        results = []
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(timeout_seconds):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer within {timeout_seconds} s")
+            results.append(connection.recv())
+        for rank, (succeeded, value) in enumerate(results):
+            if not succeeded:
+                raise RuntimeError(f"rank {rank} failed:\n{value}")
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            if process.is_alive():
+                try:
+                    connection.send(None)
+                except BrokenPipeError:
+                    continue
+        for process in self._processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+        self._directory.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

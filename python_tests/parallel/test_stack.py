@@ -1,0 +1,263 @@
+"""The executor against the unsplit model: outputs, gradients, hooks, for every schedule, degree and split."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack
+from oases.parallel.stack import sharded_parameters
+from oases.parallel.linear import shard
+from oases.schedule import ScheduleError, generate, parse_schedule
+
+WIDTH = 16
+
+
+class Mlp(nn.Module):
+    """Norm, column, GELU, row; bias and residual after the sum. Replicated parameters on both sides of it."""
+
+    def __init__(self, norm: nn.LayerNorm, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = norm, up, down
+
+    def partial(self, x):
+        return F.linear(F.gelu(self.up.partial(self.norm(x))), self.down.weight)
+
+    def combine(self, x, y):
+        return x + y + self.down.bias
+
+
+def plain_blocks(num_blocks, dtype=torch.float64):
+    torch.manual_seed(3)
+    blocks = []
+    for _ in range(num_blocks):
+        norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        blocks.append((norm, nn.Linear(WIDTH, 32, dtype=dtype), nn.Linear(32, WIDTH, dtype=dtype)))
+    return blocks
+
+
+def plain_forward(blocks, x):
+    for norm, up, down in blocks:
+        x = x + down(F.gelu(up(norm(x))))
+    return x
+
+
+def make_stack(blocks, group, **options):
+    import copy
+
+    return OverlappedStack(
+        [
+            Mlp(
+                copy.deepcopy(norm),
+                OverlappedColumnLinear.from_linear(up, process_group=group),
+                OverlappedRowLinear.from_linear(down, process_group=group),
+            )
+            for norm, up, down in blocks
+        ],
+        process_group=group,
+        **options,
+    )
+
+
+def compare(stack, blocks, group, x, grad):
+    reference = x.clone().requires_grad_()
+    for layer in (layer for block in blocks for layer in block):
+        layer.zero_grad()
+    expected = plain_forward(blocks, reference)
+    expected.backward(grad)
+    stack.zero_grad()
+    mine = x.clone().requires_grad_()
+    y = stack(mine)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    y.backward(grad)
+    torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-12, atol=1e-12)
+    dims = {name: dim for name, _, dim in sharded_parameters(stack)}
+    for index, block in enumerate(blocks):
+        for layer, name in zip(block, ("norm", "up", "down"), strict=True):
+            for key, parameter in layer.named_parameters():
+                path = f"blocks.{index}.{name}.{key}"
+                expected_grad = shard(parameter.grad, dims.get(path), group)
+                torch.testing.assert_close(stack.get_parameter(path).grad, expected_grad, rtol=1e-12, atol=1e-12)
+
+
+def check_exact(num_blocks, schedule, sub_batches, batch):
+    group = dist.group.WORLD
+    blocks = plain_blocks(num_blocks)
+    stack = make_stack(blocks, group, schedule=schedule, sub_batches=sub_batches)
+    x, grad = torch.randn(2, batch, 3, WIDTH, dtype=torch.float64)
+    compare(stack, blocks, group, x, grad)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4])
+@pytest.mark.parametrize(
+    ("schedule", "sub_batches", "batch"),
+    [("sync", 1, 4), ("oases", 1, 4), ("oases", 2, 4), ("oases", 3, 4), ("oases", 4, 4), ("oases", 2, 5)],
+)
+def test_gradients_equal_the_unsplit_model(two_ranks, num_blocks, schedule, sub_batches, batch):
+    two_ranks.run(check_exact, num_blocks, schedule, sub_batches, batch)
+
+
+def test_four_ranks(four_ranks):
+    four_ranks.run(check_exact, 4, "oases", 2, 4)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "oases"])
+def test_group_of_one(schedule):
+    blocks = plain_blocks(3)
+    stack = make_stack(blocks, None, schedule=schedule)
+    x, grad = torch.randn(2, 4, 3, WIDTH, dtype=torch.float64)
+    compare(stack, blocks, None, x, grad)
+
+
+def check_schedule_from_text():
+    """A hand-written list, unlike any generator's, runs exactly too: the list is the program."""
+    ops = [str(op) for op in generate("sync", 2, 1)]
+    text = "schedule mine blocks=2 sub_batches=1\n" + "\n".join(ops)
+    blocks = plain_blocks(2)
+    group = dist.group.WORLD
+    stack = make_stack(blocks, group, schedule=parse_schedule(text))
+    x, grad = torch.randn(2, 2, 3, WIDTH, dtype=torch.float64)
+    compare(stack, blocks, group, x, grad)
+
+
+def test_schedule_from_text(two_ranks):
+    two_ranks.run(check_schedule_from_text)
+
+
+def check_hooks_and_accumulation():
+    """Hooks fire once per backward; two calls before two backwards keep apart; gradients add up."""
+    group = dist.group.WORLD
+    blocks = plain_blocks(2)
+    stack = make_stack(blocks, group)
+    fired = []
+    for name, parameter in stack.named_parameters():
+        parameter.register_hook(lambda grad, name=name: fired.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append("post " + name))
+    x = torch.randn(4, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    first, second = stack(x), stack(2 * x)
+    second.sum().backward()
+    assert sorted(fired) == sorted([n for n, _ in stack.named_parameters()] + [f"post {n}" for n, _ in stack.named_parameters()])
+    first.sum().backward()
+    both = [p.grad.clone() for p in stack.parameters()]
+    stack.zero_grad()
+    (stack(x).sum() + stack(2 * x).sum()).backward()
+    for parameter, expected in zip(stack.parameters(), both, strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
+
+
+def test_hooks_fire_once(two_ranks):
+    two_ranks.run(check_hooks_and_accumulation)
+
+
+def check_order_of_delivery():
+    """The last block's sharded gradients are handed over before the first block's backward has run."""
+    stack = make_stack(plain_blocks(3), dist.group.WORLD)
+    seen = []
+    stack.blocks[2].up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(len(stack.spans)))
+    stack.spans = []
+    stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
+    first_block = [i for i, (op, _, _) in enumerate(stack.spans) if op.startswith("B 0.")]
+    assert seen[0] < first_block[0]
+
+
+def test_gradients_are_handed_over_early(two_ranks):
+    two_ranks.run(check_order_of_delivery)
+
+
+def check_ddp():
+    """Two replicas of a stack of one rank each, under DDP, against one process on the whole batch."""
+    blocks = plain_blocks(2)
+    alone = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+    model = DistributedDataParallel(make_stack(blocks, alone))
+    x = torch.randn(8, 3, WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        model.zero_grad()
+        model(x.chunk(2)[dist.get_rank()]).square().mean().backward()
+    plain_forward(blocks, x).square().mean().backward()
+    torch.testing.assert_close(model.module.blocks[0].up.weight.grad, blocks[0][1].weight.grad)
+    torch.testing.assert_close(model.module.blocks[1].norm.weight.grad, blocks[1][0].weight.grad)
+
+
+def test_under_ddp(two_ranks):
+    two_ranks.run(check_ddp)
+
+
+def check_tp_under_ddp():
+    """2 x 2: data parallel over tensor parallel."""
+    rank = dist.get_rank()
+    tensor = [dist.new_group(r) for r in ([0, 1], [2, 3])][rank // 2]
+    data = [dist.new_group(r) for r in ([0, 2], [1, 3])][rank % 2]
+    blocks = plain_blocks(2)
+    model = DistributedDataParallel(make_stack(blocks, tensor), process_group=data)
+    x = torch.randn(8, 3, WIDTH, dtype=torch.float64)
+    model(x.chunk(2)[rank // 2]).square().mean().backward()
+    plain_forward(blocks, x).square().mean().backward()
+    torch.testing.assert_close(model.module.blocks[0].up.weight.grad, shard(blocks[0][1].weight.grad, 0, tensor))
+    torch.testing.assert_close(model.module.blocks[0].norm.bias.grad, blocks[0][0].bias.grad)
+
+
+def test_tensor_parallel_under_ddp(four_ranks):
+    four_ranks.run(check_tp_under_ddp)
+
+
+def test_no_grad_keeps_nothing():
+    blocks = plain_blocks(2)
+    stack = make_stack(blocks, None)
+    x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        y = stack(x)
+    assert not y.requires_grad
+    torch.testing.assert_close(y, plain_forward(blocks, x))
+    with torch.inference_mode():
+        torch.testing.assert_close(stack(x), y)
+
+
+def test_frozen_parameters_and_inputs():
+    blocks = plain_blocks(2)
+    stack = make_stack(blocks, None)
+    stack.blocks[0].requires_grad_(False)
+    stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
+    assert all(p.grad is None for p in stack.blocks[0].parameters())
+    assert all(p.grad is not None for p in stack.blocks[1].parameters())
+
+
+def test_second_backward_is_refused():
+    y = make_stack(plain_blocks(1), None)(torch.randn(2, 3, WIDTH, dtype=torch.float64)).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run already"):
+        y.backward()
+
+
+class SavesItsOutput(nn.Module):
+    """partial() ends in an op whose backward needs its own output, which the all-reduce overwrites."""
+
+    def partial(self, x):
+        return x.tanh()
+
+    def combine(self, x, y):
+        return x + y
+
+
+def test_overwritten_output_is_never_used_silently():
+    stack = OverlappedStack([SavesItsOutput()], schedule="sync")
+    y = stack(torch.randn(2, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_bad_arguments():
+    blocks = plain_blocks(2)
+    with pytest.raises(ValueError, match="batch of 1 cannot be cut into 2 sub-batches"):
+        make_stack(blocks, None)(torch.randn(1, 3, WIDTH, dtype=torch.float64))
+    with pytest.raises(ScheduleError, match="unknown schedule 'nosuch'; known are oases, sync"):
+        make_stack(blocks, None, schedule="nosuch")
+    with pytest.raises(ValueError, match="is for 3 blocks, the stack has 2"):
+        make_stack(blocks, None, schedule=generate("oases", 3, 2))
+    with pytest.raises(ValueError, match="sub_batches must be at least 1"):
+        make_stack(blocks, None, sub_batches=0)
+    with pytest.raises(ValueError, match=r"Linear\) has no method partial"):
+        OverlappedStack([nn.Linear(2, 2)])
