@@ -33,25 +33,28 @@ TicketRecord Ticket::record() const {
 }
 
 OverlapScheduler::OverlapScheduler(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
-    : group_(group), name_(group->getGroupName()), rank_(group->getRank()), size_(group->getSize()) {}
+    : OverlapScheduler(group->getGroupName(), group->getRank(), group->getSize()) {
+  group_ = group;
+}
+
+OverlapScheduler::OverlapScheduler(std::string name, int rank, int size)
+    : name_(std::move(name)), rank_(rank), size_(size) {}
 
 std::shared_ptr<OverlapScheduler> OverlapScheduler::of(const std::string& group_name) {
-  // Never destroyed: a scheduler may be asked for while the interpreter is shutting down. The group
-  // itself is held weakly, so destroy_process_group still ends its threads.
+  // Never destroyed: a scheduler may be asked for while the interpreter is shutting down.
   static auto* schedulers = new std::map<std::string, std::shared_ptr<OverlapScheduler>>();
   static auto* mutex = new std::mutex();
   const auto group = c10d::resolve_process_group(group_name);
   const std::lock_guard<std::mutex> lock(*mutex);
   auto& scheduler = (*schedulers)[group_name];
-  // A destroyed group's name may be taken again by a new one.
-  if (!scheduler || scheduler->group_.lock() != group) scheduler = std::make_shared<OverlapScheduler>(group);
+  // A destroyed group's name may have been taken again by another.
+  if (!scheduler || scheduler->rank_ != group->getRank() || scheduler->size_ != group->getSize())
+    scheduler.reset(new OverlapScheduler(group_name, group->getRank(), group->getSize()));
   return scheduler;
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> OverlapScheduler::group() const {
-  auto group = group_.lock();
-  TORCH_CHECK(group, "the process group '", name_, "' of this scheduler was destroyed; make a new group");
-  return group;
+  return group_ ? group_ : c10d::resolve_process_group(name_);
 }
 
 std::shared_ptr<Ticket> OverlapScheduler::issue(

@@ -63,6 +63,7 @@ class Ticket {
 // at once: two threads could issue in different orders on different ranks.
 class OverlapScheduler {
  public:
+  // A scheduler of its own, which keeps the group alive.
   explicit OverlapScheduler(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   // The scheduler that every op and layer of the group with this c10d name shares.
@@ -93,6 +94,7 @@ class OverlapScheduler {
   std::string waiting_for() const;
 
  private:
+  OverlapScheduler(std::string name, int rank, int size);
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
   std::shared_ptr<Ticket> issue(const char* collective, const at::Tensor& counted,
                                 std::vector<at::Tensor> tensors, const std::string& label,
@@ -100,7 +102,9 @@ class OverlapScheduler {
   void settle();  // read the events of waited accelerator tickets into the totals; blocks until they happened
   void account(const TicketRecord& record);
 
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  // A shared scheduler goes by name alone: holding the group, even weakly, would keep its threads from
+  // ending with destroy_process_group.
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string name_;
   int rank_, size_;
   bool recording_ = false;

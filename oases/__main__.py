@@ -1,0 +1,5 @@
+"""`python -m oases` is the command `oases`."""
+
+from oases.cli import main
+
+main()

@@ -1,0 +1,227 @@
+"""What a schedule hides: its step beside compute alone and communication alone, interleaved in one run.
+
+Ideal = max(compute, communication) of the forward pass + the same of the backward pass: the forward pass ends
+before the backward pass begins, so nothing that sends as much can beat it. Share of ideal = ideal / step; hidden
+share = (sync - step) / (sync - ideal).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oases.errors import UsageError
+from oases.models.gpt import transformer_blocks
+from oases.parallel import OverlappedStack
+from oases.parallel.execution import Scheduler, Silence
+from oases.parallel.group import ProcessGroup, scheduler_of
+from oases.ranks import require_agreement
+from oases.simulator.timeline import Timeline, from_measurements
+from oases.terminal import progress
+from oases.train.config import ModelOptions, option, require_device, settings
+
+Passes = tuple[float, float]
+"""Seconds of the forward and of the backward pass."""
+
+
+@dataclass(frozen=True)
+class OverlapConfig(ModelOptions):
+    """One overlap benchmark: a stack of transformer layers, forward and backward."""
+
+    hidden: int = option(768, "width of the model, features")
+    layers: int = option(3, "transformer layers")
+    sequence: int = option(256, "tokens per sample")
+    batch: int = option(4, "samples per step")
+    schedules: str = option("sync,oases", "schedules to compare, by name or path, joined by commas")
+    recompute: str = option("none", "what the backward pass computes again: none")
+    iterations: int = option(7, "interleaved repetitions; medians are reported")
+    seed: int = option(0, "seed of weights and inputs")
+    device: str = option("cpu", "cpu or cuda")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.iterations < 1:
+            raise UsageError(f"iterations must be at least 1, got {self.iterations}")
+        if self.recompute != "none":
+            raise UsageError(f"unknown recompute {self.recompute!r}; known is none")
+        require_device(self.device)
+
+    @property
+    def names(self) -> list[str]:
+        """The schedules asked for, `sync` among them: the others are measured against it."""
+        names = [name.strip() for name in self.schedules.split(",") if name.strip()]
+        return names if "sync" in names else ["sync", *names]
+
+    def check(self, degree: int) -> None:
+        """Everything that can be known before any rank starts."""
+        if degree < 2:
+            raise UsageError(f"--tp {degree} communicates nothing, so there is nothing to hide; give at least 2")
+        self.require_degree(degree)
+        for name in self.names:
+            self.resolve_schedule(name)
+
+
+class OverlapBench:
+    """The stack, its inputs and the contestants of one benchmark, on one rank of `group`."""
+
+    def __init__(self, config: OverlapConfig, group: ProcessGroup) -> None:
+        self.config = config
+        self.group = group
+        self.scheduler = scheduler_of(group)
+        device = torch.device(config.device)
+        self.stack = OverlappedStack(
+            transformer_blocks(config.gpt(config.seed), group), process_group=group
+        ).to(device)
+        self.schedules = {name: config.resolve_schedule(name) for name in config.names}
+        torch.manual_seed(config.seed)
+        shape = (config.batch, config.sequence, config.hidden)
+        self.x, self.grad = torch.randn(2, *shape, device=device)
+
+    def step(self, name: str, scheduler: Scheduler) -> Passes:
+        """One forward and backward pass under a schedule; leaves the gradients in place."""
+        self.stack.run_as(self.schedules[name])
+        self.stack.zero_grad()
+        x = self.x.clone().requires_grad_()
+        forward = self._timed(lambda: self.stack.run(x, scheduler))
+        backward = self._timed(lambda: self._output.backward(self.grad))
+        self._x_grad = x.grad
+        return forward, backward
+
+    def communicate(self) -> Passes:
+        """The all-reduces of `sync` without compute: one after another, as a link carries them."""
+        count = 2 * self.config.layers
+        tensors = [torch.ones_like(self.x) for _ in range(2 * count)]
+
+        def reduce(some: list[Tensor]) -> None:
+            for ticket in [self.scheduler.all_reduce(tensor, "alone") for tensor in some]:
+                self.scheduler.wait(ticket)
+
+        return self._timed(lambda: reduce(tensors[:count])), self._timed(lambda: reduce(tensors[count:]))
+
+    def _timed(self, work: Callable[[], Any]) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        self._output = work()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self.x.is_cuda:
+            torch.cuda.synchronize()
+
+    def gradients(self, name: str) -> list[Tensor]:
+        """Gradients of the input and of every parameter under a schedule."""
+        self.step(name, self.scheduler)
+        assert self._x_grad is not None
+        return [self._x_grad, *(p.grad.clone() for p in self.stack.parameters() if p.grad is not None)]
+
+    def gradient_error(self, name: str, reference: list[Tensor]) -> float:
+        """Largest difference to `reference`, each tensor relative to its largest entry, over all ranks."""
+        pairs = zip(self.gradients(name), reference, strict=True)
+        error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().cpu()
+        dist.all_reduce(error, dist.ReduceOp.MAX, group=self.group)
+        return float(error)
+
+    def wire_all_reduces_per_layer(self, name: str) -> float:
+        """All-reduces per layer and sub-batch, counted on the wire during one step."""
+        self.scheduler.reset_totals()
+        self.step(name, self.scheduler)
+        count = sum(t.count for label, t in self.scheduler.totals().items() if label[:2] in ("F ", "B "))
+        return count / (self.config.layers * self.schedules[name].num_sub_batches)
+
+    def timeline(self, name: str) -> Timeline:
+        """One measured step under a schedule, over all ranks."""
+        spans: list[tuple[str, float, float]] = []
+        self.stack.spans = spans
+        self.scheduler.take_records()
+        self.scheduler.set_recording(True)
+        dist.barrier(group=self.group)
+        self.step(name, self.scheduler)
+        self.scheduler.set_recording(False)
+        self.stack.spans = None
+        records = [
+            (record.label, record.issued, record.finished)
+            for record in self.scheduler.take_records()
+            if record.label[:2] in ("F ", "B ")
+        ]
+        everyone: list[Any] = [None] * self.scheduler.size
+        dist.all_gather_object(everyone, (spans, records), group=self.group)
+        return from_measurements(name, everyone)
+
+    def measure(self, on_iteration: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """Run all contestants interleaved; return the result as described in `summarize`."""
+        reference = self.gradients("sync")
+        errors = {name: self.gradient_error(name, reference) for name in self.schedules}
+        counts = {name: self.wire_all_reduces_per_layer(name) for name in self.schedules}
+        contestants: dict[str, Callable[[], Passes]] = {
+            "compute alone": lambda: self.step("sync", Silence()),
+            "communication alone": self.communicate,
+        }
+        for name in self.schedules:
+            contestants[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
+        times: dict[str, list[Passes]] = {name: [] for name in contestants}
+        for iteration in range(self.config.iterations):
+            for name, run in contestants.items():
+                dist.barrier(group=self.group)
+                passes = torch.tensor(run(), dtype=torch.float64)
+                dist.all_reduce(passes, dist.ReduceOp.MAX, group=self.group)  # the slowest rank's time
+                times[name].append((float(passes[0]), float(passes[1])))
+            if on_iteration is not None:
+                on_iteration(iteration + 1)
+        return summarize(self.config, self.scheduler.size, times, errors, counts)
+
+
+def summarize(
+    config: OverlapConfig,
+    degree: int,
+    times: dict[str, list[Passes]],
+    errors: dict[str, float],
+    counts: dict[str, float],
+) -> dict[str, Any]:
+    """Medians and shares; seconds. `hidden` is null where sync is ideal already: nothing is left to hide."""
+
+    def median(name: str) -> tuple[float, float, float]:
+        forward, backward = zip(*times[name], strict=True)
+        total = statistics.median(f + b for f, b in times[name])
+        return statistics.median(forward), statistics.median(backward), total
+
+    compute, communication = median("compute alone"), median("communication alone")
+    ideal = max(compute[0], communication[0]) + max(compute[1], communication[1])
+    sync = median("sync")[2]
+    schedules = {}
+    for name in errors:
+        forward, backward, step = median(name)
+        schedules[name] = {
+            "step_seconds": step,
+            "forward_seconds": forward,
+            "backward_seconds": backward,
+            "speedup": sync / step,
+            "hidden": (sync - step) / (sync - ideal) if sync > ideal else None,
+            "of_ideal": ideal / step,
+            "all_reduces_per_layer": counts[name],
+            "max_relative_gradient_error": errors[name],
+        }
+    return {
+        "config": settings(config) | {"tp": degree},
+        "compute_seconds": compute[2],
+        "communication_seconds": communication[2],
+        "ideal_seconds": ideal,
+        "schedules": schedules,
+    }
+
+
+def run_overlap_bench(config: OverlapConfig, show_progress: bool) -> dict[str, Any]:
+    """Measure on the default group; to be called by every rank."""
+    require_agreement(settings(config))
+    group = dist.group.WORLD
+    assert group is not None
+    bench = OverlapBench(config, group)
+    with progress("measuring", config.iterations, show_progress and dist.get_rank() == 0) as advance:
+        return bench.measure(advance)

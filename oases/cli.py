@@ -1,0 +1,206 @@
+"""The command `oases`: demo, train, bench. Every command takes --json FILE; mistakes exit with 2."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from oases import __version__, testbed
+from oases.errors import UsageError
+from oases.schedule import ScheduleError
+from oases.testbed import Backend
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"oases: error: {message}; see '{self.prog} --help'\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; exits with 0, 1 (a rank failed) or 2 (a mistake in what was given)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = _parser().parse_args(given)
+        _require_writable(options.json)
+        options.run(options, given)
+    except (UsageError, ScheduleError) as error:
+        print(f"oases: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    # Deferred: everything below needs torch, --version and mistakes in the command's name do not.
+    from oases.bench.overlap import OverlapConfig
+    from oases.train.config import TrainConfig
+
+    parser = _Parser(prog="oases", description="Overlapped tensor parallelism for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"oases {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    demo = _command(commands, "demo", "train a GPT over a slow link, synchronous and overlapped, and show why")
+    _add_options(demo, TrainConfig(steps=40, validation_batches=4), skip=("schedule", "checkpoint", "resume"))
+    _add_ranks(demo, link="1gbit")
+    demo.add_argument("--out", default=".", metavar="DIR", help="where report and trace go (default: .)")
+    demo.set_defaults(run=_demo)
+
+    train = _command(commands, "train", "train a GPT on text over tensor-parallel ranks")
+    _add_options(train, TrainConfig())
+    _add_ranks(train, link=None)
+    train.set_defaults(run=_train)
+
+    bench = _command(commands, "bench", "measure what is hidden on this machine")
+    benches = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=_Parser)
+    overlap = _command(benches, "overlap", "schedules beside compute alone and communication alone, interleaved")
+    _add_options(overlap, OverlapConfig())
+    _add_ranks(overlap, link=None)
+    overlap.set_defaults(run=_bench_overlap)
+    return parser
+
+
+def _command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description + ".")
+    parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, defaults: Any, skip: Sequence[str] = ()) -> None:
+    """One option per field of a configuration, with its own description, default and type."""
+    for item in dataclasses.fields(defaults):
+        if item.name in skip:
+            continue
+        # heads follows hidden unless it is given.
+        default = item.default if item.name == "heads" else getattr(defaults, item.name)
+        kind = str if default is None else type(default)
+        shown = "" if default is None or item.name == "heads" else f" (default: {default})"
+        parser.add_argument(
+            f"--{item.name.replace('_', '-')}", type=kind, default=default,
+            metavar={int: "N", float: "X"}.get(kind, "TEXT"), help=item.metadata["help"] + shown,
+        )  # fmt: skip
+
+
+def _add_ranks(parser: argparse.ArgumentParser, link: str | None) -> None:
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="tensor-parallel ranks (default: 2)")
+    parser.add_argument(
+        "--link", default=link, metavar="RATE",
+        help="shape the link between the ranks, e.g. 500mbit, 1gbit; needs Linux, not root "
+        f"(default: {link or 'the machine as it is'})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", default="gloo", metavar="NAME",
+        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link (default: gloo)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="X",
+        help="seconds until a collective that does not end stops the run (default: 300)",
+    )  # fmt: skip
+
+
+def _configured(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any:
+    names = {item.name for item in dataclasses.fields(cls)}
+    return cls(**{name: value for name, value in vars(options).items() if name in names} | fixed)
+
+
+def _behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False) -> str:
+    """Go behind the link asked for; returns how the ranks are joined, in words."""
+    if options.link is None:
+        return f"over {options.backend}"
+    if testbed.inside():
+        return f"over a link of {options.link}"
+    testbed.link_bytes_per_second(options.link)
+    reason = testbed.why_impossible(options.link)
+    if reason is None:
+        testbed.relaunch(options.link, given)
+    if not or_simulate:
+        raise UsageError(f"--link {options.link} cannot be had here: {reason}; or leave out --link")
+    print(f"oases: no shaped link here: {reason}. Going on over a simulated link.", file=sys.stderr)
+    options.backend = f"sim:alpha=50us,bandwidth={options.link}"
+    return f"over a simulated link of {options.link}"
+
+
+def _rank_options(options: argparse.Namespace) -> Any:
+    from oases.ranks import RankOptions
+
+    if not options.timeout > 0:
+        raise UsageError(f"--timeout must be above 0 seconds, got {options.timeout}")
+    return RankOptions(options.tp, Backend.parse(options.backend), options.timeout)
+
+
+def _require_writable(path: str | None) -> None:
+    if path is not None and not Path(path).resolve().parent.is_dir():
+        raise UsageError(f"--json {path!r}: its folder does not exist")
+
+
+def _write_json(path: str | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        Path(path).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.ranks import run_ranks
+    from oases.terminal import console
+    from oases.train import demo
+    from oases.train.config import TrainConfig
+
+    config = _configured(TrainConfig, options)
+    corpus = config.check(options.tp)
+    for name in demo.SCHEDULES:
+        config.resolve_schedule(name)
+    if options.tp < 2:
+        raise UsageError(f"--tp {options.tp} communicates nothing, so there is nothing to show; give at least 2")
+    folder = Path(options.out)
+    if not folder.is_dir():
+        raise UsageError(f"--out {options.out!r} is no folder")
+    link = _behind_link(options, given, or_simulate=True)
+    console.print(
+        f"A GPT of {config.layers} layers, width {config.hidden}, on {corpus.num_files} text files "
+        f"({corpus.num_bytes / 1e6:.1f} MB) from {corpus.path}\n{options.tp} ranks {link}; every step once per "
+        "schedule: " + ", ".join(demo.SCHEDULES), soft_wrap=True,
+    )  # fmt: skip
+    result = run_ranks(demo.run_demo, (config,), _rank_options(options))
+    demo.show(result, link, folder)
+    result.pop("timelines")
+    _write_json(options.json, result)
+
+
+def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.ranks import run_ranks
+    from oases.terminal import console, percent
+    from oases.train.config import TrainConfig
+    from oases.train.run import run_training
+
+    config = _configured(TrainConfig, options)
+    corpus = config.check(options.tp)
+    link = _behind_link(options, given)
+    console.print(
+        f"{corpus.num_files} text files, {corpus.num_bytes / 1e6:.1f} MB, from {corpus.path}; {options.tp} ranks "
+        f"{link}", soft_wrap=True,
+    )  # fmt: skip
+    result = run_ranks(run_training, (config,), _rank_options(options))
+    overlap = result["overlap"]
+    hidden = 1 - overlap["blocked_seconds"] / overlap["in_flight_seconds"] if overlap["collectives"] else None
+    console.print(
+        f"validation loss {result['validation_loss']:.4f} nats per byte; step {1e3 * result['step_seconds']:.0f} ms, "
+        f"{result['tokens_per_second']:.0f} tokens/s; {overlap['collectives']:.0f} collectives, "
+        f"{overlap['bytes'] / 1e6:.0f} MB, {percent(hidden)} of their time hidden under compute", soft_wrap=True,
+    )  # fmt: skip
+    _write_json(options.json, result)
+
+
+def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.overlap import OverlapConfig, run_overlap_bench
+    from oases.ranks import run_ranks
+    from oases.terminal import console, overlap_table
+
+    config = _configured(OverlapConfig, options)
+    config.check(options.tp)
+    link = _behind_link(options, given)
+    console.print(f"{options.tp} ranks {link}")
+    result = run_ranks(run_overlap_bench, (config, True), _rank_options(options))
+    result["config"]["link"] = options.link
+    console.print(overlap_table(result))
+    _write_json(options.json, result)

@@ -1,0 +1,9 @@
+"""Errors that a user can mend. The command line prints them without a traceback and exits with 2."""
+
+
+class UsageError(ValueError):
+    """Something the user gave cannot work; the message names the value and the remedy."""
+
+
+class RankLostError(RuntimeError):
+    """A collective failed because ranks are gone; the message names them and the op waited for."""

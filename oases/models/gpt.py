@@ -1,0 +1,157 @@
+"""A GPT of overlapped parts: pre-norm, causal attention, GELU, tied embeddings.
+
+Every weight is drawn whole from one seed and then cut, so any tensor-parallel degree starts from the same model.
+Shapes: B batch, S sequence, H hidden, V vocabulary, t tensor-parallel degree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oases.parallel import (
+    OverlappedColumnLinear,
+    OverlappedEmbedding,
+    OverlappedRowLinear,
+    OverlappedStack,
+    parallel_cross_entropy,
+)
+from oases.parallel.group import ProcessGroup, group_name, group_size, resolve, shard_size
+from oases.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT. `heads` must divide `hidden`, and the tensor-parallel degree must divide `heads`."""
+
+    vocabulary: int = 256
+    hidden: int = 512
+    layers: int = 4
+    heads: int = 8
+    sequence: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "hidden", "layers", "heads", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} does not divide by heads {self.heads}")
+
+
+def _linear(config: GPTConfig, generator: torch.Generator, inputs: int, outputs: int, scale: float) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
+    nn.init.normal_(linear.weight, std=0.02 * scale, generator=generator)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+class Attention(nn.Module):
+    """Norm, fused QKV (heads cut over the ranks), causal attention, row-parallel projection."""
+
+    def __init__(self, config: GPTConfig, generator: torch.Generator, group: ProcessGroup | None) -> None:
+        super().__init__()
+        h = config.hidden
+        self.local_heads = shard_size("heads", config.heads, group)
+        self.head_width = h // config.heads
+        self.norm = nn.LayerNorm(h)
+        # Rows of the weight are ordered head by head, q, k and v together, so a slice of rows is whole heads.
+        self.qkv = OverlappedColumnLinear.from_linear(_linear(config, generator, h, 3 * h, 1), process_group=group)
+        scale = (2 * config.layers) ** -0.5
+        self.projection = OverlappedRowLinear.from_linear(
+            _linear(config, generator, h, h, scale), process_group=group
+        )
+
+    def partial(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H] -> this rank's share of the projection, [B, S, H]."""
+        qkv = self.qkv.partial(self.norm(x_BSH))
+        return self.projection.partial(self._attend(qkv))
+
+    def _attend(self, qkv: Tensor) -> Tensor:
+        qkv = qkv.unflatten(-1, (self.local_heads, 3, self.head_width))
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-2))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+    def combine(self, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
+        """Residual and bias, after the all-reduce."""
+        return x_BSH + (y_BSH + self.projection.bias)
+
+
+class Mlp(nn.Module):
+    """Norm, column-parallel up, GELU, row-parallel down."""
+
+    def __init__(self, config: GPTConfig, generator: torch.Generator, group: ProcessGroup | None) -> None:
+        super().__init__()
+        h = config.hidden
+        self.norm = nn.LayerNorm(h)
+        self.up = OverlappedColumnLinear.from_linear(_linear(config, generator, h, 4 * h, 1), process_group=group)
+        scale = (2 * config.layers) ** -0.5
+        self.down = OverlappedRowLinear.from_linear(
+            _linear(config, generator, 4 * h, h, scale), process_group=group
+        )
+
+    def partial(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H] -> this rank's share of the down projection, [B, S, H]."""
+        return self.down.partial(F.gelu(self.up.partial(self.norm(x_BSH)), approximate="tanh"))
+
+    def combine(self, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
+        """Residual and bias, after the all-reduce."""
+        return x_BSH + (y_BSH + self.down.bias)
+
+
+def transformer_blocks(config: GPTConfig, group: ProcessGroup | None) -> list[nn.Module]:
+    """The 2 x layers blocks of an OverlappedStack, the same on every tensor-parallel degree."""
+    generator = torch.Generator().manual_seed(config.seed)
+    kinds = [Attention, Mlp] * config.layers
+    return [kind(config, generator, group) for kind in kinds]
+
+
+class GPT(nn.Module):
+    """Decoder-only language model over tokens of one vocabulary.
+
+    process_group: the tensor-parallel group. schedule, sub_batches: see OverlappedStack.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        process_group: ProcessGroup | None = None,
+        schedule: str | Schedule = "oases",
+        sub_batches: int = 2,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        group = self.process_group = resolve(process_group)
+        generator = torch.Generator().manual_seed(config.seed + 1)
+        table = torch.empty(config.vocabulary, config.hidden).normal_(std=0.02, generator=generator)
+        self.embedding = OverlappedEmbedding.from_embedding(
+            nn.Embedding.from_pretrained(table, freeze=False), process_group=group
+        )
+        self.positions = nn.Parameter(
+            torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
+        )
+        self.stack = OverlappedStack(
+            transformer_blocks(config, group), process_group=group, schedule=schedule, sub_batches=sub_batches
+        )
+        self.norm = nn.LayerNorm(config.hidden)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Tokens, the same on every rank -> logits of this rank's part of the vocabulary, [B, S, V/t]."""
+        length = tokens_BS.shape[1]
+        if length > self.config.sequence:
+            raise ValueError(f"a sequence of {length} tokens exceeds the model's {self.config.sequence}")
+        x_BSH = self.stack(self.embedding(tokens_BS) + self.positions[:length])
+        x_BSH = self.norm(x_BSH)
+        weight = self.embedding.weight
+        if group_size(self.process_group) == 1:
+            return F.linear(x_BSH, weight)
+        logits: Tensor = torch.ops.oases.column_linear(x_BSH, weight, None, group_name(self.process_group), 2, False)
+        return logits
+
+    def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token, the same on every rank."""
+        return parallel_cross_entropy(self(tokens_BS), targets_BS, process_group=self.process_group)

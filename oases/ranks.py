@@ -1,0 +1,183 @@
+"""Starts the ranks of a run by torchrun's own API, and ends them with a message that says what happened.
+
+Outside torchrun a command starts its own ranks; under torchrun each process is one of them already.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from oases.errors import RankLostError, UsageError
+from oases.testbed import Backend
+
+_LAST_WORDS_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How the ranks of a run are set up. timeout: seconds until a collective counts as lost."""
+
+    size: int
+    backend: Backend = Backend()
+    timeout_seconds: float = 300.0
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has made this process one of several ranks."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    """Call `function(*arguments)` on `options.size` ranks; return rank 0's result.
+
+    Ends the process with the exit code of the rank that failed first; the ranks have said why. UsageError if
+    a launcher started a different number of ranks.
+    """
+    if under_torchrun():
+        given = int(os.environ["WORLD_SIZE"])
+        if given != options.size:
+            raise UsageError(
+                f"--tp {options.size} needs {options.size} ranks, but the launcher gives {given}; start it "
+                f"with torchrun --nproc-per-node {options.size}, or without torchrun"
+            )
+        return _rank_main(function, arguments, options)
+    return _launch(function, arguments, options)
+
+
+def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The ranks speak for themselves; torchrun's own account would bury what they say.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.size)))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=options.size, run_id="oases", max_restarts=0,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="spawn", local_addr="localhost",
+        # Long enough for the other ranks to find out by themselves, and say, which rank they miss.
+        monitor_interval=_LAST_WORDS_SECONDS + 1,
+    )  # fmt: skip
+    try:
+        return elastic_launch(config, _rank_main)(function, arguments, options)[0]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"exit code {failure.exitcode}"
+        if failure.exitcode < 0:
+            how = f"signal {signal.Signals(-failure.exitcode).name}"
+        if failure.exitcode != 2:
+            print(f"oases: rank {rank} ended with {how}; the run is over", file=sys.stderr)
+        sys.exit(2 if failure.exitcode == 2 else 1)
+
+
+def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    _take_core(local_rank, options.size)
+    signal.signal(signal.SIGTERM, _ended_by_launcher)
+    if options.backend.name in ("gloo", "sim") and os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        dist.init_process_group(
+            options.backend.activate(), timeout=timedelta(seconds=options.timeout_seconds)
+        )
+        result = function(*arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+        return result
+    except UsageError as error:
+        if rank == 0:
+            print(f"oases: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except dist.DistBackendError as error:
+        print(f"oases: {_obituary(rank, error)}", file=sys.stderr, flush=True)
+        _leave(1)
+    except RuntimeError as error:
+        # Collectives outside the scheduler (barriers, object exchange) fail with a bare RuntimeError.
+        if "gloo" not in str(error).lower():
+            raise
+        print(f"oases: {_obituary(rank, error)}", file=sys.stderr, flush=True)
+        _leave(1)
+
+
+def _leave(code: int) -> None:
+    # Not sys.exit: destructors of a group with a dead member may wait for it.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _take_core(local_rank: int, size: int) -> None:
+    """One thread and one core per rank where cores are few; elsewhere an equal share of the threads."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    if cores and len(cores) <= size:
+        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+        torch.set_num_threads(1)
+    elif cores:
+        torch.set_num_threads(max(1, len(cores) // size))
+
+
+def _ended_by_launcher(number: int, frame: object) -> None:
+    waiting = _waiting_for()
+    doing = f"while it waited for {waiting}" if waiting else "while it computed"
+    print(f"oases: rank {os.environ.get('RANK')} was ended by the launcher {doing}", file=sys.stderr, flush=True)
+    _leave(1)
+
+
+def _waiting_for() -> str:
+    if not dist.is_initialized():
+        return ""
+    from oases.parallel.group import scheduler_of
+
+    assert dist.group.WORLD is not None
+    return str(scheduler_of(dist.group.WORLD).waiting_for())
+
+
+def _obituary(rank: int, error: Exception) -> str:
+    """What failed and who is missing: every rank that lives says so in the store within a few seconds."""
+    missing = missing_ranks()
+    who = f"rank {', '.join(map(str, missing))} is gone" if missing else "all ranks are still there"
+    message = str(error).strip().splitlines()[0]
+    if not message.startswith("rank "):
+        message = f"rank {rank}: {message}"
+    return str(RankLostError(f"{message}; {who}"))
+
+
+def missing_ranks() -> list[int]:
+    """Ranks that do not answer through the launcher's store. To be called by every rank that still lives."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"oases/alive/{dist.get_rank()}", "yes")
+        missing = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
+        end = time.monotonic() + _LAST_WORDS_SECONDS
+        while missing and time.monotonic() < end:
+            time.sleep(0.05)
+            missing = [r for r in missing if not store.check([f"oases/alive/{r}"])]
+        return missing
+    except (RuntimeError, ValueError):  # the store went down with the rank that held it
+        return []
+
+
+def require_agreement(settings: dict[str, Any]) -> None:
+    """Raise UsageError unless every rank was given the same settings; the message names what differs.
+
+    settings: plain values by name. One exchange, to be called once at start.
+    """
+    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, settings)
+    for rank, other in enumerate(everyone):
+        for name in sorted({*everyone[0], *other}):
+            first, mine = everyone[0].get(name), other.get(name)
+            if first != mine:
+                raise UsageError(
+                    f"the ranks disagree on '{name}': {first!r} on rank 0, {mine!r} on rank {rank}; start "
+                    "every rank with the same arguments"
+                )

@@ -1,0 +1,60 @@
+"""What a person sees in a terminal: a progress bar on long work and tables of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+console = Console(highlight=False)
+
+
+@contextmanager
+def progress(what: str, total: int, visible: bool = True) -> Iterator[Callable[..., None]]:
+    """A bar over `total` steps. Yields advance(done, note=""); where no terminal is, ten lines instead."""
+    if not visible:
+        yield lambda done, note="": None
+        return
+    if not console.is_terminal:
+        every = max(1, total // 10)
+
+        def line(done: int, note: str = "") -> None:
+            if done % every == 0 or done == total:
+                console.print(f"{what} {done}/{total} {note}", soft_wrap=True)
+
+        yield line
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(what, total=total, note="")
+        yield lambda done, note="": bar.update(task, completed=done, note=note)
+
+
+def percent(share: float | None) -> str:
+    """A share as "93 %"; "-" for None."""
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def overlap_table(result: dict[str, Any]) -> Table:
+    """The result of an overlap benchmark."""
+    table = Table(title="forward + backward of the stack, medians of one interleaved run", title_justify="left")
+    for name in ("schedule", "step", "against sync", "hidden", "of ideal", "ARs per layer", "gradient error"):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    for name, row in result["schedules"].items():
+        table.add_row(
+            name, f"{1e3 * row['step_seconds']:.0f} ms", f"{row['speedup']:.2f} x", percent(row["hidden"]),
+            percent(row["of_ideal"]), f"{row['all_reduces_per_layer']:g}",
+            f"{row['max_relative_gradient_error']:.1e}",
+        )  # fmt: skip
+    table.caption = (
+        f"compute alone {1e3 * result['compute_seconds']:.0f} ms, communication alone "
+        f"{1e3 * result['communication_seconds']:.0f} ms, ideal {1e3 * result['ideal_seconds']:.0f} ms"
+    )
+    return table

@@ -1,0 +1,6 @@
+"""Training runs: configuration, data, the loop, checkpoints."""
+
+from oases.train.config import TrainConfig
+from oases.train.trainer import Trainer
+
+__all__ = ["TrainConfig", "Trainer"]

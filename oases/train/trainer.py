@@ -1,0 +1,131 @@
+"""Trains the built-in GPT over the ranks of one tensor-parallel group."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from oases.models.gpt import GPT
+from oases.parallel.gradients import clip_grad_norm
+from oases.parallel.group import ProcessGroup, group_size, resolve, scheduler_of
+from oases.train import checkpoint
+from oases.train.config import TrainConfig
+from oases.train.data import TextCorpus
+
+
+class Trainer:
+    """A model, its optimizer and its data, advanced step by step.
+
+    config: the run. process_group: the tensor-parallel group; None is the default group, or one process.
+    Two trainers with equal configs walk through the same weights, whatever the degree or the schedule.
+    """
+
+    def __init__(self, config: TrainConfig, *, process_group: ProcessGroup | None = None) -> None:
+        self.config = config
+        self.group = resolve(process_group)
+        config.require_degree(group_size(self.group))
+        self.corpus = TextCorpus(config.data)
+        device = torch.device(config.device)
+        self.model = GPT(
+            config.gpt(config.seed),
+            process_group=self.group,
+            schedule=config.resolve_schedule(config.schedule),
+        ).to(device)
+        self.device = device
+        self.optimizer = _adamw(self.model, config)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _warmup_then_cosine(config))
+        self.steps_done = 0
+        if config.resume is not None:
+            self.steps_done = checkpoint.load(config.resume, self.model, self.optimizer, self.group)
+            for _ in range(self.steps_done):
+                self.scheduler.step()
+
+    def step(self) -> float:
+        """One optimizer step; returns the training loss in nats per byte."""
+        config = self.config
+        tokens, targets = self.corpus.batch(
+            split="train", step=self.steps_done, batch=config.batch, sequence=config.sequence, seed=config.seed
+        )
+        loss = self.model.loss(tokens.to(self.device), targets.to(self.device))
+        loss.backward()
+        clip_grad_norm(self.model, config.clip, process_group=self.group)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+        return float(loss.detach())
+
+    def validate(self) -> float:
+        """Mean loss over the held-out batches, nats per byte."""
+        config = self.config
+        total = 0.0
+        with torch.no_grad():
+            for index in range(config.validation_batches):
+                tokens, targets = self.corpus.batch(
+                    split="validation", step=index, batch=config.batch, sequence=config.sequence, seed=config.seed
+                )
+                total += float(self.model.loss(tokens.to(self.device), targets.to(self.device)))
+        return total / config.validation_batches
+
+    def train(self, on_step: Callable[[int, float, float], None] | None = None) -> dict[str, Any]:
+        """Run to `config.steps`; return losses, times, throughput and what was hidden.
+
+        on_step(step, loss, seconds) is called after every step. Saves to `config.checkpoint` at the end.
+        """
+        config = self.config
+        losses, seconds = [], []
+        while self.steps_done < config.steps:
+            start = time.perf_counter()
+            losses.append(self.step())
+            seconds.append(time.perf_counter() - start)
+            if on_step is not None:
+                on_step(self.steps_done, losses[-1], seconds[-1])
+        if config.checkpoint is not None:
+            self.save(config.checkpoint)
+        median = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
+        return {
+            "losses": losses,
+            "step_seconds": median,
+            "tokens_per_second": config.batch * config.sequence / median,
+            "validation_loss": self.validate(),
+            "overlap": self.overlap(),
+        }
+
+    def save(self, path: str) -> None:
+        """Write a checkpoint that any tensor-parallel degree can load."""
+        checkpoint.save(path, self.model, self.optimizer, self.steps_done, self.group)
+
+    def overlap(self) -> dict[str, float]:
+        """Collectives of the stack so far: count, bytes, seconds in flight, seconds the compute stood still."""
+        sums = {"collectives": 0.0, "bytes": 0.0, "in_flight_seconds": 0.0, "blocked_seconds": 0.0}
+        if group_size(self.group) > 1:
+            assert self.group is not None
+            for label, totals in scheduler_of(self.group).totals().items():
+                if label[:2] in ("F ", "B "):  # ops of the schedule
+                    sums["collectives"] += totals.count
+                    sums["bytes"] += totals.bytes
+                    sums["in_flight_seconds"] += totals.in_flight_seconds
+                    sums["blocked_seconds"] += totals.blocked_seconds
+        return sums
+
+
+def _adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def _warmup_then_cosine(config: TrainConfig) -> Callable[[int], float]:
+    def factor(step: int) -> float:
+        if step < config.warmup:
+            return (step + 1) / config.warmup
+        progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    return factor
