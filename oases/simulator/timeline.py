@@ -79,7 +79,7 @@ class Timeline:
             cells = [" "] * columns
             for span in self.spans:
                 if (span.rank, span.lane) == (rank, lane):
-                    first = int(span.start / self.seconds * columns)
+                    first = round(span.start / self.seconds * columns)
                     last = max(first + 1, round(span.end / self.seconds * columns))
                     letter = "." if span.waiting else "=" if lane == "link" else span.name[0]
                     for cell in range(first, min(last, columns)):

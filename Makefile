@@ -1,0 +1,63 @@
+# Two commands matter: `make demo` and `make test`. Each sets up all it needs in $(VENV).
+# To build against a torch you already have: make demo PYTHON=/path/to/its/python VENV=.venv-mine
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PY := $(VENV)/bin/python
+CSRC := $(wildcard csrc/*)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test test-python test-cpp lint format bench build clean sanitize
+
+demo: build
+	$(PY) -m oases demo
+
+test: test-cpp test-python
+
+test-python: build
+	$(PY) -m pytest
+
+bench: build
+	$(PY) -m oases bench overlap --link 500mbit
+
+build: $(VENV)/built
+
+# A venv that sees the torch of $(PYTHON) where that has one, and a torch of its own where it has none.
+$(VENV)/installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "oases needs Python 3.10 or later; give one with make PYTHON=..."; exit 2; }
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || { echo "oases needs a C++ compiler; install g++ (Debian: apt-get install g++)"; exit 2; }
+	@test -x $(PY) || { $(PYTHON) -c 'import torch' 2>/dev/null && $(PYTHON) -m venv --system-site-packages $(VENV); } || $(PYTHON) -m venv $(VENV)
+	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PY) -m pip install --quiet '$(TORCH)'; }
+	$(PY) -m pip install --quiet -r requirements.txt
+	@touch $@
+
+$(VENV)/built: $(VENV)/installed $(CSRC) setup.py pyproject.toml
+	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# GoogleTest comes from Debian's libgtest-dev; where it cannot be installed, one line says what to do.
+test-cpp: build
+	@sh cpp_tests/run.sh $(PY) build/cpp
+
+sanitize: build
+	@sh cpp_tests/run.sh $(PY) build/cpp-thread thread
+	@sh cpp_tests/run.sh $(PY) build/cpp-address address
+
+$(VENV)/linters: requirements-lint.txt $(VENV)/built
+	$(PY) -m pip install --quiet -r requirements-lint.txt
+	@touch $@
+
+lint: $(VENV)/linters
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard csrc/*.h csrc/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
+	$(VENV)/bin/codespell $$(git ls-files)
+
+format: $(VENV)/linters
+	$(PY) -m ruff check --fix --quiet . || true
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(wildcard csrc/*.h csrc/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
+
+clean:
+	rm -rf build dist *.egg-info oases/*.so $(VENV)/built

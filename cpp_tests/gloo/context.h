@@ -1,0 +1,4 @@
+// See rendezvous/store.h.
+#pragma once
+
+#include <gloo/rendezvous/store.h>

@@ -1,0 +1,41 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from oases import OverlappedEmbedding
+from oases.parallel.linear import shard
+
+ROWS, WIDTH = 16, 6
+
+
+def check(num_tokens):
+    torch.manual_seed(0)
+    table = nn.Embedding(ROWS, WIDTH)
+    layer = OverlappedEmbedding.from_embedding(table)
+    tokens = torch.randint(ROWS, (2, num_tokens))
+    grad = torch.randn(2, num_tokens, WIDTH)
+    expected = table(tokens)
+    expected.backward(grad)
+    y = layer(tokens)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    y.backward(grad)
+    torch.testing.assert_close(layer.weight.grad, shard(table.weight.grad, 0, dist.group.WORLD))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40], ids=["summed", "summed", "gathered"])
+def test_equals_embedding(two_ranks, num_tokens):
+    two_ranks.run(check, num_tokens)
+
+
+def test_four_ranks(four_ranks):
+    four_ranks.run(check, 2)
+    four_ranks.run(check, 40)
+
+
+def test_group_of_one():
+    table = nn.Embedding(ROWS, WIDTH)
+    layer = OverlappedEmbedding.from_embedding(table)
+    tokens = torch.randint(ROWS, (3, 4))
+    assert torch.equal(layer(tokens), table(tokens))
+    assert "16, 6, tensor_parallel=1" in repr(layer)

@@ -1,0 +1,46 @@
+"""The generators against the paper's table: what is in flight while what is computed."""
+
+from oases.schedule import generate, oases, sync
+
+
+def in_flight(schedule):
+    """Per compute op, the all-reduces that were started and not yet waited for when it ran."""
+    flying, seen = [], {}
+    for op in schedule:
+        if op.kind == "all_reduce":
+            flying.append(str(op.carried))
+        elif op.kind == "wait":
+            flying.remove(str(op.carried))
+        else:
+            seen[str(op)] = list(flying)
+    return seen
+
+
+def test_sync_hides_nothing():
+    assert all(not flying for flying in in_flight(sync(4, 2)).values())
+
+
+def test_oases_keeps_one_all_reduce_of_another_sub_batch_in_flight():
+    """Paper, forward table: A1(l) under AR(M2(l-1)); A2(l) under AR(A1(l)); M1 under AR(A2); M2 under AR(M1)."""
+    seen = in_flight(oases(4, 2))
+    assert seen["F 2.0"] == ["F 1.1"]
+    assert seen["F 2.1"] == ["F 2.0"]
+    assert seen["F 3.0"] == ["F 2.1"]
+    assert seen["F 3.1"] == ["F 3.0"]
+    # Backward, sub-batch 2 first: A2(u) under AR(dM1(u)), and so on.
+    assert seen["B 2.1"] == ["B 3.0"]
+    assert seen["B 2.0"] == ["B 2.1"]
+    # Exposed: only the first block of each pass has nothing in flight.
+    exposed = [op for op, flying in seen.items() if not flying and op[0] in "FB"]
+    assert exposed == ["F 0.0", "B 3.1"]
+
+
+def test_more_sub_batches_keep_more_in_flight():
+    seen = in_flight(oases(4, 4))
+    assert len(seen["F 2.0"]) == 3
+    assert {flying[-1] for flying in seen["F 2.2"]} <= set("0123")
+
+
+def test_all_reduces_per_layer_and_sub_batch():
+    for name in ("sync", "oases"):
+        assert generate(name, 6, 2).all_reduces_per_layer() == 4
