@@ -14,7 +14,16 @@ _PUBLIC = {
     "TrainConfig": "oases.train",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "OverlappedColumnLinear",
+    "OverlappedEmbedding",
+    "OverlappedRowLinear",
+    "OverlappedStack",
+    "TrainConfig",
+    "Trainer",
+    "__version__",
+    "parallel_cross_entropy",
+]
 
 if TYPE_CHECKING:
     from oases.parallel import (

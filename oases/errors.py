@@ -3,7 +3,3 @@
 
 class UsageError(ValueError):
     """Something the user gave cannot work; the message names the value and the remedy."""
-
-
-class RankLostError(RuntimeError):
-    """A collective failed because ranks are gone; the message names them and the op waited for."""

@@ -9,19 +9,18 @@ import logging
 import os
 import signal
 import sys
-import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from oases.errors import RankLostError, UsageError
+from oases.errors import UsageError
+from oases.rollcall import RollCall
 from oases.testbed import Backend
-
-_LAST_WORDS_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class RankOptions:
     """How the ranks of a run are set up. timeout: seconds until a collective counts as lost."""
 
     size: int
-    backend: Backend = Backend()
+    backend: Backend = field(default_factory=Backend)
     timeout_seconds: float = 300.0
 
 
@@ -60,13 +59,13 @@ def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: R
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The ranks speak for themselves; torchrun's own account would bury what they say.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.size)))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=options.size, run_id="oases", max_restarts=0,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="spawn", local_addr="localhost",
-        # Long enough for the other ranks to find out by themselves, and say, which rank they miss.
-        monitor_interval=_LAST_WORDS_SECONDS + 1,
+        monitor_interval=1,
     )  # fmt: skip
     try:
         return elastic_launch(config, _rank_main)(function, arguments, options)[0]
@@ -83,33 +82,48 @@ def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: R
 def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     _take_core(local_rank, options.size)
-    signal.signal(signal.SIGTERM, _ended_by_launcher)
-    if options.backend.name in ("gloo", "sim") and os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1"):
+    if options.backend.name in ("gloo", "sim") and os.environ.get("MASTER_ADDR") in (
+        "localhost",
+        "127.0.0.1",
+    ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(options.backend.activate(), timeout=timedelta(seconds=options.timeout_seconds))
+    roll_call = RollCall(rank, dist.get_world_size())
+    signal.signal(signal.SIGTERM, lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
     try:
-        dist.init_process_group(
-            options.backend.activate(), timeout=timedelta(seconds=options.timeout_seconds)
-        )
         result = function(*arguments)
         dist.barrier()
+        roll_call.stop()
         dist.destroy_process_group()
         return result
     except UsageError as error:
         if rank == 0:
             print(f"oases: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except dist.DistBackendError as error:
-        print(f"oases: {_obituary(rank, error)}", file=sys.stderr, flush=True)
-        _leave(1)
-    except RuntimeError as error:
-        # Collectives outside the scheduler (barriers, object exchange) fail with a bare RuntimeError.
-        if "gloo" not in str(error).lower():
-            raise
-        print(f"oases: {_obituary(rank, error)}", file=sys.stderr, flush=True)
+        _leave(2)
+    except Exception as error:
+        # Collectives outside the scheduler (barriers, object exchange) fail with gloo's bare RuntimeError.
+        if isinstance(error, dist.DistBackendError) or (type(error) is RuntimeError and "gloo" in str(error).lower()):
+            _end(str(error).strip().splitlines()[0], roll_call)
+        print(f"oases: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         _leave(1)
 
 
-def _leave(code: int) -> None:
+def _end(message: str, roll_call: RollCall) -> NoReturn:
+    """Leave the run with a last message: what this rank did, what it waited for, who is missing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank, waiting = roll_call.rank, _waiting_for()
+    if not message.startswith(f"rank {rank} "):
+        message = f"rank {rank}: {message}"
+    if waiting and "waited for" not in message:
+        message += f" while it waited for {waiting}"
+    missing = roll_call.missing()
+    gone = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+    verb = "is" if len(missing) == 1 else "are"
+    print(f"oases: {message}" + (f"; {gone} {verb} gone" if missing else ""), file=sys.stderr, flush=True)
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
     # Not sys.exit: destructors of a group with a dead member may wait for it.
     sys.stdout.flush()
     os._exit(code)
@@ -125,13 +139,6 @@ def _take_core(local_rank: int, size: int) -> None:
         torch.set_num_threads(max(1, len(cores) // size))
 
 
-def _ended_by_launcher(number: int, frame: object) -> None:
-    waiting = _waiting_for()
-    doing = f"while it waited for {waiting}" if waiting else "while it computed"
-    print(f"oases: rank {os.environ.get('RANK')} was ended by the launcher {doing}", file=sys.stderr, flush=True)
-    _leave(1)
-
-
 def _waiting_for() -> str:
     if not dist.is_initialized():
         return ""
@@ -139,31 +146,6 @@ def _waiting_for() -> str:
 
     assert dist.group.WORLD is not None
     return str(scheduler_of(dist.group.WORLD).waiting_for())
-
-
-def _obituary(rank: int, error: Exception) -> str:
-    """What failed and who is missing: every rank that lives says so in the store within a few seconds."""
-    missing = missing_ranks()
-    who = f"rank {', '.join(map(str, missing))} is gone" if missing else "all ranks are still there"
-    message = str(error).strip().splitlines()[0]
-    if not message.startswith("rank "):
-        message = f"rank {rank}: {message}"
-    return str(RankLostError(f"{message}; {who}"))
-
-
-def missing_ranks() -> list[int]:
-    """Ranks that do not answer through the launcher's store. To be called by every rank that still lives."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"oases/alive/{dist.get_rank()}", "yes")
-        missing = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
-        end = time.monotonic() + _LAST_WORDS_SECONDS
-        while missing and time.monotonic() < end:
-            time.sleep(0.05)
-            missing = [r for r in missing if not store.check([f"oases/alive/{r}"])]
-        return missing
-    except (RuntimeError, ValueError):  # the store went down with the rank that held it
-        return []
 
 
 def require_agreement(settings: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from oases.errors import UsageError
 
@@ -110,7 +111,7 @@ def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ns|us|ms|s)", text)
     if match is None:
         raise UsageError(f"alpha {text!r} is no time; give a number and ns, us, ms or s, e.g. 20us")
-    return float(match[1]) * {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+    return float(match[1]) / {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}[match[2]]
 
 
 def _rate(text: str) -> float:
@@ -125,7 +126,7 @@ def _register_sim(backend: Backend) -> None:
 
     from oases import _C
 
-    def create(store: dist.Store, rank: int, size: int, timeout: object) -> object:
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         return _C.sim_backend(gloo, backend.startup_seconds, backend.bandwidth)
 

@@ -76,9 +76,9 @@ class OverlapBench:
         self.group = group
         self.scheduler = scheduler_of(group)
         device = torch.device(config.device)
-        self.stack = OverlappedStack(
-            transformer_blocks(config.gpt(config.seed), group), process_group=group
-        ).to(device)
+        self.stack = OverlappedStack(transformer_blocks(config.gpt(config.seed), group), process_group=group).to(
+            device
+        )
         self.schedules = {name: config.resolve_schedule(name) for name in config.names}
         torch.manual_seed(config.seed)
         shape = (config.batch, config.sequence, config.hidden)

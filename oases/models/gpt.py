@@ -89,9 +89,7 @@ class Mlp(nn.Module):
         self.norm = nn.LayerNorm(h)
         self.up = OverlappedColumnLinear.from_linear(_linear(config, generator, h, 4 * h, 1), process_group=group)
         scale = (2 * config.layers) ** -0.5
-        self.down = OverlappedRowLinear.from_linear(
-            _linear(config, generator, 4 * h, h, scale), process_group=group
-        )
+        self.down = OverlappedRowLinear.from_linear(_linear(config, generator, 4 * h, h, scale), process_group=group)
 
     def partial(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H] -> this rank's share of the down projection, [B, S, H]."""

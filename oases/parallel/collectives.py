@@ -76,14 +76,14 @@ class _Reduce(torch.autograd.Function):
 
 def gather(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
     """Differentiable `all_gather_last`: part -> whole."""
-    return x if group_size(process_group) == 1 else _Gather.apply(x, process_group)  # type: ignore[no-any-return]
+    return x if group_size(process_group) == 1 else _Gather.apply(x, process_group)
 
 
 def scatter(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
     """Differentiable `part_of_last`: whole -> part."""
-    return x if group_size(process_group) == 1 else _Scatter.apply(x, process_group)  # type: ignore[no-any-return]
+    return x if group_size(process_group) == 1 else _Scatter.apply(x, process_group)
 
 
 def reduce(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
     """Differentiable sum over the group: partial sums -> whole."""
-    return x if group_size(process_group) == 1 else _Reduce.apply(x, process_group, label)  # type: ignore[no-any-return]
+    return x if group_size(process_group) == 1 else _Reduce.apply(x, process_group, label)

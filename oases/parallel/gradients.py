@@ -10,9 +10,7 @@ from oases.parallel.group import ProcessGroup, resolve
 from oases.parallel.stack import sharded_parameters
 
 
-def clip_grad_norm(
-    model: nn.Module, max_norm: float, *, process_group: ProcessGroup | None = None
-) -> Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float, *, process_group: ProcessGroup | None = None) -> Tensor:
     """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
 
     Shards count once over all ranks, replicated gradients once. Returns the norm before, the same on every rank.

@@ -77,9 +77,7 @@ class _OverlappedLinear(nn.Module):
                 torch.distributed.broadcast(self.bias.data, source, group=self.process_group)
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, *, process_group: ProcessGroup | None = None, **options: Any
-    ) -> Any:
+    def from_linear(cls, linear: nn.Linear, *, process_group: ProcessGroup | None = None, **options: Any) -> Any:
         """Cut a given layer: this rank's slice of its weight, never a new draw.
 
         linear: an `nn.Linear` with the same weight on every rank. options: those of the constructor.
@@ -87,7 +85,8 @@ class _OverlappedLinear(nn.Module):
         """
         group = resolve(process_group)
         with torch.device("meta"):  # no random draw, no memory for values that are replaced below
-            layer = cls(
+            make: Any = cls  # the two cuts' own constructors
+            layer = make(
                 linear.in_features,
                 linear.out_features,
                 linear.bias is not None,
@@ -164,7 +163,12 @@ class OverlappedColumnLinear(_OverlappedLinear):
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = self._op_arguments(x)
         y: Tensor = torch.ops.oases.column_linear(
-            x, weight, bias, group_name(self.process_group), _chunks(self.num_chunks, x), self.sequence_parallel
+            x,
+            weight,
+            bias,
+            group_name(self.process_group),
+            _chunks(self.num_chunks, x),
+            self.sequence_parallel,
         )
         return gather(y, self.process_group) if self.gather_output else y
 
@@ -212,7 +216,12 @@ class OverlappedRowLinear(_OverlappedLinear):
             x = scatter(x, self.process_group)
         x, weight, bias = self._op_arguments(x)
         y: Tensor = torch.ops.oases.row_linear(
-            x, weight, bias, group_name(self.process_group), _chunks(self.num_chunks, x), self.sequence_parallel
+            x,
+            weight,
+            bias,
+            group_name(self.process_group),
+            _chunks(self.num_chunks, x),
+            self.sequence_parallel,
         )
         return y
 

@@ -19,9 +19,7 @@ from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 
 class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, process_group: ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, process_group: ProcessGroup) -> Tensor:
         part = logits.shape[-1]
         logits = logits.float()
         largest = logits.amax(-1)
@@ -56,9 +54,7 @@ def parallel_cross_entropy(
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit targets of {tuple(targets.shape)}")
     if group_size(group) == 1:
-        return F.cross_entropy(
-            logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index
-        )
+        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
     ignored = targets == ignore_index
     losses: Tensor = _ParallelCrossEntropy.apply(logits, targets, ignored, group)
     return losses.sum() / (~ignored).sum()

@@ -194,9 +194,7 @@ class OverlappedStack(nn.Module):
         tracked = [x, *self.parameters()]
         differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
         methods = [(Method(block, "partial"), Method(block, "combine")) for block in self.blocks]
-        execution = Execution(
-            methods, self.schedule, scheduler, x, differentiable=differentiable, spans=self.spans
-        )
+        execution = Execution(methods, self.schedule, scheduler, x, differentiable=differentiable, spans=self.spans)
         if not differentiable:
             return execution.run_forward()
         call = _Call(self.blocks, execution, scheduler)

@@ -1,9 +1,9 @@
 """The text form of a schedule: a header and one op a line, written and read back without loss.
 
-    schedule oases blocks=1 sub_batches=2 recompute=none
-    F 0.0                 # block 0, sub-batch 0
-    all_reduce F 0.0      # start summing its result over the ranks
-    wait F 0.0
+schedule oases blocks=1 sub_batches=2 recompute=none
+F 0.0                 # block 0, sub-batch 0
+all_reduce F 0.0      # start summing its result over the ranks
+wait F 0.0
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def _parse_op(line: str, number: int) -> Op:
 
     kind, column = words[0]
     if kind not in COMPUTE + COLLECTIVE:
-        raise ScheduleSyntaxError(
-            f"unknown op {kind!r}; known are {', '.join(COMPUTE + COLLECTIVE)}", number, column
-        )
+        raise ScheduleSyntaxError(f"unknown op {kind!r}; known are {', '.join(COMPUTE + COLLECTIVE)}", number, column)
     of = None
     if kind in COLLECTIVE:
         of, column = word(1, f"the op whose result '{kind}' carries, one of {', '.join(COMPUTE)}")

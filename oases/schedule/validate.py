@@ -54,35 +54,39 @@ def validate(schedule: Schedule) -> None:
     done: dict[Op, int] = {}
     backward_since: int | None = None
     for line, op in enumerate(schedule, start=1):
-        where = f"op {line} ({op})"
-        if not (op.block < schedule.num_blocks and op.sub_batch < schedule.num_sub_batches):
-            raise ScheduleError(
-                f"{where}: the schedule has {schedule.num_blocks} blocks and {schedule.num_sub_batches} "
-                "sub-batches, counted from 0"
-            )
-        if op.of is not None and op.of not in ("F", "B"):
-            raise ScheduleError(f"{where}: the result of {op.of} is whole; only F and B leave partial sums")
-        if op in done:
-            raise ScheduleError(f"{where}: done twice, first as op {done[op]}")
-        for need in needs(op, schedule):
-            if need in done:
-                continue
-            if need.kind == "wait" and Op("all_reduce", need.block, need.sub_batch, need.of) in done:
-                raise ScheduleError(f"{where}: uses the result of {need.carried} before '{need}'")
-            if op.kind == "wait":
-                raise ScheduleError(f"{where}: waits for a collective that was not started by '{need}'")
-            raise ScheduleError(f"{where}: its input is missing; '{need}' must come before it")
+        _require_possible(op, f"op {line} ({op})", schedule, done)
         if op.in_backward:
             backward_since = backward_since or line
         elif backward_since is not None:
             raise ScheduleError(
-                f"{where}: a forward op after the backward pass began with op {backward_since}; the loss "
-                "needs the whole forward pass first"
+                f"op {line} ({op}): a forward op after the backward pass began with op {backward_since}; the "
+                "loss needs the whole forward pass first"
             )
         done[op] = line
     for op in required(schedule):
         if op not in done:
             raise ScheduleError(f"'{op}' is missing: the step would not be whole without it")
+
+
+def _require_possible(op: Op, where: str, schedule: Schedule, done: dict[Op, int]) -> None:
+    """Raise ScheduleError unless `op` can run after the ops in `done` (op -> line)."""
+    if not (op.block < schedule.num_blocks and op.sub_batch < schedule.num_sub_batches):
+        raise ScheduleError(
+            f"{where}: the schedule has {schedule.num_blocks} blocks and {schedule.num_sub_batches} "
+            "sub-batches, counted from 0"
+        )
+    if op.of is not None and op.of not in ("F", "B"):
+        raise ScheduleError(f"{where}: the result of {op.of} is whole; only F and B leave partial sums")
+    if op in done:
+        raise ScheduleError(f"{where}: done twice, first as op {done[op]}")
+    for need in needs(op, schedule):
+        if need in done:
+            continue
+        if need.kind == "wait" and Op("all_reduce", need.block, need.sub_batch, need.of) in done:
+            raise ScheduleError(f"{where}: uses the result of {need.carried} before '{need}'")
+        if op.kind == "wait":
+            raise ScheduleError(f"{where}: waits for a collective that was not started by '{need}'")
+        raise ScheduleError(f"{where}: its input is missing; '{need}' must come before it")
 
 
 def validate_ranks(schedules: Sequence[Schedule]) -> None:

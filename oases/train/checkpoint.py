@@ -42,9 +42,7 @@ def save(
     _barrier(group)
 
 
-def load(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.AdamW | None, group: ProcessGroup | None
-) -> int:
+def load(path: str | Path, model: nn.Module, optimizer: torch.optim.AdamW | None, group: ProcessGroup | None) -> int:
     """Read a checkpoint into model and optimizer (None: the model alone), in place; return its step.
 
     Raises UsageError where the folder is no checkpoint or holds a model of other sizes.
@@ -68,9 +66,7 @@ def load(
     return int(state["step"])
 
 
-def _state(
-    model: nn.Module, optimizer: torch.optim.AdamW | None, group: ProcessGroup | None
-) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: torch.optim.AdamW | None, group: ProcessGroup | None) -> dict[str, Any]:
     dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
     mesh = None
     if group is not None and group_size(group) > 1:

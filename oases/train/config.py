@@ -77,9 +77,7 @@ class ModelOptions:
 
     def gpt(self, seed: int) -> GPTConfig:
         """The built-in GPT of these sizes."""
-        return GPTConfig(
-            hidden=self.hidden, layers=self.layers, heads=self.heads, sequence=self.sequence, seed=seed
-        )
+        return GPTConfig(hidden=self.hidden, layers=self.layers, heads=self.heads, sequence=self.sequence, seed=seed)
 
 
 @dataclass(frozen=True)

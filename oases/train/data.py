@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ class TextCorpus:
         """Text files found."""
         return len(self._files)
 
-    def read(self, start: int, length: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def read(self, start: int, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """`length` bytes of the joined corpus from `start` on."""
         pieces = []
         index = bisect_right(self._starts, start) - 1

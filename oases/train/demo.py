@@ -31,9 +31,7 @@ def run_demo(config: TrainConfig) -> dict[str, Any]:
     require_agreement(settings(config))
     group = dist.group.WORLD
     assert group is not None
-    trainers = {
-        name: Trainer(dataclasses.replace(config, schedule=name), process_group=group) for name in SCHEDULES
-    }
+    trainers = {name: Trainer(dataclasses.replace(config, schedule=name), process_group=group) for name in SCHEDULES}
     losses: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     seconds: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     first = dist.get_rank() == 0

@@ -39,7 +39,10 @@ def write_report(
 
     figures = [
         figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
-        for figure in (draw_timelines(timelines), draw_curves(losses, x="step", y="training loss, nats per byte"))
+        for figure in (
+            draw_timelines(timelines),
+            draw_curves(losses, x="step", y="training loss, nats per byte"),
+        )
     ]
     path.write_text(
         f"""<!doctype html>

@@ -49,7 +49,11 @@ class Trainer:
         """One optimizer step; returns the training loss in nats per byte."""
         config = self.config
         tokens, targets = self.corpus.batch(
-            split="train", step=self.steps_done, batch=config.batch, sequence=config.sequence, seed=config.seed
+            split="train",
+            step=self.steps_done,
+            batch=config.batch,
+            sequence=config.sequence,
+            seed=config.seed,
         )
         loss = self.model.loss(tokens.to(self.device), targets.to(self.device))
         loss.backward()
@@ -67,7 +71,11 @@ class Trainer:
         with torch.no_grad():
             for index in range(config.validation_batches):
                 tokens, targets = self.corpus.batch(
-                    split="validation", step=index, batch=config.batch, sequence=config.sequence, seed=config.seed
+                    split="validation",
+                    step=index,
+                    batch=config.batch,
+                    sequence=config.sequence,
+                    seed=config.seed,
                 )
                 total += float(self.model.loss(tokens.to(self.device), targets.to(self.device)))
         return total / config.validation_batches
@@ -117,7 +125,10 @@ class Trainer:
 def _adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 

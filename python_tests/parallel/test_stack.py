@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack
-from oases.parallel.stack import sharded_parameters
 from oases.parallel.linear import shard
+from oases.parallel.stack import sharded_parameters
 from oases.schedule import ScheduleError, generate, parse_schedule
 
 WIDTH = 16
@@ -140,7 +140,9 @@ def check_hooks_and_accumulation():
     x = torch.randn(4, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     first, second = stack(x), stack(2 * x)
     second.sum().backward()
-    assert sorted(fired) == sorted([n for n, _ in stack.named_parameters()] + [f"post {n}" for n, _ in stack.named_parameters()])
+    assert sorted(fired) == sorted(
+        [n for n, _ in stack.named_parameters()] + [f"post {n}" for n, _ in stack.named_parameters()]
+    )
     first.sum().backward()
     both = [p.grad.clone() for p in stack.parameters()]
     stack.zero_grad()

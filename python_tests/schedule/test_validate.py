@@ -7,7 +7,6 @@ import pytest
 from oases.schedule import GENERATORS, Op, Schedule, ScheduleError, generate, validate, validate_ranks
 from oases.schedule.validate import needs
 
-
 BASE = list(generate("oases", 2, 2))
 
 
@@ -82,11 +81,13 @@ def test_ranks_must_agree_on_the_order_of_collectives():
     validate(schedule)
     base = generate("oases", 2, 2)
     validate_ranks([base, base])
-    with pytest.raises(ScheduleError, match="collective 1 is 'all_reduce F 0.0' on rank 0 but 'all_reduce F 0.1' on rank 1"):
+    with pytest.raises(
+        ScheduleError, match=r"collective 1 is 'all_reduce F 0.0' on rank 0 but 'all_reduce F 0.1' on rank 1"
+    ):
         validate_ranks([base, schedule])
-    with pytest.raises(ScheduleError, match="rank 1: "):
+    with pytest.raises(ScheduleError, match=r"rank 1: "):
         validate_ranks([base, Schedule("x", 2, 2, tuple(other))])
-    with pytest.raises(ScheduleError, match="is 'all_reduce B 1.1' on rank 0 but 'none' on rank 1"):
+    with pytest.raises(ScheduleError, match=r"is 'all_reduce B 1.1' on rank 0 but 'none' on rank 1"):
         validate_ranks([base, Schedule("x", 2, 2, base.forward)])
 
 

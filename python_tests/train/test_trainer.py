@@ -10,7 +10,15 @@ from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 
 CONFIG = TrainConfig(
-    hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=8, warmup=2, validation_batches=2, learning_rate=3e-3
+    hidden=32,
+    layers=2,
+    heads=4,
+    sequence=32,
+    batch=4,
+    steps=8,
+    warmup=2,
+    validation_batches=2,
+    learning_rate=3e-3,
 )
 
 
@@ -70,7 +78,11 @@ def test_a_checkpoint_goes_on_at_any_degree(two_ranks, four_ranks, corpus, alone
     path = str(tmp_path / "checkpoint")
     two_ranks.run(train_and_save, corpus, path)
     assert not (tmp_path / "checkpoint.part").exists()
-    for curves in ([resume(corpus, path)], two_ranks.run(resume, corpus, path), four_ranks.run(resume, corpus, path)):
+    for curves in (
+        [resume(corpus, path)],
+        two_ranks.run(resume, corpus, path),
+        four_ranks.run(resume, corpus, path),
+    ):
         for curve, validation, _ in curves:
             assert curve == pytest.approx(alone[0][4:], rel=1e-4)
             assert validation == pytest.approx(alone[1], rel=1e-4)
@@ -100,7 +112,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(corpus, tmp_path):
     Trainer(dataclasses.replace(CONFIG, data=corpus)).save(path)
     with pytest.raises(UsageError, match=r"does not fit: .* is \(.*\) there and \(.*\) here"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, hidden=64, resume=path))
-    with pytest.raises(UsageError, match="is missing|missing there"):
+    with pytest.raises(UsageError, match=r"is missing|missing there"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, layers=3, resume=path))
     with pytest.raises(UsageError, match="no checkpoint folder"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, resume=str(tmp_path / "nowhere")))

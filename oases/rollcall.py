@@ -1,0 +1,65 @@
+"""Who is still there: a thread per rank that answers a roll-call in the launcher's store.
+
+A rank whose collective failed calls the roll. Ranks that live answer even while their main thread is stuck inside
+a collective; those that do not answer are gone. Between calls the thread costs one look at the store per interval.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+_CALL = "oases/roll-call"
+_INTERVAL_SECONDS = 0.5
+
+
+class RollCall:
+    """Answers roll-calls for `rank` of `size` until stopped, over a connection of its own."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="oases-roll-call", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def missing(self, patience_seconds: float = 3.0) -> list[int]:
+        """Call the roll; return the ranks that did not answer in time. Empty where the store is gone, too."""
+        try:
+            store = _connect()
+            store.set(_CALL, str(self.rank))
+            absent = [rank for rank in range(self.size) if rank != self.rank]
+            end = time.monotonic() + patience_seconds
+            while absent and time.monotonic() < end:
+                time.sleep(0.05)
+                absent = [rank for rank in absent if not store.check([f"{_CALL}/{rank}"])]
+            return absent
+        except (RuntimeError, OSError):  # the store went down with the rank that held it
+            return []
+
+    def _answer(self) -> None:
+        try:
+            store = _connect()
+            while not self._stop.wait(_INTERVAL_SECONDS):
+                if store.check([_CALL]):
+                    store.set(f"{_CALL}/{self.rank}", "here")
+                    return
+        except (RuntimeError, OSError):
+            return  # no store, no roll-call: the launcher is gone
+
+
+def _connect() -> TCPStore:
+    # The default group's client would do, were it not locked while another thread uses it.
+    return TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False,
+        timeout=timedelta(seconds=5),
+    )  # fmt: skip

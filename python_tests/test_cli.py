@@ -1,0 +1,140 @@
+"""The command line: every mistake exits with 2 and one line that names the value and the remedy."""
+
+import json
+
+import pytest
+from plotly.offline import get_plotlyjs
+
+from oases import cli, testbed
+from oases.schedule import format_schedule, generate
+
+
+def fails(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2, error
+    assert error.startswith("oases: error: ")
+    assert error.count("\n") == 1, "one line, no traceback"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["train", "--tp", "3"], ["heads 8", "--tp 3", "degrees that do: 1, 2, 4, 8"]),
+        (["train", "--hidden", "100"], ["--tp 2", "heads 1"]),
+        (["train", "--hidden", "96", "--heads", "5"], ["hidden 96", "5 heads"]),
+        (["train", "--tp", "0"], ["--tp", "got 0"]),
+        (["train", "--batch", "1"], ["batch of 1", "2 sub-batches", "--batch"]),
+        (["train", "--batch", "3", "--sub-batches", "4"], ["batch of 3", "4 sub-batches"]),
+        (["train", "--schedule", "nosuch"], ["'nosuch'", "oases, sync"]),
+        (["train", "--device", "tpu"], ["'tpu'", "cpu and cuda"]),
+        (["train", "--device", "cuda"], ["'cuda'", "--device cpu"]),
+        (["train", "--steps", "0"], ["steps", "got 0"]),
+        (["train", "--steps", "many"], ["--steps", "'many'"]),
+        (["train", "--learning-rate", "nan"], ["learning_rate", "got nan"]),
+        (["train", "--backend", "mpi"], ["'mpi'", "gloo"]),
+        (["train", "--timeout", "0"], ["--timeout", "got 0"]),
+        (["train", "--resume", "/nowhere"], ["'/nowhere'", "--checkpoint"]),
+        (["train", "--json", "/nowhere/x.json"], ["'/nowhere/x.json'", "folder does not exist"]),
+        (["train", "--nosuch"], ["--nosuch", "--help"]),
+        (["train", "--data", "/nowhere"], ["'/nowhere'", "does not exist"]),
+        (["bench", "overlap", "--link", "fast"], ["'fast'", "500mbit"]),
+        (["bench", "overlap", "--link", "0gbit"], ["'0gbit'"]),
+        (["bench", "overlap", "--schedules", "sync,nosuch"], ["'nosuch'"]),
+        (["bench", "overlap", "--tp", "1"], ["--tp 1", "at least 2"]),
+        (["bench", "overlap", "--tp", "5"], ["heads 12", "--tp 5", "1, 2, 3, 4, 6, 12"]),
+        (["bench", "overlap", "--recompute", "some"], ["'some'"]),
+        (["bench", "overlap", "--iterations", "0"], ["iterations", "got 0"]),
+        (["bench"], ["BENCHMARK"]),
+        (["demo", "--out", "/nowhere"], ["'/nowhere'", "no folder"]),
+        (["demo", "--tp", "1"], ["--tp 1"]),
+        (["nosuch"], ["nosuch"]),
+        ([], ["COMMAND"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value and value[0].islower() else "",
+)
+def test_mistakes(capsys, arguments, parts):
+    error = fails(capsys, *arguments)
+    for part in parts:
+        assert part in error
+
+
+def test_data_of_every_bad_kind(capsys, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary").write_bytes(b"\0\1\2" * 100)
+    (tmp_path / "short.txt").write_text("too short")
+    assert "is empty" in fails(capsys, "train", "--data", str(tmp_path / "empty.txt"))
+    assert "not a text file" in fails(capsys, "train", "--data", str(tmp_path / "binary"))
+    assert "too few" in fails(capsys, "demo", "--data", str(tmp_path / "short.txt"))
+
+
+def test_a_schedule_text_with_a_mistake_names_line_and_column(capsys, tmp_path):
+    path = tmp_path / "mine.schedule"
+    text = format_schedule(generate("oases", 8, 2))
+    path.write_text(text.replace("wait F 0.0", "await F 0.0"))
+    error = fails(capsys, "train", "--schedule", str(path))
+    assert "unknown op 'await'" in error
+    assert "line 6, column 1" in error
+    path.write_text(text.replace("wait F 0.0\n", ""))
+    assert "uses the result of F 0.0 before 'wait F 0.0'" in fails(capsys, "train", "--schedule", str(path))
+    path.write_text(text)
+    assert "is for 8 blocks; 2 layers have 4" in fails(capsys, "train", "--layers", "2", "--schedule", str(path))
+
+
+def test_a_link_that_cannot_be_had(capsys, monkeypatch):
+    monkeypatch.setattr(testbed, "why_impossible", lambda rate: "'tc' is missing; install the package iproute2")
+    for command in (["train"], ["bench", "overlap"]):
+        error = fails(capsys, *command, "--link", "1gbit")
+        assert "--link 1gbit cannot be had here: 'tc' is missing; install the package iproute2" in error
+
+
+def test_help_shows_defaults(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "width of the model, features (default: 512)" in text
+    assert "--sub-batches N" in text
+
+
+SMALL = ["--hidden", "64", "--layers", "1", "--heads", "2", "--sequence", "32", "--batch", "4"]
+
+
+def test_bench_writes_its_json(capfd, tmp_path):
+    path = tmp_path / "o.json"
+    cli.main(["bench", "overlap", *SMALL, "--tp", "2", "--iterations", "2", "--json", str(path)])
+    result = json.loads(path.read_text())
+    assert set(result) >= {"config", "compute_seconds", "communication_seconds", "ideal_seconds", "schedules"}
+    assert result["config"]["hidden"] == 64
+    row = result["schedules"]["oases"]
+    assert row["all_reduces_per_layer"] == 4
+    assert 0 <= row["max_relative_gradient_error"] <= 1e-5
+    assert row["step_seconds"] > 0
+    assert "compute alone" in capfd.readouterr().out
+
+
+def test_train_saves_and_resumes(capfd, tmp_path):
+    checkpoint = str(tmp_path / "checkpoint")
+    cli.main(["train", *SMALL, "--steps", "4", "--checkpoint", checkpoint])
+    path = tmp_path / "t.json"
+    cli.main(["train", *SMALL, "--steps", "6", "--tp", "1", "--resume", checkpoint, "--json", str(path)])
+    assert len(json.loads(path.read_text())["losses"]) == 2
+    assert "hidden under compute" in capfd.readouterr().out
+
+
+def test_demo_runs_without_a_shaped_link(capfd, tmp_path, monkeypatch):
+    monkeypatch.setattr(testbed, "why_impossible", lambda rate: "user namespaces are off")
+    path = tmp_path / "d.json"
+    cli.main(["demo", *SMALL, "--steps", "3", "--out", str(tmp_path), "--json", str(path)])
+    output = capfd.readouterr()
+    assert "no shaped link here: user namespaces are off" in output.err
+    assert "over a simulated link of 1gbit" in output.out
+    result = json.loads(path.read_text())
+    assert result["largest_loss_difference"] < 1e-4
+    page = (tmp_path / "oases-report.html").read_text()
+    assert "Where the time went" in page
+    own = page.replace(get_plotlyjs(), "")
+    assert "http" not in own, "the page must open without a network"
+    assert json.loads((tmp_path / "oases-trace.json").read_text())["traceEvents"]

@@ -1,0 +1,89 @@
+"""Ranks as the command line starts them: results, a rank that dies in mid-step, a launcher of the wrong size."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from oases import TrainConfig, Trainer
+from oases.errors import UsageError
+from oases.ranks import RankOptions, run_ranks
+
+HERE = Path(__file__).parent
+
+
+def run_script(body, **environment):
+    """Run Python in a process of its own that can import this module, as the ranks it spawns must."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", f"import test_ranks as t\n{body}"],
+        cwd=HERE, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done, time.monotonic() - start
+
+
+def rank_and_size():
+    return dist.get_rank(), dist.get_world_size()
+
+
+def test_result_of_rank_zero():
+    done, _ = run_script("print(t.run_ranks(t.rank_and_size, (), t.RankOptions(2)))")
+    assert done.stdout.strip() == "(0, 2)", done.stderr
+
+
+def refuse():
+    raise UsageError("steps 0 is too few")
+
+
+def test_a_mistake_found_by_the_ranks_exits_with_2():
+    done, _ = run_script("t.run_ranks(t.refuse, (), t.RankOptions(2))")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "oases: error: steps 0 is too few"
+
+
+def stumble():
+    raise KeyError("a bug")
+
+
+def test_a_bug_shows_its_traceback():
+    done, _ = run_script("t.run_ranks(t.stumble, (), t.RankOptions(2))")
+    assert done.returncode == 1
+    assert "KeyError: 'a bug'" in done.stderr
+    assert "oases: rank 0 failed:" in done.stderr or "oases: rank 1 failed:" in done.stderr
+
+
+def dies_in_mid_step(victim):
+    config = TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=1000)
+    trainer = Trainer(config)
+    if dist.get_rank() == victim:
+
+        def kill(grad):
+            if trainer.steps_done == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer.model.stack.blocks[3].up.weight.register_hook(kill)
+    trainer.train()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_dies_is_named_by_the_others(size):
+    done, seconds = run_script(f"t.run_ranks(t.dies_in_mid_step, (1,), t.RankOptions({size}))")
+    assert done.returncode == 1
+    assert "oases: rank 1 ended with signal SIGKILL; the run is over" in done.stderr
+    # The survivor next to it in the backward pass says what it waited for and who is missing.
+    assert "waited for all_reduce of B " in done.stderr, done.stderr
+    assert "; rank 1 is gone" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert seconds < 45  # start included; the others must end within 30 s
+
+
+def test_more_ranks_than_the_launcher_gives(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"--tp 4 needs 4 ranks, but the launcher gives 2; .* --nproc-per-node 4"):
+        run_ranks(rank_and_size, (), RankOptions(4))

@@ -1,0 +1,100 @@
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from oases import testbed
+from oases.errors import UsageError
+from oases.parallel.group import scheduler_of
+from oases.ranks import RankOptions  # noqa: F401, used by the script below
+from oases.testbed import Backend, link_bytes_per_second
+
+
+def test_rates():
+    assert link_bytes_per_second("500mbit") == 62.5e6
+    assert link_bytes_per_second("1gbit") == 125e6
+    assert link_bytes_per_second("2.5Gbit") == 312.5e6
+    for rate in ("fast", "1gb", "-1gbit", "0mbit", "1 gbit", ""):
+        with pytest.raises(UsageError, match=f"unknown link rate {rate!r}"):
+            link_bytes_per_second(rate)
+
+
+def test_backends():
+    assert Backend.parse("gloo") == Backend("gloo")
+    assert Backend.parse("sim:alpha=20us,bandwidth=12GB/s") == Backend("sim", 20e-6, 12e9)
+    assert Backend.parse("sim:bandwidth=1gbit,alpha=1ms") == Backend("sim", 1e-3, 125e6)
+    for text, message in [
+        ("mpi", "unknown backend 'mpi'"),
+        ("gloo:x=1", "unknown backend"),
+        ("sim", "sim needs alpha and bandwidth, got none"),
+        ("sim:alpha=1us", "got alpha"),
+        ("sim:alpha=1,bandwidth=1gbit", "alpha '1' is no time"),
+        ("sim:alpha=1us,bandwidth=0gbit", "bandwidth '0gbit' is no rate"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            Backend.parse(text)
+
+
+def test_missing_tools_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(testbed, "_environment", lambda: {"PATH": str(tmp_path)})
+    assert testbed.why_impossible("1gbit") == "'unshare' is missing; install the package util-linux"
+
+
+@pytest.mark.skipif(testbed.why_impossible("1gbit") is not None, reason=f"{testbed.why_impossible('1gbit')}")
+def test_the_link_has_its_price():
+    """Half a megabyte beyond the burst at 20 mbit cannot arrive in less than 0.2 s."""
+    script = (
+        "import socket, threading, time\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "client = socket.create_connection(server.getsockname()); peer, _ = server.accept()\n"
+        "size = 262144 + 524288\n"
+        "start = time.monotonic(); threading.Thread(target=client.sendall, args=(bytes(size),)).start()\n"
+        "left = size\n"
+        "while left: left -= len(peer.recv(65536))\n"
+        "print(time.monotonic() - start)\n"
+    )
+    shell = f'{testbed._SHAPE} && shift && exec "$@"'
+    command = ["unshare", "-rn", "sh", "-c", shell, "sh", "20mbit", sys.executable, "-c", script]
+    done = subprocess.run(command, env=testbed._environment(), capture_output=True, text=True, check=True, timeout=60)
+    assert float(done.stdout) >= 0.2
+
+
+ALPHA, BANDWIDTH = 0.03, 1e6
+
+
+def overlap_over_sim():
+    """Two all-reduces of 20 ms on the wire each, the second issued before the first is waited for."""
+    assert dist.group.WORLD is not None
+    scheduler = scheduler_of(dist.group.WORLD)
+    tensor = torch.full((5000,), dist.get_rank() + 1.0)
+    dist.barrier()
+    start = time.perf_counter()
+    ticket = scheduler.all_reduce(tensor, "sim")
+    time.sleep(0.5)  # compute
+    scheduler.wait(ticket)
+    record = ticket.record
+    return tensor[0].item(), record.finished - record.issued, record.finished - start, record.blocked_for
+
+
+def test_sim_backend_under_the_launcher():
+    code = (
+        "import test_testbed as t; from oases.ranks import run_ranks\n"
+        f"print(*run_ranks(t.overlap_over_sim, (), t.RankOptions(2, t.Backend('sim', {ALPHA}, {BANDWIDTH}))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
+    value, in_flight, finished, blocked = map(float, done.stdout.split())
+    assert value == 3.0
+    assert in_flight >= ALPHA + 20000 / BANDWIDTH
+    assert finished < 0.5  # it ended under the compute
+    assert blocked < 0.1
