@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from oases.parallel.weight_gradient import PutOff, putting_off
 from oases.schedule import Op, Schedule
 
 Place = tuple[int, int]  # (block, sub-batch)
@@ -94,6 +95,8 @@ class Execution:
         self._tickets: dict[Op, Any] = {}
         self._residual: dict[Place, Tensor] = {}  # gradient of x past the block, through combine
         self._g: dict[Place, Tensor] = {}
+        self._put_off: dict[Place, PutOff] = {}
+        self._with_w = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
         # Stand-ins and their gradients, apart for partial (a share of the sum over ranks) and combine (whole).
         self._parameters = [tuple(method.stand_ins() for method in pair) for pair in methods]
         self._gradients: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {}) for _ in methods]
@@ -159,7 +162,9 @@ class Execution:
     def _do_F(self, op: Op, place: Place) -> None:  # noqa: N802
         partial = self._methods[op.block][0]
         x = self._x[place]
-        y = torch.func.functional_call(partial, self._parameters[op.block][0], (x,))
+        put_off = self._put_off[place] = PutOff()
+        with putting_off(put_off):
+            y = torch.func.functional_call(partial, self._parameters[op.block][0], (x,))
         # The sum is written over y. Should a graph have saved y itself, this makes autograd refuse to use it.
         if self._differentiable:
             torch.autograd.graph.increment_version(y)
@@ -185,7 +190,7 @@ class Execution:
         if b + 1 < self._schedule.num_blocks:
             self._x[b + 1, s] = self._leaf(out)
         if not self._differentiable:
-            for kept in (self._x, self._y, self._reduced):
+            for kept in (self._x, self._y, self._reduced, self._put_off):
                 del kept[place]
             if b + 1 < self._schedule.num_blocks:
                 del self._out[place]
@@ -207,6 +212,15 @@ class Execution:
         shared = {t.untyped_storage().data_ptr() for t in (grad_y, total, residual) if t is not None}
         g = g.contiguous()
         self._g[place] = g.clone() if g.untyped_storage().data_ptr() in shared else g
+        if place not in self._with_w:
+            self._do_W(op, place)
+
+    def _do_W(self, op: Op, place: Place) -> None:  # noqa: N802
+        names = {id(stand_in): name for name, stand_in in self._parameters[op.block][0].items()}
+        sums = self._gradients[op.block][0]
+        by_id = {number: sums[name] for number, name in names.items() if name in sums}
+        self._put_off.pop(place).add_to(by_id)
+        sums.update({names[number]: gradient for number, gradient in by_id.items()})
 
     def _total_gradient(self, block: int, sub_batch: int) -> Tensor:
         """Gradient of the block's input: through the block, reduced, plus past it."""

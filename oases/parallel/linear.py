@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from oases.parallel.collectives import gather, scatter
 from oases.parallel.group import ProcessGroup, group_name, group_rank, group_size, resolve, shard_size
+from oases.parallel.weight_gradient import linear
 
 NumChunks = int | Literal["auto"]
 
@@ -174,7 +175,7 @@ class OverlappedColumnLinear(_OverlappedLinear):
 
     def partial(self, x: Tensor) -> Tensor:
         """The product alone: the input's gradient stays this rank's share, for a caller that sums it later."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class OverlappedRowLinear(_OverlappedLinear):
@@ -227,4 +228,4 @@ class OverlappedRowLinear(_OverlappedLinear):
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's share of the product, without bias, for a caller that sums it and adds the bias."""
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)

@@ -54,6 +54,7 @@ def oases(num_blocks: int, num_sub_batches: int = 2) -> Schedule:
                     yield Op("wait", b + 1, s, "B")
                 yield Op("B", b, s)
                 yield Op("all_reduce", b, s, "B")
+                yield Op("W", b, s)
         for s in reversed(range(num_sub_batches)):
             yield Op("wait", 0, s, "B")
 
