@@ -18,6 +18,8 @@ from rich.progress import (
 from rich.table import Table
 
 console = Console(highlight=False)
+if not console.is_terminal:
+    console = Console(highlight=False, width=110)  # a log has no width of its own; 80 would cut the tables
 
 
 @contextmanager

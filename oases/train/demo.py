@@ -106,8 +106,8 @@ def show(result: dict[str, Any], link: str, folder: Path) -> None:
     console.print(table)
     difference = result["largest_loss_difference"]
     console.print(
-        f"Losses of the two schedules differ by at most {difference:.1e}, relative, over all steps. 'hidden' and "
-        "'of ideal'\nare of the transformer stack alone, forward and backward, where the overlap happens."
+        f"Losses of the two schedules differ by at most {difference:.1e}, relative, over all steps.\n'hidden' "
+        "and 'of ideal' are of the transformer stack alone, forward and backward, where the overlap happens."
     )
     timelines: Sequence[Timeline] = result["timelines"]
     config = result["config"]
