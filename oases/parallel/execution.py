@@ -1,25 +1,33 @@
 """One forward and backward pass of a stack: the ops of a schedule run on real tensors.
 
-Every (block, sub-batch) has an autograd graph of its own, cut at the all-reduces, so the backward pass runs in
-schedule order instead of autograd's. Tensors are dropped as soon as no op that is still to come needs them.
+Every (block, sub-batch) has autograd graphs of its own, cut at the all-reduces, so the backward pass runs in schedule
+order instead of autograd's. Only graph edges are held, not the tensors at them, so memory goes as soon as no graph
+and no op to come needs it: with recomputation, a block keeps its input and nothing else.
 
-Names: x = a block's input, y = its partial sums and, once waited for, their sum; out = combine(x, y), the next
-block's input. g = gradient of x through `partial`, a partial sum until its all-reduce is waited for.
+Names: x = a block's input, y = its partial sums and, once waited for, their sum; out = combine(x, y), the next block's
+input. g = gradient of x through `partial`, a partial sum until its all-reduce is waited for.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from oases.parallel.randomness import Randomness
 from oases.parallel.weight_gradient import PutOff, putting_off
 from oases.schedule import Op, Schedule
 
-Place = tuple[int, int]  # (block, sub-batch)
+Place = tuple[int, int]
+"""(block, sub-batch)."""
+Gradients = dict[str, Tensor]
+"""By the name of the parameter within its block's Method."""
 
 
 class Scheduler(Protocol):
@@ -45,8 +53,8 @@ class Silence:
 class Method(nn.Module):
     """A block's `partial` or `combine` as a module of its own, with the parameters it runs on as an argument.
 
-    The parameters are stand-ins (detached, sharing memory), so that the gradient hooks of the real ones fire
-    once per step in the outer graph and not once per sub-batch in here.
+    The parameters are stand-ins (detached, sharing memory), so that the gradient hooks of the real ones fire once per
+    step in the outer graph and not once per sub-batch in here.
     """
 
     def __init__(self, block: nn.Module, name: str) -> None:
@@ -67,8 +75,31 @@ class Method(nn.Module):
         }
 
 
+class _Source(torch.autograd.Function):
+    """Where a graph begins: an input whose gradient can be asked for by its edge, without keeping its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, data: Tensor) -> Tensor:
+        return data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
+
+
+@dataclass
+class _Graph:
+    """One graph by its edges: where gradients enter and where those of the inputs leave."""
+
+    root: GradientEdge
+    inputs: tuple[GradientEdge, ...]
+
+
 class Execution:
-    """Runs `schedule` over `blocks` on one batch. Made by OverlappedStack, once per call."""
+    """Runs `schedule` over the blocks' (partial, combine) methods on one batch. Made once per call of a stack.
+
+    spans: list to append (op, start, end) of every compute op and wait to, monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -78,44 +109,47 @@ class Execution:
         x: Tensor,
         *,
         differentiable: bool,
+        randomness: Randomness,
         spans: list[tuple[str, float, float]] | None = None,
     ) -> None:
         self._methods = methods
         self._schedule = schedule
         self._scheduler = scheduler
         self._differentiable = differentiable
+        self._randomness = randomness
         self._spans = spans
         self._backward: tuple[Op, ...] = schedule.backward
         self._position = 0
-        self._batch_sizes = [part.shape[0] for part in x.tensor_split(schedule.num_sub_batches)]
-        self._x: dict[Place, Tensor] = {}
-        self._y: dict[Place, Tensor] = {}  # root of partial's graph
-        self._reduced: dict[Place, Tensor] = {}  # leaf of combine's graph, on the memory of y
-        self._out: dict[Place, Tensor] = {}
-        self._tickets: dict[Op, Any] = {}
-        self._residual: dict[Place, Tensor] = {}  # gradient of x past the block, through combine
-        self._g: dict[Place, Tensor] = {}
-        self._put_off: dict[Place, PutOff] = {}
         self._with_w = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
+        self._tickets: dict[Op, Any] = {}
+        # Data on its way from op to op.
+        self._x: dict[Place, Tensor] = {}
+        self._y: dict[Place, Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}  # of the last block, by sub-batch
+        self._g: dict[Place, Tensor] = {}
+        self._residual: dict[Place, Tensor] = {}  # gradient of x past the block, through combine
+        # What the backward pass will use.
+        self._partial: dict[Place, _Graph] = {}
+        self._combine: dict[Place, _Graph] = {}
+        self._put_off: dict[Place, PutOff] = {}
         # Stand-ins and their gradients, apart for partial (a share of the sum over ranks) and combine (whole).
         self._parameters = [tuple(method.stand_ins() for method in pair) for pair in methods]
-        self._gradients: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {}) for _ in methods]
-        for s, part in enumerate(x.detach().tensor_split(schedule.num_sub_batches)):
-            self._x[0, s] = self._leaf(part)
+        self._gradients: list[tuple[Gradients, Gradients]] = [({}, {}) for _ in methods]
+        self._anchor = torch.zeros((), requires_grad=True)
+        parts = x.detach().tensor_split(schedule.num_sub_batches)
+        self._batch_sizes = [part.shape[0] for part in parts]
+        for s, part in enumerate(parts):
+            self._x[0, s] = part
 
     def run_forward(self) -> Tensor:
         """Run the forward ops; return the output, [batch, ...] in the order of the input."""
-        with torch.set_grad_enabled(self._differentiable):
-            self._run(self._schedule.forward)
-        last = self._schedule.num_blocks - 1
-        outs = [self._out[last, s].detach() for s in range(self._schedule.num_sub_batches)]
-        if not self._differentiable:
-            self._out.clear()
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        self._run(self._schedule.forward)
+        outputs = [self._outputs.pop(s) for s in range(self._schedule.num_sub_batches)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def begin_backward(self, grad: Tensor) -> None:
         """Take the gradient of the output."""
-        if self._position or not self._out:
+        if self._position or not self._put_off:
             raise RuntimeError(
                 "the backward pass of this OverlappedStack call was run already; its graphs are freed as it "
                 "goes, so call the stack again for a second backward pass"
@@ -138,7 +172,7 @@ class Execution:
         parts = [self._total_gradient(0, s) for s in range(self._schedule.num_sub_batches)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def gradients_of(self, block: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def gradients_of(self, block: int) -> tuple[Gradients, Gradients]:
         """Gradients by parameter name made by `partial` (this rank's share) and by `combine` (whole)."""
         self._parameters[block] = ({}, {})
         found, self._gradients[block] = self._gradients[block], ({}, {})
@@ -146,8 +180,7 @@ class Execution:
 
     def _run_backward_to(self, end: int) -> None:
         begin, self._position = self._position, max(end, self._position)
-        with torch.enable_grad():
-            self._run(self._backward[begin : self._position])
+        self._run(self._backward[begin : self._position])
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
@@ -156,61 +189,90 @@ class Execution:
             if self._spans is not None and op.kind != "all_reduce":
                 self._spans.append((str(op), start, time.perf_counter()))
 
-    def _leaf(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_(self._differentiable)
-
     def _do_F(self, op: Op, place: Place) -> None:  # noqa: N802
-        partial = self._methods[op.block][0]
-        x = self._x[place]
+        again = ("R", *place) in self._schedule.recomputed
         put_off = self._put_off[place] = PutOff()
-        with putting_off(put_off):
-            y = torch.func.functional_call(partial, self._parameters[op.block][0], (x,))
-        # The sum is written over y. Should a graph have saved y itself, this makes autograd refuse to use it.
-        if self._differentiable:
+        self._run_partial(place, putting_off(put_off), graph=self._differentiable and not again)
+        if not (again and self._differentiable):
+            return
+        # R makes graph and notes anew; what it needs to know is whether y is a product nobody else reads.
+        put_off.forget_unless_last(self._y[place])
+
+    def _do_R(self, op: Op, place: Place) -> None:  # noqa: N802
+        put_off = self._put_off[place]
+        whole = Op("all_reduce", *place, "R") in self._schedule.backward_set
+        self._run_partial(place, putting_off(put_off, skip_last=not whole), graph=True)
+        if not whole:
+            del self._y[place]
+
+    def _run_partial(self, place: Place, noting: AbstractContextManager[None], *, graph: bool) -> None:
+        block, _ = place
+        with torch.set_grad_enabled(graph), noting, self._randomness.of("partial", *place):
+            x = self._source(self._x[place]) if graph else self._x[place]
+            y = torch.func.functional_call(self._methods[block][0], self._parameters[block][0], (x,))
+        if graph:
+            self._partial[place] = _Graph(get_gradient_edge(y), (get_gradient_edge(x),))
+            # The sum is written over y. Should a graph have saved y itself, this makes autograd refuse to use it.
             torch.autograd.graph.increment_version(y)
-        self._y[place] = y
+        self._y[place] = y.detach()
 
     def _do_all_reduce(self, op: Op, place: Place) -> None:
-        carried = op.carried
-        if op.of == "F":
-            self._reduced[place] = self._leaf(self._y[place].contiguous())
-            tensor = self._reduced[place].detach()
-        else:
-            tensor = self._g[place]
-        self._tickets[carried] = self._scheduler.all_reduce(tensor, str(carried))
+        sums = self._g if op.of == "B" else self._y
+        tensor = sums[place] = sums[place].contiguous()
+        self._tickets[op.carried] = self._scheduler.all_reduce(tensor, str(op.carried))
 
     def _do_wait(self, op: Op, place: Place) -> None:
         self._scheduler.wait(self._tickets.pop(op.carried))
 
     def _do_C(self, op: Op, place: Place) -> None:  # noqa: N802
-        b, s = place
-        combine = self._methods[b][1]
-        out = torch.func.functional_call(combine, self._parameters[b][1], (self._x[place], self._reduced[place]))
-        self._out[place] = out
-        if b + 1 < self._schedule.num_blocks:
-            self._x[b + 1, s] = self._leaf(out)
+        block, s = place
+        again = ("RC", *place) in self._schedule.recomputed
+        out = self._run_combine(place, graph=self._differentiable and not again)
+        if block + 1 < self._schedule.num_blocks:
+            self._x[block + 1, s] = out
+        else:
+            self._outputs[s] = out
+        recomputed = ("R", *place) in self._schedule.recomputed
+        if not (self._differentiable and recomputed and place not in self._schedule.remade_inputs):
+            del self._x[place]
         if not self._differentiable:
-            for kept in (self._x, self._y, self._reduced, self._put_off):
-                del kept[place]
-            if b + 1 < self._schedule.num_blocks:
-                del self._out[place]
+            del self._put_off[place]
+
+    def _do_RC(self, op: Op, place: Place) -> None:  # noqa: N802
+        block, s = place
+        out = self._run_combine(place, graph=True)
+        if (block + 1, s) in self._schedule.remade_inputs:
+            self._x[block + 1, s] = out
+
+    def _run_combine(self, place: Place, *, graph: bool) -> Tensor:
+        block, _ = place
+        x, y = self._x[place], self._y.pop(place)
+        with torch.set_grad_enabled(graph), self._randomness.of("combine", *place):
+            if graph:
+                x, y = self._source(x), self._source(y)
+            out = torch.func.functional_call(self._methods[block][1], self._parameters[block][1], (x, y))
+        if graph:
+            self._combine[place] = _Graph(get_gradient_edge(out), (get_gradient_edge(x), get_gradient_edge(y)))
+        return out.detach()
+
+    def _source(self, data: Tensor) -> Tensor:
+        source: Tensor = _Source.apply(self._anchor, data)
+        return source
 
     def _do_B(self, op: Op, place: Place) -> None:  # noqa: N802
-        b, _ = place
-        total = self._total_gradient(b + 1, op.sub_batch)
-        x, y = self._x.pop(place), self._reduced.pop(place)
-        out, partial_sums = self._out.pop(place), self._y.pop(place)
-        residual, grad_y = self._differentiate(out, total, (x, y), b, 1)
+        block, s = place
+        self._x.pop(place, None)
+        total = self._total_gradient(block + 1, s)
+        residual, grad_y = self._differentiate(self._combine.pop(place), total, block, 1)
         if residual is not None:
             self._residual[place] = residual
         if grad_y is None:
-            raise RuntimeError(f"block {b}: combine(x, y) does not depend on y; return a value that uses it")
-        (g,) = self._differentiate(partial_sums, grad_y, (x,), b, 0)
+            raise RuntimeError(f"block {block}: combine(x, y) does not depend on y; return a value that uses it")
+        (g,) = self._differentiate(self._partial.pop(place), grad_y, block, 0)
         if g is None:
-            raise RuntimeError(f"block {b}: partial(x) does not depend on x; it must be differentiable in x")
+            raise RuntimeError(f"block {block}: partial(x) does not depend on x; it must be differentiable in x")
         # The sum over ranks is written over g; it must not be memory that others still read.
         shared = {t.untyped_storage().data_ptr() for t in (grad_y, total, residual) if t is not None}
-        g = g.contiguous()
         self._g[place] = g.clone() if g.untyped_storage().data_ptr() in shared else g
         if place not in self._with_w:
             self._do_W(op, place)
@@ -228,15 +290,14 @@ class Execution:
         residual = self._residual.pop((block, sub_batch), None)
         return g if residual is None else g.add_(residual)
 
-    def _differentiate(
-        self, root: Tensor, grad: Tensor, inputs: tuple[Tensor, ...], block: int, method: int
-    ) -> list[Tensor | None]:
-        """Backward through one graph: gradients of `inputs`; those of the parameters are added up."""
+    def _differentiate(self, graph: _Graph, grad: Tensor, block: int, method: int) -> list[Tensor | None]:
+        """Backward through one graph: gradients of its inputs; those of the parameters are added up."""
         wanted = {n: p for n, p in self._parameters[block][method].items() if p.requires_grad}
-        found = torch.autograd.grad(root, (*inputs, *wanted.values()), grad, allow_unused=True)
+        inputs = [*graph.inputs, *wanted.values()]
+        found = torch.autograd.grad([graph.root], inputs, [grad], allow_unused=True)
         sums = self._gradients[block][method]
-        own = set()
-        for name, gradient in zip(wanted, found[len(inputs) :], strict=True):
+        own = {grad.untyped_storage().data_ptr()}
+        for name, gradient in zip(wanted, found[len(graph.inputs) :], strict=True):
             if gradient is None:
                 continue
             if name in sums:
@@ -244,7 +305,7 @@ class Execution:
                 continue
             # Autograd may hand one tensor to two parameters, or an expanded one: sums need memory of their own.
             memory = gradient.untyped_storage().data_ptr()
-            fresh = memory not in own and gradient.is_contiguous() and memory != grad.untyped_storage().data_ptr()
+            fresh = memory not in own and gradient.is_contiguous()
             own.add(memory)
             sums[name] = gradient if fresh else gradient.clone(memory_format=torch.contiguous_format)
-        return list(found[: len(inputs)])
+        return list(found[: len(graph.inputs)])

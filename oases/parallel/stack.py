@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from oases.parallel.execution import Execution, Method, Scheduler, Silence
-from oases.parallel.group import ProcessGroup, group_size, resolve, scheduler_of
-from oases.schedule import Schedule, generate, validate
+from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve, scheduler_of
+from oases.parallel.randomness import Randomness, agreed_seed
+from oases.schedule import Recompute, Schedule, generate, validate
 
 
 class _Call:
@@ -134,8 +135,9 @@ class OverlappedStack(nn.Module):
 
     blocks: modules with `partial(x) -> y`, without communication, up to the row-parallel product, and
         `combine(x, y_reduced) -> next x`. Blocks must treat samples (dimension 0) independently.
-    process_group: the tensor-parallel group; None is the default group. schedule: a name ("sync", "oases") or a
-        Schedule for len(blocks) blocks. sub_batches: how many parts the batch is cut into ("sync" runs it whole).
+    process_group: the tensor-parallel group; None is the default group. schedule: the name of a generator in
+        `oases.schedule` or a Schedule for len(blocks) blocks. sub_batches: how many parts the batch is cut into
+        ("sync" runs it whole). recompute: "full" keeps block inputs alone and computes the rest again.
     Input and output: [batch, ...], the same on every rank. Gradients of sharded parameters (`shard_dims` of
     their module) stay this rank's; those of replicated ones are summed over the group where they are shares.
     Raises ValueError for a batch smaller than the number of sub-batches, ScheduleError for a bad schedule.
@@ -149,6 +151,7 @@ class OverlappedStack(nn.Module):
         process_group: ProcessGroup | None = None,
         schedule: str | Schedule = "oases",
         sub_batches: int = 2,
+        recompute: Recompute = "none",
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -159,13 +162,15 @@ class OverlappedStack(nn.Module):
                 if not callable(getattr(block, name, None)):
                     raise ValueError(f"block {index} ({type(block).__name__}) has no method {name}()")
         self.process_group = resolve(process_group)
-        self.schedule = self._fitted(schedule, sub_batches)
+        self.schedule = self._fitted(schedule, sub_batches, recompute)
+        self._seed: int | None = None
+        self._calls = 0
         self.spans: list[tuple[str, float, float]] | None = None
         """Set to a list to have (op, start, end) of every compute op and wait appended, monotonic seconds."""
 
-    def _fitted(self, schedule: str | Schedule, sub_batches: int) -> Schedule:
+    def _fitted(self, schedule: str | Schedule, sub_batches: int, recompute: Recompute) -> Schedule:
         if isinstance(schedule, str):
-            return generate(schedule, len(self.blocks), sub_batches)
+            return generate(schedule, len(self.blocks), sub_batches, recompute)
         validate(schedule)
         if schedule.num_blocks != len(self.blocks):
             raise ValueError(
@@ -173,9 +178,9 @@ class OverlappedStack(nn.Module):
             )
         return schedule
 
-    def run_as(self, schedule: str | Schedule, sub_batches: int = 2) -> None:
+    def run_as(self, schedule: str | Schedule, sub_batches: int = 2, recompute: Recompute = "none") -> None:
         """Change the schedule for the calls to come."""
-        self.schedule = self._fitted(schedule, sub_batches)
+        self.schedule = self._fitted(schedule, sub_batches, recompute)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, ...] -> [batch, ...]."""
@@ -194,7 +199,15 @@ class OverlappedStack(nn.Module):
         tracked = [x, *self.parameters()]
         differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
         methods = [(Method(block, "partial"), Method(block, "combine")) for block in self.blocks]
-        execution = Execution(methods, self.schedule, scheduler, x, differentiable=differentiable, spans=self.spans)
+        if self._seed is None:
+            self._seed = agreed_seed(self.process_group)
+        self._calls += 1
+        rank = group_rank(self.process_group)
+        randomness = Randomness(self._seed, self._calls, rank, x.device, active=self.training)
+        execution = Execution(
+            methods, self.schedule, scheduler, x,
+            differentiable=differentiable, randomness=randomness, spans=self.spans,
+        )  # fmt: skip
         if not differentiable:
             return execution.run_forward()
         call = _Call(self.blocks, execution, scheduler)

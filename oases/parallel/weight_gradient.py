@@ -21,6 +21,29 @@ class PutOff:
 
     def __init__(self) -> None:
         self.products: list[tuple[Tensor, Tensor | None, Tensor, Tensor]] = []
+        self._calls = 0
+        self._last_output: Tensor | None = None
+        self._skippable: int | None = None
+
+    def begin(self) -> None:
+        """Count the calls of a forward pass from 0."""
+        self._calls, self._last_output = 0, None
+
+    def note(self, output: Tensor) -> Tensor:
+        """Count one call and remember its output."""
+        self._calls, self._last_output = self._calls + 1, output
+        return output
+
+    def forget_unless_last(self, result: Tensor) -> None:
+        """After a forward pass: its last product may be skipped next time if it made `result` and is whole there."""
+        last, self._last_output = self._last_output, None
+        made = last is not None and last.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+        self._skippable = self._calls - 1 if made and last is not None and last.shape == result.shape else None
+
+    @property
+    def skips_next(self) -> bool:
+        """Whether the call to come is the one whose output nobody will read."""
+        return self._calls == self._skippable
 
     def add_to(self, sums: dict[int, Tensor]) -> None:
         """Compute what was put off and add it to `sums`, gradients by id() of the parameter."""
@@ -34,13 +57,18 @@ class PutOff:
         self.products.clear()
 
 
-_active: ContextVar[PutOff | None] = ContextVar("oases_put_off", default=None)
+_active: ContextVar[tuple[PutOff, bool] | None] = ContextVar("oases_put_off", default=None)
 
 
 @contextmanager
-def putting_off(put_off: PutOff) -> Iterator[None]:
-    """Let the linears that run forward in here note their weight gradients in `put_off`."""
-    token = _active.set(put_off)
+def putting_off(put_off: PutOff, *, skip_last: bool = False) -> Iterator[None]:
+    """Let the linears that run forward in here note their weight gradients in `put_off`.
+
+    skip_last: leave out the product that makes the result, where an earlier forward pass showed that it does: its
+    output is undefined and only its backward is used.
+    """
+    put_off.begin()
+    token = _active.set((put_off, skip_last))
     try:
         yield
     finally:
@@ -49,21 +77,25 @@ def putting_off(put_off: PutOff) -> Iterator[None]:
 
 class _PuttingOff(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: PutOff) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: PutOff, skipped: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.put_off = bias, put_off
+        if skipped:
+            return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0])  # a shape without memory
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         ctx.put_off.products.append((weight, ctx.bias, x.flatten(0, -2), grad.flatten(0, -2)))
-        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
+        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, whose weight gradient is put off inside `putting_off`."""
-    put_off = _active.get()
-    if put_off is None or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
+    active = _active.get()
+    if active is None or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)  # autocast's casts are autograd's business: it then keeps the whole
-    return _PuttingOff.apply(x, weight, bias, put_off)
+    put_off, skip_last = active
+    skipped = skip_last and put_off.skips_next
+    return put_off.note(_PuttingOff.apply(x, weight, bias, put_off, skipped))

@@ -1,20 +1,33 @@
 """What runs when: schedules as plain data. Imports no torch."""
 
 from oases.schedule.ir import Op, Schedule, ScheduleError
-from oases.schedule.tensor import GENERATORS, generate, oases, sync
+from oases.schedule.tensor import (
+    GENERATORS,
+    Recompute,
+    cross_pass,
+    fine_grained,
+    generate,
+    oases,
+    sub_pipelined,
+    sync,
+)
 from oases.schedule.text import ScheduleSyntaxError, format_schedule, parse_schedule
 from oases.schedule.validate import validate, validate_ranks
 
 __all__ = [
     "GENERATORS",
     "Op",
+    "Recompute",
     "Schedule",
     "ScheduleError",
     "ScheduleSyntaxError",
+    "cross_pass",
+    "fine_grained",
     "format_schedule",
     "generate",
     "oases",
     "parse_schedule",
+    "sub_pipelined",
     "sync",
     "validate",
     "validate_ranks",

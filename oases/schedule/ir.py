@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
-Compute = Literal["F", "C", "R", "B", "W"]
+Compute = Literal["F", "C", "R", "RC", "B", "W"]
 """F: forward of a block up to its row-parallel product; its result is a partial sum over the ranks.
 C: combine the reduced result with the block's input (bias, dropout, residual): the next block's input.
-R: F again, from the kept block input, because F kept nothing for the backward pass.
+R: F again, because F kept nothing for the backward pass. If no all_reduce carries its result, the row-parallel
+product, whose output alone that would be, is left out.
+RC: C again, from the result of R summed over the ranks, because C's result was not kept.
 B: backward of C and F down to the block's input; its result is a partial sum over the ranks.
 W: the weight gradients that B of this block left out. Without a W in the list B computes them itself."""
 
@@ -23,7 +26,7 @@ Collective = Literal["all_reduce", "wait"]
 
 COMPUTE: tuple[str, ...] = get_args(Compute)
 COLLECTIVE: tuple[str, ...] = get_args(Collective)
-BACKWARD: frozenset[str] = frozenset({"R", "B", "W"})
+BACKWARD: frozenset[str] = frozenset({"R", "RC", "B", "W"})
 
 
 class ScheduleError(ValueError):
@@ -75,6 +78,23 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.ops)
 
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[str, int, int]]:
+        """(kind, block, sub-batch) of every R and RC: what the backward pass computes again."""
+        return frozenset((op.kind, op.block, op.sub_batch) for op in self.ops if op.kind in ("R", "RC"))
+
+    @cached_property
+    def remade_inputs(self) -> frozenset[tuple[int, int]]:
+        """(block, sub-batch) whose input an RC makes again before R needs it: the forward pass need not keep it."""
+        made: set[tuple[int, int]] = set()
+        remade: set[tuple[int, int]] = set()
+        for op in self.ops:
+            if op.kind == "RC":
+                made.add((op.block + 1, op.sub_batch))
+            elif op.kind == "R" and (op.block, op.sub_batch) in made:
+                remade.add((op.block, op.sub_batch))
+        return frozenset(remade)
+
     @property
     def forward(self) -> tuple[Op, ...]:
         """The ops of the forward pass."""
@@ -84,6 +104,11 @@ class Schedule:
     def backward(self) -> tuple[Op, ...]:
         """The ops of the backward pass, recomputation included."""
         return tuple(op for op in self.ops if op.in_backward)
+
+    @cached_property
+    def backward_set(self) -> frozenset[Op]:
+        """The ops of the backward pass, without their order."""
+        return frozenset(self.backward)
 
     @property
     def collectives(self) -> tuple[Op, ...]:

@@ -1,78 +1,205 @@
 """Generators of tensor-parallel schedules: pure functions of the number of blocks and sub-batches.
 
-`sync` is ordinary tensor parallelism (Megatron-LM); `oases` keeps one all-reduce in flight under the compute
-of another sub-batch, across layer borders, forward and backward (arXiv 2305.16121, cross-pass overlap).
+The four of the Oases paper's ablation (arXiv 2305.16121) and Merak's sub-pipelined tensor parallelism (arXiv
+2206.04959). With recompute="full" they differ in whether the recomputation carries all-reduces and in what hides
+them; all-reduces per layer and sub-batch are then 6, 4, 6, 4 and 6, and 4 without recomputation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
-from oases.schedule.ir import Op, Schedule, ScheduleError
+from oases.schedule.ir import Compute, Op, Schedule, ScheduleError
 from oases.schedule.validate import validate
 
-
-def sync(num_blocks: int, num_sub_batches: int = 1) -> Schedule:
-    """Every all-reduce is waited for at once: nothing is hidden."""
-
-    def ops() -> Iterator[Op]:
-        for b in range(num_blocks):
-            for s in range(num_sub_batches):
-                yield Op("F", b, s)
-                yield Op("all_reduce", b, s, "F")
-                yield Op("wait", b, s, "F")
-                yield Op("C", b, s)
-        for b in reversed(range(num_blocks)):
-            for s in reversed(range(num_sub_batches)):
-                yield Op("B", b, s)
-                yield Op("all_reduce", b, s, "B")
-                yield Op("wait", b, s, "B")
-
-    return Schedule("sync", num_blocks, num_sub_batches, tuple(ops()))
+Recompute = Literal["none", "full"]
 
 
-def oases(num_blocks: int, num_sub_batches: int = 2) -> Schedule:
-    """The all-reduce of one sub-batch runs under the blocks of the others, from the first block to the last.
+def sync(num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none") -> Schedule:
+    """Ordinary tensor parallelism (Megatron-LM): every all-reduce is waited for at once.
 
-    A result is waited for only when the next block of the same sub-batch needs it. Exposed: the last
-    all-reduce of each pass, and the first block of the first sub-batch.
+    With recomputation a layer's input is kept and its whole forward pass is run again, all-reduces included.
     """
 
     def ops() -> Iterator[Op]:
         for b in range(num_blocks):
             for s in range(num_sub_batches):
-                if b > 0:
-                    yield from _received(b - 1, s)
-                yield Op("F", b, s)
-                yield Op("all_reduce", b, s, "F")
-        for s in range(num_sub_batches):
-            yield from _received(num_blocks - 1, s)
-        # The sub-batch that finished last goes first, as in the paper's backward pass.
+                yield from _exposed("F", b, s, then="C")
+        for layer in reversed(_layers(num_blocks)):
+            for s in reversed(range(num_sub_batches)):
+                if recompute == "full":
+                    for b in layer:
+                        yield from _exposed("R", b, s, then="RC")
+                for b in reversed(layer):
+                    yield from _exposed("B", b, s)
+
+    return Schedule("sync", num_blocks, num_sub_batches, tuple(ops()), recompute)
+
+
+def fine_grained(num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none") -> Schedule:
+    """`sync` whose recomputation begins after one all-reduce and ends before the next: it carries none."""
+
+    def ops() -> Iterator[Op]:
+        for b in range(num_blocks):
+            for s in range(num_sub_batches):
+                yield from _exposed("F", b, s, then="C")
         for b in reversed(range(num_blocks)):
             for s in reversed(range(num_sub_batches)):
+                if recompute == "full":
+                    yield Op("R", b, s)
+                yield from _exposed("B", b, s)
+
+    return Schedule("fine_grained", num_blocks, num_sub_batches, tuple(ops()), recompute)
+
+
+def cross_pass(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none") -> Schedule:
+    """All-reduces hide under the other sub-batches, those of the recomputation, which it keeps, among them."""
+
+    def ops() -> Iterator[Op]:
+        yield from _overlapped_forward(num_blocks, num_sub_batches)
+        order = list(reversed(range(num_sub_batches)))
+        for layer in reversed(_layers(num_blocks)):
+            if recompute == "full":
+                yield from _overlapped_recompute(layer, order)
+            for b in reversed(layer):
+                for s in order:
+                    if recompute == "full" and b == layer[-1]:
+                        yield from _received("R", b, s, "RC")
+                    if b < num_blocks - 1:
+                        yield Op("wait", b + 1, s, "B")
+                    yield from _started("B", b, s)
+        yield from (Op("wait", 0, s, "B") for s in order)
+
+    return Schedule("cross_pass", num_blocks, num_sub_batches, tuple(ops()), recompute)
+
+
+def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none") -> Schedule:
+    """The all-reduce of one sub-batch runs under the blocks of the others, from the first block to the last.
+
+    A result is waited for only when the next block of the same sub-batch needs it. Weight gradients are computed
+    once the all-reduce they would have delayed is on the wire. Recomputation carries no all-reduce and needs no
+    gradient, so it runs while the gradient is on the way. Exposed: the last all-reduce of each pass, and the
+    first block of the first sub-batch.
+    """
+
+    def ops() -> Iterator[Op]:
+        yield from _overlapped_forward(num_blocks, num_sub_batches)
+        # The sub-batch that finished last goes first, as in the paper's backward pass.
+        order = list(reversed(range(num_sub_batches)))
+        for b in reversed(range(num_blocks)):
+            for s in order:
+                if recompute == "full":
+                    yield Op("R", b, s)
                 if b < num_blocks - 1:
                     yield Op("wait", b + 1, s, "B")
-                yield Op("B", b, s)
-                yield Op("all_reduce", b, s, "B")
+                yield from _started("B", b, s)
                 yield Op("W", b, s)
-        for s in reversed(range(num_sub_batches)):
-            yield Op("wait", 0, s, "B")
+        yield from (Op("wait", 0, s, "B") for s in order)
 
-    return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()))
-
-
-def _received(block: int, sub_batch: int) -> Iterator[Op]:
-    yield Op("wait", block, sub_batch, "F")
-    yield Op("C", block, sub_batch)
+    return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), recompute)
 
 
-GENERATORS: dict[str, Callable[[int, int], Schedule]] = {"sync": sync, "oases": oases}
+def sub_pipelined(
+    num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none", *, level: int = 3
+) -> Schedule:
+    """Merak's sub-pipelined tensor parallelism, levels 1 to 3: overlap inside a block, a layer, across layers.
+
+    Within its reach each pass hides an all-reduce under the other sub-batches; at its border all are waited for.
+    Recomputation keeps its all-reduces and is a pass of its own per layer, apart from the backward pass.
+    """
+    if level not in (1, 2, 3):
+        raise ScheduleError(f"sub_pipelined has levels 1, 2 and 3, got {level}")
+    layers = _layers(num_blocks)
+    reach = {1: [[b] for b in range(num_blocks)], 2: layers, 3: [list(range(num_blocks))]}[level]
+    subs = list(range(num_sub_batches))
+
+    def piped(kind: Compute, blocks: list[int], then: Compute | None) -> Iterator[Op]:
+        for index, b in enumerate(blocks):
+            for s in subs:
+                if index:
+                    yield from _received(kind, blocks[index - 1], s, then)
+                yield from _started(kind, b, s)
+        for s in subs:
+            yield from _received(kind, blocks[-1], s, then)
+
+    def ops() -> Iterator[Op]:
+        for blocks in reach:
+            yield from piped("F", blocks, "C")
+        if recompute == "none":
+            for blocks in reversed(reach):
+                yield from piped("B", blocks[::-1], None)
+            return
+        for layer in reversed(layers):
+            parts = [[b] for b in layer] if level == 1 else [layer]
+            for blocks in parts:
+                yield from piped("R", blocks, "RC")
+            for blocks in reversed(parts):
+                yield from piped("B", blocks[::-1], None)
+
+    name = "sub_pipelined" if level == 3 else f"sub_pipelined_{level}"
+    return Schedule(name, num_blocks, num_sub_batches, tuple(ops()), recompute)
 
 
-def generate(name: str, num_blocks: int, num_sub_batches: int) -> Schedule:
-    """Return the named schedule, validated. `sync` has no use for sub-batches and runs the batch whole."""
+def _layers(num_blocks: int) -> list[list[int]]:
+    """Transformer layers are pairs of blocks, attention and MLP; an odd block is a layer of its own."""
+    return [list(range(b, min(b + 2, num_blocks))) for b in range(0, num_blocks, 2)]
+
+
+def _started(kind: Compute, block: int, sub_batch: int) -> Iterator[Op]:
+    yield Op(kind, block, sub_batch)
+    yield Op("all_reduce", block, sub_batch, kind)
+
+
+def _received(kind: Compute, block: int, sub_batch: int, then: Compute | None) -> Iterator[Op]:
+    yield Op("wait", block, sub_batch, kind)
+    if then is not None:
+        yield Op(then, block, sub_batch)
+
+
+def _exposed(kind: Compute, block: int, sub_batch: int, then: Compute | None = None) -> Iterator[Op]:
+    yield from _started(kind, block, sub_batch)
+    yield from _received(kind, block, sub_batch, then)
+
+
+def _overlapped_forward(num_blocks: int, num_sub_batches: int) -> Iterator[Op]:
+    for b in range(num_blocks):
+        for s in range(num_sub_batches):
+            if b > 0:
+                yield from _received("F", b - 1, s, "C")
+            yield from _started("F", b, s)
+    for s in range(num_sub_batches):
+        yield from _received("F", num_blocks - 1, s, "C")
+
+
+def _overlapped_recompute(layer: list[int], order: list[int]) -> Iterator[Op]:
+    """Recompute a layer; its last all-reduces are left in flight, for the backward pass to wait for."""
+    for index, b in enumerate(layer):
+        for s in order:
+            if index:
+                yield from _received("R", b - 1, s, "RC")
+            yield from _started("R", b, s)
+
+
+GENERATORS: dict[str, Callable[[int, int, Recompute], Schedule]] = {
+    "sync": sync,
+    "fine_grained": fine_grained,
+    "cross_pass": cross_pass,
+    "oases": oases,
+    "sub_pipelined": sub_pipelined,
+    "sub_pipelined_1": lambda blocks, subs, recompute: sub_pipelined(blocks, subs, recompute, level=1),
+    "sub_pipelined_2": lambda blocks, subs, recompute: sub_pipelined(blocks, subs, recompute, level=2),
+}
+WHOLE = frozenset({"sync", "fine_grained"})
+"""Schedules that overlap nothing have no use for sub-batches and run the batch whole."""
+
+
+def generate(name: str, num_blocks: int, num_sub_batches: int, recompute: Recompute = "none") -> Schedule:
+    """Return the named schedule, validated. Those in WHOLE get one sub-batch."""
     if name not in GENERATORS:
         raise ScheduleError(f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}")
-    schedule = GENERATORS[name](num_blocks, 1 if name == "sync" else num_sub_batches)
+    if recompute not in ("none", "full"):
+        raise ScheduleError(f"unknown recompute {recompute!r}; known are none and full")
+    schedule = GENERATORS[name](num_blocks, 1 if name in WHOLE else num_sub_batches, recompute)
     validate(schedule)
     return schedule

@@ -21,14 +21,17 @@ def needs(op: Op, schedule: Schedule) -> list[Op]:
         return [Op("C", b - 1, s)] if b > 0 else []
     if op.kind == "C":
         return [Op("wait", b, s, "F")]
+    again = schedule.recomputed
     if op.kind == "R":
-        return [Op("F", b, s)]
+        return [Op("F", b, s)]  # its input was kept, unless an RC made it again first
+    if op.kind == "RC":
+        return [Op("wait", b, s, "R")]
     if op.kind == "W":
         return [Op("B", b, s)]
-    # B: the gradient of the next block's input, and what its own forward kept or R made again.
+    # B: the gradient of the next block's input, and the graphs of its own forward, kept or made again.
     gradient = [Op("wait", b + 1, s, "B")] if b < last else []
-    kept = [Op("C", b, s)] + ([Op("R", b, s)] if schedule.recompute == "full" else [])
-    return kept + gradient
+    combined = [Op("RC" if ("RC", b, s) in again else "C", b, s)]
+    return combined + ([Op("R", b, s)] if ("R", b, s) in again else []) + gradient
 
 
 def required(schedule: Schedule) -> list[Op]:
@@ -63,6 +66,12 @@ def validate(schedule: Schedule) -> None:
                 "loss needs the whole forward pass first"
             )
         done[op] = line
+    again = {kind for kind, _, _ in schedule.recomputed}
+    if ("R" in again) != (schedule.recompute == "full") and schedule.backward:
+        raise ScheduleError(
+            f"the header says recompute={schedule.recompute}, but the list "
+            + ("holds ops R" if "R" in again else "holds no op R")
+        )
     for op in required(schedule):
         if op not in done:
             raise ScheduleError(f"'{op}' is missing: the step would not be whole without it")
@@ -75,8 +84,8 @@ def _require_possible(op: Op, where: str, schedule: Schedule, done: dict[Op, int
             f"{where}: the schedule has {schedule.num_blocks} blocks and {schedule.num_sub_batches} "
             "sub-batches, counted from 0"
         )
-    if op.of is not None and op.of not in ("F", "B"):
-        raise ScheduleError(f"{where}: the result of {op.of} is whole; only F and B leave partial sums")
+    if op.of is not None and op.of not in ("F", "R", "B"):
+        raise ScheduleError(f"{where}: the result of {op.of} is whole; only F, R and B leave partial sums")
     if op in done:
         raise ScheduleError(f"{where}: done twice, first as op {done[op]}")
     for need in needs(op, schedule):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig
-from oases.schedule import GENERATORS, Schedule, generate, parse_schedule, validate
+from oases.schedule import GENERATORS, Recompute, Schedule, generate, parse_schedule, validate
 from oases.train.data import TextCorpus
 
 
@@ -29,6 +29,7 @@ class ModelOptions:
     sequence: int = option(128, "tokens (bytes of text) per sample")
     batch: int = option(8, "samples per step")
     sub_batches: int = option(2, "parts the batch is cut into by an overlapping schedule")
+    recompute: str = option("none", "what the backward pass computes again: none, or full to keep block inputs alone")
 
     def __post_init__(self) -> None:
         if self.heads == 0:
@@ -36,6 +37,8 @@ class ModelOptions:
         for name in ("hidden", "layers", "heads", "sequence", "batch", "sub_batches"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.recompute not in ("none", "full"):
+            raise UsageError(f"unknown recompute {self.recompute!r}; known are none and full")
         if self.hidden % self.heads:
             raise UsageError(f"hidden {self.hidden} does not divide by {self.heads} heads; change one of them")
 
@@ -54,7 +57,7 @@ class ModelOptions:
         UsageError where there is neither or the batch is too small; ScheduleError for a bad text.
         """
         if name in GENERATORS:
-            schedule = generate(name, 2 * self.layers, self.sub_batches)
+            schedule = generate(name, 2 * self.layers, self.sub_batches, cast(Recompute, self.recompute))
         elif Path(name).is_file():
             schedule = parse_schedule(Path(name).read_text())
             validate(schedule)
@@ -85,7 +88,7 @@ class TrainConfig(ModelOptions):
     """A training run. All values are checked when it is made; UsageError names the one that cannot be."""
 
     data: str | None = option(None, "text file or folder of text files; default: Python's standard library")
-    schedule: str = option("oases", "oases, sync, or the path of a schedule's text")
+    schedule: str = option("oases", "name of a schedule, such as oases or sync, or the path of one's text")
     steps: int = option(200, "optimizer steps")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     warmup: int = option(10, "steps of linear warm-up before the cosine")

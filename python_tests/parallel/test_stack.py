@@ -1,5 +1,7 @@
 """The executor against the unsplit model: outputs, gradients, hooks, for every schedule, degree and split."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack
 from oases.parallel.linear import shard
 from oases.parallel.stack import sharded_parameters
-from oases.schedule import ScheduleError, generate, parse_schedule
+from oases.schedule import GENERATORS, ScheduleError, generate, parse_schedule
 
 WIDTH = 16
 
@@ -23,10 +25,24 @@ class Mlp(nn.Module):
         self.norm, self.up, self.down = norm, up, down
 
     def partial(self, x):
-        return F.linear(F.gelu(self.up.partial(self.norm(x))), self.down.weight)
+        return self.down.partial(F.gelu(self.up.partial(self.norm(x))))
 
     def combine(self, x, y):
         return x + y + self.down.bias
+
+
+class PlainProducts(Mlp):
+    """The same with torch's own product at the end, whose weight gradient nothing puts off or leaves out."""
+
+    def partial(self, x):
+        return F.linear(F.gelu(self.up.partial(self.norm(x))), self.down.weight)
+
+
+class ScaledResult(Mlp):
+    """The row-parallel product is read before it is summed, so recomputation must not leave it out."""
+
+    def partial(self, x):
+        return 2 * self.down.partial(F.gelu(self.up.partial(self.norm(x)))).tanh().atanh() / 2
 
 
 def plain_blocks(num_blocks, dtype=torch.float64):
@@ -46,12 +62,10 @@ def plain_forward(blocks, x):
     return x
 
 
-def make_stack(blocks, group, **options):
-    import copy
-
+def make_stack(blocks, group, kind=Mlp, **options):
     return OverlappedStack(
         [
-            Mlp(
+            kind(
                 copy.deepcopy(norm),
                 OverlappedColumnLinear.from_linear(up, process_group=group),
                 OverlappedRowLinear.from_linear(down, process_group=group),
@@ -84,25 +98,32 @@ def compare(stack, blocks, group, x, grad):
                 torch.testing.assert_close(stack.get_parameter(path).grad, expected_grad, rtol=1e-12, atol=1e-12)
 
 
-def check_exact(num_blocks, schedule, sub_batches, batch):
+def check_exact(num_blocks, schedule, sub_batches, batch, recompute="none", kind=Mlp):
     group = dist.group.WORLD
     blocks = plain_blocks(num_blocks)
-    stack = make_stack(blocks, group, schedule=schedule, sub_batches=sub_batches)
+    stack = make_stack(blocks, group, kind, schedule=schedule, sub_batches=sub_batches, recompute=recompute)
     x, grad = torch.randn(2, batch, 3, WIDTH, dtype=torch.float64)
     compare(stack, blocks, group, x, grad)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 4])
-@pytest.mark.parametrize(
-    ("schedule", "sub_batches", "batch"),
-    [("sync", 1, 4), ("oases", 1, 4), ("oases", 2, 4), ("oases", 3, 4), ("oases", 4, 4), ("oases", 2, 5)],
-)
-def test_gradients_equal_the_unsplit_model(two_ranks, num_blocks, schedule, sub_batches, batch):
-    two_ranks.run(check_exact, num_blocks, schedule, sub_batches, batch)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", sorted(GENERATORS))
+def test_gradients_equal_the_unsplit_model(two_ranks, num_blocks, schedule, recompute):
+    for sub_batches, batch in [(1, 4), (2, 4), (3, 4), (4, 4), (2, 5)]:
+        two_ranks.run(check_exact, num_blocks, schedule, sub_batches, batch, recompute)
 
 
-def test_four_ranks(four_ranks):
-    four_ranks.run(check_exact, 4, "oases", 2, 4)
+@pytest.mark.parametrize("kind", [PlainProducts, ScaledResult])
+@pytest.mark.parametrize("schedule", ["sync", "oases"])
+def test_blocks_of_other_kinds(two_ranks, kind, schedule):
+    two_ranks.run(check_exact, 3, schedule, 2, 4, "full", kind)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_four_ranks(four_ranks, recompute):
+    for schedule in sorted(GENERATORS):
+        four_ranks.run(check_exact, 4, schedule, 2, 4, recompute)
 
 
 @pytest.mark.parametrize("schedule", ["sync", "oases"])
@@ -126,6 +147,93 @@ def check_schedule_from_text():
 
 def test_schedule_from_text(two_ranks):
     two_ranks.run(check_schedule_from_text)
+
+
+class CountsProducts(Mlp):
+    calls = None
+
+    def partial(self, x):
+        import oases.parallel.weight_gradient as weight_gradient
+
+        real = weight_gradient.F.linear
+        seen = self.calls
+
+        class Counted:
+            @staticmethod
+            def linear(*args):
+                seen.append("up" if args[1].shape[0] != WIDTH else "down")
+                return real(*args)
+
+        weight_gradient.F, kept = Counted, weight_gradient.F
+        try:
+            return super().partial(x)
+        finally:
+            weight_gradient.F = kept
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("sync", {"up": 4, "down": 4}), ("oases", {"up": 8, "down": 4})])
+def test_the_row_parallel_product_is_not_recomputed(schedule, expected):
+    stack = make_stack(plain_blocks(2), None, CountsProducts, schedule=schedule, recompute="full")
+    CountsProducts.calls = []
+    stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
+    assert {name: CountsProducts.calls.count(name) for name in ("up", "down")} == expected
+
+
+class Dropping(Mlp):
+    """Dropout on this rank's features and again after the all-reduce."""
+
+    def partial(self, x):
+        return self.down.partial(F.dropout(F.gelu(self.up.partial(self.norm(x))), 0.5))
+
+    def combine(self, x, y):
+        return x + F.dropout(y + self.down.bias, 0.5)
+
+
+def check_dropout():
+    """With dropout on, recomputation and the order of ops change nothing; ranks agree after the all-reduce."""
+    results = {}
+    for schedule in ("oases", "cross_pass", "sub_pipelined"):
+        for recompute in ("none", "full"):
+            torch.manual_seed(7)
+            stack = make_stack(plain_blocks(4), dist.group.WORLD, Dropping, schedule=schedule, recompute=recompute)
+            torch.manual_seed(8 + dist.get_rank())  # the ranks' own random states need not agree
+            x = torch.linspace(-1, 1, 4 * 3 * WIDTH, dtype=torch.float64).view(4, 3, WIDTH).requires_grad_()
+            state = torch.get_rng_state()
+            y = stack(x)
+            y.square().sum().backward()
+            assert torch.equal(torch.get_rng_state(), state), "the caller's random state is its own"
+            results[schedule, recompute] = [y, x.grad, *(p.grad for p in stack.parameters())]
+    first = results.pop(("oases", "none"))
+    for other in results.values():
+        for a, b in zip(first, other, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+    again = stack(x)
+    assert not torch.equal(again, first[0]), "another call, other masks"
+    return first[0].detach(), first[1]
+
+
+def test_dropout_is_the_same_when_recomputed_and_on_all_ranks(two_ranks):
+    (y, grad), (other_y, other_grad) = two_ranks.run(check_dropout)
+    assert torch.equal(y, other_y)
+    assert torch.equal(grad, other_grad)
+
+
+def kept_bytes(schedule, recompute, num_blocks=8):
+    """Bytes alive between forward and backward pass, beyond parameters, in units of one block input."""
+    stack = make_stack(plain_blocks(num_blocks), None, schedule=schedule, recompute=recompute)
+    x = torch.randn(4, 8, WIDTH, dtype=torch.float64, requires_grad=True)
+    y = stack(x)
+    execution = y.grad_fn.call.execution
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in execution._x.values()}
+    kept.pop(x.untyped_storage().data_ptr(), None)
+    return sum(kept.values()) / x.untyped_storage().nbytes()
+
+
+def test_recomputation_keeps_block_inputs_alone():
+    """Units of one block input per layer (two blocks): layer checkpoints keep 1, block checkpoints 2."""
+    assert kept_bytes("sync", "full") == pytest.approx(4 - 1)  # 4 layers; the first input is the caller's
+    assert kept_bytes("oases", "full") == pytest.approx(8 - 1)
+    assert kept_bytes("oases", "none") == 0  # held by the graphs themselves
 
 
 def check_hooks_and_accumulation():
@@ -255,7 +363,7 @@ def test_bad_arguments():
     blocks = plain_blocks(2)
     with pytest.raises(ValueError, match="batch of 1 cannot be cut into 2 sub-batches"):
         make_stack(blocks, None)(torch.randn(1, 3, WIDTH, dtype=torch.float64))
-    with pytest.raises(ScheduleError, match="unknown schedule 'nosuch'; known are oases, sync"):
+    with pytest.raises(ScheduleError, match="unknown schedule 'nosuch'; known are cross_pass, fine_grained, oases"):
         make_stack(blocks, None, schedule="nosuch")
     with pytest.raises(ValueError, match="is for 3 blocks, the stack has 2"):
         make_stack(blocks, None, schedule=generate("oases", 3, 2))

@@ -24,10 +24,12 @@ def swapped(first, second):
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 @pytest.mark.parametrize("blocks", [1, 2, 7])
 @pytest.mark.parametrize("sub_batches", [1, 2, 3, 8])
-def test_generated_schedules_can_run(name, blocks, sub_batches):
-    schedule = generate(name, blocks, sub_batches)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_generated_schedules_can_run(name, blocks, sub_batches, recompute):
+    schedule = generate(name, blocks, sub_batches, recompute)
     validate(schedule)
-    assert schedule.all_reduces_per_layer() == 4
+    carries = recompute == "full" and name not in ("oases", "fine_grained")
+    assert schedule.all_reduces_per_layer() == (6 if carries else 4)
     assert schedule.forward + schedule.backward == schedule.ops
 
 
@@ -114,5 +116,5 @@ def test_any_topological_order_is_valid_and_any_other_is_not():
 
 
 def test_unknown_name():
-    with pytest.raises(ScheduleError, match="unknown schedule 'nosuch'; known are oases, sync"):
+    with pytest.raises(ScheduleError, match="unknown schedule 'nosuch'; known are cross_pass, fine_grained, oases"):
         generate("nosuch", 2, 2)
