@@ -57,7 +57,7 @@ TEST(OverlapScheduler, CountsBytesAndTimesPerLabel) {
     ASSERT_EQ(totals.size(), 1u);
     EXPECT_EQ(totals.at("F 0.0").count, 3);
     EXPECT_EQ(totals.at("F 0.0").bytes, 3 * 4000);
-    EXPECT_GT(totals.at("F 0.0").in_flight_seconds, 0);
+    EXPECT_GT(totals.at("F 0.0").link_seconds, 0);
     const auto records = scheduler.take_records();
     ASSERT_EQ(records.size(), 3u);
     for (const auto& record : records) {

@@ -24,7 +24,7 @@ PYBIND11_MODULE(_C, module) {
   py::class_<oases::LabelTotals>(module, "LabelTotals", "Sums over the finished tickets of one label.")
       .def_readonly("count", &oases::LabelTotals::count)
       .def_readonly("bytes", &oases::LabelTotals::bytes)
-      .def_readonly("in_flight_seconds", &oases::LabelTotals::in_flight_seconds)
+      .def_readonly("link_seconds", &oases::LabelTotals::link_seconds)
       .def_readonly("blocked_seconds", &oases::LabelTotals::blocked_seconds);
 
   py::class_<oases::Ticket, std::shared_ptr<oases::Ticket>>(module, "Ticket", "A started collective.")

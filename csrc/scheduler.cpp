@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -174,7 +175,9 @@ void OverlapScheduler::account(const TicketRecord& record) {
   auto& totals = totals_[record.label];
   totals.count += 1;
   totals.bytes += record.bytes;
-  totals.in_flight_seconds += record.finished - record.issued;
+  // Collectives issued back to back share the link: time that two of them were in flight counts once.
+  totals.link_seconds += std::max(0.0, record.finished - std::max(record.issued, link_free_from_));
+  link_free_from_ = std::max(link_free_from_, record.finished);
   totals.blocked_seconds += record.blocked_for;
   if (recording_) records_.push_back(record);
 }

@@ -35,8 +35,8 @@ struct TicketRecord {
 struct LabelTotals {
   int64_t count = 0;
   int64_t bytes = 0;
-  double in_flight_seconds = 0;
-  double blocked_seconds = 0;
+  double link_seconds = 0;     // on the link: from issue, or the end of the collective before, to its end
+  double blocked_seconds = 0;  // the compute stood still for it
 };
 
 // A started collective. Holds its tensors alive until it has been waited for, so no caching allocator
@@ -109,6 +109,7 @@ class OverlapScheduler {
   int rank_, size_;
   bool recording_ = false;
   std::vector<TicketRecord> records_;
+  double link_free_from_ = 0;  // when the last collective that was accounted for had finished
   std::map<std::string, LabelTotals> totals_;
   std::vector<std::shared_ptr<Ticket>> unsettled_;
   mutable std::mutex mutex_;  // guards all of the above but group_: totals may be read from another thread

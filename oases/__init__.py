@@ -10,6 +10,7 @@ _PUBLIC = {
     "OverlappedRowLinear": "oases.parallel",
     "OverlappedStack": "oases.parallel",
     "parallel_cross_entropy": "oases.parallel",
+    "report": "oases.parallel",
     "Trainer": "oases.train",
     "TrainConfig": "oases.train",
 }
@@ -23,6 +24,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "parallel_cross_entropy",
+    "report",
 ]
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
         OverlappedRowLinear,
         OverlappedStack,
         parallel_cross_entropy,
+        report,
     )
     from oases.train import TrainConfig, Trainer
 

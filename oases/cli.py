@@ -181,13 +181,16 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
         f"{link}", soft_wrap=True,
     )  # fmt: skip
     result = run_ranks(run_training, (config,), _rank_options(options))
-    overlap = result["overlap"]
-    hidden = 1 - overlap["blocked_seconds"] / overlap["in_flight_seconds"] if overlap["collectives"] else None
     console.print(
-        f"validation loss {result['validation_loss']:.4f} nats per byte; step {1e3 * result['step_seconds']:.0f} ms, "
-        f"{result['tokens_per_second']:.0f} tokens/s; {overlap['collectives']:.0f} collectives, "
-        f"{overlap['bytes'] / 1e6:.0f} MB, {percent(hidden)} of their time hidden under compute", soft_wrap=True,
-    )  # fmt: skip
+        f"validation loss {result['validation_loss']:.4f} nats per byte; step "
+        f"{1e3 * result['step_seconds']:.0f} ms, {result['tokens_per_second']:.0f} tokens/s"
+    )
+    for row in result["overlap"]["stacks"]:
+        console.print(
+            f"{row['where']}: {row['collectives']} collectives, {row['bytes'] / 1e6:.0f} MB, link busy "
+            f"{row['link_seconds']:.1f} s, compute waited {row['blocked_seconds']:.1f} s: {percent(row['hidden'])} "
+            "hidden under compute", soft_wrap=True,
+        )  # fmt: skip
     _write_json(options.json, result)
 
 

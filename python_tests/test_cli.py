@@ -28,7 +28,7 @@ def fails(capsys, *arguments):
         (["train", "--tp", "0"], ["--tp", "got 0"]),
         (["train", "--batch", "1"], ["batch of 1", "2 sub-batches", "--batch"]),
         (["train", "--batch", "3", "--sub-batches", "4"], ["batch of 3", "4 sub-batches"]),
-        (["train", "--schedule", "nosuch"], ["'nosuch'", "oases, sync"]),
+        (["train", "--schedule", "nosuch"], ["'nosuch'", "fine_grained, oases"]),
         (["train", "--device", "tpu"], ["'tpu'", "cpu and cuda"]),
         (["train", "--device", "cuda"], ["'cuda'", "--device cpu"]),
         (["train", "--steps", "0"], ["steps", "got 0"]),

@@ -22,6 +22,7 @@ from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.parallel.execution import Scheduler, Silence
 from oases.parallel.group import ProcessGroup, scheduler_of
+from oases.parallel.statistics import names_op
 from oases.ranks import require_agreement
 from oases.simulator.timeline import Timeline, from_measurements
 from oases.terminal import progress
@@ -132,7 +133,7 @@ class OverlapBench:
         """All-reduces per layer and sub-batch, counted on the wire during one step."""
         self.scheduler.reset_totals()
         self.step(name, self.scheduler)
-        count = sum(t.count for label, t in self.scheduler.totals().items() if label[:2] in ("F ", "B "))
+        count = sum(t.count for label, t in self.scheduler.totals().items() if names_op(label))
         return count / (self.config.layers * self.schedules[name].num_sub_batches)
 
     def timeline(self, name: str) -> Timeline:
@@ -146,9 +147,9 @@ class OverlapBench:
         self.scheduler.set_recording(False)
         self.stack.spans = None
         records = [
-            (record.label, record.issued, record.finished)
+            (record.label.split(" (")[0], record.issued, record.finished)
             for record in self.scheduler.take_records()
-            if record.label[:2] in ("F ", "B ")
+            if names_op(record.label)
         ]
         everyone: list[Any] = [None] * self.scheduler.size
         dist.all_gather_object(everyone, (spans, records), group=self.group)

@@ -4,8 +4,8 @@ Every (block, sub-batch) has autograd graphs of its own, cut at the all-reduces,
 order instead of autograd's. Only graph edges are held, not the tensors at them, so memory goes as soon as no graph
 and no op to come needs it: with recomputation, a block keeps its input and nothing else.
 
-Names: x = a block's input, y = its partial sums and, once waited for, their sum; out = combine(x, y), the next block's
-input. g = gradient of x through `partial`, a partial sum until its all-reduce is waited for.
+Names: x = a block's input, y = its partial sums and, once waited for, their sum; out = combine(x, y), the next
+block's input. g = gradient of x through `partial`, a partial sum until its all-reduce is waited for.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class _Graph:
 class Execution:
     """Runs `schedule` over the blocks' (partial, combine) methods on one batch. Made once per call of a stack.
 
-    spans: list to append (op, start, end) of every compute op and wait to, monotonic seconds.
+    label: what the stack is called in errors and statistics. spans: list to append (op, start, end) of every
+    compute op and wait to, monotonic seconds.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Execution:
         *,
         differentiable: bool,
         randomness: Randomness,
+        label: str = "stack 0",
         spans: list[tuple[str, float, float]] | None = None,
     ) -> None:
         self._methods = methods
@@ -117,6 +119,7 @@ class Execution:
         self._scheduler = scheduler
         self._differentiable = differentiable
         self._randomness = randomness
+        self._label = label
         self._spans = spans
         self._backward: tuple[Op, ...] = schedule.backward
         self._position = 0
@@ -219,7 +222,12 @@ class Execution:
     def _do_all_reduce(self, op: Op, place: Place) -> None:
         sums = self._g if op.of == "B" else self._y
         tensor = sums[place] = sums[place].contiguous()
-        self._tickets[op.carried] = self._scheduler.all_reduce(tensor, str(op.carried))
+        self._tickets[op.carried] = self._scheduler.all_reduce(tensor, self._described(op))
+
+    def _described(self, op: Op) -> str:
+        """What a collective is called in errors and statistics; `oases.report` reads it back."""
+        schedule = self._schedule
+        return f"{op.carried} ({self._label}, line {schedule.lines[op]} of {schedule.name})"
 
     def _do_wait(self, op: Op, place: Place) -> None:
         self._scheduler.wait(self._tickets.pop(op.carried))
@@ -293,7 +301,7 @@ class Execution:
     def _differentiate(self, graph: _Graph, grad: Tensor, block: int, method: int) -> list[Tensor | None]:
         """Backward through one graph: gradients of its inputs; those of the parameters are added up."""
         wanted = {n: p for n, p in self._parameters[block][method].items() if p.requires_grad}
-        inputs = [*graph.inputs, *wanted.values()]
+        inputs: list[Any] = [*graph.inputs, *wanted.values()]
         found = torch.autograd.grad([graph.root], inputs, [grad], allow_unused=True)
         sums = self._gradients[block][method]
         own = {grad.untyped_storage().data_ptr()}

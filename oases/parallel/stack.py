@@ -7,6 +7,7 @@ hands them over, so the hooks of its parameters (DistributedDataParallel's, say)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from oases.parallel.execution import Execution, Method, Scheduler, Silence
 from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve, scheduler_of
 from oases.parallel.randomness import Randomness, agreed_seed
 from oases.schedule import Recompute, Schedule, generate, validate
+
+_numbers = itertools.count()
 
 
 class _Call:
@@ -163,6 +166,8 @@ class OverlappedStack(nn.Module):
                     raise ValueError(f"block {index} ({type(block).__name__}) has no method {name}()")
         self.process_group = resolve(process_group)
         self.schedule = self._fitted(schedule, sub_batches, recompute)
+        self.number = next(_numbers)
+        """Counts the stacks of this process, so that errors and statistics can tell them apart."""
         self._seed: int | None = None
         self._calls = 0
         self.spans: list[tuple[str, float, float]] | None = None
@@ -206,7 +211,7 @@ class OverlappedStack(nn.Module):
         randomness = Randomness(self._seed, self._calls, rank, x.device, active=self.training)
         execution = Execution(
             methods, self.schedule, scheduler, x,
-            differentiable=differentiable, randomness=randomness, spans=self.spans,
+            differentiable=differentiable, randomness=randomness, label=f"stack {self.number}", spans=self.spans,
         )  # fmt: skip
         if not differentiable:
             return execution.run_forward()

@@ -106,6 +106,11 @@ class Schedule:
         return tuple(op for op in self.ops if op.in_backward)
 
     @cached_property
+    def lines(self) -> dict[Op, int]:
+        """Where each op stands, counted from 1."""
+        return {op: line for line, op in enumerate(self.ops, start=1)}
+
+    @cached_property
     def backward_set(self) -> frozenset[Op]:
         """The ops of the backward pass, without their order."""
         return frozenset(self.backward)
@@ -114,6 +119,19 @@ class Schedule:
     def collectives(self) -> tuple[Op, ...]:
         """The collectives, in the order in which every rank must issue them."""
         return tuple(op for op in self.ops if op.kind == "all_reduce")
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether any compute runs between the start of an all-reduce and its wait."""
+        flying: set[Op] = set()
+        for op in self.ops:
+            if op.kind == "all_reduce":
+                flying.add(op.carried)
+            elif op.kind == "wait":
+                flying.discard(op.carried)
+            elif flying and op.kind != "C":
+                return True
+        return False
 
     def all_reduces_per_layer(self) -> float:
         """All-reduces per transformer layer (two blocks) and sub-batch, counted from the list."""

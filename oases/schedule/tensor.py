@@ -57,7 +57,7 @@ def cross_pass(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute =
     """All-reduces hide under the other sub-batches, those of the recomputation, which it keeps, among them."""
 
     def ops() -> Iterator[Op]:
-        yield from _overlapped_forward(num_blocks, num_sub_batches)
+        yield from _piped("F", list(range(num_blocks)), num_sub_batches, "C")
         order = list(reversed(range(num_sub_batches)))
         for layer in reversed(_layers(num_blocks)):
             if recompute == "full":
@@ -84,7 +84,7 @@ def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "non
     """
 
     def ops() -> Iterator[Op]:
-        yield from _overlapped_forward(num_blocks, num_sub_batches)
+        yield from _piped("F", list(range(num_blocks)), num_sub_batches, "C")
         # The sub-batch that finished last goes first, as in the paper's backward pass.
         order = list(reversed(range(num_sub_batches)))
         for b in reversed(range(num_blocks)):
@@ -112,30 +112,20 @@ def sub_pipelined(
         raise ScheduleError(f"sub_pipelined has levels 1, 2 and 3, got {level}")
     layers = _layers(num_blocks)
     reach = {1: [[b] for b in range(num_blocks)], 2: layers, 3: [list(range(num_blocks))]}[level]
-    subs = list(range(num_sub_batches))
-
-    def piped(kind: Compute, blocks: list[int], then: Compute | None) -> Iterator[Op]:
-        for index, b in enumerate(blocks):
-            for s in subs:
-                if index:
-                    yield from _received(kind, blocks[index - 1], s, then)
-                yield from _started(kind, b, s)
-        for s in subs:
-            yield from _received(kind, blocks[-1], s, then)
 
     def ops() -> Iterator[Op]:
         for blocks in reach:
-            yield from piped("F", blocks, "C")
+            yield from _piped("F", blocks, num_sub_batches, "C")
         if recompute == "none":
             for blocks in reversed(reach):
-                yield from piped("B", blocks[::-1], None)
+                yield from _piped("B", blocks[::-1], num_sub_batches)
             return
         for layer in reversed(layers):
             parts = [[b] for b in layer] if level == 1 else [layer]
             for blocks in parts:
-                yield from piped("R", blocks, "RC")
+                yield from _piped("R", blocks, num_sub_batches, "RC")
             for blocks in reversed(parts):
-                yield from piped("B", blocks[::-1], None)
+                yield from _piped("B", blocks[::-1], num_sub_batches)
 
     name = "sub_pipelined" if level == 3 else f"sub_pipelined_{level}"
     return Schedule(name, num_blocks, num_sub_batches, tuple(ops()), recompute)
@@ -162,14 +152,15 @@ def _exposed(kind: Compute, block: int, sub_batch: int, then: Compute | None = N
     yield from _received(kind, block, sub_batch, then)
 
 
-def _overlapped_forward(num_blocks: int, num_sub_batches: int) -> Iterator[Op]:
-    for b in range(num_blocks):
+def _piped(kind: Compute, blocks: list[int], num_sub_batches: int, then: Compute | None = None) -> Iterator[Op]:
+    """A pass over `blocks`: each all-reduce under the other sub-batches, the last ones waited for at the end."""
+    for index, b in enumerate(blocks):
         for s in range(num_sub_batches):
-            if b > 0:
-                yield from _received("F", b - 1, s, "C")
-            yield from _started("F", b, s)
+            if index:
+                yield from _received(kind, blocks[index - 1], s, then)
+            yield from _started(kind, b, s)
     for s in range(num_sub_batches):
-        yield from _received("F", num_blocks - 1, s, "C")
+        yield from _received(kind, blocks[-1], s, then)
 
 
 def _overlapped_recompute(layer: list[int], order: list[int]) -> Iterator[Op]:

@@ -1,0 +1,111 @@
+"""What was hidden and what was exposed, read from the tickets of every collective that this process waited for.
+
+`oases.report()` answers the question every user of overlap has: is it on? Per stack and layer it gives the
+collectives, their bytes, the seconds the link was busy, the seconds the compute stood still for it, and the share
+hidden = 1 - stood still / busy.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from oases.parallel.group import scheduler_of
+
+_OP = re.compile(r"(?P<kind>F|R|B) (?P<block>\d+)\.\d+ \(stack (?P<stack>\d+), ")
+
+
+@dataclass
+class Row:
+    """Sums over one group of collectives; seconds and bytes of this rank."""
+
+    where: str
+    collectives: int = 0
+    bytes: int = 0
+    link_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the link's time that ran under compute; None where nothing was sent."""
+        if not self.link_seconds:
+            return None
+        return max(0.0, 1.0 - self.blocked_seconds / self.link_seconds)
+
+    def add(self, totals: Any) -> None:
+        """Add the totals of one label."""
+        self.collectives += totals.count
+        self.bytes += totals.bytes
+        self.link_seconds += totals.link_seconds
+        self.blocked_seconds += totals.blocked_seconds
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `oases.report()` returns; prints as a table."""
+
+    stacks: list[Row]
+    layers: list[Row]
+    others: list[Row]
+
+    @property
+    def hidden(self) -> float | None:
+        """Share hidden over all stacks and layers; None where nothing was sent."""
+        total = Row("total")
+        for row in self.stacks + self.others:
+            total.link_seconds += row.link_seconds
+            total.blocked_seconds += row.blocked_seconds
+        return total.hidden
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether any communication ran under compute."""
+        return bool(self.hidden)
+
+    def json(self) -> dict[str, Any]:
+        """The rows as plain data."""
+        return {
+            name: [asdict(row) | {"hidden": row.hidden} for row in rows]
+            for name, rows in (("stacks", self.stacks), ("layers", self.layers), ("others", self.others))
+        }
+
+    def __str__(self) -> str:
+        if not self.stacks + self.others:
+            return "no collective was waited for: overlap is off (a group of one rank, or no step yet)"
+        lines = [f"{'where':<32}{'collectives':>12}{'MB':>10}{'link s':>9}{'waited s':>10}{'hidden':>8}"]
+        for row in self.stacks + self.layers + self.others:
+            hidden = "-" if row.hidden is None else f"{100 * row.hidden:.0f} %"
+            lines.append(
+                f"{row.where:<32}{row.collectives:>12}{row.bytes / 1e6:>10.1f}{row.link_seconds:>9.3f}"
+                f"{row.blocked_seconds:>10.3f}{hidden:>8}"
+            )
+        return "\n".join(lines)
+
+
+def names_op(label: str) -> bool:
+    """Whether a ticket's label is that of an op of a stack's schedule."""
+    return _OP.match(label) is not None
+
+
+def report(process_group: dist.ProcessGroup | None = None) -> Report:
+    """What the collectives of a group (None: the default group) cost this rank so far, and what was hidden."""
+    if process_group is None:
+        if not dist.is_initialized():
+            return Report([], [], [])
+        process_group = dist.group.WORLD
+        assert process_group is not None
+    stacks: dict[str, Row] = {}
+    layers: dict[tuple[int, int], Row] = {}
+    others: dict[str, Row] = {}
+    for label, totals in scheduler_of(process_group).totals().items():
+        match = _OP.match(label)
+        if match is None:
+            others.setdefault(label, Row(label)).add(totals)
+            continue
+        stack, layer = int(match["stack"]), int(match["block"]) // 2
+        stacks.setdefault(match["stack"], Row(f"stack {stack}")).add(totals)
+        layers.setdefault((stack, layer), Row(f"  stack {stack} layer {layer}")).add(totals)
+    return Report(list(stacks.values()), [row for _, row in sorted(layers.items())], list(others.values()))

@@ -1,0 +1,67 @@
+"""oases.report(): counts, bytes and shares against what was sent and waited for."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+import oases
+from oases import OverlappedRowLinear
+from oases.parallel.group import scheduler_of
+from oases.parallel.statistics import Report, Row, names_op
+from test_stack import WIDTH, make_stack, plain_blocks
+
+
+def check_report():
+    scheduler = scheduler_of(dist.group.WORLD)
+    scheduler.reset_totals()
+    stack = make_stack(plain_blocks(4), dist.group.WORLD)
+    OverlappedRowLinear(8, 8, num_chunks=2)(torch.randn(4, 4))
+    stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
+    found = oases.report()
+    (row,) = found.stacks
+    assert row.collectives == 4 * 2 * 2  # blocks x sub-batches x passes
+    assert row.bytes == row.collectives * 2 * 3 * WIDTH * 8
+    assert [layer.collectives for layer in found.layers] == [8, 8]
+    assert found.layers[1].where == f"  stack {stack.number} layer 1"
+    assert {other.where: other.collectives for other in found.others}["row forward"] == 2
+    assert 0 <= row.hidden <= 1
+    assert f"stack {stack.number}" in str(found)
+    assert found.json()["stacks"][0]["collectives"] == 16
+
+
+def test_report_counts_what_was_sent(two_ranks):
+    two_ranks.run(check_report)
+
+
+def check_hidden():
+    """All of a collective hidden under a long sleep, then one waited for at once: nothing hidden."""
+    scheduler = scheduler_of(dist.group.WORLD)
+    results = []
+    for compute in (1.0, 0.0):
+        scheduler.reset_totals()
+        dist.barrier()
+        ticket = scheduler.all_reduce(torch.ones(1 << 20), "F 0.0 (stack 9, line 2 of x)")
+        time.sleep(compute)
+        scheduler.wait(ticket)
+        (row,) = oases.report().stacks
+        results.append(row.hidden)
+    return results
+
+
+def test_hidden_share(two_ranks):
+    for under_compute, at_once in two_ranks.run(check_hidden):
+        assert under_compute > 0.95
+        assert at_once < 0.9
+
+
+def test_nothing_sent():
+    assert not oases.report().overlapping
+    assert "overlap is off" in str(oases.report())
+    assert Row("x").hidden is None
+    assert Report([Row("x", 1, 8, 2.0, 0.5)], [], []).hidden == 0.75
+
+
+def test_labels():
+    assert names_op("B 12.1 (stack 0, line 3 of oases)")
+    assert not names_op("row forward")
