@@ -3,3 +3,7 @@
 
 class UsageError(ValueError):
     """Something the user gave cannot work; the message names the value and the remedy."""
+
+
+class OverlapError(RuntimeError):
+    """Overlap was required and did not happen; the message says why."""

@@ -98,8 +98,8 @@ class _Graph:
 class Execution:
     """Runs `schedule` over the blocks' (partial, combine) methods on one batch. Made once per call of a stack.
 
-    label: what the stack is called in errors and statistics. spans: list to append (op, start, end) of every
-    compute op and wait to, monotonic seconds.
+    wire_dtype: what sums travel in; None is their own. label: what the stack is called in errors and statistics.
+    spans: list to append (op, start, end) of every compute op and wait to, monotonic seconds.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class Execution:
         *,
         differentiable: bool,
         randomness: Randomness,
+        wire_dtype: torch.dtype | None = None,
         label: str = "stack 0",
         spans: list[tuple[str, float, float]] | None = None,
     ) -> None:
@@ -119,12 +120,14 @@ class Execution:
         self._scheduler = scheduler
         self._differentiable = differentiable
         self._randomness = randomness
+        self._wire_dtype = wire_dtype
         self._label = label
         self._spans = spans
         self._backward: tuple[Op, ...] = schedule.backward
         self._position = 0
         self._with_w = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
         self._tickets: dict[Op, Any] = {}
+        self._on_wire: dict[Op, Tensor] = {}  # narrower copies of what is being summed
         # Data on its way from op to op.
         self._x: dict[Place, Tensor] = {}
         self._y: dict[Place, Tensor] = {}
@@ -222,6 +225,8 @@ class Execution:
     def _do_all_reduce(self, op: Op, place: Place) -> None:
         sums = self._g if op.of == "B" else self._y
         tensor = sums[place] = sums[place].contiguous()
+        if self._wire_dtype is not None and tensor.dtype != self._wire_dtype:
+            tensor = self._on_wire[op.carried] = tensor.to(self._wire_dtype)
         self._tickets[op.carried] = self._scheduler.all_reduce(tensor, self._described(op))
 
     def _described(self, op: Op) -> str:
@@ -231,6 +236,9 @@ class Execution:
 
     def _do_wait(self, op: Op, place: Place) -> None:
         self._scheduler.wait(self._tickets.pop(op.carried))
+        narrow = self._on_wire.pop(op.carried, None)
+        if narrow is not None:
+            (self._g if op.of == "B" else self._y)[place].copy_(narrow)
 
     def _do_C(self, op: Op, place: Place) -> None:  # noqa: N802
         block, s = place

@@ -8,15 +8,21 @@ hands them over, so the hooks of its parameters (DistributedDataParallel's, say)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any, cast
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from oases.errors import OverlapError
+from oases.parallel.autotune import Autotune, cache_key, candidates
 from oases.parallel.execution import Execution, Method, Scheduler, Silence
 from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve, scheduler_of
 from oases.parallel.randomness import Randomness, agreed_seed
+from oases.parallel.statistics import report
 from oases.schedule import Recompute, Schedule, generate, validate
 
 _numbers = itertools.count()
@@ -25,8 +31,12 @@ _numbers = itertools.count()
 class _Call:
     """One call of a stack: its execution and the hand-over of parameter gradients, block by block."""
 
-    def __init__(self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler) -> None:
+    def __init__(
+        self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, tuning: Autotune | None
+    ) -> None:
         self.execution = execution
+        self._tuning = None if tuning is None or tuning.choice is not None else tuning
+        self._seconds = 0.0
         self.scheduler = scheduler
         self.output: Tensor | None = None
         self._blocks = blocks
@@ -69,10 +79,36 @@ class _Call:
         self._shares, self._whole = partial, combine
         return [self._gradient(name) for name in self._sharded[block]] + replicated
 
+    def run_forward(self, device: torch.device) -> None:
+        """Run the forward pass, timed where a choice of schedule is being made."""
+        with self._timed(device):
+            self.output = self.execution.run_forward()
+
+    def begin(self, grad: Tensor) -> None:
+        """Begin the backward pass."""
+        if self._tuning is not None:
+            _synchronize(grad.device)
+            self._seconds -= time.perf_counter()
+        self.execution.begin_backward(grad)
+
     def finish(self) -> tuple[Tensor, list[Tensor | None]]:
         """Run the rest; return the input's gradient and those of `handed_over_by_entry()`."""
         grad = self.execution.run_backward_rest()
-        return grad, self._summed(0)
+        replicated = self._summed(0)
+        if self._tuning is not None:
+            _synchronize(grad.device)
+            self._tuning.note(self._seconds + time.perf_counter())
+        return grad, replicated
+
+    @contextmanager
+    def _timed(self, device: torch.device) -> Iterator[None]:
+        if self._tuning is not None:
+            _synchronize(device)
+            self._seconds -= time.perf_counter()
+        yield
+        if self._tuning is not None:
+            _synchronize(device)
+            self._seconds += time.perf_counter()
 
     def _summed(self, block: int) -> list[Tensor | None]:
         """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks."""
@@ -95,11 +131,16 @@ class _Call:
         return share + whole
 
 
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, *replicated: Tensor) -> Tensor:
         ctx.call = call
-        call.output = call.execution.run_forward()
+        call.run_forward(x.device)
         return x.new_zeros(())
 
     @staticmethod
@@ -129,7 +170,7 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        ctx.call.execution.begin_backward(grad)
+        ctx.call.begin(grad)
         return None, grad.new_zeros(())
 
 
@@ -140,7 +181,10 @@ class OverlappedStack(nn.Module):
         `combine(x, y_reduced) -> next x`. Blocks must treat samples (dimension 0) independently.
     process_group: the tensor-parallel group; None is the default group. schedule: the name of a generator in
         `oases.schedule` or a Schedule for len(blocks) blocks. sub_batches: how many parts the batch is cut into
-        ("sync" runs it whole). recompute: "full" keeps block inputs alone and computes the rest again.
+        ("sync" runs it whole). "auto" for either measures the candidates on the first steps, "off" among them, and
+        keeps the fastest. recompute: "full" keeps block inputs alone and computes the rest again.
+    wire_dtype: send sums in this type, at its bytes. require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError
+        where nothing overlaps.
     Input and output: [batch, ...], the same on every rank. Gradients of sharded parameters (`shard_dims` of
     their module) stay this rank's; those of replicated ones are summed over the group where they are shares.
     Raises ValueError for a batch smaller than the number of sub-batches, ScheduleError for a bad schedule.
@@ -153,19 +197,25 @@ class OverlappedStack(nn.Module):
         *,
         process_group: ProcessGroup | None = None,
         schedule: str | Schedule = "oases",
-        sub_batches: int = 2,
+        sub_batches: int | Literal["auto"] = 2,
         recompute: Recompute = "none",
+        wire_dtype: torch.dtype | None = None,
+        require_overlap: bool = False,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        if sub_batches < 1:
-            raise ValueError(f"sub_batches must be at least 1, got {sub_batches}")
+        if sub_batches != "auto" and sub_batches < 1:
+            raise ValueError(f"sub_batches must be at least 1 or 'auto', got {sub_batches}")
+        if wire_dtype is not None and not wire_dtype.is_floating_point:
+            raise ValueError(f"wire_dtype must be a floating-point type, got {wire_dtype}")
         for index, block in enumerate(self.blocks):
             for name in ("partial", "combine"):
                 if not callable(getattr(block, name, None)):
                     raise ValueError(f"block {index} ({type(block).__name__}) has no method {name}()")
         self.process_group = resolve(process_group)
-        self.schedule = self._fitted(schedule, sub_batches, recompute)
+        self.wire_dtype = wire_dtype
+        self.require_overlap = require_overlap or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
+        self.run_as(schedule, sub_batches, recompute)
         self.number = next(_numbers)
         """Counts the stacks of this process, so that errors and statistics can tell them apart."""
         self._seed: int | None = None
@@ -173,22 +223,33 @@ class OverlappedStack(nn.Module):
         self.spans: list[tuple[str, float, float]] | None = None
         """Set to a list to have (op, start, end) of every compute op and wait appended, monotonic seconds."""
 
-    def _fitted(self, schedule: str | Schedule, sub_batches: int, recompute: Recompute) -> Schedule:
-        if isinstance(schedule, str):
-            return generate(schedule, len(self.blocks), sub_batches, recompute)
-        validate(schedule)
-        if schedule.num_blocks != len(self.blocks):
-            raise ValueError(
-                f"schedule '{schedule.name}' is for {schedule.num_blocks} blocks, the stack has {len(self.blocks)}"
-            )
-        return schedule
-
-    def run_as(self, schedule: str | Schedule, sub_batches: int = 2, recompute: Recompute = "none") -> None:
+    def run_as(
+        self,
+        schedule: str | Schedule,
+        sub_batches: int | Literal["auto"] = 2,
+        recompute: Recompute = "none",
+    ) -> None:
         """Change the schedule for the calls to come."""
-        self.schedule = self._fitted(schedule, sub_batches, recompute)
+        self._tunings: dict[str, Autotune] | None = None
+        if isinstance(schedule, Schedule):
+            validate(schedule)
+            if schedule.num_blocks != len(self.blocks):
+                raise ValueError(
+                    f"schedule '{schedule.name}' is for {schedule.num_blocks} blocks, the stack has "
+                    f"{len(self.blocks)}"
+                )
+            self.schedule = schedule
+        elif "auto" in (schedule, sub_batches):
+            self._tunings, self._asked = {}, (schedule, sub_batches, recompute)
+            self.schedule = candidates(len(self.blocks), 2, *self._asked)[-1]
+        else:
+            self.schedule = generate(schedule, len(self.blocks), int(sub_batches), recompute)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, ...] -> [batch, ...]."""
+        tuning = self._tuning(x) if self._tunings is not None else None
+        if tuning is not None:
+            self.schedule = tuning.current
         if x.shape[0] < self.schedule.num_sub_batches:
             raise ValueError(
                 f"a batch of {x.shape[0]} cannot be cut into {self.schedule.num_sub_batches} sub-batches; "
@@ -197,10 +258,42 @@ class OverlappedStack(nn.Module):
         scheduler: Scheduler = Silence()
         if group_size(self.process_group) > 1:
             scheduler = scheduler_of(cast(ProcessGroup, self.process_group))
-        return self.run(x, scheduler)
+        if self.require_overlap and (tuning is None or tuning.choice is not None):
+            self._require_overlap()
+        return self.run(x, scheduler, tuning)
 
-    def run(self, x: Tensor, scheduler: Scheduler) -> Tensor:
-        """Forward with collectives by `scheduler`; `Silence()` measures the compute alone."""
+    def _tuning(self, x: Tensor) -> Autotune:
+        assert self._tunings is not None
+        sizes = [tuple(parameter.shape) for parameter in self.parameters()]
+        key = cache_key(repr((self._asked, len(self.blocks), sizes)), x.shape, x.dtype, self.process_group)
+        if key not in self._tunings:
+            schedules = candidates(len(self.blocks), x.shape[0], *self._asked)
+            self._tunings[key] = Autotune(schedules, self.process_group, key)
+        return self._tunings[key]
+
+    def _require_overlap(self) -> None:
+        """Raise OverlapError if this stack's communication cannot, or did not, run under compute."""
+        why = None
+        if group_size(self.process_group) == 1:
+            why = "the group has one rank, so nothing is communicated"
+        elif not self.schedule.overlaps:
+            schedule = self.schedule
+            why = f"schedule '{schedule.name}' with {schedule.num_sub_batches} sub-batches overlaps nothing"
+            if self._tunings is not None:
+                why += "; it was chosen because it measured fastest here"
+        elif self._calls >= 4:
+            rows = [row for row in report(self.process_group).stacks if row.where == f"stack {self.number}"]
+            if rows and rows[0].hidden is not None and rows[0].hidden < 0.01:
+                waited, busy = rows[0].blocked_seconds, rows[0].link_seconds
+                why = f"the compute waited {waited:.2f} s for {busy:.2f} s of communication"
+        if why is not None:
+            raise OverlapError(f"overlap is required, but {why} (stack {self.number}; see oases.report())")
+
+    def run(self, x: Tensor, scheduler: Scheduler, tuning: Autotune | None = None) -> Tensor:
+        """Forward with collectives by `scheduler`; `Silence()` measures the compute alone.
+
+        tuning: takes the time of this call's forward and backward pass.
+        """
         tracked = [x, *self.parameters()]
         differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
         methods = [(Method(block, "partial"), Method(block, "combine")) for block in self.blocks]
@@ -211,11 +304,12 @@ class OverlappedStack(nn.Module):
         randomness = Randomness(self._seed, self._calls, rank, x.device, active=self.training)
         execution = Execution(
             methods, self.schedule, scheduler, x,
-            differentiable=differentiable, randomness=randomness, label=f"stack {self.number}", spans=self.spans,
+            differentiable=differentiable, randomness=randomness, wire_dtype=self.wire_dtype,
+            label=f"stack {self.number}", spans=self.spans,
         )  # fmt: skip
         if not differentiable:
             return execution.run_forward()
-        call = _Call(self.blocks, execution, scheduler)
+        call = _Call(self.blocks, execution, scheduler, tuning)
         if not x.requires_grad:
             x = x.detach().requires_grad_()  # so that the entry's backward, which ends the schedule, is called
         token = _Entry.apply(call, x, *call.handed_over_by_entry())

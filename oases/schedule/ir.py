@@ -95,12 +95,12 @@ class Schedule:
                 remade.add((op.block, op.sub_batch))
         return frozenset(remade)
 
-    @property
+    @cached_property
     def forward(self) -> tuple[Op, ...]:
         """The ops of the forward pass."""
         return tuple(op for op in self.ops if not op.in_backward)
 
-    @property
+    @cached_property
     def backward(self) -> tuple[Op, ...]:
         """The ops of the backward pass, recomputation included."""
         return tuple(op for op in self.ops if op.in_backward)

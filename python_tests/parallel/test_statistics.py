@@ -4,12 +4,12 @@ import time
 
 import torch
 import torch.distributed as dist
+from test_stack import WIDTH, make_stack, plain_blocks
 
 import oases
 from oases import OverlappedRowLinear
 from oases.parallel.group import scheduler_of
 from oases.parallel.statistics import Report, Row, names_op
-from test_stack import WIDTH, make_stack, plain_blocks
 
 
 def check_report():
