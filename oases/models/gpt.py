@@ -19,7 +19,7 @@ from oases.parallel import (
     OverlappedStack,
     parallel_cross_entropy,
 )
-from oases.parallel.group import ProcessGroup, group_name, group_size, resolve, shard_size
+from oases.parallel.group import HoldsGroup, ProcessGroup, resolve, shard_size
 from oases.schedule import Schedule
 
 
@@ -107,7 +107,7 @@ def transformer_blocks(config: GPTConfig, group: ProcessGroup | None) -> list[nn
     return [kind(config, generator, group) for kind in kinds]
 
 
-class GPT(nn.Module):
+class GPT(HoldsGroup, nn.Module):
     """Decoder-only language model over tokens of one vocabulary.
 
     process_group: the tensor-parallel group. schedule, sub_batches: see OverlappedStack.
@@ -123,7 +123,8 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        group = self.process_group = resolve(process_group)
+        group = resolve(process_group)
+        self.process_group = group
         generator = torch.Generator().manual_seed(config.seed + 1)
         table = torch.empty(config.vocabulary, config.hidden).normal_(std=0.02, generator=generator)
         self.embedding = OverlappedEmbedding.from_embedding(
@@ -145,9 +146,9 @@ class GPT(nn.Module):
         x_BSH = self.stack(self.embedding(tokens_BS) + self.positions[:length])
         x_BSH = self.norm(x_BSH)
         weight = self.embedding.weight
-        if group_size(self.process_group) == 1:
+        if self.tensor_parallel == 1:
             return F.linear(x_BSH, weight)
-        logits: Tensor = torch.ops.oases.column_linear(x_BSH, weight, None, group_name(self.process_group), 2, False)
+        logits: Tensor = torch.ops.oases.column_linear(x_BSH, weight, None, self._group_name, 2, False)
         return logits
 
     def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:

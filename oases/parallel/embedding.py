@@ -13,8 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.parallel.collectives import reduce
-from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve, scheduler_of, shard_size
+from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, resolve, scheduler_of, shard_size
 from oases.parallel.linear import shard
+
+
+def require_range(what: str, indices: Tensor, size: int) -> None:
+    """Raise IndexError, as torch does for one process, unless all indices lie in [0, size). CPU only: on an
+    accelerator the check would wait for the device.
+    """
+    if indices.is_cpu and indices.numel() and not torch.compiler.is_compiling():
+        low, high = (int(value) for value in indices.aminmax())
+        if low < 0 or high >= size:
+            raise IndexError(f"{what} {low if low < 0 else high} is out of range for a vocabulary of {size}")
 
 
 class _GatherTable(torch.autograd.Function):
@@ -33,7 +43,7 @@ class _GatherTable(torch.autograd.Function):
         return shard(grad, 0, ctx.process_group).contiguous(), None
 
 
-class OverlappedEmbedding(nn.Module):
+class OverlappedEmbedding(HoldsGroup, nn.Module):
     """`nn.Embedding` whose rows are cut over the group; equal to it to the last bit where no row is summed.
 
     Tokens [...], integers below num_embeddings and the same on every rank -> [..., embedding_dim], whole.
@@ -74,10 +84,10 @@ class OverlappedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] -> [..., embedding_dim]."""
-        size = group_size(self.process_group)
-        if size == 1:
+        if self.tensor_parallel == 1:
             return F.embedding(tokens, self.weight)
         assert self.process_group is not None
+        require_range("token", tokens, self.num_embeddings)
         if self.num_embeddings < 2 * tokens.numel():
             return F.embedding(tokens, _GatherTable.apply(self.weight, self.process_group))
         rows = self.weight.shape[0]
@@ -88,4 +98,4 @@ class OverlappedEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """Whole sizes, then how they are cut."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, tensor_parallel={group_size(self.process_group)}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, tensor_parallel={self.tensor_parallel}"

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from oases.parallel.randomness import Randomness
 from oases.parallel.weight_gradient import PutOff, putting_off
-from oases.schedule import Op, Schedule
+from oases.schedule import Op, Schedule, ScheduleError
 
 Place = tuple[int, int]
 """(block, sub-batch)."""
@@ -119,6 +119,8 @@ class Execution:
         self._schedule = schedule
         self._scheduler = scheduler
         self._differentiable = differentiable
+        if differentiable and not schedule.backward:
+            raise ScheduleError(f"schedule '{schedule.name}' has no backward pass, and gradients were asked for")
         self._randomness = randomness
         self._wire_dtype = wire_dtype
         self._label = label
@@ -197,7 +199,7 @@ class Execution:
 
     def _do_F(self, op: Op, place: Place) -> None:  # noqa: N802
         again = ("R", *place) in self._schedule.recomputed
-        put_off = self._put_off[place] = PutOff()
+        put_off = self._put_off[place] = PutOff(self._parameters[op.block][0].values())
         self._run_partial(place, putting_off(put_off), graph=self._differentiable and not again)
         if not (again and self._differentiable):
             return
@@ -288,7 +290,8 @@ class Execution:
         if g is None:
             raise RuntimeError(f"block {block}: partial(x) does not depend on x; it must be differentiable in x")
         # The sum over ranks is written over g; it must not be memory that others still read.
-        shared = {t.untyped_storage().data_ptr() for t in (grad_y, total, residual) if t is not None}
+        readers = [grad_y, total, residual, *(product[3] for product in self._put_off[place].products)]
+        shared = {t.untyped_storage().data_ptr() for t in readers if t is not None}
         self._g[place] = g.clone() if g.untyped_storage().data_ptr() in shared else g
         if place not in self._with_w:
             self._do_W(op, place)
@@ -312,7 +315,7 @@ class Execution:
         inputs: list[Any] = [*graph.inputs, *wanted.values()]
         found = torch.autograd.grad([graph.root], inputs, [grad], allow_unused=True)
         sums = self._gradients[block][method]
-        own = {grad.untyped_storage().data_ptr()}
+        own = {t.untyped_storage().data_ptr() for t in (grad, *found[: len(graph.inputs)]) if t is not None}
         for name, gradient in zip(wanted, found[len(graph.inputs) :], strict=True):
             if gradient is None:
                 continue

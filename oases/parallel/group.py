@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 
 from oases._C import OverlapScheduler
 
@@ -22,6 +23,25 @@ def resolve(process_group: ProcessGroup | None) -> ProcessGroup | None:
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return None
+
+
+class HoldsGroup:
+    """A module's process group, held by name: a module alive at exit must not keep a destroyed group's threads."""
+
+    _group_name = ""
+    tensor_parallel = 1
+    """The group's size."""
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The tensor-parallel group; None for this process alone. RuntimeError once it was destroyed."""
+        name: Any = self._group_name
+        return _resolve_process_group(name) if name else None
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | None) -> None:
+        self._group_name = group_name(group)
+        self.tensor_parallel = group_size(group)
 
 
 def group_size(process_group: ProcessGroup | None) -> int:
@@ -48,7 +68,7 @@ def shard_size(what: str, size: int, process_group: ProcessGroup | None) -> int:
     """`size` divided by the group size; a ValueError names what does not divide and what would."""
     parts = group_size(process_group)
     if size % parts:
-        fits = [t for t in range(1, size + 1) if size % t == 0 and t <= 64]
+        fits = [t for t in range(1, 65) if size % t == 0]
         raise ValueError(
             f"{what} is {size}, which does not divide by the tensor-parallel degree {parts}; "
             f"degrees that divide it: {', '.join(map(str, fits))}"

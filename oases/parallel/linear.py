@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.parallel.collectives import gather, scatter
-from oases.parallel.group import ProcessGroup, group_name, group_rank, group_size, resolve, shard_size
+from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
 from oases.parallel.weight_gradient import linear
 
 NumChunks = int | Literal["auto"]
@@ -30,7 +30,7 @@ def _chunks(num_chunks: NumChunks, x: Tensor) -> int:
     return 2 if rows >= 2 * _ROWS_PER_CHUNK else 1
 
 
-class _OverlappedLinear(nn.Module):
+class _OverlappedLinear(HoldsGroup, nn.Module):
     """What the two cuts share: a shard of the weight, its options and how it is made from an `nn.Linear`."""
 
     shard_dims: ClassVar[dict[str, int]]
@@ -85,19 +85,19 @@ class _OverlappedLinear(nn.Module):
         Raises ValueError where the cut dimension does not divide by the group size.
         """
         group = resolve(process_group)
-        with torch.device("meta"):  # no random draw, no memory for values that are replaced below
-            make: Any = cls  # the two cuts' own constructors
-            layer = make(
-                linear.in_features,
-                linear.out_features,
-                linear.bias is not None,
-                process_group=process_group,
-                **{"dtype": linear.weight.dtype, **options},
-            )
+        dtype = options.pop("dtype", None) or linear.weight.dtype
+        device = options.pop("device", None) or linear.weight.device
+        make: Any = cls  # the two cuts' own constructors
+        # On meta: no random draw, no memory for values that are replaced below.
+        layer = make(
+            linear.in_features, linear.out_features, linear.bias is not None,
+            process_group=process_group, device="meta", **options,
+        )  # fmt: skip
         for name, whole in (("weight", linear.weight), ("bias", linear.bias)):
             if whole is not None:
                 part = shard(whole.detach(), cls.shard_dims.get(name), group)
-                setattr(layer, name, nn.Parameter(part.clone(), requires_grad=whole.requires_grad))
+                part = part.to(device, dtype, copy=True)
+                setattr(layer, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         return layer
 
     def _op_arguments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -113,7 +113,7 @@ class _OverlappedLinear(nn.Module):
         """Whole sizes, then how they are cut."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, tensor_parallel={group_size(self.process_group)}, "
+            f"bias={self.bias is not None}, tensor_parallel={self.tensor_parallel}, "
             f"num_chunks={self.num_chunks}, sequence_parallel={self.sequence_parallel}"
         )
 
@@ -160,14 +160,14 @@ class OverlappedColumnLinear(_OverlappedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features / t]."""
-        if group_size(self.process_group) == 1:
+        if self.tensor_parallel == 1:
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = self._op_arguments(x)
         y: Tensor = torch.ops.oases.column_linear(
             x,
             weight,
             bias,
-            group_name(self.process_group),
+            self._group_name,
             _chunks(self.num_chunks, x),
             self.sequence_parallel,
         )
@@ -211,7 +211,7 @@ class OverlappedRowLinear(_OverlappedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features / t] -> [..., out_features]."""
-        if group_size(self.process_group) == 1:
+        if self.tensor_parallel == 1:
             return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter(x, self.process_group)
@@ -220,7 +220,7 @@ class OverlappedRowLinear(_OverlappedLinear):
             x,
             weight,
             bias,
-            group_name(self.process_group),
+            self._group_name,
             _chunks(self.num_chunks, x),
             self.sequence_parallel,
         )

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oases.parallel.collectives import all_reduce
+from oases.parallel.embedding import require_range
 from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 
 
@@ -56,5 +57,6 @@ def parallel_cross_entropy(
     if group_size(group) == 1:
         return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
     ignored = targets == ignore_index
+    require_range("target", targets.masked_fill(ignored, 0), logits.shape[-1] * group_size(group))
     losses: Tensor = _ParallelCrossEntropy.apply(logits, targets, ignored, group)
     return losses.sum() / (~ignored).sum()

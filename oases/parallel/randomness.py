@@ -9,12 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
-
-from oases.parallel.group import ProcessGroup, group_size
 
 
 class Randomness:
@@ -34,15 +31,12 @@ class Randomness:
             yield
             return
         rank = self._rank if method == "partial" else 0
-        text = repr((*self._key, method, block, sub_batch, rank)).encode()
+        text = repr((*self._key, method, block, sub_batch, rank))
         with torch.random.fork_rng(self._devices, device_type=self._device_type):
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"))
+            torch.manual_seed(hash_of(text))
             yield
 
 
-def agreed_seed(group: ProcessGroup | None) -> int:
-    """Rank 0's seed, on every rank of the group: one small exchange."""
-    seed: list[Any] = [torch.initial_seed()]
-    if group_size(group) > 1:
-        dist.broadcast_object_list(seed, group=group, group_src=0)
-    return int(seed[0])
+def hash_of(text: str) -> int:
+    """A number below 2 ** 56 that is the same for the same text on every rank."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

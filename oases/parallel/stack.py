@@ -15,15 +15,16 @@ from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.errors import OverlapError
 from oases.parallel.autotune import Autotune, cache_key, candidates
 from oases.parallel.execution import Execution, Method, Scheduler, Silence
-from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve, scheduler_of
-from oases.parallel.randomness import Randomness, agreed_seed
+from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, resolve, scheduler_of
+from oases.parallel.randomness import Randomness, hash_of
 from oases.parallel.statistics import report
-from oases.schedule import Recompute, Schedule, generate, validate
+from oases.schedule import Recompute, Schedule, ScheduleError, format_schedule, generate, validate
 
 _numbers = itertools.count()
 
@@ -174,7 +175,7 @@ class _Exit(torch.autograd.Function):
         return None, grad.new_zeros(())
 
 
-class OverlappedStack(nn.Module):
+class OverlappedStack(HoldsGroup, nn.Module):
     """A stack of tensor-parallel blocks run by a schedule that hides all-reduces under other sub-batches.
 
     blocks: modules with `partial(x) -> y`, without communication, up to the row-parallel product, and
@@ -219,6 +220,7 @@ class OverlappedStack(nn.Module):
         self.number = next(_numbers)
         """Counts the stacks of this process, so that errors and statistics can tell them apart."""
         self._seed: int | None = None
+        self._agreed: set[Schedule] = set()
         self._calls = 0
         self.spans: list[tuple[str, float, float]] | None = None
         """Set to a list to have (op, start, end) of every compute op and wait appended, monotonic seconds."""
@@ -256,7 +258,7 @@ class OverlappedStack(nn.Module):
                 "use a larger batch or fewer sub_batches"
             )
         scheduler: Scheduler = Silence()
-        if group_size(self.process_group) > 1:
+        if self.tensor_parallel > 1:
             scheduler = scheduler_of(cast(ProcessGroup, self.process_group))
         if self.require_overlap and (tuning is None or tuning.choice is not None):
             self._require_overlap()
@@ -271,10 +273,30 @@ class OverlappedStack(nn.Module):
             self._tunings[key] = Autotune(schedules, self.process_group, key)
         return self._tunings[key]
 
+    def _agree(self) -> None:
+        """Before a schedule's first run: every rank must run the same list, or sums would mix; one seed for all."""
+        schedule, group = self.schedule, self.process_group
+        mine = (schedule.name, schedule.num_sub_batches, hash_of(format_schedule(schedule)), str(self.wire_dtype))
+        everyone: list[Any] = [(mine, torch.initial_seed())]
+        if group is not None and self.tensor_parallel > 1:
+            everyone *= self.tensor_parallel
+            dist.all_gather_object(everyone, (mine, torch.initial_seed()), group=group)
+        for rank, (theirs, _) in enumerate(everyone):
+            if theirs != everyone[0][0]:
+                first = everyone[0][0]
+                raise ScheduleError(
+                    f"rank 0 runs schedule '{first[0]}' with {first[1]} sub-batches and wire dtype {first[3]}, rank "
+                    f"{rank} runs '{theirs[0]}' with {theirs[1]} and {theirs[3]}"
+                    + ("" if first[:2] != theirs[:2] else ", of another order")
+                    + "; all ranks of a group must run the same list"
+                )
+        self._seed = everyone[0][1] if self._seed is None else self._seed
+        self._agreed.add(schedule)
+
     def _require_overlap(self) -> None:
         """Raise OverlapError if this stack's communication cannot, or did not, run under compute."""
         why = None
-        if group_size(self.process_group) == 1:
+        if self.tensor_parallel == 1:
             why = "the group has one rank, so nothing is communicated"
         elif not self.schedule.overlaps:
             schedule = self.schedule
@@ -297,8 +319,9 @@ class OverlappedStack(nn.Module):
         tracked = [x, *self.parameters()]
         differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
         methods = [(Method(block, "partial"), Method(block, "combine")) for block in self.blocks]
-        if self._seed is None:
-            self._seed = agreed_seed(self.process_group)
+        if self.schedule not in self._agreed:
+            self._agree()
+        assert self._seed is not None
         self._calls += 1
         rank = group_rank(self.process_group)
         randomness = Randomness(self._seed, self._calls, rank, x.device, active=self.training)

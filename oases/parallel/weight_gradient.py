@@ -6,7 +6,7 @@ off, it can be computed while that all-reduce is on the wire, and added up over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,11 +19,16 @@ from torch import Tensor
 class PutOff:
     """The products that weight gradients still lack: (weight, bias, input rows, output gradient rows)."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._known = {id(parameter) for parameter in parameters}
         self.products: list[tuple[Tensor, Tensor | None, Tensor, Tensor]] = []
         self._calls = 0
         self._last_output: Tensor | None = None
         self._skippable: int | None = None
+
+    def takes(self, *tensors: Tensor | None) -> bool:
+        """Whether all are parameters themselves; a weight computed from others is autograd's business."""
+        return all(tensor is None or id(tensor) in self._known for tensor in tensors)
 
     def begin(self) -> None:
         """Count the calls of a forward pass from 0."""
@@ -97,5 +102,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if active is None or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)  # autocast's casts are autograd's business: it then keeps the whole
     put_off, skip_last = active
+    # Activation checkpoints inside a block run their part again outside of `putting_off`, and must find the same ops.
+    checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if checkpointed or not put_off.takes(weight, bias):
+        return F.linear(x, weight, bias)
     skipped = skip_last and put_off.skips_next
     return put_off.note(_PuttingOff.apply(x, weight, bias, put_off, skipped))

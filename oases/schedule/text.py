@@ -14,10 +14,10 @@ from typing import Any, cast
 from oases.schedule.ir import COLLECTIVE, COMPUTE, Op, Schedule, ScheduleError
 
 _HEADER = re.compile(
-    r"schedule\s+(?P<name>[\w.-]+)\s+blocks=(?P<blocks>\d+)\s+sub_batches=(?P<sub_batches>\d+)"
+    r"schedule\s+(?P<name>[\w.-]+)\s+blocks=(?P<blocks>\d{1,6})\s+sub_batches=(?P<sub_batches>\d{1,6})"
     r"(\s+recompute=(?P<recompute>none|full))?$"
 )
-_PLACE = re.compile(r"(?P<block>\d+)\.(?P<sub_batch>\d+)$")
+_PLACE = re.compile(r"(?P<block>\d{1,6})\.(?P<sub_batch>\d{1,6})$")
 
 
 class ScheduleSyntaxError(ScheduleError):

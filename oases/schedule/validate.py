@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from oases.schedule.ir import Op, Schedule, ScheduleError
@@ -34,17 +34,15 @@ def needs(op: Op, schedule: Schedule) -> list[Op]:
     return combined + ([Op("R", b, s)] if ("R", b, s) in again else []) + gradient
 
 
-def required(schedule: Schedule) -> list[Op]:
+def required(schedule: Schedule) -> Iterator[Op]:
     """The ops that the list must hold for the step to be whole."""
     kinds: list[tuple[str, str | None]] = [("F", None), ("all_reduce", "F"), ("wait", "F"), ("C", None)]
     if schedule.backward:
         kinds += [("B", None), ("all_reduce", "B"), ("wait", "B")]
-    return [
-        Op(kind, b, s, of)  # type: ignore[arg-type]
-        for b in range(schedule.num_blocks)
-        for s in range(schedule.num_sub_batches)
-        for kind, of in kinds
-    ]
+    for b in range(schedule.num_blocks):
+        for s in range(schedule.num_sub_batches):
+            for kind, of in kinds:
+                yield Op(kind, b, s, of)  # type: ignore[arg-type]
 
 
 def validate(schedule: Schedule) -> None:
@@ -79,7 +77,7 @@ def validate(schedule: Schedule) -> None:
 
 def _require_possible(op: Op, where: str, schedule: Schedule, done: dict[Op, int]) -> None:
     """Raise ScheduleError unless `op` can run after the ops in `done` (op -> line)."""
-    if not (op.block < schedule.num_blocks and op.sub_batch < schedule.num_sub_batches):
+    if not (0 <= op.block < schedule.num_blocks and 0 <= op.sub_batch < schedule.num_sub_batches):
         raise ScheduleError(
             f"{where}: the schedule has {schedule.num_blocks} blocks and {schedule.num_sub_batches} "
             "sub-batches, counted from 0"

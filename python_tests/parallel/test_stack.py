@@ -371,3 +371,89 @@ def test_bad_arguments():
         make_stack(blocks, None, sub_batches=0)
     with pytest.raises(ValueError, match=r"Linear\) has no method partial"):
         OverlappedStack([nn.Linear(2, 2)])
+
+
+class SharesMemory(Mlp):
+    """Autograd hands one tensor to the input and to a parameter of its shape, before and after the sum."""
+
+    def __init__(self, norm, up, down):
+        super().__init__(norm, up, down)
+        self.position = nn.Parameter(torch.zeros(1, 3, WIDTH, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.zeros(1, 3, WIDTH, dtype=torch.float64))
+
+    def partial(self, x):
+        return self.down.partial(F.gelu(self.up.partial(x + self.position)))
+
+    def combine(self, x, y):
+        return 0.5 * (x + y + self.shift)
+
+
+def check_shared_memory(schedule):
+    blocks = plain_blocks(3)
+    stack = make_stack(blocks, dist.group.WORLD, SharesMemory, schedule=schedule)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    mine, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
+    position = [torch.zeros(1, 3, WIDTH, dtype=torch.float64, requires_grad=True) for _ in blocks]
+    shift = [torch.zeros(1, 3, WIDTH, dtype=torch.float64, requires_grad=True) for _ in blocks]
+    expected = reference
+    for (_, up, down), p, s in zip(blocks, position, shift, strict=True):
+        y = F.linear(F.gelu(up(expected + p)), down.weight)
+        expected = 0.5 * (expected + y + s)
+    expected.square().sum().backward()
+    stack(mine).square().sum().backward()
+    torch.testing.assert_close(mine.grad, reference.grad)
+    for block, p, s in zip(stack.blocks, position, shift, strict=True):
+        torch.testing.assert_close(block.position.grad, p.grad)
+        torch.testing.assert_close(block.shift.grad, s.grad)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass"])
+def test_gradients_that_share_memory_stay_apart(two_ranks, schedule):
+    two_ranks.run(check_shared_memory, schedule)
+
+
+class Checkpointed(Mlp):
+    """An activation checkpoint of the user's own inside the block."""
+
+    def partial(self, x):
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(super().partial, x, use_reentrant=False)
+
+
+class Computed(Mlp):
+    """A weight that is computed from parameters."""
+
+    def partial(self, x):
+        weight = self.up.weight * 1.0
+        from oases.parallel.weight_gradient import linear
+
+        return self.down.partial(F.gelu(linear(self.norm(x), weight, self.up.bias)))
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Computed])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_blocks_with_graphs_of_their_own(two_ranks, kind, recompute):
+    two_ranks.run(check_exact, 3, "oases", 2, 4, recompute, kind)
+
+
+def check_other_schedules():
+    schedule = ["oases", "sync"][dist.get_rank()]
+    stack = make_stack(plain_blocks(2), dist.group.WORLD, schedule=schedule)
+    with pytest.raises(ScheduleError, match="rank 0 runs schedule 'oases' with 2 .* rank 1 runs 'sync' with 1"):
+        stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
+
+
+def test_ranks_with_other_schedules_are_named(two_ranks):
+    two_ranks.run(check_other_schedules)
+
+
+def test_a_schedule_without_backward_pass_cannot_train():
+    base = generate("oases", 2, 2)
+    forward_only = type(base)("forward_only", 2, 2, base.forward)
+    stack = make_stack(plain_blocks(2), None, schedule=forward_only)
+    x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        stack(x)
+    with pytest.raises(ScheduleError, match="'forward_only' has no backward pass"):
+        stack(x)
