@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,7 @@ from oases.testbed import Backend
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"oases: error: {message}; see '{self.prog} --help'\n")
+        _fail(f"{message}; see '{self.prog} --help'")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,11 +28,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = _parser().parse_args(given)
-        _require_writable(options.json)
+        _require_writable("--json", options.json)
         options.run(options, given)
     except (UsageError, ScheduleError) as error:
-        print(f"oases: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:  # a path that cannot be: too long, behind a locked folder, on a full disk
+        _fail(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    if _speaks():
+        print(f"oases: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _speaks() -> bool:
+    """Under torchrun every rank runs the command; the first one prints and writes."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,9 +123,14 @@ def _behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simula
     """Go behind the link asked for; returns how the ranks are joined, in words."""
     if options.link is None:
         return f"over {options.backend}"
-    if testbed.inside():
-        return f"over a link of {options.link}"
     testbed.link_bytes_per_second(options.link)
+    if testbed.inside(options.link):
+        return f"over a link of {options.link}"
+    if "WORLD_SIZE" in os.environ:
+        raise UsageError(
+            f"--link {options.link} cannot shape the link between ranks that a launcher has started; leave out "
+            "torchrun, and oases starts its own, or leave out --link"
+        )
     reason = testbed.why_impossible(options.link)
     if reason is None:
         testbed.relaunch(options.link, given)
@@ -125,19 +144,39 @@ def _behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simula
 def _rank_options(options: argparse.Namespace) -> Any:
     from oases.ranks import RankOptions
 
-    if not options.timeout > 0:
-        raise UsageError(f"--timeout must be above 0 seconds, got {options.timeout}")
-    return RankOptions(options.tp, Backend.parse(options.backend), options.timeout)
+    if not 0 < options.timeout <= 1e6:
+        raise UsageError(f"--timeout must be above 0 and at most 1e6 seconds, got {options.timeout}")
+    backend = Backend.parse(options.backend)
+    if backend.name == "nccl" and options.device != "cuda":
+        raise UsageError(f"backend nccl needs --device cuda, got --device {options.device}; use gloo on the CPU")
+    return RankOptions(options.tp, backend, options.timeout)
 
 
-def _require_writable(path: str | None) -> None:
-    if path is not None and not Path(path).resolve().parent.is_dir():
-        raise UsageError(f"--json {path!r}: its folder does not exist")
+def _require_writable(name: str, path: str | None) -> None:
+    """Raise UsageError, before any work is done, unless a file can be written there."""
+    if path is None:
+        return
+    target = Path(path)
+    if not path or target.is_dir():
+        raise UsageError(f"{name} {path!r} is a folder; give the path of a file")
+    if not target.resolve().parent.is_dir():
+        raise UsageError(f"{name} {path!r}: its folder does not exist")
+    if not os.access(target if target.exists() else target.resolve().parent, os.W_OK):
+        raise UsageError(f"{name} {path!r} cannot be written: permission denied")
 
 
 def _write_json(path: str | None, result: dict[str, Any]) -> None:
     if path is not None:
-        Path(path).write_text(json.dumps(result, indent=2) + "\n")
+        Path(path).write_text(json.dumps(_plain(result), indent=2, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN: null in its place."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
@@ -155,6 +194,8 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
     folder = Path(options.out)
     if not folder.is_dir():
         raise UsageError(f"--out {options.out!r} is no folder")
+    for name in ("oases-report.html", "oases-trace.json"):
+        _require_writable("--out", str(folder / name))
     link = _behind_link(options, given, or_simulate=True)
     console.print(
         f"A GPT of {config.layers} layers, width {config.hidden}, on {corpus.num_files} text files "
@@ -162,6 +203,8 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
         "schedule: " + ", ".join(demo.SCHEDULES), soft_wrap=True,
     )  # fmt: skip
     result = run_ranks(demo.run_demo, (config,), _rank_options(options))
+    if not _speaks():
+        return
     demo.show(result, link, folder)
     result.pop("timelines")
     _write_json(options.json, result)
@@ -181,6 +224,8 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
         f"{link}", soft_wrap=True,
     )  # fmt: skip
     result = run_ranks(run_training, (config,), _rank_options(options))
+    if not _speaks():
+        return
     console.print(
         f"validation loss {result['validation_loss']:.4f} nats per byte; step "
         f"{1e3 * result['step_seconds']:.0f} ms, {result['tokens_per_second']:.0f} tokens/s"
@@ -204,6 +249,8 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
     link = _behind_link(options, given)
     console.print(f"{options.tp} ranks {link}")
     result = run_ranks(run_overlap_bench, (config, True), _rank_options(options))
+    if not _speaks():
+        return
     result["config"]["link"] = options.link
     console.print(overlap_table(result))
     _write_json(options.json, result)

@@ -55,6 +55,7 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
 
 
 def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -69,6 +70,9 @@ def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: R
     )  # fmt: skip
     try:
         return elastic_launch(config, _rank_main)(function, arguments, options)[0]
+    except (KeyboardInterrupt, SignalException):
+        print("oases: interrupted", file=sys.stderr)
+        sys.exit(130)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"exit code {failure.exitcode}"
@@ -87,10 +91,11 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
         "127.0.0.1",
     ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(options.backend.activate(), timeout=timedelta(seconds=options.timeout_seconds))
-    roll_call = RollCall(rank, dist.get_world_size())
+    roll_call = RollCall(rank, options.size)
     signal.signal(signal.SIGTERM, lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher is told, too, and ends the ranks in order
     try:
+        dist.init_process_group(options.backend.activate(), timeout=timedelta(seconds=options.timeout_seconds))
         result = function(*arguments)
         dist.barrier()
         roll_call.stop()

@@ -13,7 +13,6 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-_CALL = "oases/roll-call"
 _INTERVAL_SECONDS = 0.5
 
 
@@ -23,6 +22,8 @@ class RollCall:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        # A launcher may start the ranks again over the same store.
+        self._call = f"oases/roll-call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="oases-roll-call", daemon=True)
         self._thread.start()
@@ -36,12 +37,12 @@ class RollCall:
         """Call the roll; return the ranks that did not answer in time. Empty where the store is gone, too."""
         try:
             store = _connect()
-            store.set(_CALL, str(self.rank))
+            store.set(self._call, str(self.rank))
             absent = [rank for rank in range(self.size) if rank != self.rank]
             end = time.monotonic() + patience_seconds
             while absent and time.monotonic() < end:
                 time.sleep(0.05)
-                absent = [rank for rank in absent if not store.check([f"{_CALL}/{rank}"])]
+                absent = [rank for rank in absent if not store.check([f"{self._call}/{rank}"])]
             return absent
         except (RuntimeError, OSError):  # the store went down with the rank that held it
             return []
@@ -50,8 +51,8 @@ class RollCall:
         try:
             store = _connect()
             while not self._stop.wait(_INTERVAL_SECONDS):
-                if store.check([_CALL]):
-                    store.set(f"{_CALL}/{self.rank}", "here")
+                if store.check([self._call]):
+                    store.set(f"{self._call}/{self.rank}", "here")
                     return
         except (RuntimeError, OSError):
             return  # no store, no roll-call: the launcher is gone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,13 @@ from rich.progress import (
 )
 from rich.table import Table
 
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False)  # paths may hold brackets
 if not console.is_terminal:
-    console = Console(highlight=False, width=110)  # a log has no width of its own; 80 would cut the tables
+    console = Console(
+        highlight=False, markup=False, width=110
+    )  # a log has no width of its own; 80 would cut the tables
+
+console.quiet = os.environ.get("RANK", "0") != "0"  # under torchrun every rank runs the command; one speaks
 
 
 @contextmanager

@@ -30,12 +30,15 @@ def link_bytes_per_second(rate: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
     if match is None or float(match[1]) == 0:
         raise UsageError(f"unknown link rate {rate!r}; give a number and kbit, mbit or gbit, e.g. 500mbit")
-    return float(match[1]) * _UNITS[match[2]]
+    bytes_per_second = float(match[1]) * _UNITS[match[2]]
+    if not 1e3 <= bytes_per_second <= 12.5e9:
+        raise UsageError(f"link rate {rate!r} is out of range; give one between 8kbit and 100gbit")
+    return bytes_per_second
 
 
-def inside() -> bool:
-    """Whether this process was re-launched behind a shaped link already."""
-    return INSIDE in os.environ
+def inside(rate: str) -> bool:
+    """Whether this process was re-launched behind a link of this rate already."""
+    return os.environ.get(INSIDE) == rate
 
 
 def _environment() -> dict[str, str]:
@@ -68,7 +71,9 @@ def why_impossible(rate: str) -> str | None:
 
 def relaunch(rate: str, arguments: Sequence[str]) -> None:
     """Replace this process by `python -m oases ARGUMENTS` behind a loopback of `rate`. Does not return."""
-    command = [sys.executable, "-m", "oases", *arguments]
+    # Not -m: that would look for the package in the current folder first, where a source tree may lie.
+    start = "import sys; sys.path[:] = [p for p in sys.path if p]; from oases.cli import main; main()"
+    command = [sys.executable, "-c", start, *arguments]
     environment = _environment() | {INSIDE: rate, "GLOO_SOCKET_IFNAME": "lo"}
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no names are resolved in here; c10d would say so
     sys.stdout.flush()
@@ -111,7 +116,10 @@ def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ns|us|ms|s)", text)
     if match is None:
         raise UsageError(f"alpha {text!r} is no time; give a number and ns, us, ms or s, e.g. 20us")
-    return float(match[1]) / {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}[match[2]]
+    seconds = float(match[1]) / {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}[match[2]]
+    if seconds > 60:
+        raise UsageError(f"alpha {text!r} is out of range; a collective's start-up is at most 60s here")
+    return seconds
 
 
 def _rate(text: str) -> float:
@@ -124,7 +132,7 @@ def _rate(text: str) -> float:
 def _register_sim(backend: Backend) -> None:
     import torch.distributed as dist
 
-    from oases import _C
+    import oases._C as _C
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout)

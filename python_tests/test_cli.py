@@ -38,13 +38,25 @@ def fails(capsys, *arguments):
         (["train", "--timeout", "0"], ["--timeout", "got 0"]),
         (["train", "--resume", "/nowhere"], ["'/nowhere'", "--checkpoint"]),
         (["train", "--json", "/nowhere/x.json"], ["'/nowhere/x.json'", "folder does not exist"]),
+        (["train", "--seed", "99999999999999999999"], ["seed", "2 ** 63"]),
+        (["train", "--learning-rate", "inf"], ["learning_rate", "finite"]),
+        (["train", "--timeout", "inf"], ["--timeout", "got inf"]),
+        (["train", "--backend", "nccl"], ["nccl", "--device cuda"]),
+        (["train", "--backend", "sim:alpha=99999999999s,bandwidth=1gbit"], ["alpha", "out of range"]),
+        (["train", "--hidden", "192", "--heads", "3", "--tp", "3"], ["vocabulary 256", "degrees that do: 1\n"]),
+        (["train", "--hidden", "100000000", "--heads", "2"], ["100000000", "GB"]),
+        (["train", "--sub-batches", "100000000"], ["100000000 sub-batches"]),
+        (["train", "--schedule", "x" * 300], ["xxx"]),
+        (["train", "--data", ""], ["data path ''"]),
+        (["train", "--json", "/tmp"], ["'/tmp' is a folder"]),
+        (["train", "--link", "99999999999999gbit"], ["out of range", "100gbit"]),
         (["train", "--nosuch"], ["--nosuch", "--help"]),
         (["train", "--data", "/nowhere"], ["'/nowhere'", "does not exist"]),
         (["bench", "overlap", "--link", "fast"], ["'fast'", "500mbit"]),
         (["bench", "overlap", "--link", "0gbit"], ["'0gbit'"]),
         (["bench", "overlap", "--schedules", "sync,nosuch"], ["'nosuch'"]),
         (["bench", "overlap", "--tp", "1"], ["--tp 1", "at least 2"]),
-        (["bench", "overlap", "--tp", "5"], ["heads 12", "--tp 5", "1, 2, 3, 4, 6, 12"]),
+        (["bench", "overlap", "--tp", "5"], ["heads 12", "--tp 5", "1, 2, 4"]),
         (["bench", "overlap", "--recompute", "some"], ["'some'"]),
         (["bench", "overlap", "--iterations", "0"], ["iterations", "got 0"]),
         (["bench"], ["BENCHMARK"]),
@@ -66,8 +78,23 @@ def test_data_of_every_bad_kind(capsys, tmp_path):
     (tmp_path / "binary").write_bytes(b"\0\1\2" * 100)
     (tmp_path / "short.txt").write_text("too short")
     assert "is empty" in fails(capsys, "train", "--data", str(tmp_path / "empty.txt"))
-    assert "not a text file" in fails(capsys, "train", "--data", str(tmp_path / "binary"))
+    assert "is not UTF-8 text" in fails(capsys, "train", "--data", str(tmp_path / "binary"))
     assert "too few" in fails(capsys, "demo", "--data", str(tmp_path / "short.txt"))
+
+
+def test_a_checkpoint_replaces_nothing_but_checkpoints(capsys, tmp_path):
+    precious = tmp_path / "home" / "precious.txt"
+    precious.parent.mkdir()
+    precious.write_text("x")
+    for path in (precious.parent, precious, tmp_path / "home" / ".."):
+        error = fails(capsys, "train", *SMALL, "--checkpoint", str(path))
+        assert "holds other files" in error or "is a file" in error
+    assert precious.read_text() == "x"
+
+
+def test_a_link_cannot_be_shaped_between_a_launchers_ranks(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "leave out torchrun" in fails(capsys, "train", "--link", "1gbit")
 
 
 def test_a_schedule_text_with_a_mistake_names_line_and_column(capsys, tmp_path):
@@ -79,6 +106,10 @@ def test_a_schedule_text_with_a_mistake_names_line_and_column(capsys, tmp_path):
     assert "line 6, column 1" in error
     path.write_text(text.replace("wait F 0.0\n", ""))
     assert "uses the result of F 0.0 before 'wait F 0.0'" in fails(capsys, "train", "--schedule", str(path))
+    path.write_text("schedule x blocks=999999 sub_batches=1\nF 0.0\n")
+    assert "is for 999999 blocks" in fails(capsys, "train", "--schedule", str(path))
+    path.write_bytes(b"\xff\xfe")
+    assert "is not UTF-8 text" in fails(capsys, "train", "--schedule", str(path))
     path.write_text(text)
     assert "is for 8 blocks; 2 layers have 4" in fails(capsys, "train", "--layers", "2", "--schedule", str(path))
 
@@ -119,9 +150,19 @@ def test_train_saves_and_resumes(capfd, tmp_path):
     checkpoint = str(tmp_path / "checkpoint")
     cli.main(["train", *SMALL, "--steps", "4", "--checkpoint", checkpoint])
     path = tmp_path / "t.json"
+    assert "hidden under compute" in capfd.readouterr().out
     cli.main(["train", *SMALL, "--steps", "6", "--tp", "1", "--resume", checkpoint, "--json", str(path)])
     assert len(json.loads(path.read_text())["losses"]) == 2
-    assert "hidden under compute" in capfd.readouterr().out
+    for change, message in (
+        (["--layers", "2"], "layers is 1 there and 2 here"),
+        (["--heads", "4"], "heads is 2 there and 4 here"),
+    ):
+        error = fails(capfd, "train", *SMALL, "--steps", "6", "--resume", checkpoint, *change)
+        assert message in error
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", *SMALL, "--steps", "4", "--resume", checkpoint])
+    assert caught.value.code == 2
+    assert "nothing is left to do" in capfd.readouterr().err
 
 
 def test_demo_runs_without_a_shaped_link(capfd, tmp_path, monkeypatch):

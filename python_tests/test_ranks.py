@@ -76,7 +76,7 @@ def test_a_rank_that_dies_is_named_by_the_others(size):
     assert done.returncode == 1
     assert "oases: rank 1 ended with signal SIGKILL; the run is over" in done.stderr
     # The survivor next to it in the backward pass says what it waited for and who is missing.
-    assert "waited for all_reduce of B " in done.stderr, done.stderr
+    assert "waited for all_reduce of " in done.stderr, done.stderr
     assert "; rank 1 is gone" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert seconds < 45  # start included; the others must end within 30 s

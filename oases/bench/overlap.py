@@ -26,7 +26,7 @@ from oases.parallel.statistics import names_op
 from oases.ranks import require_agreement
 from oases.simulator.timeline import Timeline, from_measurements
 from oases.terminal import progress
-from oases.train.config import ModelOptions, option, require_device, settings
+from oases.train.config import ModelOptions, option, require_device, require_memory, require_seed, settings
 
 Passes = tuple[float, float]
 """Seconds of the forward and of the backward pass."""
@@ -49,6 +49,7 @@ class OverlapConfig(ModelOptions):
         super().__post_init__()
         if self.iterations < 1:
             raise UsageError(f"iterations must be at least 1, got {self.iterations}")
+        require_seed(self.seed)
         require_device(self.device)
 
     @property
@@ -62,6 +63,8 @@ class OverlapConfig(ModelOptions):
         if degree < 2:
             raise UsageError(f"--tp {degree} communicates nothing, so there is nothing to hide; give at least 2")
         self.require_degree(degree)
+        if self.device == "cpu":
+            require_memory(self, degree)
         for name in self.names:
             self.resolve_schedule(name)
 

@@ -3,6 +3,7 @@
 from oases.schedule.ir import Op, Schedule, ScheduleError
 from oases.schedule.tensor import (
     GENERATORS,
+    WHOLE,
     Recompute,
     cross_pass,
     fine_grained,
@@ -16,6 +17,7 @@ from oases.schedule.validate import validate, validate_ranks
 
 __all__ = [
     "GENERATORS",
+    "WHOLE",
     "Op",
     "Recompute",
     "Schedule",

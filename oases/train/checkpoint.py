@@ -1,12 +1,17 @@
 """Checkpoints by torch.distributed.checkpoint: each rank writes its shards, any degree reads them back.
 
 Shards are wrapped as DTensors for the time of saving and loading, which is what lets a checkpoint of one
-tensor-parallel degree be read by another. A checkpoint is written aside and renamed once it is whole.
+tensor-parallel degree be read by another. A checkpoint is written aside and takes its place by a rename once it is
+whole. Only folders that are checkpoints themselves are ever replaced.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,49 +26,96 @@ from oases.errors import UsageError
 from oases.parallel.group import ProcessGroup, group_rank, group_size
 from oases.parallel.stack import sharded_parameters
 
+SIZES = "model.json"
+"""The model's sizes, in the checkpoint's folder: what weights alone do not tell, the heads, among them."""
+
+
+def require_checkpoint(path: str | Path) -> Path:
+    """Raise UsageError unless `path` is a folder that `save` wrote."""
+    path = Path(path)
+    if not ((path / ".metadata").is_file() and (path / SIZES).is_file()):
+        raise UsageError(f"{str(path)!r} is no checkpoint folder; give one that --checkpoint wrote")
+    return path
+
+
+def require_replaceable(path: str | Path) -> Path:
+    """Raise UsageError unless `path` may be written: absent, an empty folder, or an earlier checkpoint."""
+    given, path = path, Path(path).resolve()
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"checkpoint {str(given)!r} is a file; give the path of a folder of its own")
+    if path.is_dir() and any(path.iterdir()) and not (path / SIZES).is_file():
+        raise UsageError(
+            f"checkpoint {str(given)!r} holds other files, which would be replaced; give a new or empty folder"
+        )
+    return path
+
 
 def save(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.AdamW, step: int, group: ProcessGroup | None
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    step: int,
+    sizes: dict[str, Any],
+    group: ProcessGroup | None,
 ) -> None:
-    """Write model, optimizer and step to the folder `path`, replacing what was there. All ranks call it."""
-    path = Path(path)
-    aside = path.with_name(path.name + ".part")
+    """Write model, optimizer and step to the folder `path`, replacing an earlier checkpoint. All ranks call it.
+
+    sizes: what a model must be built with to load it, as plain values. Raises UsageError for a path that holds
+    anything else.
+    """
+    path = require_replaceable(path)
+    aside, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
+    _barrier(group)  # nobody writes before everybody has looked
     first = group_rank(group) == 0
     if first:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir(parents=True)
+        (aside / SIZES).write_text(json.dumps(sizes, indent=1))
     _barrier(group)
     state = _state(model, optimizer, group) | {"step": torch.tensor(step)}
-    dcp.save(state, checkpoint_id=aside, process_group=group, no_dist=group is None)
+    with _quiet():
+        dcp.save(state, checkpoint_id=aside, process_group=group, no_dist=group is None)
     _barrier(group)
     if first:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
         aside.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
     _barrier(group)
 
 
-def load(path: str | Path, model: nn.Module, optimizer: torch.optim.AdamW | None, group: ProcessGroup | None) -> int:
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.AdamW | None,
+    sizes: dict[str, Any],
+    group: ProcessGroup | None,
+) -> int:
     """Read a checkpoint into model and optimizer (None: the model alone), in place; return its step.
 
     Raises UsageError where the folder is no checkpoint or holds a model of other sizes.
     """
-    path = Path(path)
-    if not (path / ".metadata").is_file():
-        raise UsageError(f"{str(path)!r} is no checkpoint folder; give one that --checkpoint wrote")
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    path = require_checkpoint(path)
+    require_sizes(path, sizes)
     state = _state(model, optimizer, group) | {"step": torch.tensor(0)}
-    for name, tensor in state.items():
-        sizes = getattr(saved.get(name), "size", None)
-        if sizes is None or tuple(sizes) != tuple(tensor.shape):
-            raise UsageError(
-                f"checkpoint {str(path)!r} does not fit: {name} is {tuple(sizes) if sizes else 'missing'} there "
-                f"and {tuple(tensor.shape)} here; give the sizes of the model that was saved"
-            )
-    dcp.load(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+    with _quiet():
+        dcp.load(state, checkpoint_id=path, process_group=group, no_dist=group is None)
     if optimizer is not None:
         for parameter in model.parameters():
             optimizer.state[parameter]["step"].fill_(float(state["step"]))
     return int(state["step"])
+
+
+def require_sizes(path: str | Path, sizes: dict[str, Any]) -> None:
+    """Raise UsageError, naming what differs, unless the checkpoint is of a model of these sizes."""
+    saved = json.loads((Path(path) / SIZES).read_text())
+    for name, size in sizes.items():
+        if saved.get(name) != size:
+            raise UsageError(
+                f"checkpoint {str(path)!r} does not fit: {name} is {saved.get(name)} there and {size} here; give "
+                "the sizes of the model that was saved"
+            )
 
 
 def _state(model: nn.Module, optimizer: torch.optim.AdamW | None, group: ProcessGroup | None) -> dict[str, Any]:
@@ -89,6 +141,14 @@ def _state(model: nn.Module, optimizer: torch.optim.AdamW | None, group: Process
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[f"optimizer.{name}.{moment}"] = whole(moments[moment], dim)
     return state
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """One process is what it looks like; DCP need not warn of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _barrier(group: ProcessGroup | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
@@ -10,8 +12,9 @@ import torch
 
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig
-from oases.schedule import GENERATORS, Recompute, Schedule, generate, parse_schedule, validate
-from oases.train.data import TextCorpus
+from oases.schedule import GENERATORS, WHOLE, Recompute, Schedule, generate, parse_schedule, validate
+from oases.train.checkpoint import require_checkpoint, require_replaceable, require_sizes
+from oases.train.data import VOCABULARY, TextCorpus
 
 
 def option(default: Any, description: str) -> Any:
@@ -46,9 +49,10 @@ class ModelOptions:
         """Raise UsageError unless the model can be cut over `degree` ranks."""
         if degree < 1:
             raise UsageError(f"--tp must be at least 1, got {degree}")
-        for name, size in (("heads", self.heads), ("hidden", self.hidden), ("vocabulary", 256)):
+        sizes = {"heads": self.heads, "hidden": self.hidden, "vocabulary": VOCABULARY}
+        for name, size in sizes.items():
             if size % degree:
-                fits = ", ".join(str(t) for t in range(1, size + 1) if self.heads % t == 0 and self.hidden % t == 0)
+                fits = ", ".join(str(t) for t in range(1, 65) if not any(other % t for other in sizes.values()))
                 raise UsageError(f"{name} {size} does not divide by --tp {degree}; degrees that do: {fits}")
 
     def resolve_schedule(self, name: str) -> Schedule:
@@ -57,26 +61,36 @@ class ModelOptions:
         UsageError where there is neither or the batch is too small; ScheduleError for a bad text.
         """
         if name in GENERATORS:
+            if name not in WHOLE:
+                self._require_batch(self.sub_batches)
             schedule = generate(name, 2 * self.layers, self.sub_batches, cast(Recompute, self.recompute))
         elif Path(name).is_file():
-            schedule = parse_schedule(Path(name).read_text())
-            validate(schedule)
+            try:
+                schedule = parse_schedule(Path(name).read_text(encoding="utf-8"))
+            except UnicodeDecodeError as error:
+                raise UsageError(f"schedule file {name!r} is not UTF-8 text: {error.reason}") from error
             if schedule.num_blocks != 2 * self.layers:
                 raise UsageError(
                     f"schedule file {name!r} is for {schedule.num_blocks} blocks; {self.layers} layers have "
                     f"{2 * self.layers}"
                 )
+            self._require_batch(schedule.num_sub_batches)
+            validate(schedule)
+            if not schedule.backward:
+                raise UsageError(f"schedule file {name!r} has no backward pass, which training needs")
         else:
             raise UsageError(
                 f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}, or give the path of a "
                 "schedule's text"
             )
-        if self.batch < schedule.num_sub_batches:
-            raise UsageError(
-                f"a batch of {self.batch} cannot be cut into {schedule.num_sub_batches} sub-batches; raise "
-                "--batch or lower --sub-batches"
-            )
         return schedule
+
+    def _require_batch(self, num_sub_batches: int) -> None:
+        if self.batch < num_sub_batches:
+            raise UsageError(
+                f"a batch of {self.batch} cannot be cut into {num_sub_batches} sub-batches; raise --batch or lower "
+                "--sub-batches"
+            )
 
     def gpt(self, seed: int) -> GPTConfig:
         """The built-in GPT of these sizes."""
@@ -106,23 +120,52 @@ class TrainConfig(ModelOptions):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("learning_rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("warmup", "weight_decay", "seed"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"{name} must be at least 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        for name in ("warmup", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
+        require_seed(self.seed)
         require_device(self.device)
 
     def check(self, degree: int) -> TextCorpus:
         """Everything that can be known before any rank starts; returns the corpus."""
         self.require_degree(degree)
         self.resolve_schedule(self.schedule)
-        if self.resume is not None and not (Path(self.resume) / ".metadata").is_file():
-            raise UsageError(f"resume {self.resume!r} is no checkpoint folder; give one that --checkpoint wrote")
+        if self.device == "cpu":
+            require_memory(self, degree)
+        if self.resume is not None:
+            require_sizes(require_checkpoint(self.resume), sizes_of(self))
+        if self.checkpoint is not None:
+            require_replaceable(self.checkpoint)
         corpus = TextCorpus(self.data)
         for split in ("train", "validation"):
             corpus.batch(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)
         return corpus
+
+
+def sizes_of(options: ModelOptions) -> dict[str, Any]:
+    """What a model must be built with to load another's weights."""
+    return {name: getattr(options, name) for name in ("hidden", "layers", "heads", "sequence")}
+
+
+def require_seed(seed: int) -> None:
+    """Raise UsageError unless torch and numpy both take the seed."""
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"seed must be at least 0 and below 2 ** 63, got {seed}")
+
+
+def require_memory(options: ModelOptions, degree: int) -> None:
+    """Raise UsageError where weights, gradients and AdamW's moments alone exceed this machine's memory."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return
+    need = 4 * 4 * 12 * options.hidden**2 * options.layers  # 12 h^2 weights a layer, fp32, four of each
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > have:
+        raise UsageError(
+            f"hidden {options.hidden} with {options.layers} layers needs {need / 1e9:.0f} GB for weights and "
+            f"optimizer over its {degree} ranks, this machine has {have / 1e9:.0f} GB; lower --hidden or --layers"
+        )
 
 
 def require_device(device: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -38,8 +39,10 @@ class TextCorpus:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        if path is not None and not str(path):
+            raise UsageError("data path '' is empty; give a text file or a folder of them")
         self.path = Path(path) if path is not None else standard_library()
-        self.skipped = 0
+        skipped = Counter[str]()
         files = sorted(self._candidates(path is None))
         self._files: list[Path] = []
         self._starts: list[int] = []
@@ -47,20 +50,24 @@ class TextCorpus:
         for file in files:
             try:
                 size = file.stat().st_size
-                if size and _is_text(file):
+                if not size:
+                    skipped["empty"] += 1
+                elif not _is_text(file):
+                    skipped["not UTF-8 text"] += 1
+                else:
                     self._files.append(file)
                     self._starts.append(self.num_bytes)
                     self.num_bytes += size
-                else:
-                    self.skipped += 1
             except OSError as error:
                 if file == self.path:
                     raise UsageError(f"data {str(file)!r} cannot be read: {error.strerror}") from error
-                self.skipped += 1
+                skipped["unreadable"] += 1
+        self.skipped = dict(skipped)
         if not self._files:
-            what = "is not a text file (UTF-8)" if self.path.is_file() else "holds no text files (UTF-8)"
-            if not any(file.stat().st_size for file in files if os.access(file, os.R_OK)):
-                what = "is empty"
+            why = ", ".join(f"{count} {what}" for what, count in skipped.items())
+            what = (
+                f"is {next(iter(skipped))}" if self.path.is_file() else f"holds no text file ({why or 'it is empty'})"
+            )
             raise UsageError(f"data {str(self.path)!r} {what}; give a text file or a folder of them")
         # Each worker process maps files by itself; open ones are few, so that no limit on descriptors is hit.
         self._map = lru_cache(maxsize=64)(lambda index: np.memmap(self._files[index], np.uint8, mode="r"))

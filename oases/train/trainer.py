@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from oases.errors import UsageError
 from oases.models.gpt import GPT
 from oases.parallel.gradients import clip_grad_norm
 from oases.parallel.group import ProcessGroup, group_size, resolve
 from oases.parallel.statistics import Report, report
-from oases.train import checkpoint
-from oases.train.config import TrainConfig
+from oases.train.checkpoint import load, save
+from oases.train.config import TrainConfig, sizes_of
 from oases.train.data import TextCorpus
 
 
@@ -39,16 +40,25 @@ class Trainer:
         ).to(device)
         self.device = device
         self.optimizer = _adamw(self.model, config)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _warmup_then_cosine(config))
         self.steps_done = 0
         if config.resume is not None:
-            self.steps_done = checkpoint.load(config.resume, self.model, self.optimizer, self.group)
-            for _ in range(self.steps_done):
-                self.scheduler.step()
+            self.steps_done = load(config.resume, self.model, self.optimizer, self.sizes, self.group)
+            if self.steps_done >= config.steps:
+                raise UsageError(
+                    f"checkpoint {config.resume!r} is at step {self.steps_done} of {config.steps}: nothing is "
+                    "left to do; give more --steps"
+                )
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What a model must be built with to load this one's weights."""
+        return sizes_of(self.config)
 
     def step(self) -> float:
         """One optimizer step; returns the training loss in nats per byte."""
         config = self.config
+        for group in self.optimizer.param_groups:  # a function of the step alone, so a resumed run needs no state
+            group["lr"] = config.learning_rate * warmup_then_cosine(self.steps_done, config)
         tokens, targets = self.corpus.batch(
             split="train",
             step=self.steps_done,
@@ -60,7 +70,6 @@ class Trainer:
         loss.backward()
         clip_grad_norm(self.model, config.clip, process_group=self.group)
         self.optimizer.step()
-        self.scheduler.step()
         self.optimizer.zero_grad()
         self.steps_done += 1
         return float(loss.detach())
@@ -107,7 +116,7 @@ class Trainer:
 
     def save(self, path: str) -> None:
         """Write a checkpoint that any tensor-parallel degree can load."""
-        checkpoint.save(path, self.model, self.optimizer, self.steps_done, self.group)
+        save(path, self.model, self.optimizer, self.steps_done, self.sizes, self.group)
 
     def overlap(self) -> dict[str, Any]:
         """What was hidden so far, as `oases.report()` tells it."""
@@ -124,11 +133,9 @@ def _adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def _warmup_then_cosine(config: TrainConfig) -> Callable[[int], float]:
-    def factor(step: int) -> float:
-        if step < config.warmup:
-            return (step + 1) / config.warmup
-        progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-    return factor
+def warmup_then_cosine(step: int, config: TrainConfig) -> float:
+    """Share of the peak learning rate at `step`: up in a line, down to a tenth in half a cosine."""
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))

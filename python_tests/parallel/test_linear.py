@@ -195,3 +195,9 @@ def test_errors_name_the_value(two_ranks):
     assert "Double" in dtype
     assert "sequence of 3" in sequence
     assert "group size 2" in sequence
+
+
+def test_from_linear_takes_dtype_and_device():
+    layer = OverlappedColumnLinear.from_linear(nn.Linear(IN, OUT), dtype=torch.bfloat16)
+    assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
+    assert OverlappedRowLinear.from_linear(nn.Linear(IN, OUT), device="meta").weight.is_meta

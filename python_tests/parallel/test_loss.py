@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from oases import parallel_cross_entropy
+from oases import OverlappedEmbedding, parallel_cross_entropy
 from oases.parallel.linear import shard
 
 
@@ -45,3 +45,14 @@ def test_large_logits_do_not_overflow(two_ranks):
 def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"shape \(2, 3, 4\) do not fit targets of \(2, 4\)"):
         parallel_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.long))
+
+
+def check_range():
+    with pytest.raises(IndexError, match="target 99 is out of range for a vocabulary of 4"):
+        parallel_cross_entropy(torch.zeros(2, 2), torch.tensor([0, 99]))
+    with pytest.raises(IndexError, match="token -3 is out of range for a vocabulary of 8"):
+        OverlappedEmbedding(8, 4)(torch.tensor([7, -3]))
+
+
+def test_indices_out_of_range_are_errors(two_ranks):
+    two_ranks.run(check_range)

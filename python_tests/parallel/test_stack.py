@@ -440,7 +440,7 @@ def test_blocks_with_graphs_of_their_own(two_ranks, kind, recompute):
 def check_other_schedules():
     schedule = ["oases", "sync"][dist.get_rank()]
     stack = make_stack(plain_blocks(2), dist.group.WORLD, schedule=schedule)
-    with pytest.raises(ScheduleError, match="rank 0 runs schedule 'oases' with 2 .* rank 1 runs 'sync' with 1"):
+    with pytest.raises(ScheduleError, match=r"rank 0 runs schedule 'oases' with 2 .* rank 1 runs 'sync' with 1"):
         stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
 
 

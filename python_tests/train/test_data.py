@@ -21,7 +21,7 @@ def test_files_are_joined_in_order_and_binaries_skipped(tmp_path):
     corpus = TextCorpus(tmp_path)
     assert bytes(corpus.read(0, corpus.num_bytes)) == b"firstseconddritte \xc3\x84"
     assert bytes(corpus.read(3, 4)) == b"stse"
-    assert (corpus.num_files, corpus.skipped) == (3, 2)
+    assert (corpus.num_files, corpus.skipped) == (3, {"not UTF-8 text": 2})
 
 
 def test_a_character_cut_by_the_probe_is_still_text(tmp_path):
@@ -73,10 +73,10 @@ def test_the_default_is_python_source():
     ("files", "path", "message"),
     [
         ({}, "nowhere", "does not exist"),
-        ({}, ".", "is empty"),
+        ({}, ".", r"holds no text file \(it is empty\)"),
         ({"a": b""}, "a", "is empty"),
-        ({"a": b"\0\1\2"}, "a", "is not a text file"),
-        ({"a": b"\0\1\2"}, ".", "holds no text files"),
+        ({"a": b"\0\1\2"}, "a", "is not UTF-8 text"),
+        ({"a": b"\0\1\2", "b": b""}, ".", r"holds no text file \(1 not UTF-8 text, 1 empty\)"),
     ],
 )
 def test_bad_paths_are_named(tmp_path, files, path, message):

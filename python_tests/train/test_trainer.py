@@ -110,9 +110,9 @@ def loaded_weights(data, path):
 def test_a_checkpoint_of_other_sizes_is_refused(corpus, tmp_path):
     path = str(tmp_path / "checkpoint")
     Trainer(dataclasses.replace(CONFIG, data=corpus)).save(path)
-    with pytest.raises(UsageError, match=r"does not fit: .* is \(.*\) there and \(.*\) here"):
+    with pytest.raises(UsageError, match=r"does not fit: hidden is 32 there and 64 here"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, hidden=64, resume=path))
-    with pytest.raises(UsageError, match=r"is missing|missing there"):
+    with pytest.raises(UsageError, match=r"layers is 2 there and 3 here"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, layers=3, resume=path))
     with pytest.raises(UsageError, match="no checkpoint folder"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, resume=str(tmp_path / "nowhere")))
