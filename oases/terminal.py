@@ -67,6 +67,9 @@ def overlap_table(result: dict[str, Any]) -> Table:
             percent(row["of_ideal"]), f"{row['all_reduces_per_layer']:g}",
             f"{row['max_relative_gradient_error']:.1e}",
         )  # fmt: skip
+    sync = result["schedules"]["sync"]["step_seconds"]
+    for name, row in result["peers"].items():
+        table.add_row(name, f"{1e3 * row['step_seconds']:.0f} ms", f"{sync / row['step_seconds']:.2f} x")
     table.caption = (
         f"compute alone {1e3 * result['compute_seconds']:.0f} ms, communication alone "
         f"{1e3 * result['communication_seconds']:.0f} ms, ideal {1e3 * result['ideal_seconds']:.0f} ms"

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oases.bench.peers import make_peer, parse_peers, require_peer
 from oases.errors import UsageError
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
@@ -41,6 +42,7 @@ class OverlapConfig(ModelOptions):
     sequence: int = option(256, "tokens per sample")
     batch: int = option(4, "samples per step")
     schedules: str = option("sync,oases", "schedules to compare, by name or path, joined by commas")
+    peers: str = option("none", "who else runs: all, none, or some of torch, megatron, domino joined by commas")
     iterations: int = option(7, "interleaved repetitions; medians are reported")
     seed: int = option(0, "seed of weights and inputs")
     device: str = option("cpu", "cpu or cuda")
@@ -51,6 +53,7 @@ class OverlapConfig(ModelOptions):
             raise UsageError(f"iterations must be at least 1, got {self.iterations}")
         require_seed(self.seed)
         require_device(self.device)
+        parse_peers(self.peers)
 
     @property
     def names(self) -> list[str]:
@@ -67,6 +70,8 @@ class OverlapConfig(ModelOptions):
             require_memory(self, degree)
         for name in self.names:
             self.resolve_schedule(name)
+        for name in parse_peers(self.peers):
+            require_peer(name, self.batch, self.recompute)
 
 
 class OverlapBench:
@@ -83,6 +88,8 @@ class OverlapBench:
         self.schedules = {name: config.resolve_schedule(name) for name in config.names}
         # The least compute there is: the batch whole, and no product recomputed only for an all-reduce.
         self._compute_alone = config.resolve_schedule("fine_grained")
+        made_of = (config.gpt(config.seed), list(self.stack.blocks), group, config.recompute)
+        self.peers = {name: make_peer(name, *made_of) for name in parse_peers(config.peers)}
         torch.manual_seed(config.seed)
         shape = (config.batch, config.sequence, config.hidden)
         self.x, self.grad = torch.randn(2, *shape, device=device)
@@ -93,6 +100,16 @@ class OverlapBench:
         self.stack.zero_grad()
         x = self.x.clone().requires_grad_()
         forward = self._timed(lambda: self.stack.run(x, scheduler))
+        backward = self._timed(lambda: self._output.backward(self.grad))
+        self._x_grad = x.grad
+        return forward, backward
+
+    def peer_step(self, name: str) -> Passes:
+        """One forward and backward pass of a peer."""
+        peer = self.peers[name]
+        peer.zero_grad()
+        x = self.x.clone().requires_grad_()
+        forward = self._timed(lambda: peer(x))
         backward = self._timed(lambda: self._output.backward(self.grad))
         self._x_grad = x.grad
         return forward, backward
@@ -132,6 +149,17 @@ class OverlapBench:
         dist.all_reduce(error, dist.ReduceOp.MAX, group=self.group)
         return float(error)
 
+    def require_equal(self, peer: str, x_grad: Tensor) -> None:
+        """Raise RuntimeError where a peer's gradient of the input is not `x_grad`: then it did other work."""
+        self.peer_step(peer)
+        assert self._x_grad is not None
+        error = float((self._x_grad - x_grad).abs().max() / x_grad.abs().max())
+        if not error < 1e-3:
+            raise RuntimeError(
+                f"the peer {peer!r} computes something else: its gradient of the input differs by {error:.1e}; leave "
+                "it out of --peers and install the versions in requirements-peers.txt"
+            )
+
     def wire_all_reduces_per_layer(self, name: str) -> float:
         """All-reduces per layer and sub-batch, counted on the wire during one step."""
         self.scheduler.reset_totals()
@@ -169,6 +197,9 @@ class OverlapBench:
         }
         for name in self.schedules:
             contestants[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
+        for name in self.peers:
+            self.require_equal(name, reference[0])
+            contestants[f"peer {name}"] = lambda name=name: self.peer_step(name)  # type: ignore[misc]
         times: dict[str, list[Passes]] = {name: [] for name in contestants}
         for iteration in range(self.config.iterations):
             for name, run in contestants.items():
@@ -211,12 +242,17 @@ def summarize(
             "all_reduces_per_layer": counts[name],
             "max_relative_gradient_error": errors[name],
         }
+    peers = {}
+    for name in parse_peers(config.peers):
+        forward, backward, step = median(f"peer {name}")
+        peers[name] = {"step_seconds": step, "forward_seconds": forward, "backward_seconds": backward}
     return {
         "config": settings(config) | {"tp": degree},
         "compute_seconds": compute[2],
         "communication_seconds": communication[2],
         "ideal_seconds": ideal,
         "schedules": schedules,
+        "peers": peers,
     }
 
 
