@@ -188,7 +188,7 @@ def _without_bias(linear: nn.Module) -> nn.Module:
 
 
 class _SequenceFirst(nn.Module):
-    """Domino under our layout; the two copies cost less than a thousandth of a layer."""
+    """Domino under our layout: one copy of the input and one of the output."""
 
     def __init__(self, transformer: nn.Module) -> None:
         super().__init__()
