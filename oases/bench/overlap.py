@@ -41,7 +41,9 @@ class OverlapConfig(ModelOptions):
     layers: int = option(3, "transformer layers")
     sequence: int = option(256, "tokens per sample")
     batch: int = option(4, "samples per step")
-    schedules: str = option("sync,oases", "schedules to compare, by name or path, joined by commas")
+    schedules: str = option(
+        "sync,oases", "schedules to compare, by name (oases@4: four sub-batches) or path, joined by commas"
+    )
     peers: str = option("none", "who else runs: all, none, or some of torch, megatron, domino joined by commas")
     iterations: int = option(7, "interleaved repetitions; medians are reported")
     seed: int = option(0, "seed of weights and inputs")

@@ -20,8 +20,10 @@ class Randomness:
     def __init__(self, seed: int, call: int, rank: int, device: torch.device, *, active: bool) -> None:
         self._key = (seed, call)
         self._rank = rank
-        self._devices = [device] if device.type != "cpu" else []
-        self._device_type = device.type if device.type != "cpu" else "cuda"
+        # Not torch.manual_seed: it reaches for every device there might be, which costs more than small ops do.
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
         self._active = active
 
     @contextmanager
@@ -32,9 +34,14 @@ class Randomness:
             return
         rank = self._rank if method == "partial" else 0
         text = repr((*self._key, method, block, sub_batch, rank))
-        with torch.random.fork_rng(self._devices, device_type=self._device_type):
-            torch.manual_seed(hash_of(text))
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            for generator in self._generators:
+                generator.manual_seed(hash_of(text))
             yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
 
 
 def hash_of(text: str) -> int:

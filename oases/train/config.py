@@ -58,12 +58,15 @@ class ModelOptions:
     def resolve_schedule(self, name: str) -> Schedule:
         """The schedule called `name`, or the one whose text stands in the file `name`, for this model.
 
+        NAME@N is the named schedule with N sub-batches in place of `sub_batches`.
         UsageError where there is neither or the batch is too small; ScheduleError for a bad text.
         """
-        if name in GENERATORS:
-            if name not in WHOLE:
-                self._require_batch(self.sub_batches)
-            schedule = generate(name, 2 * self.layers, self.sub_batches, cast(Recompute, self.recompute))
+        plain, _, count = name.partition("@")
+        if plain in GENERATORS and (not count or count.isdecimal()):
+            sub_batches = int(count[:9]) if count else self.sub_batches
+            if plain not in WHOLE:
+                self._require_batch(sub_batches)
+            schedule = generate(plain, 2 * self.layers, sub_batches, cast(Recompute, self.recompute))
         elif Path(name).is_file():
             try:
                 schedule = parse_schedule(Path(name).read_text(encoding="utf-8"))
@@ -102,7 +105,7 @@ class TrainConfig(ModelOptions):
     """A training run. All values are checked when it is made; UsageError names the one that cannot be."""
 
     data: str | None = option(None, "text file or folder of text files; default: Python's standard library")
-    schedule: str = option("oases", "name of a schedule, such as oases or sync, or the path of one's text")
+    schedule: str = option("oases", "name of a schedule, such as oases, sync or oases@4, or the path of one's text")
     steps: int = option(200, "optimizer steps")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     warmup: int = option(10, "steps of linear warm-up before the cosine")
