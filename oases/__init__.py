@@ -6,6 +6,8 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "OverlappedColumnLinear": "oases.parallel",
+    "OverlappedColwiseParallel": "oases.parallel",
+    "OverlappedRowwiseParallel": "oases.parallel",
     "OverlappedEmbedding": "oases.parallel",
     "OverlappedRowLinear": "oases.parallel",
     "OverlappedStack": "oases.parallel",
@@ -17,8 +19,10 @@ _PUBLIC = {
 
 __all__ = [
     "OverlappedColumnLinear",
+    "OverlappedColwiseParallel",
     "OverlappedEmbedding",
     "OverlappedRowLinear",
+    "OverlappedRowwiseParallel",
     "OverlappedStack",
     "TrainConfig",
     "Trainer",
@@ -30,8 +34,10 @@ __all__ = [
 if TYPE_CHECKING:
     from oases.parallel import (
         OverlappedColumnLinear,
+        OverlappedColwiseParallel,
         OverlappedEmbedding,
         OverlappedRowLinear,
+        OverlappedRowwiseParallel,
         OverlappedStack,
         parallel_cross_entropy,
         report,

@@ -91,7 +91,7 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
         "127.0.0.1",
     ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    roll_call = RollCall(rank, options.size)
+    roll_call = RollCall(rank, options.size, _waiting_for)
     signal.signal(signal.SIGTERM, lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher is told, too, and ends the ranks in order
     try:
@@ -121,11 +121,19 @@ def _end(message: str, roll_call: RollCall) -> NoReturn:
         message = f"rank {rank}: {message}"
     if waiting and "waited for" not in message:
         message += f" while it waited for {waiting}"
-    missing = roll_call.missing()
-    gone = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
-    verb = "is" if len(missing) == 1 else "are"
-    print(f"oases: {message}" + (f"; {gone} {verb} gone" if missing else ""), file=sys.stderr, flush=True)
+    print(f"oases: {message}{_others(roll_call, waiting)}", file=sys.stderr, flush=True)
     _leave(1)
+
+
+def _others(roll_call: RollCall, waiting: str) -> str:
+    """Who is missing from what this rank waited for: those that are gone, and those that do something else."""
+    text = ""
+    for rank, doing in roll_call.call().items():
+        if doing is None:
+            text += f"; rank {rank} is gone"
+        elif waiting and doing != waiting:
+            text += f"; rank {rank} is missing: it " + (f"waits for {doing}" if doing else "has not come to it")
+    return text
 
 
 def _leave(code: int) -> NoReturn:

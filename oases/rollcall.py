@@ -1,7 +1,8 @@
-"""Who is still there: a thread per rank that answers a roll-call in the launcher's store.
+"""Who is still there, and what they do: a thread per rank that answers a roll-call in the launcher's store.
 
-A rank whose collective failed calls the roll. Ranks that live answer even while their main thread is stuck inside
-a collective; those that do not answer are gone. Between calls the thread costs one look at the store per interval.
+A rank whose collective failed or took too long calls the roll. Ranks that live say what they wait for, even while
+their main thread is stuck inside a collective; those that do not answer are gone. Between calls the thread costs one
+look at the store per interval.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -17,11 +19,15 @@ _INTERVAL_SECONDS = 0.5
 
 
 class RollCall:
-    """Answers roll-calls for `rank` of `size` until stopped, over a connection of its own."""
+    """Answers roll-calls for `rank` of `size` until stopped, over a connection of its own.
 
-    def __init__(self, rank: int, size: int) -> None:
+    waiting_for: what the rank's main thread waits for, "" while it computes.
+    """
+
+    def __init__(self, rank: int, size: int, waiting_for: Callable[[], str]) -> None:
         self.rank = rank
         self.size = size
+        self._waiting_for = waiting_for
         # A launcher may start the ranks again over the same store.
         self._call = f"oases/roll-call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._stop = threading.Event()
@@ -33,26 +39,32 @@ class RollCall:
         self._stop.set()
         self._thread.join()
 
-    def missing(self, patience_seconds: float = 3.0) -> list[int]:
-        """Call the roll; return the ranks that did not answer in time. Empty where the store is gone, too."""
+    def call(self, patience_seconds: float = 3.0) -> dict[int, str | None]:
+        """Call the roll; return what every other rank waits for ("": it computes), None for those that are gone.
+
+        Empty where the store is gone, too.
+        """
+        answers: dict[int, str | None] = {rank: None for rank in range(self.size) if rank != self.rank}
         try:
             store = _connect()
             store.set(self._call, str(self.rank))
-            absent = [rank for rank in range(self.size) if rank != self.rank]
             end = time.monotonic() + patience_seconds
-            while absent and time.monotonic() < end:
+            while None in answers.values() and time.monotonic() < end:
                 time.sleep(0.05)
-                absent = [rank for rank in absent if not store.check([f"{self._call}/{rank}"])]
-            return absent
+                for rank, answer in answers.items():
+                    if answer is None and store.check([f"{self._call}/{rank}"]):
+                        answers[rank] = store.get(f"{self._call}/{rank}").decode().removeprefix("here ")
         except (RuntimeError, OSError):  # the store went down with the rank that held it
-            return []
+            return {}
+        return answers
 
     def _answer(self) -> None:
         try:
             store = _connect()
             while not self._stop.wait(_INTERVAL_SECONDS):
                 if store.check([self._call]):
-                    store.set(f"{self._call}/{self.rank}", "here")
+                    # "here": the store would wait for ever for an empty value.
+                    store.set(f"{self._call}/{self.rank}", f"here {self._waiting_for()}")
                     return
         except (RuntimeError, OSError):
             return  # no store, no roll-call: the launcher is gone

@@ -82,6 +82,29 @@ def test_a_rank_that_dies_is_named_by_the_others(size):
     assert seconds < 45  # start included; the others must end within 30 s
 
 
+def dawdles(seconds):
+    trainer = Trainer(TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=1000))
+    if dist.get_rank() == 1:
+
+        def sleep(grad):
+            if trainer.steps_done == 2:
+                time.sleep(seconds)
+
+        trainer.model.stack.blocks[3].up.weight.register_hook(sleep)
+    trainer.train()
+
+
+def test_a_collective_that_does_not_end_names_who_is_missing():
+    """The watchdog: after the set time every rank ends, and says what it waited for, where, and for whom."""
+    done, seconds = run_script("t.run_ranks(t.dawdles, (600,), t.RankOptions(2, timeout_seconds=4))")
+    assert done.returncode == 1
+    assert "rank 0 waited for all_reduce of " in done.stderr, done.stderr
+    assert "bytes" in done.stderr
+    assert "; rank 1 is missing: it has not come to it" in done.stderr, done.stderr
+    assert "rank 1 was ended by the launcher" in done.stderr, done.stderr
+    assert seconds < 60
+
+
 def test_more_ranks_than_the_launcher_gives(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -5,11 +5,14 @@ from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.parallel.loss import parallel_cross_entropy
 from oases.parallel.stack import OverlappedStack, sharded_parameters
 from oases.parallel.statistics import Report, report
+from oases.parallel.styles import OverlappedColwiseParallel, OverlappedRowwiseParallel
 
 __all__ = [
     "OverlappedColumnLinear",
+    "OverlappedColwiseParallel",
     "OverlappedEmbedding",
     "OverlappedRowLinear",
+    "OverlappedRowwiseParallel",
     "OverlappedStack",
     "Report",
     "parallel_cross_entropy",

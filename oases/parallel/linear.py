@@ -23,7 +23,8 @@ NumChunks = int | Literal["auto"]
 _ROWS_PER_CHUNK = 64
 
 
-def _chunks(num_chunks: NumChunks, x: Tensor) -> int:
+def chunks_for(num_chunks: NumChunks, x: Tensor) -> int:
+    """The number of chunks for an input of this size."""
     if num_chunks != "auto":
         return num_chunks
     rows = x.numel() // max(x.shape[-1], 1)
@@ -168,7 +169,7 @@ class OverlappedColumnLinear(_OverlappedLinear):
             weight,
             bias,
             self._group_name,
-            _chunks(self.num_chunks, x),
+            chunks_for(self.num_chunks, x),
             self.sequence_parallel,
         )
         return gather(y, self.process_group) if self.gather_output else y
@@ -221,7 +222,7 @@ class OverlappedRowLinear(_OverlappedLinear):
             weight,
             bias,
             self._group_name,
-            _chunks(self.num_chunks, x),
+            chunks_for(self.num_chunks, x),
             self.sequence_parallel,
         )
         return y

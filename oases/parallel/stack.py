@@ -29,6 +29,16 @@ from oases.schedule import Recompute, Schedule, ScheduleError, format_schedule, 
 _numbers = itertools.count()
 
 
+def _refuse_mixing(blocks: nn.ModuleList) -> None:
+    """Raise ValueError for layers whose result for one sample depends on the others: cut batches would change it."""
+    for name, module in blocks.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"block module '{name}' ({type(module).__name__}) mixes the samples of a batch, so sub-batches would "
+                "change its result; use a norm per sample, such as LayerNorm"
+            )
+
+
 class _Call:
     """One call of a stack: its execution and the hand-over of parameter gradients, block by block."""
 
@@ -214,6 +224,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 if not callable(getattr(block, name, None)):
                     raise ValueError(f"block {index} ({type(block).__name__}) has no method {name}()")
         self.process_group = resolve(process_group)
+        _refuse_mixing(self.blocks)
         self.wire_dtype = wire_dtype
         self.require_overlap = require_overlap or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
         self.run_as(schedule, sub_batches, recompute)

@@ -367,6 +367,10 @@ def test_bad_arguments():
         make_stack(blocks, None, schedule="nosuch")
     with pytest.raises(ValueError, match="is for 3 blocks, the stack has 2"):
         make_stack(blocks, None, schedule=generate("oases", 3, 2))
+    blocks[0][0].register_module("bad", nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match=r"'0.norm.bad' \(BatchNorm1d\) mixes the samples"):
+        make_stack(blocks, None)
+    blocks = plain_blocks(2)
     with pytest.raises(ValueError, match="sub_batches must be at least 1"):
         make_stack(blocks, None, sub_batches=0)
     with pytest.raises(ValueError, match=r"Linear\) has no method partial"):
