@@ -1,0 +1,159 @@
+"""What the executor computes, keeps and draws: recomputation, dropout, shared memory, graphs of the user's own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_stack import WIDTH, Mlp, check_exact, make_stack, plain_blocks
+from torch import nn
+
+
+class CountsProducts(Mlp):
+    calls = None
+
+    def partial(self, x):
+        import oases.parallel.weight_gradient as weight_gradient
+
+        real = weight_gradient.F.linear
+        seen = self.calls
+
+        class Counted:
+            @staticmethod
+            def linear(*args):
+                seen.append("up" if args[1].shape[0] != WIDTH else "down")
+                return real(*args)
+
+        weight_gradient.F, kept = Counted, weight_gradient.F
+        try:
+            return super().partial(x)
+        finally:
+            weight_gradient.F = kept
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("sync", {"up": 4, "down": 4}), ("oases", {"up": 8, "down": 4})])
+def test_the_row_parallel_product_is_not_recomputed(schedule, expected):
+    stack = make_stack(plain_blocks(2), None, CountsProducts, schedule=schedule, recompute="full")
+    CountsProducts.calls = []
+    stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
+    assert {name: CountsProducts.calls.count(name) for name in ("up", "down")} == expected
+
+
+class Dropping(Mlp):
+    """Dropout on this rank's features and again after the all-reduce."""
+
+    def partial(self, x):
+        return self.down.partial(F.dropout(F.gelu(self.up.partial(self.norm(x))), 0.5))
+
+    def combine(self, x, y):
+        return x + F.dropout(y + self.down.bias, 0.5)
+
+
+def check_dropout():
+    """With dropout on, recomputation and the order of ops change nothing; ranks agree after the all-reduce."""
+    results = {}
+    for schedule in ("oases", "cross_pass", "sub_pipelined"):
+        for recompute in ("none", "full"):
+            torch.manual_seed(7)
+            stack = make_stack(plain_blocks(4), dist.group.WORLD, Dropping, schedule=schedule, recompute=recompute)
+            torch.manual_seed(8 + dist.get_rank())  # the ranks' own random states need not agree
+            x = torch.linspace(-1, 1, 4 * 3 * WIDTH, dtype=torch.float64).view(4, 3, WIDTH).requires_grad_()
+            state = torch.get_rng_state()
+            y = stack(x)
+            y.square().sum().backward()
+            assert torch.equal(torch.get_rng_state(), state), "the caller's random state is its own"
+            results[schedule, recompute] = [y, x.grad, *(p.grad for p in stack.parameters())]
+    first = results.pop(("oases", "none"))
+    for other in results.values():
+        for a, b in zip(first, other, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+    again = stack(x)
+    assert not torch.equal(again, first[0]), "another call, other masks"
+    return first[0].detach(), first[1]
+
+
+def test_dropout_is_the_same_when_recomputed_and_on_all_ranks(two_ranks):
+    (y, grad), (other_y, other_grad) = two_ranks.run(check_dropout)
+    assert torch.equal(y, other_y)
+    assert torch.equal(grad, other_grad)
+
+
+def kept_bytes(schedule, recompute, num_blocks=8):
+    """Bytes alive between forward and backward pass, beyond parameters, in units of one block input."""
+    stack = make_stack(plain_blocks(num_blocks), None, schedule=schedule, recompute=recompute)
+    x = torch.randn(4, 8, WIDTH, dtype=torch.float64, requires_grad=True)
+    y = stack(x)
+    execution = y.grad_fn.call.execution
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in execution._x.values()}
+    kept.pop(x.untyped_storage().data_ptr(), None)
+    return sum(kept.values()) / x.untyped_storage().nbytes()
+
+
+def test_recomputation_keeps_block_inputs_alone():
+    """Units of one block input per layer (two blocks): layer checkpoints keep 1, block checkpoints 2."""
+    assert kept_bytes("sync", "full") == pytest.approx(4 - 1)  # 4 layers; the first input is the caller's
+    assert kept_bytes("oases", "full") == pytest.approx(8 - 1)
+    assert kept_bytes("oases", "none") == 0  # held by the graphs themselves
+
+
+class SharesMemory(Mlp):
+    """Autograd hands one tensor to the input and to a parameter of its shape, before and after the sum."""
+
+    def __init__(self, norm, up, down):
+        super().__init__(norm, up, down)
+        self.position = nn.Parameter(torch.zeros(1, 3, WIDTH, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.zeros(1, 3, WIDTH, dtype=torch.float64))
+
+    def partial(self, x):
+        return self.down.partial(F.gelu(self.up.partial(x + self.position)))
+
+    def combine(self, x, y):
+        return 0.5 * (x + y + self.shift)
+
+
+def check_shared_memory(schedule):
+    blocks = plain_blocks(3)
+    stack = make_stack(blocks, dist.group.WORLD, SharesMemory, schedule=schedule)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    mine, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
+    position = [torch.zeros(1, 3, WIDTH, dtype=torch.float64, requires_grad=True) for _ in blocks]
+    shift = [torch.zeros(1, 3, WIDTH, dtype=torch.float64, requires_grad=True) for _ in blocks]
+    expected = reference
+    for (_, up, down), p, s in zip(blocks, position, shift, strict=True):
+        y = F.linear(F.gelu(up(expected + p)), down.weight)
+        expected = 0.5 * (expected + y + s)
+    expected.square().sum().backward()
+    stack(mine).square().sum().backward()
+    torch.testing.assert_close(mine.grad, reference.grad)
+    for block, p, s in zip(stack.blocks, position, shift, strict=True):
+        torch.testing.assert_close(block.position.grad, p.grad)
+        torch.testing.assert_close(block.shift.grad, s.grad)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass"])
+def test_gradients_that_share_memory_stay_apart(two_ranks, schedule):
+    two_ranks.run(check_shared_memory, schedule)
+
+
+class Checkpointed(Mlp):
+    """An activation checkpoint of the user's own inside the block."""
+
+    def partial(self, x):
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(super().partial, x, use_reentrant=False)
+
+
+class Computed(Mlp):
+    """A weight that is computed from parameters."""
+
+    def partial(self, x):
+        weight = self.up.weight * 1.0
+        from oases.parallel.weight_gradient import linear
+
+        return self.down.partial(F.gelu(linear(self.norm(x), weight, self.up.bias)))
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Computed])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_blocks_with_graphs_of_their_own(two_ranks, kind, recompute):
+    two_ranks.run(check_exact, 3, "oases", 2, 4, recompute, kind)
