@@ -88,8 +88,8 @@ class OverlapBench:
             device
         )
         self.schedules = {name: config.resolve_schedule(name) for name in config.names}
-        # The least compute there is, with no product recomputed only for an all-reduce: the batch whole, which
-        # saves calls, or cut, which fits caches better. The ideal takes the faster.
+        # The least compute there is, with no product recomputed only for an all-reduce: the batch whole or
+        # cut, whichever is faster on this machine. The ideal takes the faster.
         self._alone = {
             "compute alone": config.resolve_schedule("fine_grained"),
             "compute alone, cut": config.resolve_schedule("oases"),
