@@ -93,7 +93,7 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     roll_call = RollCall(rank, options.size, _waiting_for)
     signal.signal(signal.SIGTERM, lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher is told, too, and ends the ranks in order
+    signal.signal(signal.SIGINT, lambda number, frame: _leave(130))  # Ctrl-C: the launcher says so
     try:
         dist.init_process_group(options.backend.activate(), timeout=timedelta(seconds=options.timeout_seconds))
         result = function(*arguments)

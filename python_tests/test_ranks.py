@@ -110,3 +110,27 @@ def test_more_ranks_than_the_launcher_gives(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=r"--tp 4 needs 4 ranks, but the launcher gives 2; .* --nproc-per-node 4"):
         run_ranks(rank_and_size, (), RankOptions(4))
+
+
+def tells_when_training(path):
+    trainer = Trainer(TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=100_000))
+    trainer.step()
+    dist.barrier()
+    Path(path).touch()
+    trainer.train()
+
+
+def test_an_interrupt_ends_the_run_in_one_line(tmp_path):
+    ready = tmp_path / "ready"
+    code = f"import test_ranks as t; t.run_ranks(t.tells_when_training, ({str(ready)!r},), t.RankOptions(2))"
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=HERE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not ready.exists():
+        assert run.poll() is None
+        time.sleep(0.2)
+    os.killpg(run.pid, signal.SIGINT)
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "oases: interrupted" in error
+    assert "Traceback" not in error
