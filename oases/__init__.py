@@ -11,6 +11,7 @@ _PUBLIC = {
     "OverlappedEmbedding": "oases.parallel",
     "OverlappedRowLinear": "oases.parallel",
     "OverlappedStack": "oases.parallel",
+    "ParallelDropout": "oases.parallel",
     "parallel_cross_entropy": "oases.parallel",
     "report": "oases.parallel",
     "Trainer": "oases.train",
@@ -24,6 +25,7 @@ __all__ = [
     "OverlappedRowLinear",
     "OverlappedRowwiseParallel",
     "OverlappedStack",
+    "ParallelDropout",
     "TrainConfig",
     "Trainer",
     "__version__",
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         OverlappedRowLinear,
         OverlappedRowwiseParallel,
         OverlappedStack,
+        ParallelDropout,
         parallel_cross_entropy,
         report,
     )

@@ -21,9 +21,9 @@ from oases.bench.peers import make_peer, parse_peers, require_peer
 from oases.errors import UsageError
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
-from oases.parallel.execution import Scheduler, Silence
 from oases.parallel.group import ProcessGroup, scheduler_of
 from oases.parallel.statistics import names_op
+from oases.parallel.wire import Scheduler, Silence
 from oases.ranks import require_agreement
 from oases.simulator.timeline import Timeline, from_measurements
 from oases.terminal import progress

@@ -1,9 +1,11 @@
 """Tensor-parallel layers whose communication is hidden under compute."""
 
+from oases.parallel.dropout import ParallelDropout
 from oases.parallel.embedding import OverlappedEmbedding
 from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.parallel.loss import parallel_cross_entropy
-from oases.parallel.stack import OverlappedStack, sharded_parameters
+from oases.parallel.sharding import sharded_parameters
+from oases.parallel.stack import OverlappedStack
 from oases.parallel.statistics import Report, report
 from oases.parallel.styles import OverlappedColwiseParallel, OverlappedRowwiseParallel
 
@@ -14,6 +16,7 @@ __all__ = [
     "OverlappedRowLinear",
     "OverlappedRowwiseParallel",
     "OverlappedStack",
+    "ParallelDropout",
     "Report",
     "parallel_cross_entropy",
     "report",

@@ -1,11 +1,11 @@
 """One forward and backward pass of a stack: the ops of a schedule run on real tensors.
 
-Every (block, sub-batch) has autograd graphs of its own, cut at the all-reduces, so the backward pass runs in schedule
-order instead of autograd's. Only graph edges are held, not the tensors at them, so memory goes as soon as no graph
-and no op to come needs it: with recomputation, a block keeps its input and nothing else.
+Every (block, sub-batch) has autograd graphs of its own, cut at the collectives, so the backward pass runs in schedule
+order instead of autograd's. With recomputation, a block keeps its input and nothing else.
 
-Names: x = a block's input, y = its partial sums and, once waited for, their sum; out = combine(x, y), the next
-block's input. g = gradient of x through `partial`, a partial sum until its all-reduce is waited for.
+Names: x = a block's input; h = what F reads of it: x itself, or with sequence parallelism what the ranks' parts of it
+were joined to; y = F's partial sums and, once waited for, their sum; out = combine(x, y), the next block's x. In the
+backward pass g = gradient of h, a partial sum until its collective is waited for, then the gradient of x through F.
 """
 
 from __future__ import annotations
@@ -13,147 +13,114 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from oases.parallel.randomness import Randomness
+from oases.parallel.graphs import Gradients, Graph, Method
+from oases.parallel.randomness import Extent, Randomness
 from oases.parallel.weight_gradient import PutOff, putting_off
+from oases.parallel.wire import Wire
 from oases.schedule import Op, Schedule, ScheduleError
+from oases.schedule.ir import STARTS
 
 Place = tuple[int, int]
 """(block, sub-batch)."""
-Gradients = dict[str, Tensor]
-"""By the name of the parameter within its block's Method."""
 
 
-class Scheduler(Protocol):
-    """What an execution asks of its collectives; `oases._C.OverlapScheduler` is the real one."""
+class Methods:
+    """What an execution calls of one block.
 
-    def all_reduce(self, tensor: Tensor, label: str = "") -> Any:
-        """Start summing `tensor` over the ranks in place; return a ticket."""
-
-    def wait(self, ticket: Any) -> None:
-        """Return once the ticket's result may be used."""
-
-
-class Silence:
-    """A scheduler that sends nothing: what computes alone, for a group of one and for benchmarks."""
-
-    def all_reduce(self, tensor: Tensor, label: str = "") -> None:
-        """Leave `tensor` as it is."""
-
-    def wait(self, ticket: None) -> None:
-        """Return at once."""
-
-
-class Method(nn.Module):
-    """A block's `partial` or `combine` as a module of its own, with the parameters it runs on as an argument.
-
-    The parameters are stand-ins (detached, sharing memory), so that the gradient hooks of the real ones fire once per
-    step in the outer graph and not once per sub-batch in here.
+    Under sequence parallelism a block may be halved at the gather: `prepare(x) -> h`, token by token, on the rank's
+    part of the sequence (its norm), and `product(h) -> y` on all of it. The first block gets the whole input, and
+    like a block without the two it runs `partial` on all of it.
     """
 
-    def __init__(self, block: nn.Module, name: str) -> None:
-        super().__init__()
-        self.block = block
-        self.name = name
-
-    def forward(self, *args: Tensor) -> Tensor:
-        """Call the method."""
-        result: Tensor = getattr(self.block, self.name)(*args)
-        return result
-
-    def stand_ins(self) -> dict[str, Tensor]:
-        """Fresh stand-ins of all parameters, by name."""
-        return {
-            name: parameter.detach().requires_grad_(parameter.requires_grad)
-            for name, parameter in self.named_parameters()
-        }
+    def __init__(self, block: nn.Module, *, halved: bool) -> None:
+        self.prepare = Method(block, "prepare") if halved else None
+        self.partial = Method(block, "product" if halved else "partial")
+        self.combine = Method(block, "combine")
 
 
-class _Source(torch.autograd.Function):
-    """Where a graph begins: an input whose gradient can be asked for by its edge, without keeping its memory."""
+@dataclass(frozen=True)
+class Tokens:
+    """This rank's part of the sequence under sequence parallelism: the `rank`-th of `size`."""
 
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, data: Tensor) -> Tensor:
-        return data.detach()
+    rank: int = 0
+    size: int = 1
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        return None, None
-
-
-@dataclass
-class _Graph:
-    """One graph by its edges: where gradients enter and where those of the inputs leave."""
-
-    root: GradientEdge
-    inputs: tuple[GradientEdge, ...]
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of [batch, tokens, ...], a view."""
+        return whole if self.size == 1 else whole.chunk(self.size, dim=1)[self.rank]
 
 
 class Execution:
-    """Runs `schedule` over the blocks' (partial, combine) methods on one batch. Made once per call of a stack.
+    """Runs `schedule` over the blocks on one batch. Made once per call of a stack.
 
-    wire_dtype: what sums travel in; None is their own. label: what the stack is called in errors and statistics.
-    spans: list to append (op, start, end) of every compute op and wait to, monotonic seconds.
+    tokens: what this rank holds between blocks. spans: list to append (op, start, end) of every compute op and wait
+    to, monotonic seconds.
     """
 
     def __init__(
         self,
-        methods: Sequence[tuple[Method, Method]],
+        methods: Sequence[Methods],
         schedule: Schedule,
-        scheduler: Scheduler,
+        wire: Wire,
         x: Tensor,
         *,
         differentiable: bool,
         randomness: Randomness,
-        wire_dtype: torch.dtype | None = None,
-        label: str = "stack 0",
+        tokens: Tokens,
         spans: list[tuple[str, float, float]] | None = None,
     ) -> None:
         self._methods = methods
         self._schedule = schedule
-        self._scheduler = scheduler
+        self._wire = wire
         self._differentiable = differentiable
         if differentiable and not schedule.backward:
             raise ScheduleError(f"schedule '{schedule.name}' has no backward pass, and gradients were asked for")
         self._randomness = randomness
-        self._wire_dtype = wire_dtype
-        self._label = label
+        self._tokens = tokens
         self._spans = spans
         self._backward: tuple[Op, ...] = schedule.backward
         self._position = 0
         self._with_w = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
-        self._tickets: dict[Op, Any] = {}
-        self._on_wire: dict[Op, Tensor] = {}  # narrower copies of what is being summed
+        self._apart = {(op.block, op.sub_batch) for op in schedule if op.kind == "BC"}
+        self._gathered = {op.carried for op in schedule if op.kind == "all_gather"}
         # Data on its way from op to op.
         self._x: dict[Place, Tensor] = {}
+        self._h: dict[Place, Tensor] = {}
         self._y: dict[Place, Tensor] = {}
+        self._to_gather: dict[Op, Tensor] = {}  # parts of a sequence, by the op that made them
         self._outputs: dict[int, Tensor] = {}  # of the last block, by sub-batch
         self._g: dict[Place, Tensor] = {}
+        self._grad_y: dict[Place, Tensor] = {}
         self._residual: dict[Place, Tensor] = {}  # gradient of x past the block, through combine
         # What the backward pass will use.
-        self._partial: dict[Place, _Graph] = {}
-        self._combine: dict[Place, _Graph] = {}
+        self._prepare: dict[Place, Graph] = {}
+        self._partial: dict[Place, Graph] = {}
+        self._combine: dict[Place, Graph] = {}
         self._put_off: dict[Place, PutOff] = {}
-        # Stand-ins and their gradients, apart for partial (a share of the sum over ranks) and combine (whole).
-        self._parameters = [tuple(method.stand_ins() for method in pair) for pair in methods]
+        # Stand-ins and their gradients, apart for what runs before the sum over ranks and after it.
+        self._parameters = [(m.partial.stand_ins(), m.combine.stand_ins()) for m in methods]
         self._gradients: list[tuple[Gradients, Gradients]] = [({}, {}) for _ in methods]
-        self._anchor = torch.zeros((), requires_grad=True)
-        parts = x.detach().tensor_split(schedule.num_sub_batches)
-        self._batch_sizes = [part.shape[0] for part in parts]
+        self._shape = x.shape
+        self._dim = 0 if schedule.along == "batch" else 1
+        parts = x.detach().tensor_split(schedule.num_sub_batches, dim=self._dim)
+        self._sizes = [part.shape[self._dim] for part in parts]
+        self._extents = [self._extent(s) for s in range(schedule.num_sub_batches)]
         for s, part in enumerate(parts):
-            self._x[0, s] = part
+            self._h[0, s], self._x[0, s] = part, tokens.part(part)
+
+    def _extent(self, s: int) -> Extent:
+        first = sum(self._sizes[:s])
+        return Extent(0, self._shape[0], first, self._shape[1]) if self._dim else Extent(first, self._sizes[s])
 
     def run_forward(self) -> Tensor:
         """Run the forward ops; return the output, [batch, ...] in the order of the input."""
         self._run(self._schedule.forward)
-        outputs = [self._outputs.pop(s) for s in range(self._schedule.num_sub_batches)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self._joined([self._outputs.pop(s) for s in range(self._schedule.num_sub_batches)])
 
     def begin_backward(self, grad: Tensor) -> None:
         """Take the gradient of the output."""
@@ -162,29 +129,40 @@ class Execution:
                 "the backward pass of this OverlappedStack call was run already; its graphs are freed as it "
                 "goes, so call the stack again for a second backward pass"
             )
-        for s, part in enumerate(grad.split(self._batch_sizes)):
-            self._g[self._schedule.num_blocks, s] = part
+        for s, part in enumerate(grad.split(self._sizes, dim=self._dim)):
+            self._g[self._schedule.num_blocks, s] = self._tokens.part(part)
 
     def run_backward_of(self, block: int) -> None:
         """Run on to the last op that makes gradients of `block`, and start the collective that follows it."""
         ops = self._backward
-        mine = [i for i, op in enumerate(ops) if op.block == block and op.kind in ("B", "W")]
-        end = mine[-1] + 1 if mine else 0
-        if end < len(ops) and ops[end].kind == "all_reduce":
+        mine = [i for i, op in enumerate(ops) if op.block == block and op.kind in ("BC", "B", "W")]
+        # Its norm runs before the gather, so the gradient comes back to it with the backward pass of the block below.
+        below = [i for i, op in enumerate(ops) if op.block == block - 1 and op.kind == "BC"]
+        if self._methods[block].prepare is not None:
+            mine += below
+        end = max(mine) + 1 if mine else 0
+        if end < len(ops) and ops[end].kind in STARTS:
             end += 1
         self._run_backward_to(end)
 
     def run_backward_rest(self) -> Tensor:
         """Run what is left; return the gradient of the input."""
         self._run_backward_to(len(self._backward))
-        parts = [self._total_gradient(0, s) for s in range(self._schedule.num_sub_batches)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        grad = self._joined([self._total_gradient(0, s) for s in range(self._schedule.num_sub_batches)])
+        return self._wire.gather(grad, "gradient of the input") if self._tokens.size > 1 else grad
 
     def gradients_of(self, block: int) -> tuple[Gradients, Gradients]:
-        """Gradients by parameter name made by `partial` (this rank's share) and by `combine` (whole)."""
+        """Gradients by parameter name: this rank's shares of sums over the ranks, and whole ones."""
         self._parameters[block] = ({}, {})
-        found, self._gradients[block] = self._gradients[block], ({}, {})
-        return found
+        (shares, whole), self._gradients[block] = self._gradients[block], ({}, {})
+        if self._tokens.size == 1:
+            return shares, whole
+        for name, gradient in whole.items():  # of this rank's tokens alone
+            shares[name] = shares[name].add_(gradient) if name in shares else gradient
+        return shares, {}
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self._dim)
 
     def _run_backward_to(self, end: int) -> None:
         begin, self._position = self._position, max(end, self._position)
@@ -193,106 +171,169 @@ class Execution:
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
             start = time.perf_counter()
+            if op.kind in STARTS:
+                self._start(op, (op.block, op.sub_batch))
+                continue
             getattr(self, f"_do_{op.kind}")(op, (op.block, op.sub_batch))
-            if self._spans is not None and op.kind != "all_reduce":
+            if self._spans is not None:
                 self._spans.append((str(op), start, time.perf_counter()))
+
+    def _start(self, op: Op, place: Place) -> None:
+        if op.kind == "all_gather":
+            tensor = self._to_gather.pop(op.carried)
+        else:
+            tensor = (self._g if op.of == "B" else self._y).pop(place)
+        self._wire.start(op, tensor)
+
+    def _do_wait(self, op: Op, place: Place) -> None:
+        result, (block, s) = self._wire.wait(op), place
+        if op.of in ("F", "R"):
+            self._y[place] = result
+        elif op.of == "B":
+            self._g[place] = result
+        elif op.of == "BC":
+            self._grad_y[place] = result
+        elif block + 1 < self._schedule.num_blocks:
+            self._h[block + 1, s] = result
+        else:
+            self._outputs[s] = result
+
+    # --- a block up to its row-parallel product ---
 
     def _do_F(self, op: Op, place: Place) -> None:  # noqa: N802
         again = ("R", *place) in self._schedule.recomputed
+        keep = self._differentiable and again
         put_off = self._put_off[place] = PutOff(self._parameters[op.block][0].values())
-        self._run_partial(place, putting_off(put_off), graph=self._differentiable and not again)
-        if not (again and self._differentiable):
-            return
-        # R makes graph and notes anew; what it needs to know is whether y is a product nobody else reads.
-        put_off.forget_unless_last(self._y[place])
+        h = self._take_parts(self._h, place)
+        y = self._run_partial(place, h, putting_off(put_off), graph=self._differentiable and not again)
+        if keep and place not in self._schedule.remade_inputs:
+            self._h[place] = h
+        if keep:  # R makes graph and notes anew; what it must know is whether y is a product nobody else reads
+            put_off.forget_unless_last(y)
+        if not self._differentiable:
+            del self._put_off[place]
+        self._set_parts(self._y, place, y)
 
     def _do_R(self, op: Op, place: Place) -> None:  # noqa: N802
         put_off = self._put_off[place]
-        whole = Op("all_reduce", *place, "R") in self._schedule.backward_set
-        self._run_partial(place, putting_off(put_off, skip_last=not whole), graph=True)
-        if not whole:
-            del self._y[place]
+        whole = Op("R", *place) in self._schedule.starts
+        y = self._run_partial(place, self._h.pop(place), putting_off(put_off, skip_last=not whole), graph=True)
+        if whole:
+            self._set_parts(self._y, place, y)
 
-    def _run_partial(self, place: Place, noting: AbstractContextManager[None], *, graph: bool) -> None:
+    def _run_partial(self, place: Place, h: Tensor, noting: AbstractContextManager[None], *, graph: bool) -> Tensor:
+        block, s = place
+        method, parameters = self._methods[block].partial, self._parameters[block][0]
+        extent = Extent(0, self._shape[0]) if block in self._schedule.joint else self._extents[s]
+        with noting, self._randomness.of("partial", block, s, extent):
+            if not graph:
+                return method.run(parameters, h)
+            y, self._partial[place] = method.record(parameters, h)
+        # The sum is written over y. Should a graph have saved y itself, this makes autograd refuse to use it.
+        torch.autograd.graph.increment_version(y)
+        return y.detach()
+
+    def _take_parts(self, parts: dict[Place, Tensor], place: Place) -> Tensor:
+        """The tensor at `place`; of a joint block, whose ops run once, that of all sub-batches."""
         block, _ = place
-        with torch.set_grad_enabled(graph), noting, self._randomness.of("partial", *place):
-            x = self._source(self._x[place]) if graph else self._x[place]
-            y = torch.func.functional_call(self._methods[block][0], self._parameters[block][0], (x,))
-        if graph:
-            self._partial[place] = _Graph(get_gradient_edge(y), (get_gradient_edge(x),))
-            # The sum is written over y. Should a graph have saved y itself, this makes autograd refuse to use it.
-            torch.autograd.graph.increment_version(y)
-        self._y[place] = y.detach()
+        if block not in self._schedule.joint:
+            return parts.pop(place)
+        return self._joined([parts.pop((block, s)) for s in range(self._schedule.num_sub_batches)])
 
-    def _do_all_reduce(self, op: Op, place: Place) -> None:
-        sums = self._g if op.of == "B" else self._y
-        tensor = sums[place] = sums[place].contiguous()
-        if self._wire_dtype is not None and tensor.dtype != self._wire_dtype:
-            tensor = self._on_wire[op.carried] = tensor.to(self._wire_dtype)
-        self._tickets[op.carried] = self._scheduler.all_reduce(tensor, self._described(op))
+    def _set_parts(self, parts: dict[Place, Tensor], place: Place, whole: Tensor) -> None:
+        """The opposite of `_take_parts`."""
+        block, _ = place
+        if block not in self._schedule.joint:
+            parts[place] = whole
+            return
+        for s, part in enumerate(whole.split(self._sizes, dim=self._dim)):
+            parts[block, s] = part
 
-    def _described(self, op: Op) -> str:
-        """What a collective is called in errors and statistics; `oases.report` reads it back."""
-        schedule = self._schedule
-        return f"{op.carried} ({self._label}, line {schedule.lines[op]} of {schedule.name})"
-
-    def _do_wait(self, op: Op, place: Place) -> None:
-        self._scheduler.wait(self._tickets.pop(op.carried))
-        narrow = self._on_wire.pop(op.carried, None)
-        if narrow is not None:
-            (self._g if op.of == "B" else self._y)[place].copy_(narrow)
+    # --- what follows the sum ---
 
     def _do_C(self, op: Op, place: Place) -> None:  # noqa: N802
-        block, s = place
         again = ("RC", *place) in self._schedule.recomputed
-        out = self._run_combine(place, graph=self._differentiable and not again)
-        if block + 1 < self._schedule.num_blocks:
-            self._x[block + 1, s] = out
-        else:
-            self._outputs[s] = out
-        recomputed = ("R", *place) in self._schedule.recomputed
-        if not (self._differentiable and recomputed and place not in self._schedule.remade_inputs):
-            del self._x[place]
-        if not self._differentiable:
-            del self._put_off[place]
+        keep = self._differentiable and again and place not in self._schedule.remade_inputs
+        x = self._x[place] if keep else self._x.pop(place)
+        self._combined(op, place, x, graph=self._differentiable and not again)
 
     def _do_RC(self, op: Op, place: Place) -> None:  # noqa: N802
-        block, s = place
-        out = self._run_combine(place, graph=True)
-        if (block + 1, s) in self._schedule.remade_inputs:
-            self._x[block + 1, s] = out
+        self._combined(op, place, self._x.pop(place), graph=True)
 
-    def _run_combine(self, place: Place, *, graph: bool) -> Tensor:
-        block, _ = place
-        x, y = self._x[place], self._y.pop(place)
-        with torch.set_grad_enabled(graph), self._randomness.of("combine", *place):
+    def _combined(self, op: Op, place: Place, x: Tensor, *, graph: bool) -> None:
+        """Run combine and hand its result to the next block, or to the output."""
+        block, s = place
+        method, parameters, y = self._methods[block].combine, self._parameters[block][1], self._y.pop(place)
+        with self._randomness.of("combine", block, s, self._extent_of_part(s)):
             if graph:
-                x, y = self._source(x), self._source(y)
-            out = torch.func.functional_call(self._methods[block][1], self._parameters[block][1], (x, y))
-        if graph:
-            self._combine[place] = _Graph(get_gradient_edge(out), (get_gradient_edge(x), get_gradient_edge(y)))
-        return out.detach()
+                out, self._combine[place] = method.record(parameters, x, y)
+                out = out.detach()
+            else:
+                out = method.run(parameters, x, y)
+        following = (block + 1, s)
+        last = block + 1 == self._schedule.num_blocks
+        if op.kind == "RC" and following not in self._schedule.remade_inputs:
+            return
+        if not last:
+            self._x[following] = out
+            kept_later = op.kind == "C" and following in self._schedule.remade_inputs
+            out = self._prepared(following, out, graph=self._differentiable and not kept_later)
+        if op in self._gathered:
+            self._to_gather[op] = out
+        elif last:
+            self._outputs[s] = out
+        else:
+            self._h[following] = out
 
-    def _source(self, data: Tensor) -> Tensor:
-        source: Tensor = _Source.apply(self._anchor, data)
-        return source
-
-    def _do_B(self, op: Op, place: Place) -> None:  # noqa: N802
+    def _prepared(self, place: Place, x: Tensor, *, graph: bool) -> Tensor:
+        """What F of `place` reads of x; the same thing, unless the block is halved."""
         block, s = place
-        self._x.pop(place, None)
+        method, parameters = self._methods[block].prepare, self._parameters[block][0]
+        if method is None:
+            return x
+        with self._randomness.of("prepare", block, s, self._extent_of_part(s)):
+            if not graph:
+                return method.run(parameters, x)
+            h, self._prepare[place] = method.record(parameters, x)
+        return h.detach()
+
+    def _extent_of_part(self, s: int) -> Extent:
+        """What this rank's tensors of a sub-batch hold between the blocks."""
+        rank, size = self._tokens.rank, self._tokens.size
+        if size == 1:
+            return self._extents[s]
+        return replace(self._extents[s], first_token=rank * (self._shape[1] // size), of_tokens=self._shape[1])
+
+    # --- backward ---
+
+    def _do_BC(self, op: Op, place: Place) -> None:  # noqa: N802
+        block, s = place
         total = self._total_gradient(block + 1, s)
-        residual, grad_y = self._differentiate(self._combine.pop(place), total, block, 1)
+        graph, parameters = self._combine.pop(place), self._parameters[block][1]
+        residual, grad_y = graph.differentiate(total, parameters, self._gradients[block][1])
         if residual is not None:
             self._residual[place] = residual
         if grad_y is None:
             raise RuntimeError(f"block {block}: combine(x, y) does not depend on y; return a value that uses it")
-        (g,) = self._differentiate(self._partial.pop(place), grad_y, block, 0)
+        if op in self._gathered:
+            self._to_gather[op] = grad_y
+        else:
+            self._grad_y[place] = grad_y
+
+    def _do_B(self, op: Op, place: Place) -> None:  # noqa: N802
+        block, _ = place
+        if place not in self._apart:
+            self._do_BC(op, place)
+        grad_y = self._take_parts(self._grad_y, place)
+        graph, parameters = self._partial.pop(place), self._parameters[block][0]
+        (g,) = graph.differentiate(grad_y, parameters, self._gradients[block][0])
         if g is None:
             raise RuntimeError(f"block {block}: partial(x) does not depend on x; it must be differentiable in x")
         # The sum over ranks is written over g; it must not be memory that others still read.
-        readers = [grad_y, total, residual, *(product[3] for product in self._put_off[place].products)]
-        shared = {t.untyped_storage().data_ptr() for t in readers if t is not None}
-        self._g[place] = g.clone() if g.untyped_storage().data_ptr() in shared else g
+        products = (product[3] for product in self._put_off[place].products)
+        readers = [grad_y, *self._residual.values(), *self._g.values(), *products]
+        shared = {t.untyped_storage().data_ptr() for t in readers}
+        self._set_parts(self._g, place, g.clone() if g.untyped_storage().data_ptr() in shared else g)
         if place not in self._with_w:
             self._do_W(op, place)
 
@@ -305,26 +346,12 @@ class Execution:
 
     def _total_gradient(self, block: int, sub_batch: int) -> Tensor:
         """Gradient of the block's input: through the block, reduced, plus past it."""
-        g = self._g.pop((block, sub_batch))
-        residual = self._residual.pop((block, sub_batch), None)
+        place = (block, sub_batch)
+        g, residual = self._g.pop(place), self._residual.pop(place, None)
+        if place in self._prepare:
+            graph, parameters = self._prepare.pop(place), self._parameters[block][0]
+            (through,) = graph.differentiate(g, parameters, self._gradients[block][0])
+            if through is None:
+                raise RuntimeError(f"block {block}: prepare(x) does not depend on x; it must be differentiable in x")
+            return through if residual is None else through + residual
         return g if residual is None else g.add_(residual)
-
-    def _differentiate(self, graph: _Graph, grad: Tensor, block: int, method: int) -> list[Tensor | None]:
-        """Backward through one graph: gradients of its inputs; those of the parameters are added up."""
-        wanted = {n: p for n, p in self._parameters[block][method].items() if p.requires_grad}
-        inputs: list[Any] = [*graph.inputs, *wanted.values()]
-        found = torch.autograd.grad([graph.root], inputs, [grad], allow_unused=True)
-        sums = self._gradients[block][method]
-        own = {t.untyped_storage().data_ptr() for t in (grad, *found[: len(graph.inputs)]) if t is not None}
-        for name, gradient in zip(wanted, found[len(graph.inputs) :], strict=True):
-            if gradient is None:
-                continue
-            if name in sums:
-                sums[name].add_(gradient)
-                continue
-            # Autograd may hand one tensor to two parameters, or an expanded one: sums need memory of their own.
-            memory = gradient.untyped_storage().data_ptr()
-            fresh = memory not in own and gradient.is_contiguous()
-            own.add(memory)
-            sums[name] = gradient if fresh else gradient.clone(memory_format=torch.contiguous_format)
-        return list(found[: len(graph.inputs)])

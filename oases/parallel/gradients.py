@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from oases.parallel.collectives import all_reduce
 from oases.parallel.group import ProcessGroup, resolve
-from oases.parallel.stack import sharded_parameters
+from oases.parallel.sharding import sharded_parameters
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, *, process_group: ProcessGroup | None = None) -> Tensor:

@@ -1,7 +1,9 @@
-"""Random numbers that do not depend on when or how often a block runs, so that a recomputed mask is the mask.
+"""Random numbers that do not depend on when, how often or in which cut a block runs.
 
-Each (call, method, block, sub-batch) draws from a stream of its own. `combine`, after the all-reduce, draws the same
-on every tensor-parallel rank, as it must; `partial`, on a rank's own heads and features, draws differently.
+Each (call, method, block, sub-batch) draws from a stream of its own, so a recomputed mask is the mask. `combine`,
+after the all-reduce, draws the same on every tensor-parallel rank, as it must; `partial`, on a rank's own heads and
+features, draws differently. `ParallelDropout` goes further: its masks belong to samples, tokens and features of the
+whole batch, so they are those of the model that nobody cut.
 """
 
 from __future__ import annotations
@@ -9,17 +11,47 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
+
+MethodName = Literal["partial", "prepare", "product", "combine"]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What of the whole batch a tensor [samples, tokens, ...] holds. of_tokens: the whole's tokens; 0: all here."""
+
+    first_sample: int
+    samples: int
+    first_token: int = 0
+    of_tokens: int = 0
+
+
+@dataclass
+class _Draws:
+    """The masks of one op: counted, so that each has a stream of its own."""
+
+    key: str
+    rank: int
+    size: int
+    extent: Extent
+    shared: bool
+    count: int = 0
+
+
+_drawing: ContextVar[_Draws | None] = ContextVar("oases_draws", default=None)
 
 
 class Randomness:
     """The streams of one call. seed: what rank 0's `torch.manual_seed` gave; call: counts the calls of a stack."""
 
-    def __init__(self, seed: int, call: int, rank: int, device: torch.device, *, active: bool) -> None:
+    def __init__(self, seed: int, call: int, rank: int, device: torch.device, *, active: bool, size: int = 1) -> None:
         self._key = (seed, call)
-        self._rank = rank
+        self._rank, self._size = rank, size
         # Not torch.manual_seed: it reaches for every device there might be, which costs more than small ops do.
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -27,21 +59,61 @@ class Randomness:
         self._active = active
 
     @contextmanager
-    def of(self, method: Literal["partial", "combine"], block: int, sub_batch: int) -> Iterator[None]:
+    def of(self, method: MethodName, block: int, sub_batch: int, extent: Extent) -> Iterator[None]:
         """Draw from the stream of one op; the caller's own random state stays as it is."""
         if not self._active:
             yield
             return
-        rank = self._rank if method == "partial" else 0
-        text = repr((*self._key, method, block, sub_batch, rank))
+        # partial, and product, which is its second half, work on the rank's own heads and features.
+        shared = method in ("combine", "prepare")
+        place = "partial" if method == "product" else method
+        text = repr((*self._key, place, block, sub_batch, 0 if shared else self._rank))
         states = [generator.get_state() for generator in self._generators]
+        key = repr((*self._key, place, block))
+        token = _drawing.set(_Draws(key, self._rank, self._size, extent, shared))
         try:
             for generator in self._generators:
                 generator.manual_seed(hash_of(text))
             yield
         finally:
+            _drawing.reset(token)
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
+
+
+def whole_batch_mask(x: Tensor, keep: float, cut: int | Literal["whole", "unknown"]) -> Tensor | None:
+    """The next mask of the op that runs: ones with probability `keep`, else zeros, of the shape of `x`.
+
+    Every sample has a stream of its own, of its number in the whole batch. cut: the dimension of `x` that is cut over
+    the tensor-parallel ranks; "whole" if none is; "unknown": other ranks draw others, unless the op's tensors are
+    whole anyhow. None where masks by sample cannot be had: outside of a stack, or the samples do not lead `x`.
+    """
+    draws = _drawing.get()
+    if draws is None or x.dim() == 0 or x.shape[0] == 0 or x.shape[0] % draws.extent.samples:
+        return None
+    extent = draws.extent
+    per_sample = x.shape[0] // extent.samples
+    shape = [per_sample, *x.shape[1:]]  # [1, tokens, ...] where the samples are dimension 0 themselves
+    windows: list[tuple[int, int]] = []  # (dimension, first) of what is here, in the mask of the whole
+    if extent.of_tokens and per_sample == 1 and x.dim() > 1:
+        windows.append((1, extent.first_token))
+        shape[1] = extent.of_tokens
+    if isinstance(cut, int):
+        dim = cut % x.dim()
+        windows.append((dim, draws.rank * shape[dim]))
+        shape[dim] *= draws.size
+    own = "" if draws.shared or cut != "unknown" else f" rank {draws.rank}"
+    key = f"{draws.key} mask {draws.count}{own}"
+    draws.count += 1
+    generator = torch.Generator(x.device)
+    parts = []
+    for sample in range(extent.first_sample, extent.first_sample + extent.samples):
+        generator.manual_seed(hash_of(f"{key} sample {sample}"))
+        mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(keep, generator=generator)
+        for dim, first in windows:
+            mask = mask.narrow(dim, first, x.shape[dim])
+        parts.append(mask)
+    return torch.cat(parts)
 
 
 def hash_of(text: str) -> int:

@@ -1,17 +1,10 @@
-"""OverlappedStack: transformer blocks run by a schedule, as one differentiable module.
-
-In the outer autograd graph a call is a chain of nodes, entry -> block 0 -> ... -> block n-1 -> exit. The backward
-pass walks it from the exit; the node of a block runs the schedule on until that block's gradients are whole and
-hands them over, so the hooks of its parameters (DistributedDataParallel's, say) fire while the rest still runs.
-"""
+"""OverlappedStack: transformer blocks run by a schedule, as one differentiable module."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Literal, cast
 
 import torch
@@ -20,169 +13,47 @@ from torch import Tensor, nn
 
 from oases.errors import OverlapError
 from oases.parallel.autotune import Autotune, cache_key, candidates
-from oases.parallel.execution import Execution, Method, Scheduler, Silence
+from oases.parallel.delivery import deliver
+from oases.parallel.dropout import adopt_dropouts
+from oases.parallel.execution import Execution, Methods, Tokens
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, resolve, scheduler_of
 from oases.parallel.randomness import Randomness, hash_of
 from oases.parallel.statistics import report
-from oases.schedule import Recompute, Schedule, ScheduleError, format_schedule, generate, validate
+from oases.parallel.wire import Scheduler, Silence, Wire
+from oases.schedule import (
+    Recompute,
+    Schedule,
+    ScheduleError,
+    along_sequence,
+    format_schedule,
+    generate,
+    sequence_parallel,
+    validate,
+)
 
 _numbers = itertools.count()
+_CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
 
 
 def _refuse_mixing(blocks: nn.ModuleList) -> None:
-    """Raise ValueError for layers whose result for one sample depends on the others: cut batches would change it."""
+    """Raise ValueError for layers whose result for one sample depends on the others: cut batches would change it.
+
+    These are batch norms, mixtures of experts that drop tokens beyond a capacity, and what says so of itself by an
+    attribute `mixes_samples`.
+    """
     for name, module in blocks.named_modules():
+        why = None
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            why = "mixes the samples of a batch"
+        elif getattr(module, "mixes_samples", False):
+            why = "says that it mixes the samples of a batch (mixes_samples)"
+        elif any(getattr(module, attribute, None) is not None for attribute in _CAPACITIES):
+            why = "drops tokens beyond a capacity that all samples of a batch share"
+        if why is not None:
             raise ValueError(
-                f"block module '{name}' ({type(module).__name__}) mixes the samples of a batch, so sub-batches would "
-                "change its result; use a norm per sample, such as LayerNorm"
+                f"block module '{name}' ({type(module).__name__}) {why}, so sub-batches would change its result; use "
+                "a norm per sample, such as LayerNorm, and experts without a capacity"
             )
-
-
-class _Call:
-    """One call of a stack: its execution and the hand-over of parameter gradients, block by block."""
-
-    def __init__(
-        self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, tuning: Autotune | None
-    ) -> None:
-        self.execution = execution
-        self._tuning = None if tuning is None or tuning.choice is not None else tuning
-        self._seconds = 0.0
-        self.scheduler = scheduler
-        self.output: Tensor | None = None
-        self._blocks = blocks
-        # Trainable parameters per block by name, as `Method` sees them.
-        self._sharded: list[list[str]] = []
-        self._replicated: list[list[str]] = []
-        for block in blocks:
-            cut = {id(parameter) for _, parameter, _ in sharded_parameters(block)}
-            trainable = [(n, p) for n, p in block.named_parameters(prefix="block") if p.requires_grad]
-            self._sharded.append([name for name, parameter in trainable if id(parameter) in cut])
-            self._replicated.append([name for name, parameter in trainable if id(parameter) not in cut])
-        # Of the block finished last: gradients by name, and the all-reduce of the replicated ones.
-        self._shares: dict[str, Tensor] = {}
-        self._whole: dict[str, Tensor] = {}
-        self._pending: tuple[Any, Tensor, list[str]] | None = None
-
-    def handed_over_by_entry(self) -> list[nn.Parameter]:
-        """The parameters whose gradients the entry's backward returns."""
-        return self._find(0, self._replicated[0])
-
-    def handed_over_by(self, block: int) -> list[nn.Parameter]:
-        """The parameters whose gradients the block's node returns.
-
-        Replicated ones come one node later than sharded ones: their small all-reduce has that long to end.
-        """
-        sharded = self._find(block, self._sharded[block])
-        last = block + 1 == len(self._blocks)
-        return sharded if last else sharded + self._find(block + 1, self._replicated[block + 1])
-
-    def finish_block(self, block: int) -> list[Tensor | None]:
-        """Run to the end of `block`; return the gradients of `handed_over_by(block)`."""
-        self.execution.run_backward_of(block)
-        replicated = self._summed(block + 1) if block + 1 < len(self._blocks) else []
-        partial, combine = self.execution.gradients_of(block)
-        shares = [name for name in self._replicated[block] if name in partial]
-        if shares and not isinstance(self.scheduler, Silence):
-            flat = torch.cat([partial[name].flatten() for name in shares])
-            label = f"replicated gradients of block {block}"
-            self._pending = (self.scheduler.all_reduce(flat, label), flat, shares)
-        self._shares, self._whole = partial, combine
-        return [self._gradient(name) for name in self._sharded[block]] + replicated
-
-    def run_forward(self, device: torch.device) -> None:
-        """Run the forward pass, timed where a choice of schedule is being made."""
-        with self._timed(device):
-            self.output = self.execution.run_forward()
-
-    def begin(self, grad: Tensor) -> None:
-        """Begin the backward pass."""
-        if self._tuning is not None:
-            _synchronize(grad.device)
-            self._seconds -= time.perf_counter()
-        self.execution.begin_backward(grad)
-
-    def finish(self) -> tuple[Tensor, list[Tensor | None]]:
-        """Run the rest; return the input's gradient and those of `handed_over_by_entry()`."""
-        grad = self.execution.run_backward_rest()
-        replicated = self._summed(0)
-        if self._tuning is not None:
-            _synchronize(grad.device)
-            self._tuning.note(self._seconds + time.perf_counter())
-        return grad, replicated
-
-    @contextmanager
-    def _timed(self, device: torch.device) -> Iterator[None]:
-        if self._tuning is not None:
-            _synchronize(device)
-            self._seconds -= time.perf_counter()
-        yield
-        if self._tuning is not None:
-            _synchronize(device)
-            self._seconds += time.perf_counter()
-
-    def _summed(self, block: int) -> list[Tensor | None]:
-        """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks."""
-        if self._pending is not None:
-            ticket, flat, names = self._pending
-            self._pending = None
-            self.scheduler.wait(ticket)
-            parts = flat.split([self._shares[name].numel() for name in names])
-            for name, part in zip(names, parts, strict=True):
-                self._shares[name] = part.view_as(self._shares[name])
-        return [self._gradient(name) for name in self._replicated[block]]
-
-    def _find(self, block: int, names: list[str]) -> list[nn.Parameter]:
-        return [self._blocks[block].get_parameter(name.removeprefix("block.")) for name in names]
-
-    def _gradient(self, name: str) -> Tensor | None:
-        share, whole = self._shares.get(name), self._whole.get(name)
-        if share is None or whole is None:
-            return whole if share is None else share
-        return share + whole
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-class _Entry(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *replicated: Tensor) -> Tensor:
-        ctx.call = call
-        call.run_forward(x.device)
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
-        grad, replicated = ctx.call.finish()
-        return None, grad, *replicated
-
-
-class _Block(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.call, ctx.block = call, block
-        return token.clone()
-
-    @staticmethod
-    def backward(ctx: Any, token: Tensor) -> Any:  # type: ignore[override]
-        return None, None, token, *ctx.call.finish_block(ctx.block)
-
-
-class _Exit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, token: Tensor) -> Tensor:
-        ctx.call = call
-        output, call.output = call.output, None
-        assert output is not None, "the entry has run"
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        ctx.call.begin(grad)
-        return None, grad.new_zeros(())
 
 
 class OverlappedStack(HoldsGroup, nn.Module):
@@ -194,7 +65,13 @@ class OverlappedStack(HoldsGroup, nn.Module):
         `oases.schedule` or a Schedule for len(blocks) blocks. sub_batches: how many parts the batch is cut into
         ("sync" runs it whole). "auto" for either measures the candidates on the first steps, "off" among them, and
         keeps the fastest. recompute: "full" keeps block inputs alone and computes the rest again.
-    wire_dtype: send sums in this type, at its bytes. require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError
+    wire_dtype: send sums in this type, at its bytes. sequence_parallel: between the blocks each rank holds its part
+        of the sequence (dimension 1), and a reduce-scatter and an all-gather take the place of each all-reduce; they
+        hide best from three sub-batches on. A block that gives the two halves of partial, prepare(x) -> h (its norm)
+        and product(h) -> y, has the first run on that part. combine and prepare must treat tokens independently.
+    A batch smaller than sub_batches is cut along the sequence where a block says token_wise = True (an MLP): its
+        all-reduces and its neighbours' then hide under it.
+    require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError
         where nothing overlaps.
     Input and output: [batch, ...], the same on every rank. Gradients of sharded parameters (`shard_dims` of
     their module) stay this rank's; those of replicated ones are summed over the group where they are shares.
@@ -211,6 +88,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         sub_batches: int | Literal["auto"] = 2,
         recompute: Recompute = "none",
         wire_dtype: torch.dtype | None = None,
+        sequence_parallel: bool = False,
         require_overlap: bool = False,
     ) -> None:
         super().__init__()
@@ -225,6 +103,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
                     raise ValueError(f"block {index} ({type(block).__name__}) has no method {name}()")
         self.process_group = resolve(process_group)
         _refuse_mixing(self.blocks)
+        adopt_dropouts(self.blocks)
+        self.sequence_parallel = sequence_parallel
         self.wire_dtype = wire_dtype
         self.require_overlap = require_overlap or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
         self.run_as(schedule, sub_batches, recompute)
@@ -244,6 +124,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
     ) -> None:
         """Change the schedule for the calls to come."""
         self._tunings: dict[str, Autotune] | None = None
+        self._by_tokens: dict[Schedule, Schedule] = {}
         if isinstance(schedule, Schedule):
             validate(schedule)
             if schedule.num_blocks != len(self.blocks):
@@ -251,23 +132,21 @@ class OverlappedStack(HoldsGroup, nn.Module):
                     f"schedule '{schedule.name}' is for {schedule.num_blocks} blocks, the stack has "
                     f"{len(self.blocks)}"
                 )
-            self.schedule = schedule
+            self.schedule = self._laid_out(schedule)
         elif "auto" in (schedule, sub_batches):
             self._tunings, self._asked = {}, (schedule, sub_batches, recompute)
-            self.schedule = candidates(len(self.blocks), 2, *self._asked)[-1]
+            self.schedule = self._laid_out(candidates(len(self.blocks), 2, *self._asked)[-1])
         else:
-            self.schedule = generate(schedule, len(self.blocks), int(sub_batches), recompute)
+            self.schedule = self._laid_out(generate(schedule, len(self.blocks), int(sub_batches), recompute))
+
+    def _laid_out(self, schedule: Schedule) -> Schedule:
+        return sequence_parallel(schedule) if self.sequence_parallel and self.tensor_parallel > 1 else schedule
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, ...] -> [batch, ...]."""
         tuning = self._tuning(x) if self._tunings is not None else None
         if tuning is not None:
             self.schedule = tuning.current
-        if x.shape[0] < self.schedule.num_sub_batches:
-            raise ValueError(
-                f"a batch of {x.shape[0]} cannot be cut into {self.schedule.num_sub_batches} sub-batches; "
-                "use a larger batch or fewer sub_batches"
-            )
         scheduler: Scheduler = Silence()
         if self.tensor_parallel > 1:
             scheduler = scheduler_of(cast(ProcessGroup, self.process_group))
@@ -278,15 +157,57 @@ class OverlappedStack(HoldsGroup, nn.Module):
     def _tuning(self, x: Tensor) -> Autotune:
         assert self._tunings is not None
         sizes = [tuple(parameter.shape) for parameter in self.parameters()]
-        key = cache_key(repr((self._asked, len(self.blocks), sizes)), x.shape, x.dtype, self.process_group)
+        asked = repr((self._asked, len(self.blocks), sizes, self.sequence_parallel, self._joint))
+        key = cache_key(asked, x.shape, x.dtype, self.process_group)
         if key not in self._tunings:
             schedules = candidates(len(self.blocks), x.shape[0], *self._asked)
-            self._tunings[key] = Autotune(schedules, self.process_group, key)
+            if len(schedules) == 1 and x.shape[0] == 1 and self._can_cut_tokens(x, 2):
+                schedules.append(self._along_sequence(2, self._asked[2]))
+            self._tunings[key] = Autotune([self._laid_out(s) for s in schedules], self.process_group, key)
         return self._tunings[key]
 
-    def _agree(self) -> None:
+    @property
+    def _joint(self) -> frozenset[int]:
+        """The blocks that need every token at once."""
+        return frozenset(b for b, block in enumerate(self.blocks) if not getattr(block, "token_wise", False))
+
+    def _can_cut_tokens(self, x: Tensor, parts: int) -> bool:
+        some = len(self._joint) < len(self.blocks)
+        return some and not self.sequence_parallel and x.dim() > 2 and x.shape[1] >= parts
+
+    def _along_sequence(self, parts: int, recompute: Recompute) -> Schedule:
+        return along_sequence(len(self.blocks), parts, self._joint, recompute)
+
+    def _schedule_for(self, x: Tensor) -> Schedule:
+        """The schedule, or for a batch too small to cut the same with parts of the sequence for sub-batches.
+
+        Raises ValueError where `x` cannot be cut as it asks.
+        """
+        schedule, parts = self.schedule, self.schedule.num_sub_batches
+        if schedule.sequence_parallel and (x.dim() < 3 or x.shape[1] % self.tensor_parallel):
+            raise ValueError(
+                f"an input of shape {tuple(x.shape)} cannot be cut along dimension 1, the sequence, over "
+                f"{self.tensor_parallel} ranks; pad it to a multiple, or leave out sequence_parallel"
+            )
+        if schedule.along == "sequence":
+            if x.dim() < 3 or x.shape[1] < parts:
+                raise ValueError(f"an input of shape {tuple(x.shape)} cannot be cut into {parts} parts of a sequence")
+            return schedule
+        if x.shape[0] >= parts:
+            return schedule
+        if schedule.name != "oases" or not self._can_cut_tokens(x, parts):
+            raise ValueError(
+                f"a batch of {x.shape[0]} cannot be cut into {parts} sub-batches; use a larger batch or fewer "
+                "sub_batches, or with schedule='oases' let blocks that treat tokens independently say token_wise = "
+                "True to be cut along the sequence"
+            )
+        if schedule not in self._by_tokens:
+            self._by_tokens[schedule] = self._along_sequence(parts, schedule.recompute)
+        return self._by_tokens[schedule]
+
+    def _agree(self, schedule: Schedule) -> None:
         """Before a schedule's first run: every rank must run the same list, or sums would mix; one seed for all."""
-        schedule, group = self.schedule, self.process_group
+        group = self.process_group
         mine = (schedule.name, schedule.num_sub_batches, hash_of(format_schedule(schedule)), str(self.wire_dtype))
         everyone: list[Any] = [(mine, torch.initial_seed())]
         if group is not None and self.tensor_parallel > 1:
@@ -327,40 +248,29 @@ class OverlappedStack(HoldsGroup, nn.Module):
 
         tuning: takes the time of this call's forward and backward pass.
         """
+        schedule = self._schedule_for(x)
         tracked = [x, *self.parameters()]
         differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
-        methods = [(Method(block, "partial"), Method(block, "combine")) for block in self.blocks]
-        if self.schedule not in self._agreed:
-            self._agree()
+        if schedule not in self._agreed:
+            self._agree(schedule)
         assert self._seed is not None
         self._calls += 1
-        rank = group_rank(self.process_group)
-        randomness = Randomness(self._seed, self._calls, rank, x.device, active=self.training)
+        rank, size = group_rank(self.process_group), self.tensor_parallel
+        halves = [schedule.sequence_parallel and b > 0 and _is_halved(block) for b, block in enumerate(self.blocks)]
         execution = Execution(
-            methods, self.schedule, scheduler, x,
-            differentiable=differentiable, randomness=randomness, wire_dtype=self.wire_dtype,
-            label=f"stack {self.number}", spans=self.spans,
-        )  # fmt: skip
+            [Methods(block, halved=halved) for block, halved in zip(self.blocks, halves, strict=True)],
+            schedule,
+            Wire(scheduler, schedule, size, self.wire_dtype, f"stack {self.number}"),
+            x,
+            differentiable=differentiable,
+            randomness=Randomness(self._seed, self._calls, rank, x.device, active=self.training, size=size),
+            tokens=Tokens(rank, size) if schedule.sequence_parallel else Tokens(),
+            spans=self.spans,
+        )
         if not differentiable:
             return execution.run_forward()
-        call = _Call(self.blocks, execution, scheduler, tuning)
-        if not x.requires_grad:
-            x = x.detach().requires_grad_()  # so that the entry's backward, which ends the schedule, is called
-        token = _Entry.apply(call, x, *call.handed_over_by_entry())
-        for b in range(len(self.blocks)):
-            token = _Block.apply(call, b, token, *call.handed_over_by(b))
-        return cast(Tensor, _Exit.apply(call, token))
+        return deliver(self.blocks, execution, scheduler, x, tuning)
 
 
-def sharded_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, int]]:
-    """(name, parameter, dimension that is cut over the tensor-parallel group), each parameter once.
-
-    A module says which of its parameters are cut, and where, by its attribute `shard_dims`.
-    """
-    found: dict[int, tuple[str, nn.Parameter, int]] = {}
-    for prefix, child in module.named_modules():
-        for name, dim in getattr(child, "shard_dims", {}).items():
-            parameter = getattr(child, name, None)
-            if parameter is not None:
-                found.setdefault(id(parameter), (f"{prefix}.{name}" if prefix else name, parameter, dim))
-    return list(found.values())
+def _is_halved(block: nn.Module) -> bool:
+    return all(callable(getattr(block, name, None)) for name in ("prepare", "product"))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from oases.parallel.group import scheduler_of
 
-_OP = re.compile(r"(?P<kind>F|R|B) (?P<block>\d+)\.\d+ \(stack (?P<stack>\d+), ")
+_OP = re.compile(r"(?P<kind>F|C|R|RC|BC|B) (?P<block>\d+)\.\d+ \(stack (?P<stack>\d+), ")
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """What runs when: schedules as plain data. Imports no torch."""
 
 from oases.schedule.ir import Op, Schedule, ScheduleError
+from oases.schedule.sequence import along_sequence, sequence_parallel
 from oases.schedule.tensor import (
     GENERATORS,
     WHOLE,
@@ -23,12 +24,14 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "ScheduleSyntaxError",
+    "along_sequence",
     "cross_pass",
     "fine_grained",
     "format_schedule",
     "generate",
     "oases",
     "parse_schedule",
+    "sequence_parallel",
     "sub_pipelined",
     "sync",
     "validate",

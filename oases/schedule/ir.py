@@ -12,21 +12,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-Compute = Literal["F", "C", "R", "RC", "B", "W"]
+Compute = Literal["F", "C", "R", "RC", "BC", "B", "W"]
 """F: forward of a block up to its row-parallel product; its result is a partial sum over the ranks.
 C: combine the reduced result with the block's input (bias, dropout, residual): the next block's input.
 R: F again, because F kept nothing for the backward pass. If no all_reduce carries its result, the row-parallel
 product, whose output alone that would be, is left out.
 RC: C again, from the result of R summed over the ranks, because C's result was not kept.
-B: backward of C and F down to the block's input; its result is a partial sum over the ranks.
+BC: backward of C alone, for lists in which something must happen between it and the backward of F.
+B: backward of C (unless a BC did it) and F down to the block's input; its result is a partial sum over the ranks.
 W: the weight gradients that B of this block left out. Without a W in the list B computes them itself."""
 
-Collective = Literal["all_reduce", "wait"]
-"""all_reduce: start summing the result of op `of` over the ranks, in place. wait: its end."""
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "wait"]
+"""all_reduce: start summing the result of op `of` over the ranks, in place. wait: its end, or that of another one.
+With sequence parallelism, reduce_scatter: sum it, and leave each rank its part of the sequence; all_gather: join the
+ranks' parts of what C, RC or BC made."""
 
 COMPUTE: tuple[str, ...] = get_args(Compute)
 COLLECTIVE: tuple[str, ...] = get_args(Collective)
-BACKWARD: frozenset[str] = frozenset({"R", "RC", "B", "W"})
+STARTS: tuple[str, ...] = COLLECTIVE[:-1]
+BACKWARD: frozenset[str] = frozenset({"R", "RC", "BC", "B", "W"})
 
 
 class ScheduleError(ValueError):
@@ -63,7 +67,9 @@ class Schedule:
     """The ops of one forward and backward pass over `num_blocks` blocks, in issue order.
 
     Every rank of the tensor-parallel group runs the same list. `recompute` says what the backward pass
-    computes again: "none", or "full" for every block up to its row-parallel product.
+    computes again: "none", or "full" for every block up to its row-parallel product. `along` says what sub-batches
+    are parts of: the samples, or the tokens of a batch too small to cut. In the latter case the blocks in `joint`
+    need every token at once: their F, R, B and W run once, as sub-batch 0, for all of them.
     """
 
     name: str
@@ -71,6 +77,8 @@ class Schedule:
     num_sub_batches: int
     ops: tuple[Op, ...]
     recompute: Literal["none", "full"] = "none"
+    along: Literal["batch", "sequence"] = "batch"
+    joint: frozenset[int] = frozenset()
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops)
@@ -115,24 +123,38 @@ class Schedule:
         """The ops of the backward pass, without their order."""
         return frozenset(self.backward)
 
-    @property
+    @cached_property
+    def starts(self) -> dict[Op, Op]:
+        """The collective that carries each compute op's result, by that op."""
+        return {op.carried: op for op in self.collectives}
+
+    @cached_property
+    def sequence_parallel(self) -> bool:
+        """Whether each rank holds its part of the sequence between the blocks."""
+        return any(op.kind in ("reduce_scatter", "all_gather") for op in self.ops)
+
+    @cached_property
     def collectives(self) -> tuple[Op, ...]:
         """The collectives, in the order in which every rank must issue them."""
-        return tuple(op for op in self.ops if op.kind == "all_reduce")
+        return tuple(op for op in self.ops if op.kind in STARTS)
 
     @cached_property
     def overlaps(self) -> bool:
         """Whether any compute runs between the start of an all-reduce and its wait."""
         flying: set[Op] = set()
         for op in self.ops:
-            if op.kind == "all_reduce":
+            if op.kind in STARTS:
                 flying.add(op.carried)
             elif op.kind == "wait":
                 flying.discard(op.carried)
-            elif flying and op.kind != "C":
+            elif flying and op.kind not in ("C", "RC", "BC"):
                 return True
         return False
 
     def all_reduces_per_layer(self) -> float:
-        """All-reduces per transformer layer (two blocks) and sub-batch, counted from the list."""
-        return 2 * len(self.collectives) / (self.num_blocks * self.num_sub_batches)
+        """All-reduces per transformer layer (two blocks) and sub-batch, counted from the list.
+
+        With sequence parallelism a reduce-scatter and an all-gather, which send as much, count as one.
+        """
+        halves = sum(2 if op.kind == "all_reduce" else 1 for op in self.collectives)
+        return halves / (self.num_blocks * self.num_sub_batches)

@@ -65,10 +65,10 @@ def cross_pass(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute =
             for b in reversed(layer):
                 for s in order:
                     if recompute == "full" and b == layer[-1]:
-                        yield from _received("R", b, s, "RC")
+                        yield from received("R", b, s, "RC")
                     if b < num_blocks - 1:
                         yield Op("wait", b + 1, s, "B")
-                    yield from _started("B", b, s)
+                    yield from started("B", b, s)
         yield from (Op("wait", 0, s, "B") for s in order)
 
     return Schedule("cross_pass", num_blocks, num_sub_batches, tuple(ops()), recompute)
@@ -93,7 +93,7 @@ def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "non
                     yield Op("R", b, s)
                 if b < num_blocks - 1:
                     yield Op("wait", b + 1, s, "B")
-                yield from _started("B", b, s)
+                yield from started("B", b, s)
                 yield Op("W", b, s)
         yield from (Op("wait", 0, s, "B") for s in order)
 
@@ -136,20 +136,22 @@ def _layers(num_blocks: int) -> list[list[int]]:
     return [list(range(b, min(b + 2, num_blocks))) for b in range(0, num_blocks, 2)]
 
 
-def _started(kind: Compute, block: int, sub_batch: int) -> Iterator[Op]:
+def started(kind: Compute, block: int, sub_batch: int) -> Iterator[Op]:
+    """A compute op and the start of the sum of its result."""
     yield Op(kind, block, sub_batch)
     yield Op("all_reduce", block, sub_batch, kind)
 
 
-def _received(kind: Compute, block: int, sub_batch: int, then: Compute | None) -> Iterator[Op]:
+def received(kind: Compute, block: int, sub_batch: int, then: Compute | None) -> Iterator[Op]:
+    """The end of that sum and the op that reads it."""
     yield Op("wait", block, sub_batch, kind)
     if then is not None:
         yield Op(then, block, sub_batch)
 
 
 def _exposed(kind: Compute, block: int, sub_batch: int, then: Compute | None = None) -> Iterator[Op]:
-    yield from _started(kind, block, sub_batch)
-    yield from _received(kind, block, sub_batch, then)
+    yield from started(kind, block, sub_batch)
+    yield from received(kind, block, sub_batch, then)
 
 
 def _piped(kind: Compute, blocks: list[int], num_sub_batches: int, then: Compute | None = None) -> Iterator[Op]:
@@ -157,10 +159,10 @@ def _piped(kind: Compute, blocks: list[int], num_sub_batches: int, then: Compute
     for index, b in enumerate(blocks):
         for s in range(num_sub_batches):
             if index:
-                yield from _received(kind, blocks[index - 1], s, then)
-            yield from _started(kind, b, s)
+                yield from received(kind, blocks[index - 1], s, then)
+            yield from started(kind, b, s)
     for s in range(num_sub_batches):
-        yield from _received(kind, blocks[-1], s, then)
+        yield from received(kind, blocks[-1], s, then)
 
 
 def _overlapped_recompute(layer: list[int], order: list[int]) -> Iterator[Op]:
@@ -168,8 +170,8 @@ def _overlapped_recompute(layer: list[int], order: list[int]) -> Iterator[Op]:
     for index, b in enumerate(layer):
         for s in order:
             if index:
-                yield from _received("R", b - 1, s, "RC")
-            yield from _started("R", b, s)
+                yield from received("R", b - 1, s, "RC")
+            yield from started("R", b, s)
 
 
 GENERATORS: dict[str, Callable[[int, int, Recompute], Schedule]] = {

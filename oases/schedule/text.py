@@ -15,7 +15,9 @@ from oases.schedule.ir import COLLECTIVE, COMPUTE, Op, Schedule, ScheduleError
 
 _HEADER = re.compile(
     r"schedule\s+(?P<name>[\w.-]+)\s+blocks=(?P<blocks>\d{1,6})\s+sub_batches=(?P<sub_batches>\d{1,6})"
-    r"(\s+recompute=(?P<recompute>none|full))?$"
+    r"(\s+recompute=(?P<recompute>none|full))?"
+    r"(\s+along=(?P<along>batch|sequence))?"
+    r"(\s+joint=(?P<joint>\d{1,6}(,\d{1,6})*))?$"
 )
 _PLACE = re.compile(r"(?P<block>\d{1,6})\.(?P<sub_batch>\d{1,6})$")
 
@@ -35,6 +37,10 @@ def format_schedule(schedule: Schedule) -> str:
         f"schedule {schedule.name} blocks={schedule.num_blocks} "
         f"sub_batches={schedule.num_sub_batches} recompute={schedule.recompute}"
     )
+    if schedule.along == "sequence":
+        header += " along=sequence"
+    if schedule.joint:
+        header += f" joint={','.join(map(str, sorted(schedule.joint)))}"
     return "\n".join([header, *map(str, schedule.ops)]) + "\n"
 
 
@@ -53,7 +59,8 @@ def parse_schedule(text: str) -> Schedule:
             header = _HEADER.match(line.strip())
             if header is None:
                 raise ScheduleSyntaxError(
-                    f"expected the header 'schedule NAME blocks=N sub_batches=N [recompute=none|full]', "
+                    f"expected the header 'schedule NAME blocks=N sub_batches=N [recompute=none|full] "
+                    f"[along=batch|sequence] [joint=N,N,...]', "
                     f"got {line.strip()!r}",
                     number,
                     line.index(line.strip()) + 1,
@@ -68,6 +75,8 @@ def parse_schedule(text: str) -> Schedule:
         num_sub_batches=int(header["sub_batches"]),
         ops=tuple(ops),
         recompute=cast(Any, header["recompute"] or "none"),
+        along=cast(Any, header["along"] or "batch"),
+        joint=frozenset(int(block) for block in (header["joint"] or "").split(",") if block),
     )
 
 

@@ -5,44 +5,79 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from oases.schedule.ir import Op, Schedule, ScheduleError
+from oases.schedule.ir import STARTS, Collective, Compute, Op, Schedule, ScheduleError
+
+_ONCE: tuple[str, ...] = ("F", "R", "B", "W")
+"""The ops that a joint block runs once for all sub-batches."""
 
 
 def needs(op: Op, schedule: Schedule) -> list[Op]:
     """The ops that must come before `op`: the data it reads."""
     b, s = op.block, op.sub_batch
-    last = schedule.num_blocks - 1
-    if op.kind == "all_reduce":
-        return [op.carried]
+    if op.kind in STARTS:
+        return [_made_by(op.carried, schedule)]
     if op.kind == "wait":
-        assert op.of is not None
-        return [Op("all_reduce", b, s, op.of)]
-    if op.kind == "F":
-        return [Op("C", b - 1, s)] if b > 0 else []
+        return [schedule.starts.get(op.carried) or Op("all_reduce", b, s, op.of)]
     if op.kind == "C":
         return [Op("wait", b, s, "F")]
-    again = schedule.recomputed
-    if op.kind == "R":
-        return [Op("F", b, s)]  # its input was kept, unless an RC made it again first
     if op.kind == "RC":
         return [Op("wait", b, s, "R")]
     if op.kind == "W":
         return [Op("B", b, s)]
-    # B: the gradient of the next block's input, and the graphs of its own forward, kept or made again.
-    gradient = [Op("wait", b + 1, s, "B")] if b < last else []
-    combined = [Op("RC" if ("RC", b, s) in again else "C", b, s)]
-    return combined + ([Op("R", b, s)] if ("R", b, s) in again else []) + gradient
+    everyone = range(schedule.num_sub_batches) if b in schedule.joint else [s]
+    gathered = schedule.sequence_parallel
+    if op.kind == "F":
+        before = [Op("wait", b - 1, each, "C") if gathered else Op("C", b - 1, each) for each in everyone]
+        return before if b > 0 else []
+    if op.kind == "R":  # its input was kept, unless an RC made it again first
+        remade = gathered and (b, s) in schedule.remade_inputs
+        return [Op("F", b, s)] + ([Op("wait", b - 1, s, "RC")] if remade else [])
+    again = schedule.recomputed
+    if op.kind == "B":
+        apart = {Op("BC", b, each) for each in everyone} & schedule.backward_set
+        recomputed = [Op("R", b, s)] if ("R", b, s) in again else []
+        if apart or gathered or b in schedule.joint:
+            return recomputed + [Op("wait", b, s, "BC") if gathered else Op("BC", b, each) for each in everyone]
+        return [
+            *_combined_backward_needs(b, s, schedule)[:1],
+            *recomputed,
+            *_combined_backward_needs(b, s, schedule)[1:],
+        ]
+    return _combined_backward_needs(b, s, schedule)
+
+
+def _made_by(op: Op, schedule: Schedule) -> Op:
+    """The op that makes what `op` stands for: a joint block makes every sub-batch's part at once."""
+    joint = op.block in schedule.joint and op.kind in _ONCE
+    return Op(op.kind, op.block, 0) if joint else op
+
+
+def _combined_backward_needs(b: int, s: int, schedule: Schedule) -> list[Op]:
+    """What the backward of C reads: its graph, kept or made again, and the gradient of the next block's input."""
+    combined = Op("RC" if ("RC", b, s) in schedule.recomputed else "C", b, s)
+    return [combined] + ([Op("wait", b + 1, s, "B")] if b < schedule.num_blocks - 1 else [])
 
 
 def required(schedule: Schedule) -> Iterator[Op]:
     """The ops that the list must hold for the step to be whole."""
-    kinds: list[tuple[str, str | None]] = [("F", None), ("all_reduce", "F"), ("wait", "F"), ("C", None)]
+    gathered = schedule.sequence_parallel
+    reduce: Collective = "reduce_scatter" if gathered else "all_reduce"
+    kinds: list[tuple[Compute | Collective, Compute | None]] = [
+        ("F", None),
+        (reduce, "F"),
+        ("wait", "F"),
+        ("C", None),
+    ]
+    if gathered:
+        kinds += [("all_gather", "C"), ("wait", "C")]
     if schedule.backward:
-        kinds += [("B", None), ("all_reduce", "B"), ("wait", "B")]
+        kinds += [("BC", None), ("all_gather", "BC"), ("wait", "BC")] if gathered else []
+        kinds += [("B", None), (reduce, "B"), ("wait", "B")]
     for b in range(schedule.num_blocks):
         for s in range(schedule.num_sub_batches):
             for kind, of in kinds:
-                yield Op(kind, b, s, of)  # type: ignore[arg-type]
+                if s == 0 or kind not in _ONCE or b not in schedule.joint:
+                    yield Op(kind, b, s, of)
 
 
 def validate(schedule: Schedule) -> None:
@@ -52,6 +87,7 @@ def validate(schedule: Schedule) -> None:
             f"a schedule needs at least 1 block and 1 sub-batch, got {schedule.num_blocks} and "
             f"{schedule.num_sub_batches}"
         )
+    _require_one_kind_of_cut(schedule)
     done: dict[Op, int] = {}
     backward_since: int | None = None
     for line, op in enumerate(schedule, start=1):
@@ -75,6 +111,17 @@ def validate(schedule: Schedule) -> None:
             raise ScheduleError(f"'{op}' is missing: the step would not be whole without it")
 
 
+def _require_one_kind_of_cut(schedule: Schedule) -> None:
+    if schedule.joint and schedule.along != "sequence":
+        raise ScheduleError("joint blocks are for sub-batches along=sequence; samples are independent")
+    if schedule.joint and not max(schedule.joint) < schedule.num_blocks:
+        raise ScheduleError(f"joint block {max(schedule.joint)} is beyond the {schedule.num_blocks} blocks")
+    if schedule.along == "sequence" and schedule.sequence_parallel:
+        raise ScheduleError("sub-batches along=sequence cannot be sequence-parallel besides; cut the batch")
+    if schedule.joint and any(kind == "RC" for kind, _, _ in schedule.recomputed):
+        raise ScheduleError("op RC cannot be in a list with joint blocks: what C made is kept there")
+
+
 def _require_possible(op: Op, where: str, schedule: Schedule, done: dict[Op, int]) -> None:
     """Raise ScheduleError unless `op` can run after the ops in `done` (op -> line)."""
     if not (0 <= op.block < schedule.num_blocks and 0 <= op.sub_batch < schedule.num_sub_batches):
@@ -82,18 +129,33 @@ def _require_possible(op: Op, where: str, schedule: Schedule, done: dict[Op, int
             f"{where}: the schedule has {schedule.num_blocks} blocks and {schedule.num_sub_batches} "
             "sub-batches, counted from 0"
         )
-    if op.of is not None and op.of not in ("F", "R", "B"):
-        raise ScheduleError(f"{where}: the result of {op.of} is whole; only F, R and B leave partial sums")
+    _require_meaning(op, where, schedule)
     if op in done:
         raise ScheduleError(f"{where}: done twice, first as op {done[op]}")
     for need in needs(op, schedule):
         if need in done:
             continue
-        if need.kind == "wait" and Op("all_reduce", need.block, need.sub_batch, need.of) in done:
+        if need.kind == "wait" and schedule.starts.get(need.carried) in done:
             raise ScheduleError(f"{where}: uses the result of {need.carried} before '{need}'")
         if op.kind == "wait":
             raise ScheduleError(f"{where}: waits for a collective that was not started by '{need}'")
         raise ScheduleError(f"{where}: its input is missing; '{need}' must come before it")
+
+
+def _require_meaning(op: Op, where: str, schedule: Schedule) -> None:
+    """Raise ScheduleError for a collective of what needs none, or a part of what runs whole."""
+    if op.kind in STARTS and schedule.starts[op.carried] != op:
+        raise ScheduleError(
+            f"{where}: the result of {op.carried} is carried twice, besides by {schedule.starts[op.carried]}"
+        )
+    if op.kind in ("all_reduce", "reduce_scatter") and op.of not in ("F", "R", "B"):
+        raise ScheduleError(f"{where}: the result of {op.of} is whole; only F, R and B leave partial sums")
+    if op.kind == "all_gather" and op.of not in ("C", "RC", "BC"):
+        raise ScheduleError(f"{where}: only C, RC and BC make parts of the sequence, to be gathered")
+    if op.kind == "all_reduce" and schedule.sequence_parallel:
+        raise ScheduleError(f"{where}: the list is sequence-parallel, so sums are scattered; use reduce_scatter")
+    if op.kind in _ONCE and op.sub_batch and op.block in schedule.joint:
+        raise ScheduleError(f"{where}: block {op.block} is joint, so its {op.kind} runs once, as sub-batch 0")
 
 
 def validate_ranks(schedules: Sequence[Schedule]) -> None:

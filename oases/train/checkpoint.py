@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from oases.errors import UsageError
 from oases.parallel.group import ProcessGroup, group_rank, group_size
-from oases.parallel.stack import sharded_parameters
+from oases.parallel.sharding import sharded_parameters
 
 SIZES = "model.json"
 """The model's sizes, in the checkpoint's folder: what weights alone do not tell, the heads, among them."""

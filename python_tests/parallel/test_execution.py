@@ -83,7 +83,8 @@ def kept_bytes(schedule, recompute, num_blocks=8):
     x = torch.randn(4, 8, WIDTH, dtype=torch.float64, requires_grad=True)
     y = stack(x)
     execution = y.grad_fn.call.execution
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in execution._x.values()}
+    held = [*execution._x.values(), *execution._h.values()]
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     kept.pop(x.untyped_storage().data_ptr(), None)
     return sum(kept.values()) / x.untyped_storage().nbytes()
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack
 from oases.parallel.linear import shard
-from oases.parallel.stack import sharded_parameters
+from oases.parallel.sharding import sharded_parameters
 from oases.schedule import GENERATORS, ScheduleError, generate, parse_schedule
 
 WIDTH = 16

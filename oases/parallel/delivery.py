@@ -1,0 +1,183 @@
+"""The call of a stack as nodes of the outer autograd graph, which hand over parameter gradients block by block.
+
+A call is a chain of nodes, entry -> block 0 -> ... -> block n-1 -> exit. The backward pass walks it from the exit;
+the node of a block runs the schedule on until that block's gradients are whole and hands them over, so the hooks of
+its parameters (DistributedDataParallel's, say) fire while the rest still runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from oases.parallel.autotune import Autotune
+from oases.parallel.execution import Execution
+from oases.parallel.sharding import sharded_parameters
+from oases.parallel.wire import Scheduler, Silence
+
+
+def deliver(
+    blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, x: Tensor, tuning: Autotune | None
+) -> Tensor:
+    """Run the forward pass of `execution` on `x`, differentiable in `x` and the parameters of `blocks`.
+
+    tuning: takes the time of this call's forward and backward pass.
+    """
+    call = _Call(blocks, execution, scheduler, tuning)
+    if not x.requires_grad:
+        x = x.detach().requires_grad_()  # so that the entry's backward, which ends the schedule, is called
+    token = _Entry.apply(call, x, *call.handed_over_by_entry())
+    for b in range(len(blocks)):
+        token = _Block.apply(call, b, token, *call.handed_over_by(b))
+    return cast(Tensor, _Exit.apply(call, token))
+
+
+class _Call:
+    """One call of a stack: its execution and the hand-over of parameter gradients, block by block."""
+
+    def __init__(
+        self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, tuning: Autotune | None
+    ) -> None:
+        self.execution = execution
+        self._tuning = None if tuning is None or tuning.choice is not None else tuning
+        self._seconds = 0.0
+        self.scheduler = scheduler
+        self.output: Tensor | None = None
+        self._blocks = blocks
+        # Trainable parameters per block by name, as `Method` sees them.
+        self._sharded: list[list[str]] = []
+        self._replicated: list[list[str]] = []
+        for block in blocks:
+            cut = {id(parameter) for _, parameter, _ in sharded_parameters(block)}
+            trainable = [(n, p) for n, p in block.named_parameters(prefix="block") if p.requires_grad]
+            self._sharded.append([name for name, parameter in trainable if id(parameter) in cut])
+            self._replicated.append([name for name, parameter in trainable if id(parameter) not in cut])
+        # Of the block finished last: gradients by name, and the all-reduce of the replicated ones.
+        self._shares: dict[str, Tensor] = {}
+        self._whole: dict[str, Tensor] = {}
+        self._pending: tuple[Any, Tensor, list[str]] | None = None
+
+    def handed_over_by_entry(self) -> list[nn.Parameter]:
+        """The parameters whose gradients the entry's backward returns."""
+        return self._find(0, self._replicated[0])
+
+    def handed_over_by(self, block: int) -> list[nn.Parameter]:
+        """The parameters whose gradients the block's node returns.
+
+        Replicated ones come one node later than sharded ones: their small all-reduce has that long to end.
+        """
+        sharded = self._find(block, self._sharded[block])
+        last = block + 1 == len(self._blocks)
+        return sharded if last else sharded + self._find(block + 1, self._replicated[block + 1])
+
+    def finish_block(self, block: int) -> list[Tensor | None]:
+        """Run to the end of `block`; return the gradients of `handed_over_by(block)`."""
+        self.execution.run_backward_of(block)
+        replicated = self._summed(block + 1) if block + 1 < len(self._blocks) else []
+        partial, combine = self.execution.gradients_of(block)
+        shares = [name for name in self._replicated[block] if name in partial]
+        if shares and not isinstance(self.scheduler, Silence):
+            flat = torch.cat([partial[name].flatten() for name in shares])
+            label = f"replicated gradients of block {block}"
+            self._pending = (self.scheduler.all_reduce(flat, label), flat, shares)
+        self._shares, self._whole = partial, combine
+        return [self._gradient(name) for name in self._sharded[block]] + replicated
+
+    def run_forward(self, device: torch.device) -> None:
+        """Run the forward pass, timed where a choice of schedule is being made."""
+        with self._timed(device):
+            self.output = self.execution.run_forward()
+
+    def begin(self, grad: Tensor) -> None:
+        """Begin the backward pass."""
+        if self._tuning is not None:
+            _synchronize(grad.device)
+            self._seconds -= time.perf_counter()
+        self.execution.begin_backward(grad)
+
+    def finish(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Run the rest; return the input's gradient and those of `handed_over_by_entry()`."""
+        grad = self.execution.run_backward_rest()
+        replicated = self._summed(0)
+        if self._tuning is not None:
+            _synchronize(grad.device)
+            self._tuning.note(self._seconds + time.perf_counter())
+        return grad, replicated
+
+    @contextmanager
+    def _timed(self, device: torch.device) -> Iterator[None]:
+        if self._tuning is not None:
+            _synchronize(device)
+            self._seconds -= time.perf_counter()
+        yield
+        if self._tuning is not None:
+            _synchronize(device)
+            self._seconds += time.perf_counter()
+
+    def _summed(self, block: int) -> list[Tensor | None]:
+        """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks."""
+        if self._pending is not None:
+            ticket, flat, names = self._pending
+            self._pending = None
+            self.scheduler.wait(ticket)
+            parts = flat.split([self._shares[name].numel() for name in names])
+            for name, part in zip(names, parts, strict=True):
+                self._shares[name] = part.view_as(self._shares[name])
+        return [self._gradient(name) for name in self._replicated[block]]
+
+    def _find(self, block: int, names: list[str]) -> list[nn.Parameter]:
+        return [self._blocks[block].get_parameter(name.removeprefix("block.")) for name in names]
+
+    def _gradient(self, name: str) -> Tensor | None:
+        share, whole = self._shares.get(name), self._whole.get(name)
+        if share is None or whole is None:
+            return whole if share is None else share
+        return share + whole
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+class _Entry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, *replicated: Tensor) -> Tensor:
+        ctx.call = call
+        call.run_forward(x.device)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
+        grad, replicated = ctx.call.finish()
+        return None, grad, *replicated
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.call, ctx.block = call, block
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:  # type: ignore[override]
+        return None, None, token, *ctx.call.finish_block(ctx.block)
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, token: Tensor) -> Tensor:
+        ctx.call = call
+        output, call.output = call.output, None
+        assert output is not None, "the entry has run"
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.call.begin(grad)
+        return None, grad.new_zeros(())

@@ -1,0 +1,93 @@
+"""Autograd graphs cut at the collectives: one per (block, sub-batch) and method, run backward when a schedule says.
+
+Only graph edges are held, not the tensors at them, so memory goes as soon as no graph and no op to come needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Gradients = dict[str, Tensor]
+"""By the name of the parameter within its block's Method."""
+
+
+class _Source(torch.autograd.Function):
+    """Where a graph begins: an input whose gradient can be asked for by its edge, without keeping its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, data: Tensor) -> Tensor:
+        return data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
+
+
+class Graph:
+    """One graph by its edges: where gradients enter and where those of the inputs leave."""
+
+    def __init__(self, root: GradientEdge, inputs: list[GradientEdge]) -> None:
+        self._root = root
+        self._inputs = inputs
+
+    def differentiate(self, grad: Tensor, parameters: dict[str, Tensor], sums: Gradients) -> list[Tensor | None]:
+        """Run it backward: gradients of its inputs; those of `parameters` are added to `sums`."""
+        wanted = {name: p for name, p in parameters.items() if p.requires_grad}
+        inputs: list[Any] = [*self._inputs, *wanted.values()]
+        found = torch.autograd.grad([self._root], inputs, [grad], allow_unused=True)
+        own = {t.untyped_storage().data_ptr() for t in (grad, *found[: len(self._inputs)]) if t is not None}
+        for name, gradient in zip(wanted, found[len(self._inputs) :], strict=True):
+            if gradient is None:
+                continue
+            if name in sums:
+                sums[name].add_(gradient)
+                continue
+            # Autograd may hand one tensor to two parameters, or an expanded one: sums need memory of their own.
+            memory = gradient.untyped_storage().data_ptr()
+            fresh = memory not in own and gradient.is_contiguous()
+            own.add(memory)
+            sums[name] = gradient if fresh else gradient.clone(memory_format=torch.contiguous_format)
+        return list(found[: len(self._inputs)])
+
+
+class Method(nn.Module):
+    """A method of a block as a module of its own, with the parameters it runs on as an argument.
+
+    The parameters are stand-ins (detached, sharing memory), so that the gradient hooks of the real ones fire once per
+    step in the outer graph and not once per sub-batch in here.
+    """
+
+    def __init__(self, block: nn.Module, name: str) -> None:
+        super().__init__()
+        self.block = block
+        self.name = name
+
+    def forward(self, *args: Tensor) -> Tensor:
+        """Call the method."""
+        result: Tensor = getattr(self.block, self.name)(*args)
+        return result
+
+    def run(self, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor:
+        """Call the method on `parameters` without recording a graph."""
+        with torch.no_grad():
+            result: Tensor = torch.func.functional_call(self, parameters, inputs)
+        return result
+
+    def record(self, parameters: dict[str, Tensor], *inputs: Tensor) -> tuple[Tensor, Graph]:
+        """Call the method on `parameters`; return its result, still part of the graph, and the graph."""
+        anchor = torch.zeros((), requires_grad=True)
+        with torch.enable_grad():
+            sources = tuple(_Source.apply(anchor, data) for data in inputs)
+            result: Tensor = torch.func.functional_call(self, parameters, sources)
+        return result, Graph(get_gradient_edge(result), [get_gradient_edge(source) for source in sources])
+
+    def stand_ins(self) -> dict[str, Tensor]:
+        """Fresh stand-ins of all parameters, by name."""
+        return {
+            name: parameter.detach().requires_grad_(parameter.requires_grad)
+            for name, parameter in self.named_parameters()
+        }

@@ -1,0 +1,142 @@
+"""Schedules over the sequence: sequence parallelism for any list, and sub-batches of tokens for a batch of one.
+
+Sequence parallelism (arXiv 2205.05198) sends what an all-reduce sends in two halves, a reduce-scatter before C and an
+all-gather after it, so that norms, dropout and residuals work on a part of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from oases.schedule.ir import Op, Schedule
+from oases.schedule.tensor import Recompute, received, started
+from oases.schedule.validate import needs, validate
+
+_HEAVY = ("F", "R", "B", "W")
+
+
+def sequence_parallel(schedule: Schedule) -> Schedule:
+    """The same schedule with a reduce-scatter and an all-gather in place of every all-reduce.
+
+    Both halves are to be hidden, so C (or BC), which stands between them, moves up to the middle of the compute that
+    hid the all-reduce.
+    """
+    if schedule.sequence_parallel:
+        return schedule
+    naive = replace(schedule, ops=tuple(_gathered(schedule)))
+    moved = replace(naive, ops=tuple(_balanced(naive)))
+    validate(moved)
+    return moved
+
+
+def _gathered(schedule: Schedule) -> Iterator[Op]:
+    subs, last = range(schedule.num_sub_batches), schedule.num_blocks - 1
+    ending = [Op("wait", last, s, "C") for s in subs]
+    for op in schedule:
+        b, s = op.block, op.sub_batch
+        if op.in_backward:
+            yield from ending
+            ending = []
+        if op.kind == "F" and b > 0:
+            yield Op("wait", b - 1, s, "C")
+        if op.kind == "R" and (b, s) in schedule.remade_inputs:
+            yield Op("wait", b - 1, s, "RC")
+        if op.kind == "B":
+            yield Op("BC", b, s)
+            yield Op("all_gather", b, s, "BC")
+            yield Op("wait", b, s, "BC")
+        yield replace(op, kind="reduce_scatter") if op.kind == "all_reduce" else op
+        if op.kind == "C" or (op.kind == "RC" and (b + 1, s) in schedule.remade_inputs):
+            yield Op("all_gather", b, s, op.kind)
+    yield from ending
+
+
+def _balanced(schedule: Schedule) -> list[Op]:
+    ops = list(schedule.ops)
+    border = len(schedule.forward)
+    for gather in [op for op in ops if op.kind == "all_gather"]:
+        end = ops.index(gather)
+        begin = ops.index(gather.carried)
+        if begin and ops[begin - 1].kind == "wait":
+            begin -= 1
+        group = ops[begin : end + 1]
+        inputs = [need for op in group for need in needs(op, schedule) if need not in group]
+        earliest = max([border if gather.in_backward else 0, *(ops.index(need) + 1 for need in inputs)])
+        heavy = [i for i in range(earliest, begin) if ops[i].kind in _HEAVY]
+        hidden_before = (len(heavy) + 1) // 2
+        if hidden_before < len(heavy):
+            to = heavy[hidden_before]
+            ops[to : end + 1] = group + ops[to:begin]
+    return ops
+
+
+def along_sequence(
+    num_blocks: int, num_sub_batches: int, joint: Collection[int], recompute: Recompute = "none"
+) -> Schedule:
+    """The Oases schedule with parts of the sequence for sub-batches, for batches too small to cut.
+
+    joint: blocks that need every token at once (attention). They run whole; the all-reduces of their parts hide under
+    the token-wise blocks (MLP) next to them, and weight gradients fill the wait before them in the backward pass.
+    """
+    passes = _Passes(num_blocks, num_sub_batches, frozenset(joint), recompute)
+    ops = (*passes.forward(), *passes.backward())
+    schedule = Schedule("oases", num_blocks, num_sub_batches, ops, recompute, "sequence", passes.joint)
+    validate(schedule)
+    return schedule
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The two passes of `along_sequence`."""
+
+    num_blocks: int
+    num_sub_batches: int
+    joint: frozenset[int]
+    recompute: Recompute
+
+    def forward(self) -> Iterator[Op]:
+        for b in range(self.num_blocks):
+            if b in self.joint:
+                yield from self._combined(b - 1)
+                yield Op("F", b, 0)
+                yield from (Op("all_reduce", b, s, "F") for s in range(self.num_sub_batches))
+                continue
+            for s in range(self.num_sub_batches):
+                if b > 0:
+                    yield from received("F", b - 1, s, "C")
+                yield from started("F", b, s)
+        yield from self._combined(self.num_blocks - 1)
+
+    def backward(self) -> Iterator[Op]:
+        # The part that finished last goes first.
+        order = list(reversed(range(self.num_sub_batches)))
+        for b in reversed(range(self.num_blocks)):
+            if b in self.joint:
+                yield from self._recomputed(b, 0)
+                for s in order:
+                    yield from self._arrived(b, s)
+                    yield Op("BC", b, s)
+                yield Op("B", b, 0)
+                yield from (Op("all_reduce", b, s, "B") for s in order)
+                yield Op("W", b, 0)
+                continue
+            for s in order:
+                yield from self._recomputed(b, s)
+                yield from self._arrived(b, s)
+                yield from started("B", b, s)
+            yield from (Op("W", b, s) for s in order)
+        yield from (Op("wait", 0, s, "B") for s in order)
+
+    def _combined(self, block: int) -> Iterator[Op]:
+        if block >= 0:
+            for s in range(self.num_sub_batches):
+                yield from received("F", block, s, "C")
+
+    def _recomputed(self, block: int, s: int) -> Iterator[Op]:
+        if self.recompute == "full":
+            yield Op("R", block, s)
+
+    def _arrived(self, block: int, s: int) -> Iterator[Op]:
+        if block < self.num_blocks - 1:
+            yield Op("wait", block + 1, s, "B")
