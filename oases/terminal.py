@@ -65,18 +65,9 @@ def kept(row: dict[str, Any]) -> str:
 def overlap_table(result: dict[str, Any]) -> Table:
     """The result of an overlap benchmark."""
     table = Table(title="forward + backward of the stack, medians of one interleaved run", title_justify="left")
-    for name in (
-        "schedule",
-        "step",
-        "against sync",
-        "hidden",
-        "of ideal",
-        "ARs per layer",
-        "gradient error",
-        "kept",
-        "peak",
-    ):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
+    table.add_column("schedule", no_wrap=True)  # the others have room to wrap their headers
+    for name in ("step", "against sync", "hidden", "of ideal", "ARs per layer", "gradient error", "kept", "peak"):
+        table.add_column(name, justify="right")
     for name, row in result["schedules"].items():
         table.add_row(
             name, f"{1e3 * row['step_seconds']:.0f} ms", f"{row['speedup']:.2f} x", percent(row["hidden"]),
@@ -89,6 +80,8 @@ def overlap_table(result: dict[str, Any]) -> Table:
     table.caption = (
         f"compute alone {1e3 * result['compute_seconds']:.0f} ms, communication alone "
         f"{1e3 * result['communication_seconds']:.0f} ms, ideal {1e3 * result['ideal_seconds']:.0f} ms\n"
-        "kept for the backward pass: sequence x batch x hidden per layer (in brackets by the paper's formula)"
+        "kept: for the backward pass, in sequence x batch x hidden per layer; in brackets by the paper's formula"
     )
+    if "auto" in result["schedules"]:
+        table.caption += f"\nauto chose {result['schedules']['auto']['chosen']}"
     return table
