@@ -56,22 +56,32 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
+def kept(row: dict[str, Any]) -> str:
+    """Units kept per layer, as "0.75 (3)" where the paper's formula says 3."""
+    formula = row["formula_units"]
+    return f"{row['kept_units']:.2f}" + ("" if formula is None else f" ({formula})")
+
+
 def overlap_table(result: dict[str, Any]) -> Table:
     """The result of an overlap benchmark."""
     table = Table(title="forward + backward of the stack, medians of one interleaved run", title_justify="left")
-    for name in ("schedule", "step", "against sync", "hidden", "of ideal", "ARs per layer", "gradient error"):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
+    table.add_column("schedule", no_wrap=True)  # the others have room to wrap their headers
+    for name in ("step", "against sync", "hidden", "of ideal", "ARs per layer", "gradient error", "kept", "peak"):
+        table.add_column(name, justify="right")
     for name, row in result["schedules"].items():
         table.add_row(
             name, f"{1e3 * row['step_seconds']:.0f} ms", f"{row['speedup']:.2f} x", percent(row["hidden"]),
             percent(row["of_ideal"]), f"{row['all_reduces_per_layer']:g}",
-            f"{row['max_relative_gradient_error']:.1e}",
+            f"{row['max_relative_gradient_error']:.1e}", kept(row), f"{row['peak_bytes'] / 1e6:.1f} MB",
         )  # fmt: skip
     sync = result["schedules"]["sync"]["step_seconds"]
     for name, row in result["peers"].items():
         table.add_row(name, f"{1e3 * row['step_seconds']:.0f} ms", f"{sync / row['step_seconds']:.2f} x")
     table.caption = (
         f"compute alone {1e3 * result['compute_seconds']:.0f} ms, communication alone "
-        f"{1e3 * result['communication_seconds']:.0f} ms, ideal {1e3 * result['ideal_seconds']:.0f} ms"
+        f"{1e3 * result['communication_seconds']:.0f} ms, ideal {1e3 * result['ideal_seconds']:.0f} ms\n"
+        "kept: for the backward pass, in sequence x batch x hidden per layer; in brackets by the paper's formula"
     )
+    if "auto" in result["schedules"]:
+        table.caption += f"\nauto chose {result['schedules']['auto']['chosen']}"
     return table

@@ -29,6 +29,7 @@ def fails(capsys, *arguments):
         (["train", "--batch", "1"], ["batch of 1", "2 sub-batches", "--batch"]),
         (["train", "--batch", "3", "--sub-batches", "4"], ["batch of 3", "4 sub-batches"]),
         (["train", "--schedule", "nosuch"], ["'nosuch'", "fine_grained, oases"]),
+        (["train", "--schedule", "atuo"], ["'atuo'", "auto to choose by measuring"]),
         (["train", "--device", "tpu"], ["'tpu'", "cpu and cuda"]),
         (["train", "--device", "cuda"], ["'cuda'", "--device cpu"]),
         (["train", "--steps", "0"], ["steps", "got 0"]),
@@ -55,6 +56,7 @@ def fails(capsys, *arguments):
         (["bench", "overlap", "--link", "fast"], ["'fast'", "500mbit"]),
         (["bench", "overlap", "--link", "0gbit"], ["'0gbit'"]),
         (["bench", "overlap", "--schedules", "sync,nosuch"], ["'nosuch'"]),
+        (["bench", "overlap", "--schedules", "sync,auto@4"], ["'auto@4'", "write auto alone"]),
         (["bench", "overlap", "--tp", "1"], ["--tp 1", "at least 2"]),
         (["bench", "overlap", "--tp", "5"], ["heads 12", "--tp 5", "1, 2, 4"]),
         (["bench", "overlap", "--recompute", "some"], ["'some'"]),
@@ -143,7 +145,12 @@ def test_bench_writes_its_json(capfd, tmp_path):
     assert row["all_reduces_per_layer"] == 4
     assert 0 <= row["max_relative_gradient_error"] <= 1e-5
     assert row["step_seconds"] > 0
-    assert "compute alone" in capfd.readouterr().out
+    assert 0 < row["kept_bytes"] < row["peak_bytes"]
+    assert row["kept_units"] == row["kept_bytes"] / (4 * 32 * 64 * 4)
+    assert row["formula_units"] is None
+    output = capfd.readouterr()
+    assert "compute alone" in output.out
+    assert "profiler" not in output.err
 
 
 def test_train_saves_and_resumes(capfd, tmp_path):

@@ -11,26 +11,40 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oases.bench.memory import StepMemory, Unsent, formula_units, measure_memory
 from oases.bench.peers import make_peer, parse_peers, require_peer
 from oases.errors import UsageError
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
+from oases.parallel.autotune import Autotune, candidates, label
 from oases.parallel.group import ProcessGroup, scheduler_of
 from oases.parallel.statistics import names_op
 from oases.parallel.wire import Scheduler, Silence
 from oases.ranks import require_agreement
+from oases.schedule import Recompute, Schedule
 from oases.simulator.timeline import Timeline, from_measurements
 from oases.terminal import progress
 from oases.train.config import ModelOptions, option, require_device, require_memory, require_seed, settings
 
 Passes = tuple[float, float]
 """Seconds of the forward and of the backward pass."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is found out about a schedule before it is timed. unit: bytes of the stack's input on one rank."""
+
+    schedule: Schedule
+    gradient_error: float
+    all_reduces_per_layer: float
+    memory: StepMemory
+    unit: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,9 @@ class OverlapConfig(ModelOptions):
     sequence: int = option(256, "tokens per sample")
     batch: int = option(4, "samples per step")
     schedules: str = option(
-        "sync,oases", "schedules to compare, by name (oases@4: four sub-batches) or path, joined by commas"
+        "sync,oases",
+        "schedules to compare, by name (oases@4: four sub-batches; auto: chosen by measuring) or path, joined by "
+        "commas",
     )
     peers: str = option("none", "who else runs: all, none, or some of torch, megatron, domino joined by commas")
     iterations: int = option(7, "interleaved repetitions; medians are reported")
@@ -71,7 +87,7 @@ class OverlapConfig(ModelOptions):
         if self.device == "cpu":
             require_memory(self, degree)
         for name in self.names:
-            self.resolve_schedule(name)
+            self.schedule_or_auto(name)
         for name in parse_peers(self.peers):
             require_peer(name, self.batch, self.recompute)
 
@@ -87,7 +103,18 @@ class OverlapBench:
         self.stack = OverlappedStack(transformer_blocks(config.gpt(config.seed), group), process_group=group).to(
             device
         )
-        self.schedules = {name: config.resolve_schedule(name) for name in config.names}
+        self.tuning: Autotune | None = None
+        """Of "auto", where it is asked for."""
+        if "auto" in config.names:
+            recompute = cast(Recompute, config.recompute)
+            among = candidates(2 * config.layers, config.batch, "auto", "auto", recompute)
+            # A choice kept from an earlier run would say nothing about this one.
+            self.tuning = Autotune(among, group, "", keep=False)
+        self.schedules = {
+            name: self.tuning.current if self.tuning and name == "auto" else config.resolve_schedule(name)
+            for name in config.names
+        }
+        """By name. "auto" is a candidate until `choose` has been called."""
         # The least compute there is, with no product recomputed only for an all-reduce: the batch whole or
         # cut, whichever is faster on this machine. The ideal takes the faster.
         self._alone = {
@@ -100,12 +127,25 @@ class OverlapBench:
         shape = (config.batch, config.sequence, config.hidden)
         self.x, self.grad = torch.randn(2, *shape, device=device)
 
-    def step(self, name: str, scheduler: Scheduler) -> Passes:
+    def choose(self, on_step: Callable[[int], None] | None = None) -> None:
+        """Run the candidates of "auto" in turns, as the first steps of a training run would, until it has chosen."""
+        if self.tuning is None:
+            return
+        done = 0
+        while self.tuning.choice is None:
+            self.schedules["auto"] = self.tuning.current
+            self.step("auto", self.scheduler, self.tuning)
+            done += 1
+            if on_step is not None:
+                on_step(done)
+        self.schedules["auto"] = self.tuning.choice
+
+    def step(self, name: str, scheduler: Scheduler, tuning: Autotune | None = None) -> Passes:
         """One forward and backward pass under a schedule; leaves the gradients in place."""
         self.stack.run_as(self._alone[name] if name in self._alone else self.schedules[name])
         self.stack.zero_grad()
         x = self.x.clone().requires_grad_()
-        forward = self._timed(lambda: self.stack.run(x, scheduler))
+        forward = self._timed(lambda: self.stack.run(x, scheduler, tuning))
         backward = self._timed(lambda: self._output.backward(self.grad))
         self._x_grad = x.grad
         return forward, backward
@@ -173,6 +213,18 @@ class OverlapBench:
         count = sum(t.count for label, t in self.scheduler.totals().items() if names_op(label))
         return count / (self.config.layers * self.schedules[name].num_sub_batches)
 
+    def memory(self, name: str) -> StepMemory:
+        """What one step under a schedule holds, on the rank that holds most."""
+        self.stack.run_as(self.schedules[name])
+        self.stack.zero_grad()
+        x = self.x.clone().requires_grad_()
+        mine = measure_memory(
+            lambda: self.stack.run(x, Unsent()), lambda output: output.backward(self.grad), x.device
+        )
+        most = torch.tensor([mine.kept, mine.peak])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return StepMemory(int(most[0]), int(most[1]))
+
     def timeline(self, name: str) -> Timeline:
         """One measured step under a schedule, over all ranks."""
         spans: list[tuple[str, float, float]] = []
@@ -194,9 +246,11 @@ class OverlapBench:
 
     def measure(self, on_iteration: Callable[[int], None] | None = None) -> dict[str, Any]:
         """Run all contestants interleaved; return the result as described in `summarize`."""
+        self.choose()
         reference = self.gradients("sync")
         errors = {name: self.gradient_error(name, reference) for name in self.schedules}
         counts = {name: self.wire_all_reduces_per_layer(name) for name in self.schedules}
+        memory = {name: self.memory(name) for name in self.schedules}
         contestants: dict[str, Callable[[], Passes]] = {
             "compute alone": lambda: self.step("compute alone", Silence()),
             "compute alone, cut": lambda: self.step("compute alone, cut", Silence()),
@@ -216,17 +270,20 @@ class OverlapBench:
                 times[name].append((float(passes[0]), float(passes[1])))
             if on_iteration is not None:
                 on_iteration(iteration + 1)
-        return summarize(self.config, self.scheduler.size, times, errors, counts)
+        facts = {
+            name: Facts(schedule, errors[name], counts[name], memory[name], self.x.nbytes)
+            for name, schedule in self.schedules.items()
+        }
+        return summarize(self.config, self.scheduler.size, times, facts)
 
 
 def summarize(
     config: OverlapConfig,
     degree: int,
     times: dict[str, list[Passes]],
-    errors: dict[str, float],
-    counts: dict[str, float],
+    facts: dict[str, Facts],
 ) -> dict[str, Any]:
-    """Medians and shares; seconds. `hidden` is null where sync is ideal already: nothing is left to hide."""
+    """Medians and shares; seconds, bytes. `hidden` is null where sync is ideal already: nothing is left to hide."""
 
     def median(name: str) -> tuple[float, float, float]:
         forward, backward = zip(*times[name], strict=True)
@@ -237,8 +294,8 @@ def summarize(
     compute = min((median("compute alone"), median("compute alone, cut")), key=lambda passes: passes[2])
     ideal = max(compute[0], communication[0]) + max(compute[1], communication[1])
     sync = median("sync")[2]
-    schedules = {}
-    for name in errors:
+    schedules: dict[str, dict[str, Any]] = {}
+    for name, fact in facts.items():
         forward, backward, step = median(name)
         schedules[name] = {
             "step_seconds": step,
@@ -247,9 +304,16 @@ def summarize(
             "speedup": sync / step,
             "hidden": (sync - step) / (sync - ideal) if sync > ideal else None,
             "of_ideal": ideal / step,
-            "all_reduces_per_layer": counts[name],
-            "max_relative_gradient_error": errors[name],
+            "all_reduces_per_layer": fact.all_reduces_per_layer,
+            "max_relative_gradient_error": fact.gradient_error,
+            "kept_bytes": fact.memory.kept,
+            "kept_units": fact.memory.kept / (fact.unit * config.layers),
+            "peak_bytes": fact.memory.peak,
+            "formula_units": formula_units(fact.schedule),
         }
+        if name == "auto":
+            schedules[name]["chosen"] = label(fact.schedule)
+            schedules[name]["slower_than_sync"] = step / sync
     peers = {}
     for name in parse_peers(config.peers):
         forward, backward, step = median(f"peer {name}")
@@ -270,5 +334,9 @@ def run_overlap_bench(config: OverlapConfig, show_progress: bool) -> dict[str, A
     group = dist.group.WORLD
     assert group is not None
     bench = OverlapBench(config, group)
-    with progress("measuring", config.iterations, show_progress and dist.get_rank() == 0) as advance:
+    visible = show_progress and dist.get_rank() == 0
+    if bench.tuning is not None and bench.tuning.choice is None:
+        with progress("choosing", bench.tuning.num_steps, visible) as advance:
+            bench.choose(advance)
+    with progress("measuring", config.iterations, visible) as advance:
         return bench.measure(advance)

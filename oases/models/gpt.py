@@ -7,6 +7,7 @@ Shapes: B batch, S sequence, H hidden, V vocabulary, t tensor-parallel degree.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from oases.parallel import (
     parallel_cross_entropy,
 )
 from oases.parallel.group import HoldsGroup, ProcessGroup, resolve, shard_size
-from oases.schedule import Schedule
+from oases.schedule import Recompute, Schedule
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def transformer_blocks(config: GPTConfig, group: ProcessGroup | None) -> list[nn
 class GPT(HoldsGroup, nn.Module):
     """Decoder-only language model over tokens of one vocabulary.
 
-    process_group: the tensor-parallel group. schedule, sub_batches: see OverlappedStack.
+    process_group: the tensor-parallel group. schedule, sub_batches, recompute: see OverlappedStack.
     """
 
     def __init__(
@@ -119,7 +120,8 @@ class GPT(HoldsGroup, nn.Module):
         *,
         process_group: ProcessGroup | None = None,
         schedule: str | Schedule = "oases",
-        sub_batches: int = 2,
+        sub_batches: int | Literal["auto"] = 2,
+        recompute: Recompute = "none",
     ) -> None:
         super().__init__()
         self.config = config
@@ -134,7 +136,11 @@ class GPT(HoldsGroup, nn.Module):
             torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
         )
         self.stack = OverlappedStack(
-            transformer_blocks(config, group), process_group=group, schedule=schedule, sub_batches=sub_batches
+            transformer_blocks(config, group),
+            process_group=group,
+            schedule=schedule,
+            sub_batches=sub_batches,
+            recompute=recompute,
         )
         self.norm = nn.LayerNorm(config.hidden)
 

@@ -52,11 +52,15 @@ def candidates(
 
 @dataclass
 class Autotune:
-    """The measuring of one stack and input shape. `current` is the schedule to run next."""
+    """The measuring of one stack and input shape. `current` is the schedule to run next.
+
+    keep: whether a choice of an earlier run is taken over and this one's is kept.
+    """
 
     schedules: list[Schedule]
     group: ProcessGroup | None
     key: str
+    keep: bool = True
     times: list[list[float]] = field(default_factory=list)
     choice: Schedule | None = None
     _steps: int = 0
@@ -65,13 +69,18 @@ class Autotune:
         self.times = [[] for _ in self.schedules]
         if len(self.schedules) == 1 or group_size(self.group) == 1:
             self.choice = self.schedules[0]
-        elif (known := self._agreed(self._read())) is not None:
+        elif self.keep and (known := self._agreed(self._read())) is not None:
             self.choice = self.schedules[known]
 
     @property
     def current(self) -> Schedule:
         """The choice, or the candidate whose turn it is."""
         return self.choice or self.schedules[self._steps % len(self.schedules)]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that a choice takes where none is known."""
+        return len(self.schedules) * (ROUNDS + 1)
 
     def note(self, seconds: float) -> None:
         """Take the time of one forward and backward pass of `current`; choose once all had their turns."""
@@ -81,7 +90,7 @@ class Autotune:
         if turn > 0:
             self.times[index].append(seconds)
         self._steps += 1
-        if self._steps == len(self.schedules) * (ROUNDS + 1):
+        if self._steps == self.num_steps:
             self._choose()
 
     def _choose(self) -> None:
@@ -92,7 +101,7 @@ class Autotune:
         if not off.overlaps and float(medians[best]) > MARGIN * float(medians[0]):
             best = 0
         self.choice = self.schedules[best]
-        if group_rank(self.group) == 0:
+        if self.keep and group_rank(self.group) == 0:
             self._write(best)
 
     def _agreed(self, index: int | None) -> int | None:
@@ -106,7 +115,7 @@ class Autotune:
             name = json.loads(cache_path().read_text())[self.key]
         except (OSError, ValueError, KeyError, TypeError):
             return None  # no choice was kept, or by something else: measure
-        labels = [_label(schedule) for schedule in self.schedules]
+        labels = [label(schedule) for schedule in self.schedules]
         return labels.index(name) if name in labels else None
 
     def _write(self, best: int) -> None:
@@ -115,7 +124,7 @@ class Autotune:
             known = json.loads(path.read_text())
         except (OSError, ValueError):
             known = {}
-        known[self.key] = _label(self.schedules[best])
+        known[self.key] = label(self.schedules[best])
         aside = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,5 +142,6 @@ def cache_key(description: str, shape: torch.Size, dtype: torch.dtype, group: Pr
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-def _label(schedule: Schedule) -> str:
+def label(schedule: Schedule) -> str:
+    """A candidate by name and number of sub-batches, such as "oases 4"."""
     return f"{schedule.name} {schedule.num_sub_batches}"

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -83,10 +83,16 @@ class ModelOptions:
                 raise UsageError(f"schedule file {name!r} has no backward pass, which training needs")
         else:
             raise UsageError(
-                f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}, or give the path of a "
-                "schedule's text"
+                f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}, auto to choose by measuring, "
+                "or give the path of a schedule's text"
             )
         return schedule
+
+    def schedule_or_auto(self, name: str) -> Schedule | Literal["auto"]:
+        """Like `resolve_schedule`, but "auto" stands for itself: what it is, the first steps of a run decide."""
+        if name.startswith("auto@") and not Path(name).is_file():
+            raise UsageError(f"unknown schedule {name!r}; auto chooses the sub-batches too, so write auto alone")
+        return "auto" if name == "auto" else self.resolve_schedule(name)
 
     def _require_batch(self, num_sub_batches: int) -> None:
         if self.batch < num_sub_batches:
@@ -105,7 +111,9 @@ class TrainConfig(ModelOptions):
     """A training run. All values are checked when it is made; UsageError names the one that cannot be."""
 
     data: str | None = option(None, "text file or folder of text files; default: Python's standard library")
-    schedule: str = option("oases", "name of a schedule, such as oases, sync or oases@4, or the path of one's text")
+    schedule: str = option(
+        "oases", "oases, sync, oases@4 or another by name, auto to choose by measuring, or the path of one's text"
+    )
     steps: int = option(200, "optimizer steps")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     warmup: int = option(10, "steps of linear warm-up before the cosine")
@@ -134,7 +142,7 @@ class TrainConfig(ModelOptions):
     def check(self, degree: int) -> TextCorpus:
         """Everything that can be known before any rank starts; returns the corpus."""
         self.require_degree(degree)
-        self.resolve_schedule(self.schedule)
+        self.schedule_or_auto(self.schedule)
         if self.device == "cpu":
             require_memory(self, degree)
         if self.resume is not None:

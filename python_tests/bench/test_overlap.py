@@ -1,0 +1,54 @@
+"""The benchmark's result: memory beside the paper's formula, and "auto" among the contestants."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from oases.bench.overlap import OverlapBench, OverlapConfig, run_overlap_bench
+from oases.parallel import autotune
+from oases.terminal import overlap_table
+from oases.testing import RankPool
+
+CONFIG = OverlapConfig(
+    hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=2, recompute="full", schedules="auto,oases,sync"
+)
+CANDIDATES = ["fine_grained 1", "oases 2", "oases 4"]
+
+
+def run_with_cache_at(path: Path) -> dict[str, Any]:
+    autotune.cache_path = lambda: path
+    return run_overlap_bench(CONFIG, False)
+
+
+def test_auto_is_a_contestant_and_leaves_the_cache_alone(two_ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "schedules.json"
+    result = two_ranks.run(run_with_cache_at, path)[0]
+    assert not path.exists()
+    rows = result["schedules"]
+    assert list(rows) == ["auto", "oases", "sync"]
+    assert rows["auto"]["chosen"] in CANDIDATES
+    assert rows["auto"]["slower_than_sync"] == rows["auto"]["step_seconds"] / rows["sync"]["step_seconds"]
+    assert rows["auto"]["formula_units"] == 4, "of the schedule chosen"
+    assert "chosen" not in rows["oases"]
+    assert [rows[name]["formula_units"] for name in ("oases", "sync")] == [4, 1]
+    unit = 4 * 8 * 32 * 4
+    assert rows["oases"]["kept_units"] == rows["oases"]["kept_bytes"] / (unit * 2)
+    assert rows["sync"]["kept_bytes"] < rows["oases"]["kept_bytes"]
+    assert overlap_table(result).row_count == 3
+
+
+def choose() -> tuple[list[str], str]:
+    group = dist.group.WORLD
+    assert group is not None
+    bench = OverlapBench(CONFIG, group)
+    seen: list[str] = []
+    bench.choose(lambda done: seen.append(autotune.label(bench.schedules["auto"])))
+    return seen, autotune.label(bench.schedules["auto"])
+
+
+def test_every_candidate_has_its_turns_before_the_choice(two_ranks: RankPool) -> None:
+    (seen, first), (_, second) = two_ranks.run(choose)
+    assert seen == CANDIDATES * (autotune.ROUNDS + 1)
+    assert first == second
+    assert first in CANDIDATES
