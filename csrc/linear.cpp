@@ -94,10 +94,10 @@ class Cut {
 // features]; whole is [batch, t * part, features].
 class Gather {
  public:
-  Gather(OverlapScheduler& scheduler, const Tensor& part, int64_t num_chunks, const char* label)
-      : scheduler_(scheduler),
-        cut_(num_chunks, scheduler.size(), part.size(0), part.size(1)),
-        whole_(part.new_empty({part.size(0), scheduler.size() * part.size(1), part.size(2)})) {
+  // keep: put the chunks together in whole() as they are awaited.
+  Gather(OverlapScheduler& scheduler, const Tensor& part, int64_t num_chunks, const char* label, bool keep)
+      : scheduler_(scheduler), cut_(num_chunks, scheduler.size(), part.size(0), part.size(1)) {
+    if (keep) whole_ = part.new_empty({part.size(0), scheduler.size() * part.size(1), part.size(2)});
     for (int64_t k = 0; k < cut_.chunks(); ++k) {
       const Tensor mine = cut_.of_part(part, k).contiguous();
       arrived_.push_back(part.new_empty({scheduler.size(), mine.size(0), mine.size(1), mine.size(2)}));
@@ -109,6 +109,7 @@ class Gather {
   Tensor await(int64_t k) {
     scheduler_.wait(tickets_[k]);
     const Tensor arrived = std::exchange(arrived_[k], Tensor()).transpose(0, 1);
+    if (!whole_.defined()) return rows_of(arrived);
     const Tensor chunk = cut_.of_whole(whole_, k);
     chunk.copy_(arrived);
     return rows_of(chunk.is_contiguous() ? chunk : arrived);
@@ -197,7 +198,7 @@ Tensor column_linear(const Tensor& x, const Tensor& weight, const std::optional<
     return y;
   }
   const auto scheduler = OverlapScheduler::of(group);
-  Gather gather(*scheduler, sequences_of("column_linear", x), num_chunks, "column forward");
+  Gather gather(*scheduler, sequences_of("column_linear", x), num_chunks, "column forward", false);
   auto sizes = with_last(x, features);
   sizes[sizes.size() - 2] *= scheduler->size();
   const Tensor y = x.new_empty(sizes);
@@ -224,7 +225,7 @@ Gradients column_linear_backward(const Tensor& grad, const Tensor& x, const Tens
       scattered_product(
           *scheduler, sequences_of("column_linear_backward", grad), weight.t(), num_chunks, "column backward",
           [&] {
-            gather.emplace(*scheduler, sequences_of("column_linear_backward", x), 1, "column regather");
+            gather.emplace(*scheduler, sequences_of("column_linear_backward", x), 1, "column regather", true);
             grad_bias = grad_rows.sum(0);
           })
           .view(x.sizes());
@@ -256,7 +257,7 @@ Gradients row_linear_backward(const Tensor& grad, const Tensor& x, const Tensor&
     return {at::mm(grad_rows, weight).view(x.sizes()), at::mm(grad_rows.t(), x_rows), grad_rows.sum(0)};
   }
   const auto scheduler = OverlapScheduler::of(group);
-  Gather gather(*scheduler, sequences_of("row_linear_backward", grad), num_chunks, "row backward");
+  Gather gather(*scheduler, sequences_of("row_linear_backward", grad), num_chunks, "row backward", true);
   // Each rank adds the bias to its part of the sequence, so its gradient is a share of the sum.
   const Tensor grad_bias = rows_of(grad).sum(0);
   const auto bias_ticket = scheduler->all_reduce(grad_bias, "row bias");
