@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.errors import OverlapError
-from oases.parallel.autotune import Autotune, cache_key, candidates
+from oases.parallel.autotune import Autotune, cache_key, candidates, labelled, synchronize
 from oases.parallel.execution import Execution, Method, Scheduler, Silence
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, resolve, scheduler_of
 from oases.parallel.randomness import Randomness, hash_of
 from oases.parallel.statistics import report
 from oases.schedule import Recompute, Schedule, ScheduleError, format_schedule, generate, validate
 
+Tuning = Autotune[Schedule]
 _numbers = itertools.count()
 
 
@@ -43,7 +44,7 @@ class _Call:
     """One call of a stack: its execution and the hand-over of parameter gradients, block by block."""
 
     def __init__(
-        self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, tuning: Autotune | None
+        self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, tuning: Tuning | None
     ) -> None:
         self.execution = execution
         self._tuning = None if tuning is None or tuning.choice is not None else tuning
@@ -98,7 +99,7 @@ class _Call:
     def begin(self, grad: Tensor) -> None:
         """Begin the backward pass."""
         if self._tuning is not None:
-            _synchronize(grad.device)
+            synchronize(grad.device)
             self._seconds -= time.perf_counter()
         self.execution.begin_backward(grad)
 
@@ -107,18 +108,18 @@ class _Call:
         grad = self.execution.run_backward_rest()
         replicated = self._summed(0)
         if self._tuning is not None:
-            _synchronize(grad.device)
+            synchronize(grad.device)
             self._tuning.note(self._seconds + time.perf_counter())
         return grad, replicated
 
     @contextmanager
     def _timed(self, device: torch.device) -> Iterator[None]:
         if self._tuning is not None:
-            _synchronize(device)
+            synchronize(device)
             self._seconds -= time.perf_counter()
         yield
         if self._tuning is not None:
-            _synchronize(device)
+            synchronize(device)
             self._seconds += time.perf_counter()
 
     def _summed(self, block: int) -> list[Tensor | None]:
@@ -140,11 +141,6 @@ class _Call:
         if share is None or whole is None:
             return whole if share is None else share
         return share + whole
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 class _Entry(torch.autograd.Function):
@@ -243,7 +239,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         recompute: Recompute = "none",
     ) -> None:
         """Change the schedule for the calls to come."""
-        self._tunings: dict[str, Autotune] | None = None
+        self._tunings: dict[str, Tuning] | None = None
         if isinstance(schedule, Schedule):
             validate(schedule)
             if schedule.num_blocks != len(self.blocks):
@@ -275,13 +271,15 @@ class OverlappedStack(HoldsGroup, nn.Module):
             self._require_overlap()
         return self.run(x, scheduler, tuning)
 
-    def _tuning(self, x: Tensor) -> Autotune:
+    def _tuning(self, x: Tensor) -> Tuning:
         assert self._tunings is not None
         sizes = [tuple(parameter.shape) for parameter in self.parameters()]
         key = cache_key(repr((self._asked, len(self.blocks), sizes)), x.shape, x.dtype, self.process_group)
         if key not in self._tunings:
             schedules = candidates(len(self.blocks), x.shape[0], *self._asked)
-            self._tunings[key] = Autotune(schedules, self.process_group, key)
+            self._tunings[key] = Tuning(
+                labelled(schedules), self.process_group, key, has_off=not schedules[0].overlaps
+            )
         return self._tunings[key]
 
     def _agree(self) -> None:
@@ -322,7 +320,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if why is not None:
             raise OverlapError(f"overlap is required, but {why} (stack {self.number}; see oases.report())")
 
-    def run(self, x: Tensor, scheduler: Scheduler, tuning: Autotune | None = None) -> Tensor:
+    def run(self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None) -> Tensor:
         """Forward with collectives by `scheduler`; `Silence()` measures the compute alone.
 
         tuning: takes the time of this call's forward and backward pass.
