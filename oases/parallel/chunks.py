@@ -76,7 +76,7 @@ class Chunks:
                 return self._last[1]
         elif _is_real(x) and _is_real(weight):
             key = (x.shape, x.dtype, x.device, weight.shape, group_name, sequence_parallel)
-            if key not in self._known and self._may_measure(x):
+            if key not in self._known and rows >= 2 * _ROWS_PER_CHUNK and self._may_measure(x):
                 self._known[key] = self._choose(rows, x, weight, group_name, sequence_parallel)
             if key in self._known:
                 self._last = rows, self._known[key]
@@ -91,7 +91,7 @@ class Chunks:
     def _choose(self, rows: int, x: Tensor, weight: Tensor, group_name: str, sequence_parallel: bool) -> int:
         group = group_of(group_name)
         counts = [count for count in CANDIDATES if count == 1 or rows >= count * _ROWS_PER_CHUNK]
-        if group is None or group.size() == 1 or len(counts) == 1:
+        if group is None or group.size() == 1:
             return 1
         ranks = dist.get_process_group_ranks(group)
         what = repr((self._kind, tuple(weight.shape), x.device.type, ranks, sequence_parallel))

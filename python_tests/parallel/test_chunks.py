@@ -149,6 +149,11 @@ def check_not_measured(path):
             assert OverlappedRowLinear(IN, OUT)(torch.randn(256, IN // 2)).shape == (256, OUT)
         assert timer.turns == []
 
+        # Too few rows to choose: nothing that a graph could take over.
+        assert sent(layer, x[:64]) == 1
+        assert sent(compiled, x) == 2
+        assert timer.turns == []
+
         # A choice made by an eager call counts in all of these.
         assert sent(layer, x) == 4
         turns = len(timer.turns)
