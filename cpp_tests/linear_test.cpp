@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include "ranks.h"
+#include "scheduler.h"
 
 using at::Tensor;
 using oases_tests::Group;
@@ -17,12 +18,24 @@ Tensor part(const Tensor& whole, int64_t dim, int rank, int size) {
 }
 }  // namespace
 
-class Chunks : public ::testing::TestWithParam<int> {};
+// (batch, sequence), num_chunks
+class Chunks : public ::testing::TestWithParam<std::tuple<std::pair<int64_t, int64_t>, int>> {
+ protected:
+  const int size = 2, chunks = std::get<1>(GetParam());
+  const int64_t batch = std::get<0>(GetParam()).first, sequence = std::get<0>(GetParam()).second;
+  const Tensor x = integers({batch, sequence, 6}, 1), weight = integers({8, 6}, 2), bias = integers({8}, 3),
+               grad = integers({batch, sequence, 8}, 4);
+  // A sequence-parallel product takes the dimension that has enough for the chunks asked for, the batch
+  // first.
+  void expect_on_the_wire(const std::string& group, const char* label) const {
+    const int64_t part = sequence / size;
+    const auto totals = oases::OverlapScheduler::of(group)->totals();
+    ASSERT_EQ(totals.count(label), 1u) << label;
+    EXPECT_EQ(totals.at(label).count, std::min<int64_t>(chunks, std::max(batch, part))) << label;
+  }
+};
 
 TEST_P(Chunks, ColumnEqualsLinear) {
-  const int size = 2, chunks = GetParam();
-  const Tensor x = integers({3, 4, 6}, 1), weight = integers({8, 6}, 2), bias = integers({8}, 3);
-  const Tensor grad = integers({3, 4, 8}, 4);
   run_ranks(size, [&](int rank, const Group&, const std::string& group) {
     const Tensor w = part(weight, 0, rank, size), b = part(bias, 0, rank, size),
                  g = part(grad, -1, rank, size);
@@ -34,19 +47,19 @@ TEST_P(Chunks, ColumnEqualsLinear) {
     EXPECT_TRUE(at::equal(grad_b, g.sum(at::IntArrayRef{0, 1})));
 
     const Tensor mine = part(x, 1, rank, size);
+    oases::OverlapScheduler::of(group)->reset_totals();
     EXPECT_TRUE(at::equal(oases::column_linear(mine, w, b, group, chunks, true),
                           part(at::linear(x, weight, bias), -1, rank, size)));
     const auto [shard_x, shard_w, shard_b] = oases::column_linear_backward(g, mine, w, group, chunks, true);
     EXPECT_TRUE(at::equal(shard_x, part(at::matmul(grad, weight), 1, rank, size)));
     EXPECT_TRUE(at::equal(shard_w, grad_w));
     EXPECT_TRUE(at::equal(shard_b, grad_b));
+    expect_on_the_wire(group, "column forward");
+    expect_on_the_wire(group, "column backward");
   });
 }
 
 TEST_P(Chunks, RowEqualsLinear) {
-  const int size = 2, chunks = GetParam();
-  const Tensor x = integers({3, 4, 6}, 1), weight = integers({8, 6}, 2), bias = integers({8}, 3);
-  const Tensor grad = integers({3, 4, 8}, 4);
   const Tensor expected = at::linear(x, weight, bias), expected_b = grad.sum(at::IntArrayRef{0, 1});
   run_ranks(size, [&](int rank, const Group&, const std::string& group) {
     const Tensor mine = part(x, -1, rank, size), w = part(weight, 1, rank, size);
@@ -58,6 +71,7 @@ TEST_P(Chunks, RowEqualsLinear) {
     EXPECT_TRUE(at::equal(grad_w, expected_w));
     EXPECT_TRUE(at::equal(grad_b, expected_b));
 
+    oases::OverlapScheduler::of(group)->reset_totals();
     EXPECT_TRUE(
         at::equal(oases::row_linear(mine, w, bias, group, chunks, true), part(expected, 1, rank, size)));
     std::tie(grad_x, grad_w, grad_b) =
@@ -65,7 +79,13 @@ TEST_P(Chunks, RowEqualsLinear) {
     EXPECT_TRUE(at::equal(grad_x, expected_x));
     EXPECT_TRUE(at::equal(grad_w, expected_w));
     EXPECT_TRUE(at::equal(grad_b, expected_b));
+    expect_on_the_wire(group, "row forward");
+    expect_on_the_wire(group, "row backward");
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Chunks, ::testing::Values(1, 2, 3, 5, 100));
+INSTANTIATE_TEST_SUITE_P(All, Chunks,
+                         ::testing::Combine(::testing::Values(std::pair<int64_t, int64_t>{3, 4},
+                                                              std::pair<int64_t, int64_t>{1, 14},
+                                                              std::pair<int64_t, int64_t>{2, 10}),
+                                            ::testing::Values(1, 2, 3, 5, 100)));

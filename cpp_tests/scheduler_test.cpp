@@ -45,6 +45,20 @@ TEST(OverlapScheduler, AllGatherIsInRankOrderAndReduceScatterKeepsOwnPart) {
   });
 }
 
+TEST(OverlapScheduler, CountsNothingWhileCountingIsOff) {
+  run_ranks(2, [](int, const Group& group, const std::string&) {
+    OverlapScheduler scheduler(group);
+    scheduler.set_recording(true);
+    for (const bool counting : {true, false, true}) {
+      scheduler.set_counting(counting);
+      const auto tensor = filled(1);
+      scheduler.wait(scheduler.all_reduce(tensor, "F 0.0"));
+    }
+    EXPECT_EQ(scheduler.totals().at("F 0.0").count, 2);
+    EXPECT_EQ(scheduler.take_records().size(), 2u);
+  });
+}
+
 TEST(OverlapScheduler, CountsBytesAndTimesPerLabel) {
   run_ranks(2, [](int, const Group& group, const std::string&) {
     OverlapScheduler scheduler(group);

@@ -46,6 +46,8 @@ PYBIND11_MODULE(_C, module) {
            py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
       .def("wait", &OverlapScheduler::wait, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
       .def("set_recording", &OverlapScheduler::set_recording, py::arg("on"))
+      .def("set_counting", &OverlapScheduler::set_counting, py::arg("on"),
+           py::call_guard<py::gil_scoped_release>())
       .def("take_records", &OverlapScheduler::take_records, py::call_guard<py::gil_scoped_release>())
       .def("totals", &OverlapScheduler::totals, py::call_guard<py::gil_scoped_release>())
       .def("reset_totals", &OverlapScheduler::reset_totals, py::call_guard<py::gil_scoped_release>())

@@ -45,68 +45,122 @@ void product(Tensor out, const Tensor& x, const Tensor& weight, const std::optio
     at::mm_out(out, x, weight.t());
 }
 
+// Writes x W^T + b to `out`, [..., out] with as many rows as x, which may lie apart: then by way of a product
+// that is whole, because one large product and a copy cost less than many small products.
+void product_into(const Tensor& out, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias) {
+  if (out.is_contiguous()) return product(out.view({-1, out.size(-1)}), x, weight, bias);
+  const Tensor whole = out.new_empty(out.sizes());
+  product(whole.view({-1, out.size(-1)}), x, weight, bias);
+  out.copy_(whole);
+}
+
 // The sequence-parallel view of an activation: [batch, sequence, features], whatever led before.
 Tensor sequences_of(const char* op, const Tensor& x) {
   TORCH_CHECK(x.dim() >= 2, op, ": sequence_parallel needs an input of at least 2 dimensions, got ", x.dim());
-  return x.reshape({-1, x.size(-2), x.size(-1)}).contiguous();
+  return (x.dim() == 2 ? x.unsqueeze(0) : x.flatten(0, -3)).contiguous();
 }
 
-// Sequence shards of every rank, put together: all_gather delivers rank-major [t, batch, part, features];
-// whole is [batch, t * part, features].
-struct Gather {
-  Gather(OverlapScheduler& scheduler, const Tensor& part, int64_t num_chunks, const char* label)
-      : scheduler_(scheduler),
-        whole_(part.new_empty({part.size(0), scheduler.size() * part.size(1), part.size(2)})) {
-    chunks_ = std::max<int64_t>(1, std::min(num_chunks, part.size(0)));
-    for (int64_t k = 0; k < chunks_; ++k) {
-      const auto [from, to] = span(part.size(0), chunks_, k);
-      const Tensor mine = part.narrow(0, from, to - from);
+// How sequence-parallel activations are cut into chunks: along the batch, where every chunk is one piece of
+// memory, or, where the batch has too few entries, into the same rows [a, b) of every rank's part of the
+// sequence.
+class Cut {
+ public:
+  Cut(int64_t num_chunks, int64_t ranks, int64_t batch, int64_t part)
+      : ranks_(ranks),
+        batch_(batch),
+        part_(part),
+        along_batch_(batch == 0 || batch >= std::min(num_chunks, part)),
+        chunks_(std::max<int64_t>(1, std::min(num_chunks, along_batch_ ? batch : part))) {}
+  int64_t chunks() const { return chunks_; }
+  // Chunk k of a rank's part [batch, part, features].
+  Tensor of_part(const Tensor& x, int64_t k) const { return narrow(x, 1, k); }
+  // Chunk k of a whole [batch, ranks * part, features], as [its batch, ranks, its part, features].
+  Tensor of_whole(const Tensor& x, int64_t k) const {
+    return narrow(x.view({batch_, ranks_, part_, x.size(-1)}), 2, k);
+  }
+
+ private:
+  Tensor narrow(const Tensor& x, int64_t sequence_dim, int64_t k) const {
+    const auto [from, to] = span(along_batch_ ? batch_ : part_, chunks_, k);
+    return x.narrow(along_batch_ ? 0 : sequence_dim, from, to - from);
+  }
+  int64_t ranks_, batch_, part_;
+  bool along_batch_;
+  int64_t chunks_;
+};
+
+// Sequence shards of every rank, put together: all_gather delivers a chunk rank-major, [t, batch, part,
+// features]; whole is [batch, t * part, features].
+class Gather {
+ public:
+  // keep: put the chunks together in whole() as they are awaited.
+  Gather(OverlapScheduler& scheduler, const Tensor& part, int64_t num_chunks, const char* label, bool keep)
+      : scheduler_(scheduler), cut_(num_chunks, scheduler.size(), part.size(0), part.size(1)) {
+    if (keep) whole_ = part.new_empty({part.size(0), scheduler.size() * part.size(1), part.size(2)});
+    for (int64_t k = 0; k < cut_.chunks(); ++k) {
+      const Tensor mine = cut_.of_part(part, k).contiguous();
       arrived_.push_back(part.new_empty({scheduler.size(), mine.size(0), mine.size(1), mine.size(2)}));
       tickets_.push_back(scheduler.all_gather(arrived_.back(), mine, label));
     }
   }
-  int64_t chunks() const { return chunks_; }
-  // Batch entries [first, second) of the whole, once they are here.
-  std::pair<int64_t, int64_t> await(int64_t k) {
+  const Cut& cut() const { return cut_; }
+  // The rows of chunk k, in the order of cut().of_whole(), once they are here.
+  Tensor await(int64_t k) {
     scheduler_.wait(tickets_[k]);
-    const auto range = span(whole_.size(0), chunks_, k);
-    const Tensor& a = arrived_[k];
-    whole_.narrow(0, range.first, range.second - range.first)
-        .view({a.size(1), a.size(0), a.size(2), a.size(3)})
-        .copy_(a.transpose(0, 1));
-    arrived_[k].reset();
-    return range;
+    const Tensor arrived = std::exchange(arrived_[k], Tensor()).transpose(0, 1);
+    if (!whole_.defined()) return rows_of(arrived);
+    const Tensor chunk = cut_.of_whole(whole_, k);
+    chunk.copy_(arrived);
+    return rows_of(chunk.is_contiguous() ? chunk : arrived);
   }
   const Tensor& whole() const { return whole_; }
 
  private:
   OverlapScheduler& scheduler_;
+  Cut cut_;
   Tensor whole_;
-  int64_t chunks_ = 1;
   std::vector<Tensor> arrived_;
   Tickets tickets_;
 };
 
-// Products x W^T of batch chunks, each summed over the ranks and scattered along the sequence while the next
-// is computed. x: [batch, sequence, in] -> [batch, sequence / t, out]. The input is brought into rank-major
+// Products x W^T of the chunks of a gather, each computed while the next is on the wire, into `out`:
+// [batch, sequence, out].
+void gathered_product(const Tensor& out, Gather& gather, const Tensor& weight,
+                      const std::optional<Tensor>& bias) {
+  for (int64_t k = 0; k < gather.cut().chunks(); ++k) {
+    const Tensor rows = gather.await(k);
+    product_into(gather.cut().of_whole(out, k), rows, weight, bias);
+  }
+}
+
+// Products x W^T of chunks, each summed over the ranks and scattered along the sequence while the next is
+// computed. x: [batch, sequence, in] -> [batch, sequence / t, out]. The input is brought into rank-major
 // order, because it is the narrower side, so that the product lands where reduce_scatter wants it.
 Tensor scattered_product(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
                          int64_t num_chunks, const char* label, const std::function<void()>& meanwhile) {
-  const int64_t t = scheduler.size(), batch = x.size(0), sequence = x.size(1);
+  const int64_t t = scheduler.size(), batch = x.size(0), sequence = x.size(1), features = weight.size(0);
   TORCH_CHECK(sequence % t == 0, "sequence_parallel: a sequence of ", sequence,
               " does not divide by the group size ", t);
-  const Tensor y = x.new_empty({batch, sequence / t, weight.size(0)});
-  const int64_t chunks = std::max<int64_t>(1, std::min(num_chunks, batch));
+  const Tensor y = x.new_empty({batch, sequence / t, features});
+  const Cut cut(num_chunks, t, batch, sequence / t);
+  std::vector<Tensor> reduced;
   Tickets tickets;
-  for (int64_t k = 0; k < chunks; ++k) {
-    const auto [from, to] = span(batch, chunks, k);
-    const Tensor part = x.narrow(0, from, to - from).view({to - from, t, sequence / t, -1}).transpose(0, 1);
-    Tensor unreduced = x.new_empty({t, to - from, sequence / t, weight.size(0)});
-    product(unreduced.view({-1, weight.size(0)}), rows_of(part), weight, std::nullopt);
-    tickets.push_back(scheduler.reduce_scatter(y.narrow(0, from, to - from), unreduced, label));
+  for (int64_t k = 0; k < cut.chunks(); ++k) {
+    const Tensor part = cut.of_whole(x, k).transpose(0, 1);
+    const Tensor place = cut.of_part(y, k);
+    Tensor unreduced = x.new_empty({t, place.size(0), place.size(1), features});
+    product(unreduced.view({-1, features}), rows_of(part), weight, std::nullopt);
+    // reduce_scatter wants one piece of memory; the rows of several batch entries lie apart.
+    reduced.push_back(place.is_contiguous() ? place : x.new_empty(place.sizes()));
+    tickets.push_back(scheduler.reduce_scatter(reduced.back(), unreduced, label));
   }
   meanwhile();
-  for (const auto& ticket : tickets) scheduler.wait(ticket);
+  for (int64_t k = 0; k < cut.chunks(); ++k) {
+    scheduler.wait(tickets[k]);
+    const Tensor place = cut.of_part(y, k);
+    if (!place.is_contiguous()) place.copy_(reduced[k]);
+  }
   return y;
 }
 
@@ -144,16 +198,11 @@ Tensor column_linear(const Tensor& x, const Tensor& weight, const std::optional<
     return y;
   }
   const auto scheduler = OverlapScheduler::of(group);
-  Gather gather(*scheduler, sequences_of("column_linear", x), num_chunks, "column forward");
+  Gather gather(*scheduler, sequences_of("column_linear", x), num_chunks, "column forward", false);
   auto sizes = with_last(x, features);
   sizes[sizes.size() - 2] *= scheduler->size();
   const Tensor y = x.new_empty(sizes);
-  const Tensor y_sequences = y.view({-1, y.size(-2), features});
-  for (int64_t k = 0; k < gather.chunks(); ++k) {
-    const auto [from, to] = gather.await(k);
-    product(y_sequences.narrow(0, from, to - from).view({-1, features}),
-            rows_of(gather.whole().narrow(0, from, to - from)), weight, bias);
-  }
+  gathered_product(sequences_of("column_linear", y), gather, weight, bias);
   return y;
 }
 
@@ -176,7 +225,7 @@ Gradients column_linear_backward(const Tensor& grad, const Tensor& x, const Tens
       scattered_product(
           *scheduler, sequences_of("column_linear_backward", grad), weight.t(), num_chunks, "column backward",
           [&] {
-            gather.emplace(*scheduler, sequences_of("column_linear_backward", x), 1, "column regather");
+            gather.emplace(*scheduler, sequences_of("column_linear_backward", x), 1, "column regather", true);
             grad_bias = grad_rows.sum(0);
           })
           .view(x.sizes());
@@ -208,17 +257,12 @@ Gradients row_linear_backward(const Tensor& grad, const Tensor& x, const Tensor&
     return {at::mm(grad_rows, weight).view(x.sizes()), at::mm(grad_rows.t(), x_rows), grad_rows.sum(0)};
   }
   const auto scheduler = OverlapScheduler::of(group);
-  Gather gather(*scheduler, sequences_of("row_linear_backward", grad), num_chunks, "row backward");
+  Gather gather(*scheduler, sequences_of("row_linear_backward", grad), num_chunks, "row backward", true);
   // Each rank adds the bias to its part of the sequence, so its gradient is a share of the sum.
   const Tensor grad_bias = rows_of(grad).sum(0);
   const auto bias_ticket = scheduler->all_reduce(grad_bias, "row bias");
   const Tensor grad_x = x.new_empty(x.sizes());
-  const Tensor grad_x_sequences = grad_x.view({-1, x.size(-2), x.size(-1)});
-  for (int64_t k = 0; k < gather.chunks(); ++k) {
-    const auto [from, to] = gather.await(k);
-    product(grad_x_sequences.narrow(0, from, to - from).view({-1, x.size(-1)}),
-            rows_of(gather.whole().narrow(0, from, to - from)), weight.t(), std::nullopt);
-  }
+  gathered_product(sequences_of("row_linear_backward", grad_x), gather, weight.t(), std::nullopt);
   const Tensor grad_weight = at::mm(rows_of(gather.whole()).t(), x_rows);
   scheduler->wait(bias_ticket);
   return {grad_x, grad_weight, grad_bias};

@@ -4,7 +4,8 @@
 //
 // Shapes: rows = all leading dimensions of the input, t = group size. With `sequence_parallel`, activations
 // outside the pair of layers are cut along dim -2 (the sequence) into t parts and the all-reduce becomes a
-// reduce-scatter and an all-gather.
+// reduce-scatter and an all-gather. Chunks are then cut along the batch or, where that has fewer than
+// num_chunks entries, along the sequence: the same rows of every rank's part.
 #pragma once
 
 #include <ATen/ATen.h>

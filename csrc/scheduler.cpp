@@ -172,6 +172,7 @@ void OverlapScheduler::settle() {
 }
 
 void OverlapScheduler::account(const TicketRecord& record) {
+  if (!counting_) return;
   auto& totals = totals_[record.label];
   totals.count += 1;
   totals.bytes += record.bytes;
@@ -180,6 +181,12 @@ void OverlapScheduler::account(const TicketRecord& record) {
   link_free_from_ = std::max(link_free_from_, record.finished);
   totals.blocked_seconds += record.blocked_for;
   if (recording_) records_.push_back(record);
+}
+
+void OverlapScheduler::set_counting(bool on) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  settle();  // what was waited for before counts as it was asked to then
+  counting_ = on;
 }
 
 std::vector<TicketRecord> OverlapScheduler::take_records() {

@@ -87,6 +87,8 @@ class OverlapScheduler {
 
   // Keep every finished ticket's record (for timelines), not only the totals.
   void set_recording(bool on) { recording_ = on; }
+  // Off: collectives waited for from here on appear in no total and no record (trials of a calibration).
+  void set_counting(bool on);
   std::vector<TicketRecord> take_records();
   std::map<std::string, LabelTotals> totals();
   void reset_totals();
@@ -108,6 +110,7 @@ class OverlapScheduler {
   std::string name_;
   int rank_, size_;
   bool recording_ = false;
+  bool counting_ = true;
   std::vector<TicketRecord> records_;
   double link_free_from_ = 0;  // when the last collective that was accounted for had finished
   std::map<std::string, LabelTotals> totals_;

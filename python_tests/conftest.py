@@ -11,6 +11,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what tests measure out of the user's cache; ranks are started later and inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OASES_CACHE", str(tmp_path_factory.mktemp("cache") / "schedules.json"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
     with RankPool(2) as pool:

@@ -34,21 +34,6 @@ class StepMemory:
     peak: int
 
 
-class Unsent:
-    """A scheduler that sends nothing, for a step whose memory is measured and whose gradients nobody reads.
-
-    Sums are held by the executor until it has waited for them, sent or not. Gloo's threads hold them too, now and
-    then for longer than anybody else, and what those threads release the profiler does not see. Not `Silence`, for
-    which a stack leaves out the sums of replicated gradients, buffers and all.
-    """
-
-    def all_reduce(self, tensor: Tensor, label: str = "") -> None:
-        """Leave `tensor` as it is."""
-
-    def wait(self, ticket: None) -> None:
-        """Return at once."""
-
-
 def formula_units(schedule: Schedule) -> int | None:
     """What the Oases paper says a schedule keeps, in units per layer; None where it says nothing.
 

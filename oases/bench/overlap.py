@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.bench.memory import StepMemory, Unsent, formula_units, measure_memory
+from oases.bench.memory import StepMemory, formula_units, measure_memory
 from oases.bench.peers import make_peer, parse_peers, require_peer
 from oases.errors import UsageError
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
-from oases.parallel.autotune import Autotune, candidates, label
+from oases.parallel.autotune import Tuning, candidates, label, labelled
 from oases.parallel.group import ProcessGroup, scheduler_of
 from oases.parallel.statistics import names_op
 from oases.parallel.wire import Scheduler, Silence
@@ -103,13 +103,14 @@ class OverlapBench:
         self.stack = OverlappedStack(transformer_blocks(config.gpt(config.seed), group), process_group=group).to(
             device
         )
-        self.tuning: Autotune | None = None
+        self.tuning: Tuning | None = None
         """Of "auto", where it is asked for."""
         if "auto" in config.names:
             recompute = cast(Recompute, config.recompute)
-            among = candidates(2 * config.layers, config.batch, "auto", "auto", recompute)
+            joint = self.stack.joint_blocks
+            among = candidates(2 * config.layers, config.batch, "auto", "auto", recompute, joint)
             # A choice kept from an earlier run would say nothing about this one.
-            self.tuning = Autotune(among, group, "", keep=False)
+            self.tuning = Tuning(labelled(among), group, "", has_off=True, keep=False)
         self.schedules = {
             name: self.tuning.current if self.tuning and name == "auto" else config.resolve_schedule(name)
             for name in config.names
@@ -119,7 +120,7 @@ class OverlapBench:
         # cut, whichever is faster on this machine. The ideal takes the faster.
         self._alone = {
             "compute alone": config.resolve_schedule("fine_grained"),
-            "compute alone, cut": config.resolve_schedule("oases"),
+            "compute alone, cut": config.resolve_schedule(f"oases@{min(config.sub_batches, config.batch)}"),
         }
         made_of = (config.gpt(config.seed), list(self.stack.blocks), group, config.recompute)
         self.peers = {name: make_peer(name, *made_of) for name in parse_peers(config.peers)}
@@ -140,7 +141,7 @@ class OverlapBench:
                 on_step(done)
         self.schedules["auto"] = self.tuning.choice
 
-    def step(self, name: str, scheduler: Scheduler, tuning: Autotune | None = None) -> Passes:
+    def step(self, name: str, scheduler: Scheduler, tuning: Tuning | None = None) -> Passes:
         """One forward and backward pass under a schedule; leaves the gradients in place."""
         self.stack.run_as(self._alone[name] if name in self._alone else self.schedules[name])
         self.stack.zero_grad()
@@ -217,9 +218,11 @@ class OverlapBench:
         """What one step under a schedule holds, on the rank that holds most."""
         self.stack.run_as(self.schedules[name])
         self.stack.zero_grad()
-        x = self.x.clone().requires_grad_()
         mine = measure_memory(
-            lambda: self.stack.run(x, Unsent()), lambda output: output.backward(self.grad), x.device
+            # The input is made here, so that it counts: the first block keeps it, as every other its own.
+            lambda: self.stack.run(self.x.clone().requires_grad_(), Silence(pretends=True)),
+            lambda output: output.backward(self.grad),
+            self.x.device,
         )
         most = torch.tensor([mine.kept, mine.peak])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)

@@ -66,10 +66,17 @@ class Attention(nn.Module):
             _linear(config, generator, h, h, scale), process_group=group
         )
 
-    def partial(self, x_BSH: Tensor) -> Tensor:
+    def prepare(self, x_BSH: Tensor) -> Tensor:
+        """The norm, which may run on a part of the sequence."""
+        return self.norm(x_BSH)
+
+    def product(self, h_BSH: Tensor) -> Tensor:
         """[B, S, H] -> this rank's share of the projection, [B, S, H]."""
-        qkv = self.qkv.partial(self.norm(x_BSH))
-        return self.projection.partial(self._attend(qkv))
+        return self.projection.partial(self._attend(self.qkv.partial(h_BSH)))
+
+    def partial(self, x_BSH: Tensor) -> Tensor:
+        """Norm and products."""
+        return self.product(self.prepare(x_BSH))
 
     def _attend(self, qkv: Tensor) -> Tensor:
         qkv = qkv.unflatten(-1, (self.local_heads, 3, self.head_width))
@@ -84,6 +91,8 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Norm, column-parallel up, GELU, row-parallel down."""
 
+    token_wise = True
+
     def __init__(self, config: GPTConfig, generator: torch.Generator, group: ProcessGroup | None) -> None:
         super().__init__()
         h = config.hidden
@@ -92,9 +101,17 @@ class Mlp(nn.Module):
         scale = (2 * config.layers) ** -0.5
         self.down = OverlappedRowLinear.from_linear(_linear(config, generator, 4 * h, h, scale), process_group=group)
 
-    def partial(self, x_BSH: Tensor) -> Tensor:
+    def prepare(self, x_BSH: Tensor) -> Tensor:
+        """The norm, which may run on a part of the sequence."""
+        return self.norm(x_BSH)
+
+    def product(self, h_BSH: Tensor) -> Tensor:
         """[B, S, H] -> this rank's share of the down projection, [B, S, H]."""
-        return self.down.partial(F.gelu(self.up.partial(self.norm(x_BSH)), approximate="tanh"))
+        return self.down.partial(F.gelu(self.up.partial(h_BSH), approximate="tanh"))
+
+    def partial(self, x_BSH: Tensor) -> Tensor:
+        """Norm and products."""
+        return self.product(self.prepare(x_BSH))
 
     def combine(self, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
         """Residual and bias, after the all-reduce."""

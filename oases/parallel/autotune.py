@@ -1,8 +1,8 @@
-"""Chooses a schedule by measuring: the candidates, "off" among them, take turns on the first steps of a run.
+"""Chooses by measuring: candidates (a stack's schedules, a layer's chunk counts), "off" among them, take turns.
 
-Every candidate computes the same gradients, so the steps used for measuring train like any other. The ranks agree on
-the slowest rank's times, and the choice is kept in a small file, so that the next run of the same shape on the same
-machine begins with it.
+The ranks agree on the slowest rank's times, and the choice is kept in a small file, so that the next run of the same
+shape on the same machine begins with it. A stack measures its first steps: every schedule computes the same
+gradients, so these steps train like any other.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ import platform
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from oases.parallel.group import ProcessGroup, group_rank, group_size
-from oases.schedule import Recompute, Schedule, generate
+from oases.schedule import Recompute, Schedule, along_sequence, generate
 
 ROUNDS = 3
-"""Measured steps per candidate, after one that is not measured."""
+"""Measured steps per candidate of a stack, after one that is not measured."""
 MARGIN = 0.98
 """An overlapping schedule must take less than this share of the time of "off" to be chosen."""
 _SUB_BATCHES = (2, 4, 8)
+
+Candidate = TypeVar("Candidate")
 
 
 def cache_path() -> Path:
@@ -38,100 +40,134 @@ def cache_path() -> Path:
 
 
 def candidates(
-    num_blocks: int, batch: int, schedule: str, sub_batches: int | str, recompute: Recompute
+    num_blocks: int,
+    batch: int,
+    schedule: str,
+    sub_batches: int | str,
+    recompute: Recompute,
+    joint: frozenset[int] | None = None,
 ) -> list[Schedule]:
-    """What "auto" chooses from, "off" first: without all-reduces in the recomputation, but nothing overlapped."""
+    """What "auto" chooses from, "off" first: without all-reduces in the recomputation, but nothing overlapped.
+
+    joint: the blocks that need every token at once, where others do not: a batch of one is then cut by its tokens.
+    """
     names = ["cross_pass", "oases"] if schedule == "auto" and recompute == "none" else ["oases"]
     if schedule != "auto":
         names = [schedule]
     counts = [s for s in _SUB_BATCHES if s <= batch] if sub_batches == "auto" else [int(sub_batches)]
     found = [generate("fine_grained", num_blocks, 1, recompute)] if schedule == "auto" else []
+    if batch == 1 and joint is not None and "oases" in names:
+        parts = _SUB_BATCHES[:2] if sub_batches == "auto" else counts
+        return found + [along_sequence(num_blocks, count, joint, recompute) for count in parts if count > 1]
     found += [generate(name, num_blocks, count, recompute) for count in counts for name in names]
     return found or [generate(schedule, num_blocks, 1, recompute)]
 
 
-@dataclass
-class Autotune:
-    """The measuring of one stack and input shape. `current` is the schedule to run next.
+def labelled(schedules: list[Schedule]) -> dict[str, Schedule]:
+    """Schedules by the label that a choice is kept under."""
+    return {label(schedule): schedule for schedule in schedules}
 
-    keep: whether a choice of an earlier run is taken over and this one's is kept.
+
+def label(schedule: Schedule) -> str:
+    """What a choice of this schedule is kept under."""
+    return f"{schedule.name} {schedule.num_sub_batches}"
+
+
+@dataclass
+class Autotune(Generic[Candidate]):
+    """The measuring of one situation, `key`. `current` is the candidate to run next.
+
+    candidates: by label, the same on every rank; with has_off the first is "off", which the others must beat by
+    MARGIN. rounds: measured turns per candidate, after one that is not measured. keep: whether a choice of an
+    earlier run is taken over and this one's is kept.
     """
 
-    schedules: list[Schedule]
+    candidates: dict[str, Candidate]
     group: ProcessGroup | None
     key: str
+    has_off: bool
+    rounds: int = ROUNDS
     keep: bool = True
-    times: list[list[float]] = field(default_factory=list)
-    choice: Schedule | None = None
+    times: dict[str, list[float]] = field(init=False)
+    chosen: str | None = None
+    """The label of the choice, once made."""
     _steps: int = 0
 
     def __post_init__(self) -> None:
-        self.times = [[] for _ in self.schedules]
-        if len(self.schedules) == 1 or group_size(self.group) == 1:
-            self.choice = self.schedules[0]
-        elif self.keep and (known := self._agreed(self._read())) is not None:
-            self.choice = self.schedules[known]
+        self.times = {label: [] for label in self.candidates}
+        if len(self.candidates) == 1 or group_size(self.group) == 1:
+            self.chosen = next(iter(self.candidates))
+        elif self.keep:
+            self.chosen = self._agreed(self._read())
 
     @property
-    def current(self) -> Schedule:
+    def choice(self) -> Candidate | None:
+        """The candidate chosen; None while it is being measured."""
+        return None if self.chosen is None else self.candidates[self.chosen]
+
+    @property
+    def current(self) -> Candidate:
         """The choice, or the candidate whose turn it is."""
-        return self.choice or self.schedules[self._steps % len(self.schedules)]
+        return self.candidates[self.chosen or list(self.candidates)[self._steps % len(self.candidates)]]
 
     @property
     def num_steps(self) -> int:
         """Steps that a choice takes where none is known."""
-        return len(self.schedules) * (ROUNDS + 1)
+        return len(self.candidates) * (self.rounds + 1)
 
     def note(self, seconds: float) -> None:
         """Take the time of one forward and backward pass of `current`; choose once all had their turns."""
-        if self.choice is not None:
+        if self.chosen is not None:
             return
-        turn, index = divmod(self._steps, len(self.schedules))
+        turn, index = divmod(self._steps, len(self.candidates))
         if turn > 0:
-            self.times[index].append(seconds)
+            self.times[list(self.candidates)[index]].append(seconds)
         self._steps += 1
         if self._steps == self.num_steps:
             self._choose()
 
     def _choose(self) -> None:
-        medians = torch.tensor([statistics.median(times) for times in self.times], dtype=torch.float64)
-        dist.all_reduce(medians, dist.ReduceOp.MAX, group=self.group)
-        best = int(medians.argmin())
-        off = self.schedules[0]
-        if not off.overlaps and float(medians[best]) > MARGIN * float(medians[0]):
-            best = 0
-        self.choice = self.schedules[best]
+        mine = {label: statistics.median(times) for label, times in self.times.items()}
+        everyone: list[Any] = [mine] * group_size(self.group)
+        dist.all_gather_object(everyone, mine, group=self.group)  # as objects: NCCL takes no tensors of the CPU
+        slowest = {label: max(medians[label] for medians in everyone) for label in mine}
+        off, best = next(iter(slowest)), min(slowest, key=slowest.__getitem__)
+        if self.has_off and slowest[best] > MARGIN * slowest[off]:
+            best = off
+        self.chosen = best
         if self.keep and group_rank(self.group) == 0:
             self._write(best)
 
-    def _agreed(self, index: int | None) -> int | None:
+    def _agreed(self, label: str | None) -> str | None:
         """Rank 0's reading, everywhere: caches of several machines may differ."""
-        found: list[Any] = [index]
+        found: list[Any] = [label]
         dist.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]
 
-    def _read(self) -> int | None:
+    def _read(self) -> str | None:
         try:
-            name = json.loads(cache_path().read_text())[self.key]
+            label = json.loads(cache_path().read_text())[self.key]
         except (OSError, ValueError, KeyError, TypeError):
             return None  # no choice was kept, or by something else: measure
-        labels = [label(schedule) for schedule in self.schedules]
-        return labels.index(name) if name in labels else None
+        return next((known for known in self.candidates if known == label), None)
 
-    def _write(self, best: int) -> None:
+    def _write(self, best: str) -> None:
         path = cache_path()
         try:
             known = json.loads(path.read_text())
         except (OSError, ValueError):
             known = {}
-        known[self.key] = label(self.schedules[best])
+        known[self.key] = best
         aside = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             aside.write_text(json.dumps(known, indent=1))
             aside.replace(path)
         except OSError as error:
-            print(f"oases: the choice of schedule could not be kept in {path}: {error.strerror}")
+            print(f"oases: the choice {best!r} could not be kept in {path}: {error.strerror}")
+
+
+Tuning = Autotune[Schedule]
 
 
 def cache_key(description: str, shape: torch.Size, dtype: torch.dtype, group: ProcessGroup | None) -> str:
@@ -142,6 +178,7 @@ def cache_key(description: str, shape: torch.Size, dtype: torch.dtype, group: Pr
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-def label(schedule: Schedule) -> str:
-    """A candidate by name and number of sub-batches, such as "oases 4"."""
-    return f"{schedule.name} {schedule.num_sub_batches}"
+def synchronize(device: torch.device) -> None:
+    """Return when the work queued on `device` is done; at once on the CPU, which queues none."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -15,14 +15,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from oases.parallel.autotune import Autotune
+from oases.parallel.autotune import Tuning, synchronize
 from oases.parallel.execution import Execution
 from oases.parallel.sharding import sharded_parameters
 from oases.parallel.wire import Scheduler, Silence
 
 
 def deliver(
-    blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, x: Tensor, tuning: Autotune | None
+    blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, x: Tensor, tuning: Tuning | None
 ) -> Tensor:
     """Run the forward pass of `execution` on `x`, differentiable in `x` and the parameters of `blocks`.
 
@@ -41,7 +41,7 @@ class _Call:
     """One call of a stack: its execution and the hand-over of parameter gradients, block by block."""
 
     def __init__(
-        self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, tuning: Autotune | None
+        self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, tuning: Tuning | None
     ) -> None:
         self.execution = execution
         self._tuning = None if tuning is None or tuning.choice is not None else tuning
@@ -81,7 +81,8 @@ class _Call:
         replicated = self._summed(block + 1) if block + 1 < len(self._blocks) else []
         partial, combine = self.execution.gradients_of(block)
         shares = [name for name in self._replicated[block] if name in partial]
-        if shares and not isinstance(self.scheduler, Silence):
+        silent = isinstance(self.scheduler, Silence) and not self.scheduler.pretends
+        if shares and not silent:
             flat = torch.cat([partial[name].flatten() for name in shares])
             label = f"replicated gradients of block {block}"
             self._pending = (self.scheduler.all_reduce(flat, label), flat, shares)
@@ -96,7 +97,7 @@ class _Call:
     def begin(self, grad: Tensor) -> None:
         """Begin the backward pass."""
         if self._tuning is not None:
-            _synchronize(grad.device)
+            synchronize(grad.device)
             self._seconds -= time.perf_counter()
         self.execution.begin_backward(grad)
 
@@ -105,18 +106,18 @@ class _Call:
         grad = self.execution.run_backward_rest()
         replicated = self._summed(0)
         if self._tuning is not None:
-            _synchronize(grad.device)
+            synchronize(grad.device)
             self._tuning.note(self._seconds + time.perf_counter())
         return grad, replicated
 
     @contextmanager
     def _timed(self, device: torch.device) -> Iterator[None]:
         if self._tuning is not None:
-            _synchronize(device)
+            synchronize(device)
             self._seconds -= time.perf_counter()
         yield
         if self._tuning is not None:
-            _synchronize(device)
+            synchronize(device)
             self._seconds += time.perf_counter()
 
     def _summed(self, block: int) -> list[Tensor | None]:
@@ -138,11 +139,6 @@ class _Call:
         if share is None or whole is None:
             return whole if share is None else share
         return share + whole
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 class _Entry(torch.autograd.Function):

@@ -15,6 +15,10 @@ Gradients = dict[str, Tensor]
 """By the name of the parameter within its block's Method."""
 
 
+# What makes autograd record a source; nobody asks for its gradient.
+_anchor = torch.zeros((), requires_grad=True)
+
+
 class _Source(torch.autograd.Function):
     """Where a graph begins: an input whose gradient can be asked for by its edge, without keeping its memory."""
 
@@ -79,9 +83,8 @@ class Method(nn.Module):
 
     def record(self, parameters: dict[str, Tensor], *inputs: Tensor) -> tuple[Tensor, Graph]:
         """Call the method on `parameters`; return its result, still part of the graph, and the graph."""
-        anchor = torch.zeros((), requires_grad=True)
         with torch.enable_grad():
-            sources = tuple(_Source.apply(anchor, data) for data in inputs)
+            sources = tuple(_Source.apply(_anchor, data) for data in inputs)
             result: Tensor = torch.func.functional_call(self, parameters, sources)
         return result, Graph(get_gradient_edge(result), [get_gradient_edge(source) for source in sources])
 

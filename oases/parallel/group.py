@@ -35,8 +35,7 @@ class HoldsGroup:
     @property
     def process_group(self) -> ProcessGroup | None:
         """The tensor-parallel group; None for this process alone. RuntimeError once it was destroyed."""
-        name: Any = self._group_name
-        return _resolve_process_group(name) if name else None
+        return group_of(self._group_name)
 
     @process_group.setter
     def process_group(self, group: ProcessGroup | None) -> None:
@@ -57,6 +56,12 @@ def group_rank(process_group: ProcessGroup | None) -> int:
 def group_name(process_group: ProcessGroup | None) -> str:
     """The c10d name that ops carry; "" for None."""
     return "" if process_group is None else process_group.group_name
+
+
+def group_of(name: str) -> ProcessGroup | None:
+    """The group of a c10d name, the inverse of `group_name`. RuntimeError once it was destroyed."""
+    c10d_name: Any = name
+    return _resolve_process_group(c10d_name) if name else None
 
 
 def scheduler_of(process_group: ProcessGroup) -> Any:

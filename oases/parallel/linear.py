@@ -7,33 +7,22 @@ starts the all-reduce of chunk k before chunk k + 1 is computed. The products ar
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oases.parallel.chunks import Chunks, Kind, NumChunks
 from oases.parallel.collectives import gather, scatter
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
 from oases.parallel.weight_gradient import linear
-
-NumChunks = int | Literal["auto"]
-
-# Below this many rows a chunk's product loses more speed than its all-reduce could hide.
-_ROWS_PER_CHUNK = 64
-
-
-def chunks_for(num_chunks: NumChunks, x: Tensor) -> int:
-    """The number of chunks for an input of this size."""
-    if num_chunks != "auto":
-        return num_chunks
-    rows = x.numel() // max(x.shape[-1], 1)
-    return 2 if rows >= 2 * _ROWS_PER_CHUNK else 1
 
 
 class _OverlappedLinear(HoldsGroup, nn.Module):
     """What the two cuts share: a shard of the weight, its options and how it is made from an `nn.Linear`."""
 
+    kind: ClassVar[Kind]
     shard_dims: ClassVar[dict[str, int]]
     """Which dimension of which parameter is cut over the group, in rank order."""
     bias: nn.Parameter | None
@@ -57,6 +46,7 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
         self.out_features = out_features
         self.process_group = process_group
         self.num_chunks = num_chunks
+        self._chunks = Chunks(self.kind)
         self.sequence_parallel = sequence_parallel
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias_features is None:
@@ -101,14 +91,15 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
                 setattr(layer, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         return layer
 
-    def _op_arguments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _product(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         device = x.device.type
-        if torch.is_autocast_enabled(device):  # custom ops are not on autocast's lists
+        # Custom ops are not on autocast's lists; devices without autocast (meta) must not be asked for its state.
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return x, weight, bias
+        return self._chunks.product(self.num_chunks, x, weight, bias, self._group_name, self.sequence_parallel)
 
     def extra_repr(self) -> str:
         """Whole sizes, then how they are cut."""
@@ -133,9 +124,11 @@ class OverlappedColumnLinear(_OverlappedLinear):
     Input [..., in_features], whole on every rank (with sequence_parallel: cut along dim -2). Output
     [..., out_features / t], or [..., out_features] with gather_output. The input's gradient is summed over the
     group, chunk by chunk, while the weight gradient is computed. With a group of 1: `nn.Linear` exactly.
-    num_chunks: pieces of the product, "auto" chooses by size.
+    num_chunks: pieces of the product; "auto" measures 1, 2 and 4 on the first call with gradients and keeps the
+    fastest (see `oases.parallel.chunks`).
     """
 
+    kind = "column"
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
     def __init__(
@@ -163,15 +156,7 @@ class OverlappedColumnLinear(_OverlappedLinear):
         """[..., in_features] -> [..., out_features / t]."""
         if self.tensor_parallel == 1:
             return F.linear(x, self.weight, self.bias)
-        x, weight, bias = self._op_arguments(x)
-        y: Tensor = torch.ops.oases.column_linear(
-            x,
-            weight,
-            bias,
-            self._group_name,
-            chunks_for(self.num_chunks, x),
-            self.sequence_parallel,
-        )
+        y = self._product(x)
         return gather(y, self.process_group) if self.gather_output else y
 
     def partial(self, x: Tensor) -> Tensor:
@@ -185,8 +170,10 @@ class OverlappedRowLinear(_OverlappedLinear):
     Input [..., in_features / t] (whole with input_is_parallel=False). Output [..., out_features], summed over
     the group chunk by chunk while the next chunk is computed; with sequence_parallel it is scattered along
     dim -2 instead. The bias is whole on every rank and added once. With a group of 1: `nn.Linear` exactly.
+    num_chunks: as in `OverlappedColumnLinear`.
     """
 
+    kind = "row"
     shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
 
     def __init__(
@@ -216,16 +203,7 @@ class OverlappedRowLinear(_OverlappedLinear):
             return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter(x, self.process_group)
-        x, weight, bias = self._op_arguments(x)
-        y: Tensor = torch.ops.oases.row_linear(
-            x,
-            weight,
-            bias,
-            self._group_name,
-            chunks_for(self.num_chunks, x),
-            self.sequence_parallel,
-        )
-        return y
+        return self._product(x)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's share of the product, without bias, for a caller that sums it and adds the bias."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.errors import OverlapError
-from oases.parallel.autotune import Autotune, cache_key, candidates
+from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
 from oases.parallel.delivery import deliver
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.execution import Execution, Methods, Tokens
@@ -123,7 +123,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         recompute: Recompute = "none",
     ) -> None:
         """Change the schedule for the calls to come."""
-        self._tunings: dict[str, Autotune] | None = None
+        self._tunings: dict[str, Tuning] | None = None
         self._by_tokens: dict[Schedule, Schedule] = {}
         if isinstance(schedule, Schedule):
             validate(schedule)
@@ -154,29 +154,29 @@ class OverlappedStack(HoldsGroup, nn.Module):
             self._require_overlap()
         return self.run(x, scheduler, tuning)
 
-    def _tuning(self, x: Tensor) -> Autotune:
+    def _tuning(self, x: Tensor) -> Tuning:
         assert self._tunings is not None
         sizes = [tuple(parameter.shape) for parameter in self.parameters()]
-        asked = repr((self._asked, len(self.blocks), sizes, self.sequence_parallel, self._joint))
+        asked = repr((self._asked, len(self.blocks), sizes, self.sequence_parallel, self.joint_blocks))
         key = cache_key(asked, x.shape, x.dtype, self.process_group)
         if key not in self._tunings:
-            schedules = candidates(len(self.blocks), x.shape[0], *self._asked)
-            if len(schedules) == 1 and x.shape[0] == 1 and self._can_cut_tokens(x, 2):
-                schedules.append(self._along_sequence(2, self._asked[2]))
-            self._tunings[key] = Autotune([self._laid_out(s) for s in schedules], self.process_group, key)
+            joint = self.joint_blocks if self._can_cut_tokens(x, 4) else None
+            schedules = candidates(len(self.blocks), x.shape[0], *self._asked, joint)
+            among = labelled([self._laid_out(schedule) for schedule in schedules])
+            self._tunings[key] = Tuning(among, self.process_group, key, has_off=not schedules[0].overlaps)
         return self._tunings[key]
 
     @property
-    def _joint(self) -> frozenset[int]:
+    def joint_blocks(self) -> frozenset[int]:
         """The blocks that need every token at once."""
         return frozenset(b for b, block in enumerate(self.blocks) if not getattr(block, "token_wise", False))
 
     def _can_cut_tokens(self, x: Tensor, parts: int) -> bool:
-        some = len(self._joint) < len(self.blocks)
+        some = len(self.joint_blocks) < len(self.blocks)
         return some and not self.sequence_parallel and x.dim() > 2 and x.shape[1] >= parts
 
     def _along_sequence(self, parts: int, recompute: Recompute) -> Schedule:
-        return along_sequence(len(self.blocks), parts, self._joint, recompute)
+        return along_sequence(len(self.blocks), parts, self.joint_blocks, recompute)
 
     def _schedule_for(self, x: Tensor) -> Schedule:
         """The schedule, or for a batch too small to cut the same with parts of the sequence for sub-batches.
@@ -243,7 +243,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if why is not None:
             raise OverlapError(f"overlap is required, but {why} (stack {self.number}; see oases.report())")
 
-    def run(self, x: Tensor, scheduler: Scheduler, tuning: Autotune | None = None) -> Tensor:
+    def run(self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None) -> Tensor:
         """Forward with collectives by `scheduler`; `Silence()` measures the compute alone.
 
         tuning: takes the time of this call's forward and backward pass.

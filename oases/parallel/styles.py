@@ -9,90 +9,89 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from oases.parallel.linear import NumChunks, chunks_for
-
-Product = Callable[..., Tensor]
+from oases.parallel.chunks import Chunks, Kind, NumChunks
 
 
-class OverlappedColwiseParallel(ColwiseParallel):
+class _Overlapped(ParallelStyle):
+    """What the two styles share; comes before torch's style among the bases, which keeps all but `nn.Linear`."""
+
+    kind: ClassVar[Kind]
+    # Of torch's style:
+    input_layouts: tuple[Placement]
+    output_layouts: tuple[Placement]
+    use_local_output: bool
+    _partition_linear_fn: Callable[[str, nn.Module, DeviceMesh], None]
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        num_chunks: NumChunks = "auto",
+    ) -> None:
+        torch_style: Any = super()
+        torch_style.__init__(
+            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
+        )
+        self.num_chunks = num_chunks
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Linear):
+            torch_style: Any = super()
+            return torch_style._apply(module, device_mesh)
+        self._partition_linear_fn("", module, device_mesh)
+        given, wanted = self.input_layouts[0], self.output_layouts[0]
+        name = device_mesh.get_group().group_name
+        chunks = Chunks(self.kind)  # one for every module: a style may be applied to many
+
+        def forward(linear: nn.Linear, x: Tensor) -> Tensor:
+            needed, made, sequence = self._layouts(x.dim())
+            x = _local(x, device_mesh, given, needed)
+            y = chunks.product(self.num_chunks, x, *_weights(linear), name, sequence)
+            return _laid_out(y, device_mesh, made, wanted, self.use_local_output)
+
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        return module
+
+    def _layouts(self, ndim: int) -> tuple[Placement, Placement, bool]:
+        """The layouts that the op takes and makes, and whether it is sequence-parallel."""
+        raise NotImplementedError
+
+
+class OverlappedColwiseParallel(_Overlapped, ColwiseParallel):
     """Drop-in for `ColwiseParallel`; on `nn.Embedding` it is torch's own.
 
-    num_chunks: pieces the product is cut into, "auto" chooses by size. The other arguments are torch's.
+    num_chunks: pieces the product is cut into, "auto" measures. The other arguments are torch's.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        num_chunks: NumChunks = "auto",
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
-        )
-        self.num_chunks = num_chunks
+    kind = "column"
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Linear):
-            return super()._apply(module, device_mesh)
-        self._partition_linear_fn("", module, device_mesh)
-        given, wanted = self.input_layouts[0], self.output_layouts[0]
-        name = device_mesh.get_group().group_name
-
-        def forward(linear: nn.Linear, x: Tensor) -> Tensor:
-            sequence = _is_sequence(given, x.dim())
-            x = _local(x, device_mesh, given, given if sequence else Replicate())
-            product: Product = torch.ops.oases.column_linear
-            y = product(x, *_weights(linear), name, chunks_for(self.num_chunks, x), sequence)
-            return _laid_out(y, device_mesh, Shard(-1), wanted, self.use_local_output)
-
-        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-        return module
+    def _layouts(self, ndim: int) -> tuple[Placement, Placement, bool]:
+        given = self.input_layouts[0]
+        sequence = _is_sequence(given, ndim)
+        return given if sequence else Replicate(), Shard(-1), sequence
 
 
-class OverlappedRowwiseParallel(RowwiseParallel):
+class OverlappedRowwiseParallel(_Overlapped, RowwiseParallel):
     """Drop-in for `RowwiseParallel`; on `nn.Embedding` it is torch's own.
 
-    num_chunks: pieces the product is cut into, "auto" chooses by size. The other arguments are torch's.
+    num_chunks: pieces the product is cut into, "auto" measures. The other arguments are torch's.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        num_chunks: NumChunks = "auto",
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
-        )
-        self.num_chunks = num_chunks
+    kind = "row"
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Linear):
-            return super()._apply(module, device_mesh)
-        self._partition_linear_fn("", module, device_mesh)
-        given, wanted = self.input_layouts[0], self.output_layouts[0]
-        name = device_mesh.get_group().group_name
-
-        def forward(linear: nn.Linear, x: Tensor) -> Tensor:
-            sequence = _is_sequence(wanted, x.dim())
-            x = _local(x, device_mesh, given, Shard(x.dim() - 1))
-            product: Product = torch.ops.oases.row_linear
-            y = product(x, *_weights(linear), name, chunks_for(self.num_chunks, x), sequence)
-            return _laid_out(y, device_mesh, wanted if sequence else Replicate(), wanted, self.use_local_output)
-
-        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-        return module
+    def _layouts(self, ndim: int) -> tuple[Placement, Placement, bool]:
+        wanted = self.output_layouts[0]
+        sequence = _is_sequence(wanted, ndim)
+        return Shard(ndim - 1), wanted if sequence else Replicate(), sequence
 
 
 def _is_sequence(layout: Placement, ndim: int) -> bool:

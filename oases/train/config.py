@@ -64,9 +64,10 @@ class ModelOptions:
         plain, _, count = name.partition("@")
         if plain in GENERATORS and (not count or count.isdecimal()):
             sub_batches = int(count[:9]) if count else self.sub_batches
+            recompute = cast(Recompute, self.recompute)
             if plain not in WHOLE:
                 self._require_batch(sub_batches)
-            schedule = generate(plain, 2 * self.layers, sub_batches, cast(Recompute, self.recompute))
+            schedule = generate(plain, 2 * self.layers, sub_batches, recompute)
         elif Path(name).is_file():
             try:
                 schedule = parse_schedule(Path(name).read_text(encoding="utf-8"))
@@ -77,7 +78,8 @@ class ModelOptions:
                     f"schedule file {name!r} is for {schedule.num_blocks} blocks; {self.layers} layers have "
                     f"{2 * self.layers}"
                 )
-            self._require_batch(schedule.num_sub_batches)
+            if schedule.along == "batch":
+                self._require_batch(schedule.num_sub_batches)
             validate(schedule)
             if not schedule.backward:
                 raise UsageError(f"schedule file {name!r} has no backward pass, which training needs")
@@ -97,8 +99,8 @@ class ModelOptions:
     def _require_batch(self, num_sub_batches: int) -> None:
         if self.batch < num_sub_batches:
             raise UsageError(
-                f"a batch of {self.batch} cannot be cut into {num_sub_batches} sub-batches; raise --batch or lower "
-                "--sub-batches"
+                f"a batch of {self.batch} cannot be cut into {num_sub_batches} sub-batches; raise --batch, lower "
+                "--sub-batches, or take --schedule auto, which can cut a single sample by its tokens"
             )
 
     def gpt(self, seed: int) -> GPTConfig:

@@ -9,7 +9,7 @@ from test_stack import WIDTH, compare, make_stack, plain_blocks
 
 from oases.errors import OverlapError
 from oases.parallel import autotune
-from oases.parallel.autotune import Autotune, candidates
+from oases.parallel.autotune import Autotune, candidates, labelled
 from oases.schedule import generate
 
 
@@ -31,7 +31,7 @@ def choose(path, seconds):
     """Feed times by hand: what is chosen depends on them alone. seconds[rank][candidate]."""
     autotune.cache_path = lambda: path
     schedules = [generate("fine_grained", 2, 1), generate("oases", 2, 2), generate("oases", 2, 4)]
-    tuning = Autotune(schedules, dist.group.WORLD, "key")
+    tuning = Autotune(labelled(schedules), dist.group.WORLD, "key", has_off=True)
     begun_with = tuning.choice
     turns = []
     while tuning.choice is None:

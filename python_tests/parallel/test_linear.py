@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear
+from oases.parallel.group import scheduler_of
 from oases.parallel.linear import shard
 
 IN, OUT = 12, 8
@@ -87,6 +88,13 @@ CASES = [
     ((3, 4), True, torch.float32, 2, True),
     ((4,), False, torch.float32, 1, True),
     ((2, 2, 6), True, torch.bfloat16, 3, True),
+    # fewer batch entries than chunks: cut along the sequence
+    ((14,), True, torch.float32, 3, True),
+    ((1, 14), True, torch.float32, 4, True),
+    ((2, 10), False, torch.bfloat16, 3, True),
+    ((1, 4), True, torch.float32, 100, True),
+    ((0, 4), True, torch.float32, 2, True),
+    ((2, 0), True, torch.float32, 2, True),
 ]
 
 
@@ -105,6 +113,28 @@ def test_row_equals_linear(two_ranks, shape, bias, dtype, num_chunks, sequence_p
 def test_four_ranks(four_ranks):
     four_ranks.run(check_column, (6, 4), True, torch.float32, 3, False, True)
     four_ranks.run(check_row, (6, 4), True, torch.float32, 3, True, True)
+    four_ranks.run(check_column, (1, 20), True, torch.float32, 3, True, False)
+    four_ranks.run(check_row, (2, 20), True, torch.float32, 3, True, True)
+
+
+def check_wire(cls, batch, sequence, num_chunks):
+    layer = cls(IN, OUT, num_chunks=num_chunks, sequence_parallel=True)
+    column = cls is OverlappedColumnLinear
+    scheduler = scheduler_of(dist.group.WORLD)
+    scheduler.reset_totals()
+    layer(torch.randn(batch, sequence // 2 if column else sequence, IN if column else IN // 2)).sum().backward()
+    kind = "column" if column else "row"
+    return [scheduler.totals()[f"{kind} {way}"].count for way in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("cls", [OverlappedColumnLinear, OverlappedRowLinear])
+@pytest.mark.parametrize(
+    ("batch", "sequence", "num_chunks", "collectives"),
+    [(1, 14, 1, 1), (1, 14, 4, 4), (3, 20, 4, 4), (4, 20, 4, 4), (1, 6, 4, 3), (3, 4, 4, 3)],
+)
+def test_a_sequence_is_sent_in_num_chunks(two_ranks, cls, batch, sequence, num_chunks, collectives):
+    for counts in two_ranks.run(check_wire, cls, batch, sequence, num_chunks):
+        assert counts == [collectives] * 2
 
 
 def check_pair_float():
