@@ -79,7 +79,8 @@ def overlap_table(result: dict[str, Any]) -> Table:
         table.add_row(name, f"{1e3 * row['step_seconds']:.0f} ms", f"{sync / row['step_seconds']:.2f} x")
     table.caption = (
         f"compute alone {1e3 * result['compute_seconds']:.0f} ms, communication alone "
-        f"{1e3 * result['communication_seconds']:.0f} ms, ideal {1e3 * result['ideal_seconds']:.0f} ms\n"
+        f"{1e3 * result['communication_seconds']:.0f} ms ({1e3 * result['communication_cpu_seconds']:.0f} ms of it "
+        f"on the CPU), ideal {1e3 * result['ideal_seconds']:.0f} ms\n"
         "kept: for the backward pass, in sequence x batch x hidden per layer; in brackets by the paper's formula"
     )
     if "auto" in result["schedules"]:

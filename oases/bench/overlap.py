@@ -71,13 +71,18 @@ class OverlapConfig(ModelOptions):
             raise UsageError(f"iterations must be at least 1, got {self.iterations}")
         require_seed(self.seed)
         require_device(self.device)
-        parse_peers(self.peers)
+        parse_peers(self.peers)  # names the unknown one
 
     @property
     def names(self) -> list[str]:
         """The schedules asked for, `sync` among them: the others are measured against it."""
         names = [name.strip() for name in self.schedules.split(",") if name.strip()]
         return names if "sync" in names else ["sync", *names]
+
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """The peers asked for."""
+        return parse_peers(self.peers, self.batch, self.recompute)
 
     def check(self, degree: int) -> None:
         """Everything that can be known before any rank starts."""
@@ -88,7 +93,7 @@ class OverlapConfig(ModelOptions):
             require_memory(self, degree)
         for name in self.names:
             self.schedule_or_auto(name)
-        for name in parse_peers(self.peers):
+        for name in self.peer_names:
             require_peer(name, self.batch, self.recompute)
 
 
@@ -103,6 +108,8 @@ class OverlapBench:
         self.stack = OverlappedStack(transformer_blocks(config.gpt(config.seed), group), process_group=group).to(
             device
         )
+        self.communication_cpu: list[float] = []
+        """Seconds that all threads of this process computed during each `communicate`."""
         self.tuning: Tuning | None = None
         """Of "auto", where it is asked for."""
         if "auto" in config.names:
@@ -123,7 +130,7 @@ class OverlapBench:
             "compute alone, cut": config.resolve_schedule(f"oases@{min(config.sub_batches, config.batch)}"),
         }
         made_of = (config.gpt(config.seed), list(self.stack.blocks), group, config.recompute)
-        self.peers = {name: make_peer(name, *made_of) for name in parse_peers(config.peers)}
+        self.peers = {name: make_peer(name, *made_of) for name in config.peer_names}
         torch.manual_seed(config.seed)
         shape = (config.batch, config.sequence, config.hidden)
         self.x, self.grad = torch.randn(2, *shape, device=device)
@@ -170,7 +177,10 @@ class OverlapBench:
             for ticket in [self.scheduler.all_reduce(tensor, "alone") for tensor in some]:
                 self.scheduler.wait(ticket)
 
-        return self._timed(lambda: reduce(tensors[:count])), self._timed(lambda: reduce(tensors[count:]))
+        busy = time.process_time()
+        passes = self._timed(lambda: reduce(tensors[:count])), self._timed(lambda: reduce(tensors[count:]))
+        self.communication_cpu.append(time.process_time() - busy)
+        return passes
 
     def _timed(self, work: Callable[[], Any]) -> float:
         self._synchronize()
@@ -277,7 +287,8 @@ class OverlapBench:
             name: Facts(schedule, errors[name], counts[name], memory[name], self.x.nbytes)
             for name, schedule in self.schedules.items()
         }
-        return summarize(self.config, self.scheduler.size, times, facts)
+        cpu = statistics.median(self.communication_cpu)
+        return summarize(self.config, self.scheduler.size, times, facts) | {"communication_cpu_seconds": cpu}
 
 
 def summarize(
@@ -318,7 +329,7 @@ def summarize(
             schedules[name]["chosen"] = label(fact.schedule)
             schedules[name]["slower_than_sync"] = step / sync
     peers = {}
-    for name in parse_peers(config.peers):
+    for name in config.peer_names:
         forward, backward, step = median(f"peer {name}")
         peers[name] = {"step_seconds": step, "forward_seconds": forward, "backward_seconds": backward}
     return {

@@ -33,10 +33,13 @@ MakeLinear = Callable[[int, int], nn.Module]
 """(input features, output features), both of the whole weight -> a linear layer."""
 
 
-def parse_peers(text: str) -> tuple[str, ...]:
-    """The names in `text`: names joined by commas, all or none. UsageError for one that is unknown."""
+def parse_peers(text: str, batch: int = 2, recompute: str = "none") -> tuple[str, ...]:
+    """The names in `text`: names joined by commas, none, or all: those that can run such a batch and recomputation.
+
+    UsageError for one that is unknown.
+    """
     if text in ("all", "none"):
-        return PEERS if text == "all" else ()
+        return tuple(name for name in PEERS if why_not(name, batch, recompute) is None) if text == "all" else ()
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in PEERS:
@@ -53,13 +56,21 @@ def require_peer(name: str, batch: int, recompute: str = "none") -> None:
             f"the peer {name!r} needs {_PACKAGES[name]}, which is not installed; "
             "pip install -r requirements-peers.txt, or leave it out of --peers"
         ) from None
+    reason = why_not(name, batch, recompute)
+    if reason is not None:
+        raise UsageError(f"the peer {name!r} {reason}, or leave it out of --peers")
+
+
+def why_not(name: str, batch: int, recompute: str) -> str | None:
+    """Why a peer cannot run such a batch with such recomputation, and the remedy; None if it can."""
     if name == "domino" and recompute != "none":
-        raise UsageError(
-            f"the peer 'domino' cannot recompute ({recompute!r}): its layers share one loop over both halves of the "
-            "batch; use --recompute none, or leave it out of --peers"
+        return (
+            f"cannot recompute ({recompute!r}): its layers share one loop over both halves of the batch; use "
+            "--recompute none"
         )
     if name == "domino" and batch < 2:
-        raise UsageError(f"the peer 'domino' cuts the batch in two, and {batch} sample cannot be; raise --batch")
+        return f"cuts the batch in two, and {batch} sample cannot be; raise --batch"
+    return None
 
 
 def make_peer(

@@ -79,8 +79,8 @@ def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "non
 
     A result is waited for only when the next block of the same sub-batch needs it. Weight gradients are computed
     once the all-reduce they would have delayed is on the wire. Recomputation carries no all-reduce and needs no
-    gradient, so it runs while the gradient is on the way. Exposed: the last all-reduce of each pass, and the
-    first block of the first sub-batch.
+    gradient, so it runs while the gradient is on the way. Exposed: the last all-reduce of the forward pass, and what
+    the weight gradients of the first block do not hide of the last one of the backward pass.
     """
 
     def ops() -> Iterator[Op]:
@@ -94,7 +94,10 @@ def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "non
                 if b < num_blocks - 1:
                     yield Op("wait", b + 1, s, "B")
                 yield from started("B", b, s)
-                yield Op("W", b, s)
+                if b > 0:
+                    yield Op("W", b, s)
+        # Nothing else is left to hide the last all-reduces under.
+        yield from (Op("W", 0, s) for s in order)
         yield from (Op("wait", 0, s, "B") for s in order)
 
     return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), recompute)
