@@ -19,8 +19,8 @@ from typing import Any
 
 SHAPES = {"3 x 768": (4, 256, 768, 3), "6 x 512": (8, 128, 512, 6)}
 """Batch, sequence, hidden, layers."""
-SCHEDULES = ("sync", "fine_grained", "sub_pipelined", "cross_pass", "oases", "oases@4", "auto")
-OURS = ("oases", "oases@4", "auto")
+SCHEDULES = ("sync", "fine_grained", "sub_pipelined", "cross_pass", "oases", "oases@2", "auto")
+OURS = ("oases", "oases@2", "auto")
 PEERS = {"torch": "torch TP", "megatron": "Megatron-Core", "domino": "Domino"}
 _ALONE = ("compute", "communication", "communication_cpu", "ideal")
 Cell = tuple[str, str, str]
@@ -105,7 +105,7 @@ def tables(results: dict[Cell, dict[str, Any]]) -> str:
         text += f"\nGeometric mean at 500mbit and 1gbit: {math.prod(both) ** (1 / len(both)):.2f}\n"
     text += "\n" + table([*place, *SCHEDULES[:6]], ablation) + "\n"
     text += table(
-        [*place, "compute", "communication", "its CPU time", "ideal", "of ideal", "@4", "hidden", "@4", "auto chose",
+        [*place, "compute", "communication", "its CPU time", "ideal", "of ideal", "@2", "hidden", "@2", "auto chose",
          "auto / sync"], shares,
     )  # fmt: skip
     return text + "\n" + memory_table(results)

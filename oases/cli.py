@@ -87,10 +87,11 @@ def _add_options(parser: argparse.ArgumentParser, defaults: Any, skip: Sequence[
     for item in dataclasses.fields(defaults):
         if item.name in skip:
             continue
-        # heads follows hidden unless it is given.
-        default = item.default if item.name == "heads" else getattr(defaults, item.name)
+        # Those that follow from others unless they are given say so themselves.
+        follows = item.name in ("heads", "sub_batches")
+        default = item.default if follows else getattr(defaults, item.name)
         kind = str if default is None else type(default)
-        shown = "" if default is None or item.name == "heads" else f" (default: {default})"
+        shown = "" if default is None or follows else f" (default: {default})"
         parser.add_argument(
             f"--{item.name.replace('_', '-')}", type=kind, default=default,
             metavar={int: "N", float: "X"}.get(kind, "TEXT"), help=item.metadata["help"] + shown,

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oases.bench.config import OverlapConfig
 from oases.bench.memory import StepMemory, formula_units, measure_memory
-from oases.bench.peers import make_peer, parse_peers, require_peer
-from oases.errors import UsageError
+from oases.bench.peers import make_peer
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.parallel.autotune import Tuning, candidates, label, labelled
@@ -30,7 +30,7 @@ from oases.ranks import require_agreement
 from oases.schedule import Recompute, Schedule
 from oases.simulator.timeline import Timeline, from_measurements
 from oases.terminal import progress
-from oases.train.config import ModelOptions, option, require_device, require_memory, require_seed, settings
+from oases.train.config import settings
 
 Passes = tuple[float, float]
 """Seconds of the forward and of the backward pass."""
@@ -45,56 +45,6 @@ class Facts:
     all_reduces_per_layer: float
     memory: StepMemory
     unit: int
-
-
-@dataclass(frozen=True)
-class OverlapConfig(ModelOptions):
-    """One overlap benchmark: a stack of transformer layers, forward and backward."""
-
-    hidden: int = option(768, "width of the model, features")
-    layers: int = option(3, "transformer layers")
-    sequence: int = option(256, "tokens per sample")
-    batch: int = option(4, "samples per step")
-    schedules: str = option(
-        "sync,oases",
-        "schedules to compare, by name (oases@4: four sub-batches; auto: chosen by measuring) or path, joined by "
-        "commas",
-    )
-    peers: str = option("none", "who else runs: all, none, or some of torch, megatron, domino joined by commas")
-    iterations: int = option(7, "interleaved repetitions; medians are reported")
-    seed: int = option(0, "seed of weights and inputs")
-    device: str = option("cpu", "cpu or cuda")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.iterations < 1:
-            raise UsageError(f"iterations must be at least 1, got {self.iterations}")
-        require_seed(self.seed)
-        require_device(self.device)
-        parse_peers(self.peers)  # names the unknown one
-
-    @property
-    def names(self) -> list[str]:
-        """The schedules asked for, `sync` among them: the others are measured against it."""
-        names = [name.strip() for name in self.schedules.split(",") if name.strip()]
-        return names if "sync" in names else ["sync", *names]
-
-    @property
-    def peer_names(self) -> tuple[str, ...]:
-        """The peers asked for."""
-        return parse_peers(self.peers, self.batch, self.recompute)
-
-    def check(self, degree: int) -> None:
-        """Everything that can be known before any rank starts."""
-        if degree < 2:
-            raise UsageError(f"--tp {degree} communicates nothing, so there is nothing to hide; give at least 2")
-        self.require_degree(degree)
-        if self.device == "cpu":
-            require_memory(self, degree)
-        for name in self.names:
-            self.schedule_or_auto(name)
-        for name in self.peer_names:
-            require_peer(name, self.batch, self.recompute)
 
 
 class OverlapBench:
@@ -118,11 +68,12 @@ class OverlapBench:
             among = candidates(2 * config.layers, config.batch, "auto", "auto", recompute, joint)
             # A choice kept from an earlier run would say nothing about this one.
             self.tuning = Tuning(labelled(among), group, "", has_off=True, keep=False)
+        named = {name: config.contestant(name) for name in config.names if name != "auto"}
         self.schedules = {
-            name: self.tuning.current if self.tuning and name == "auto" else config.resolve_schedule(name)
-            for name in config.names
+            name: self.tuning.current if self.tuning and name == "auto" else named[name][0] for name in config.names
         }
         """By name. "auto" is a candidate until `choose` has been called."""
+        self.wire_dtypes = {name: dtype for name, (_, dtype) in named.items()}
         # The least compute there is, with no product recomputed only for an all-reduce: the batch whole or
         # cut, whichever is faster on this machine. The ideal takes the faster.
         self._alone = {
@@ -150,13 +101,17 @@ class OverlapBench:
 
     def step(self, name: str, scheduler: Scheduler, tuning: Tuning | None = None) -> Passes:
         """One forward and backward pass under a schedule; leaves the gradients in place."""
-        self.stack.run_as(self._alone[name] if name in self._alone else self.schedules[name])
+        self._run_as(name)
         self.stack.zero_grad()
         x = self.x.clone().requires_grad_()
         forward = self._timed(lambda: self.stack.run(x, scheduler, tuning))
         backward = self._timed(lambda: self._output.backward(self.grad))
         self._x_grad = x.grad
         return forward, backward
+
+    def _run_as(self, name: str) -> None:
+        self.stack.run_as(self._alone[name] if name in self._alone else self.schedules[name])
+        self.stack.wire_dtype = self.wire_dtypes.get(name)
 
     def peer_step(self, name: str) -> Passes:
         """One forward and backward pass of a peer."""
@@ -222,11 +177,13 @@ class OverlapBench:
         self.scheduler.reset_totals()
         self.step(name, self.scheduler)
         count = sum(t.count for label, t in self.scheduler.totals().items() if names_op(label))
-        return count / (self.config.layers * self.schedules[name].num_sub_batches)
+        schedule = self.schedules[name]
+        halves = 2 if schedule.sequence_parallel else 1  # a reduce-scatter and an all-gather are an all-reduce
+        return count / (halves * self.config.layers * schedule.num_sub_batches)
 
     def memory(self, name: str) -> StepMemory:
         """What one step under a schedule holds, on the rank that holds most."""
-        self.stack.run_as(self.schedules[name])
+        self._run_as(name)
         self.stack.zero_grad()
         mine = measure_memory(
             # The input is made here, so that it counts: the first block keeps it, as every other its own.

@@ -7,7 +7,7 @@ Shapes: B batch, S sequence, H hidden, V vocabulary, t tensor-parallel degree.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from oases.parallel import (
     parallel_cross_entropy,
 )
 from oases.parallel.group import HoldsGroup, ProcessGroup, resolve, shard_size
-from oases.schedule import Recompute, Schedule
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def transformer_blocks(config: GPTConfig, group: ProcessGroup | None) -> list[nn
 class GPT(HoldsGroup, nn.Module):
     """Decoder-only language model over tokens of one vocabulary.
 
-    process_group: the tensor-parallel group. schedule, sub_batches, recompute: see OverlappedStack.
+    process_group: the tensor-parallel group. stack_options: those of OverlappedStack.
     """
 
     def __init__(
@@ -136,9 +135,7 @@ class GPT(HoldsGroup, nn.Module):
         config: GPTConfig,
         *,
         process_group: ProcessGroup | None = None,
-        schedule: str | Schedule = "oases",
-        sub_batches: int | Literal["auto"] = 2,
-        recompute: Recompute = "none",
+        **stack_options: Any,
     ) -> None:
         super().__init__()
         self.config = config
@@ -152,13 +149,7 @@ class GPT(HoldsGroup, nn.Module):
         self.positions = nn.Parameter(
             torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
         )
-        self.stack = OverlappedStack(
-            transformer_blocks(config, group),
-            process_group=group,
-            schedule=schedule,
-            sub_batches=sub_batches,
-            recompute=recompute,
-        )
+        self.stack = OverlappedStack(transformer_blocks(config, group), process_group=group, **stack_options)
         self.norm = nn.LayerNorm(config.hidden)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:

@@ -5,7 +5,10 @@ Only graph edges are held, not the tensors at them, so memory goes as soon as no
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,29 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Gradients = dict[str, Tensor]
 """By the name of the parameter within its block's Method."""
+
+
+# By block: its methods, compiled with the options that the block was compiled with.
+_compiled_methods: WeakKeyDictionary[nn.Module, dict[str, Callable[..., Tensor]]] = WeakKeyDictionary()
+
+
+def _compiled(block: Any, name: str) -> Callable[..., Tensor] | None:
+    """The method of a block that was given to `torch.compile`; None for any other block.
+
+    ValueError for one compiled in place, by `.compile()`: that covers forward(), which a stack never calls.
+    """
+    if block._compiled_call_impl is not None:
+        raise ValueError(
+            f"a block ({type(block).__name__}) was compiled by .compile(), which covers forward() alone; give the "
+            "stack torch.compile(block) instead, whose partial() and combine() are then compiled"
+        )
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # where it is not loaded, nothing is compiled
+    if dynamo is None or not isinstance(block, dynamo.OptimizedModule):
+        return None
+    methods = _compiled_methods.setdefault(block, {})
+    if name not in methods:
+        methods[name] = block.dynamo_ctx(getattr(block._orig_mod, name))
+    return methods[name]
 
 
 # What makes autograd record a source; nobody asks for its gradient.
@@ -71,8 +97,9 @@ class Method(nn.Module):
         self.name = name
 
     def forward(self, *args: Tensor) -> Tensor:
-        """Call the method."""
-        result: Tensor = getattr(self.block, self.name)(*args)
+        """Call the method, compiled if the block was given to `torch.compile`."""
+        method = _compiled(self.block, self.name) or getattr(self.block, self.name)
+        result: Tensor = method(*args)
         return result
 
     def run(self, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor:

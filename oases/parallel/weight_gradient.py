@@ -98,7 +98,8 @@ class _PuttingOff(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, whose weight gradient is put off inside `putting_off`."""
-    active = _active.get()
+    # In a compiled block the products are the compiler's business.
+    active = None if torch.compiler.is_compiling() else _active.get()
     if active is None or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)  # autocast's casts are autograd's business: it then keeps the whole
     put_off, skip_last = active

@@ -31,12 +31,16 @@ class ModelOptions:
     heads: int = option(0, "attention heads; 0 = hidden / 64")
     sequence: int = option(128, "tokens (bytes of text) per sample")
     batch: int = option(8, "samples per step")
-    sub_batches: int = option(2, "parts the batch is cut into by an overlapping schedule")
+    sub_batches: int = option(
+        0, "parts the batch is cut into by an overlapping schedule; 0 = 4, or 2 for a batch below 4"
+    )
     recompute: str = option("none", "what the backward pass computes again: none, or full to keep block inputs alone")
 
     def __post_init__(self) -> None:
         if self.heads == 0:
             object.__setattr__(self, "heads", max(1, self.hidden // 64))
+        if self.sub_batches == 0:
+            object.__setattr__(self, "sub_batches", 4 if self.batch >= 4 else 2)
         for name in ("hidden", "layers", "heads", "sequence", "batch", "sub_batches"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -108,6 +112,9 @@ class ModelOptions:
         return GPTConfig(hidden=self.hidden, layers=self.layers, heads=self.heads, sequence=self.sequence, seed=seed)
 
 
+WIRE_DTYPES: dict[str, torch.dtype | None] = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 @dataclass(frozen=True)
 class TrainConfig(ModelOptions):
     """A training run. All values are checked when it is made; UsageError names the one that cannot be."""
@@ -116,6 +123,7 @@ class TrainConfig(ModelOptions):
     schedule: str = option(
         "oases", "oases, sync, oases@4 or another by name, auto to choose by measuring, or the path of one's text"
     )
+    wire_dtype: str = option("none", "type that activations are summed in: none (their own), bfloat16 or float16")
     steps: int = option(200, "optimizer steps")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     warmup: int = option(10, "steps of linear warm-up before the cosine")
@@ -129,6 +137,8 @@ class TrainConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise UsageError(f"unknown wire_dtype {self.wire_dtype!r}; known are {', '.join(WIRE_DTYPES)}")
         for name in ("steps", "validation_batches"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +15,8 @@ from oases.models.gpt import GPT
 from oases.parallel.gradients import clip_grad_norm
 from oases.parallel.group import ProcessGroup, group_size, resolve
 from oases.parallel.statistics import Report, report
-from oases.schedule import Recompute
 from oases.train.checkpoint import load, save
-from oases.train.config import TrainConfig, sizes_of
+from oases.train.config import WIRE_DTYPES, TrainConfig, sizes_of
 from oases.train.data import TextCorpus
 
 
@@ -39,7 +38,8 @@ class Trainer:
             process_group=self.group,
             schedule=config.schedule_or_auto(config.schedule),
             sub_batches="auto",  # a schedule that is resolved brings its own
-            recompute=cast(Recompute, config.recompute),
+            recompute=config.recompute,
+            wire_dtype=WIRE_DTYPES[config.wire_dtype],
         ).to(device)
         self.device = device
         self.optimizer = _adamw(self.model, config)

@@ -1,11 +1,14 @@
 """The benchmark's result: memory beside the paper's formula, and "auto" among the contestants."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from oases.bench.overlap import OverlapBench, OverlapConfig, run_overlap_bench
+from oases.errors import UsageError
 from oases.parallel import autotune
 from oases.terminal import overlap_table
 from oases.testing import RankPool
@@ -52,3 +55,39 @@ def test_every_candidate_has_its_turns_before_the_choice(two_ranks: RankPool) ->
     assert seen == CANDIDATES * (autotune.ROUNDS + 1)
     assert first == second
     assert first in CANDIDATES
+
+
+SUFFIXES = "sync,oases:bfloat16,oases@4:sequence,oases@4:sequence:float16"
+
+
+def run_suffixes() -> dict[str, Any]:
+    config = replace(CONFIG, schedules=SUFFIXES)
+    config.check(2)
+    return run_overlap_bench(config, False)
+
+
+def test_contestants_by_suffix(two_ranks: RankPool) -> None:
+    rows = two_ranks.run(run_suffixes)[0]["schedules"]
+    assert list(rows) == SUFFIXES.split(",")
+    assert rows["oases@4:sequence"]["max_relative_gradient_error"] < 1e-5
+    assert 1e-5 < rows["oases:bfloat16"]["max_relative_gradient_error"] < 0.1
+    assert rows["oases@4:sequence"]["all_reduces_per_layer"] == 4
+
+
+@pytest.mark.parametrize(
+    ("schedules", "message"),
+    [
+        ("oases:nosuch", "unknown 'nosuch'; what may follow a colon is sequence, bfloat16, float16"),
+        ("oases:none", "unknown 'none'"),
+        ("nosuch:sequence", "unknown schedule 'nosuch'"),
+        ("auto:sequence", "auto takes no suffix"),
+    ],
+)
+def test_unknown_suffix(schedules: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(CONFIG, schedules=schedules).check(2)
+
+
+def test_a_sequence_that_cannot_be_cut() -> None:
+    with pytest.raises(UsageError, match="9 tokens do not divide by --tp 2"):
+        replace(CONFIG, schedules="oases:sequence", sequence=9).check(2)

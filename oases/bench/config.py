@@ -1,0 +1,93 @@
+"""What an overlap benchmark is asked to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from oases.bench.peers import parse_peers, require_peer
+from oases.errors import UsageError
+from oases.schedule import Schedule, sequence_parallel
+from oases.train.config import (
+    WIRE_DTYPES,
+    ModelOptions,
+    option,
+    require_device,
+    require_memory,
+    require_seed,
+)
+
+
+@dataclass(frozen=True)
+class OverlapConfig(ModelOptions):
+    """One overlap benchmark: a stack of transformer layers, forward and backward."""
+
+    hidden: int = option(768, "width of the model, features")
+    layers: int = option(3, "transformer layers")
+    sequence: int = option(256, "tokens per sample")
+    batch: int = option(4, "samples per step")
+    schedules: str = option(
+        "sync,oases",
+        "schedules to compare, by name (oases@4: four sub-batches; oases:bfloat16: sums sent in that type; "
+        "oases:sequence: sequence-parallel; auto: chosen by measuring) or path, joined by commas",
+    )
+    peers: str = option("none", "who else runs: all, none, or some of torch, megatron, domino joined by commas")
+    iterations: int = option(7, "interleaved repetitions; medians are reported")
+    seed: int = option(0, "seed of weights and inputs")
+    device: str = option("cpu", "cpu or cuda")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.iterations < 1:
+            raise UsageError(f"iterations must be at least 1, got {self.iterations}")
+        require_seed(self.seed)
+        require_device(self.device)
+        parse_peers(self.peers)  # names the unknown one
+
+    @property
+    def names(self) -> list[str]:
+        """The schedules asked for, `sync` among them: the others are measured against it."""
+        names = [name.strip() for name in self.schedules.split(",") if name.strip()]
+        return names if "sync" in names else ["sync", *names]
+
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """The peers asked for."""
+        return parse_peers(self.peers, self.batch, self.recompute)
+
+    def contestant(self, name: str) -> tuple[Schedule, torch.dtype | None]:
+        """The schedule called `name` and the type its sums are sent in: NAME[@N][:sequence][:bfloat16], or a path."""
+        plain, *suffixes = [name] if Path(name).is_file() else name.split(":")
+        resolved, dtype = self.schedule_or_auto(plain), None
+        if resolved == "auto":
+            raise UsageError(f"unknown schedule {name!r}; auto takes no suffix")
+        schedule = resolved
+        for suffix in suffixes:
+            if suffix == "sequence":
+                schedule = sequence_parallel(schedule)
+            elif WIRE_DTYPES.get(suffix) is not None:
+                dtype = WIRE_DTYPES[suffix]
+            else:
+                known = ", ".join(["sequence", *(key for key, value in WIRE_DTYPES.items() if value is not None)])
+                raise UsageError(f"schedule {name!r}: unknown {suffix!r}; what may follow a colon is {known}")
+        return schedule, dtype
+
+    def check(self, degree: int) -> None:
+        """Everything that can be known before any rank starts."""
+        if degree < 2:
+            raise UsageError(f"--tp {degree} communicates nothing, so there is nothing to hide; give at least 2")
+        self.require_degree(degree)
+        if self.device == "cpu":
+            require_memory(self, degree)
+        for name in self.names:
+            if name == "auto":
+                continue
+            if self.contestant(name)[0].sequence_parallel and self.sequence % degree:
+                raise UsageError(
+                    f"schedule {name!r} cuts the sequence over the ranks, and {self.sequence} tokens do not divide "
+                    f"by --tp {degree}; give a --sequence that does"
+                )
+        for name in self.peer_names:
+            require_peer(name, self.batch, self.recompute)
