@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "lonely_backend.h"
 #include "scheduler.h"
 #include "sim_backend.h"
 
@@ -52,6 +53,13 @@ PYBIND11_MODULE(_C, module) {
       .def("totals", &OverlapScheduler::totals, py::call_guard<py::gil_scoped_release>())
       .def("reset_totals", &OverlapScheduler::reset_totals, py::call_guard<py::gil_scoped_release>())
       .def("waiting_for", &OverlapScheduler::waiting_for);
+
+  module.def(
+      "lonely_backend",
+      [](int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<oases::LonelyBackend>(rank, size);
+      },
+      py::arg("rank"), py::arg("size"), "A backend of one process that stands for `size`; it sends nothing.");
 
   module.def(
       "sim_backend",

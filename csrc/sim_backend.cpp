@@ -1,6 +1,12 @@
 #include "sim_backend.h"
 
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <chrono>
+
+#include "kernels.h"
 
 namespace oases {
 namespace {
@@ -28,6 +34,37 @@ class SimWork : public c10d::Work {
   std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
+
+// A collective on a stream: waiting makes the current stream wait, never the host.
+class DeviceWork : public c10d::Work {
+ public:
+  DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, c10::Event done)
+      : Work(rank, type), outputs_(std::move(outputs)), done_(std::move(done)) {}
+
+  bool isCompleted() override { return done_.query(); }
+  bool isSuccess() const override { return done_.query(); }
+  bool wait(std::chrono::milliseconds) override {
+    const c10::Device device = outputs_.front().device();
+    done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    return true;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+
+ private:
+  std::vector<at::Tensor> outputs_;
+  c10::Event done_;
+};
+
+// Let a stream do nothing for so long.
+void occupy(double seconds, const c10::Stream& stream) {
+#ifdef OASES_WITH_CUDA
+  cuda::occupy(static_cast<int64_t>(1e9 * seconds), stream.native_handle());
+#else
+  TORCH_CHECK(false, "sim: this build of oases has no CUDA kernels, so a link cannot be simulated for ",
+              stream.device(), " (", seconds, " s were asked for); build it where nvcc is found");
+#endif
+}
 
 double bytes_of(const at::Tensor& tensor) { return static_cast<double>(tensor.nbytes()); }
 
@@ -67,6 +104,9 @@ SimBackend::~SimBackend() {
 
 SimBackend::Work SimBackend::enqueue(c10d::OpType type, double wire_bytes, Tensors outputs,
                                      std::function<Work()> start) {
+  const bool on_device = !outputs.empty() && !outputs.front().is_cpu();
+  if (on_device && inner_->getBackendName() == "lonely")
+    return enqueue_on_device(type, startup_seconds_ + wire_bytes / bandwidth_, std::move(outputs), start);
   auto work = c10::make_intrusive<SimWork>(getRank(), type, std::move(outputs));
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -74,6 +114,24 @@ SimBackend::Work SimBackend::enqueue(c10d::OpType type, double wire_bytes, Tenso
   }
   arrived_.notify_one();
   return work;
+}
+
+SimBackend::Work SimBackend::enqueue_on_device(c10d::OpType type, double seconds, Tensors outputs,
+                                               const std::function<Work()>& start) {
+  const c10::Device device = outputs.front().device();
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  if (!device_link_) device_link_ = impl.getNewStream(device, -1);  // like NCCL's, of high priority
+  const c10::Stream link = *device_link_;
+  c10::Event ready(device.type()), done(device.type());
+  ready.record(impl.getStream(device));
+  ready.block(link);
+  occupy(seconds, link);
+  {
+    const c10::StreamGuard on_link(link);
+    start()->wait();
+  }
+  done.record(link);
+  return c10::make_intrusive<DeviceWork>(getRank(), type, std::move(outputs), std::move(done));
 }
 
 void SimBackend::serve() {

@@ -1,11 +1,13 @@
 // `sim`: a c10d backend with the clock of a slow link. A collective takes start-up + bytes on the wire /
 // bandwidth, one after another, on a worker thread; the data really moves, through an inner backend. It
-// makes overlap visible on any machine and its tests exact.
+// makes overlap visible on any machine and its tests exact. On an accelerator with the `lonely` backend inside, the
+// time passes on a stream of its own, held by a kernel that does nothing but wait, and no host thread is involved.
 #pragma once
 
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -41,6 +43,7 @@ class SimBackend : public c10d::Backend {
   struct Job;
   // `wire_bytes` is what this rank sends; `start` issues the same collective on the inner backend.
   Work enqueue(c10d::OpType type, double wire_bytes, Tensors outputs, std::function<Work()> start);
+  Work enqueue_on_device(c10d::OpType type, double seconds, Tensors outputs, const std::function<Work()>& start);
   void serve();
 
   c10::intrusive_ptr<c10d::Backend> inner_;
@@ -49,6 +52,7 @@ class SimBackend : public c10d::Backend {
   std::condition_variable arrived_;
   std::deque<Job> queue_;
   bool closing_ = false;
+  std::optional<c10::Stream> device_link_;
   std::thread link_;  // last: it reads all of the above
 };
 

@@ -73,6 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_options(overlap, OverlapConfig())
     _add_ranks(overlap, link=None)
     overlap.set_defaults(run=_bench_overlap)
+    gpu = _command(
+        benches, "gpu", "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed"
+    )
+    gpu.add_argument("--report", metavar="FILE", help="write a dated Markdown report there")
+    gpu.set_defaults(run=_bench_gpu)
     return parser
 
 
@@ -107,7 +112,8 @@ def _add_ranks(parser: argparse.ArgumentParser, link: str | None) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--backend", default="gloo", metavar="NAME",
-        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link (default: gloo)",
+        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link; with ,alone at its end, and always "
+        "on a GPU, one process stands for all ranks (default: gloo)",
     )  # fmt: skip
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="X",
@@ -150,6 +156,8 @@ def _rank_options(options: argparse.Namespace) -> Any:
     backend = Backend.parse(options.backend)
     if backend.name == "nccl" and options.device != "cuda":
         raise UsageError(f"backend nccl needs --device cuda, got --device {options.device}; use gloo on the CPU")
+    if backend.name == "sim" and options.device == "cuda" and "WORLD_SIZE" not in os.environ:
+        backend = dataclasses.replace(backend, alone=True)  # several ranks on one GPU would share its compute
     return RankOptions(options.tp, backend, options.timeout)
 
 
@@ -254,4 +262,19 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
         return
     result["config"]["link"] = options.link
     console.print(overlap_table(result))
+    _write_json(options.json, result)
+
+
+def _bench_gpu(options: argparse.Namespace, given: Sequence[str]) -> None:
+    import datetime
+
+    from oases.bench.gpu import markdown, run_gpu_bench
+    from oases.terminal import console
+
+    _require_writable("--report", options.report)
+    result = run_gpu_bench(console.print)
+    report = markdown(result, datetime.date.today().isoformat())
+    if options.report is not None:
+        Path(options.report).write_text(report)
+    console.print(report)
     _write_json(options.json, result)

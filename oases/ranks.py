@@ -51,7 +51,21 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
                 f"with torchrun --nproc-per-node {options.size}, or without torchrun"
             )
         return _rank_main(function, arguments, options)
+    if options.backend.alone:
+        return _stand_for_all(function, arguments, options)
     return _launch(function, arguments, options)
+
+
+def _stand_for_all(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    """Run as rank 0 of a group whose other ranks are only pretended."""
+    dist.init_process_group(
+        options.backend.activate(), store=dist.HashStore(), rank=0, world_size=options.size,
+        timeout=timedelta(seconds=options.timeout_seconds),
+    )  # fmt: skip
+    try:
+        return function(*arguments)
+    finally:
+        dist.destroy_process_group()
 
 
 def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
@@ -95,7 +109,14 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
     signal.signal(signal.SIGTERM, lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
     signal.signal(signal.SIGINT, lambda number, frame: _leave(130))  # Ctrl-C: the launcher says so
     try:
-        dist.init_process_group(options.backend.activate(), timeout=timedelta(seconds=options.timeout_seconds))
+        extra: dict[str, Any] = {}
+        if options.backend.name == "nccl":
+            from oases.parallel.group import nccl_options
+
+            torch.cuda.set_device(local_rank)
+            extra = {"pg_options": nccl_options(), "device_id": torch.device("cuda", local_rank)}
+        timeout = timedelta(seconds=options.timeout_seconds)
+        dist.init_process_group(options.backend.activate(), timeout=timeout, **extra)
         result = function(*arguments)
         dist.barrier()
         roll_call.stop()

@@ -83,15 +83,19 @@ def relaunch(rate: str, arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Backend:
-    """A c10d backend by name; for `sim` with its start-up in seconds and bandwidth in bytes per second."""
+    """A c10d backend by name; for `sim` with its start-up in seconds and bandwidth in bytes per second.
+
+    alone: one process stands for all ranks and sends nothing; only the time of the link passes.
+    """
 
     name: str = "gloo"
     startup_seconds: float = 0.0
     bandwidth: float = 0.0
+    alone: bool = False
 
     @staticmethod
     def parse(text: str) -> Backend:
-        """Read "gloo", "nccl" or "sim:alpha=20us,bandwidth=12GB/s"; UsageError names what is wrong."""
+        """Read "gloo", "nccl" or "sim:alpha=20us,bandwidth=12GB/s[,alone]"; UsageError names what is wrong."""
         name, _, options = text.partition(":")
         if name in ("gloo", "nccl") and not options:
             return Backend(name)
@@ -100,10 +104,12 @@ class Backend:
                 f"unknown backend {text!r}; known are gloo, nccl and sim:alpha=TIME,bandwidth=RATE, "
                 "e.g. sim:alpha=20us,bandwidth=12GB/s"
             )
-        given = dict(item.partition("=")[::2] for item in options.split(",") if item)
+        items = [item for item in options.split(",") if item]
+        alone = "alone" in items
+        given = dict(item.partition("=")[::2] for item in items if item != "alone")
         if set(given) != {"alpha", "bandwidth"}:
             raise UsageError(f"backend {text!r}: sim needs alpha and bandwidth, got {', '.join(given) or 'none'}")
-        return Backend("sim", _seconds(given["alpha"]), _rate(given["bandwidth"]))
+        return Backend("sim", _seconds(given["alpha"]), _rate(given["bandwidth"]), alone)
 
     def activate(self) -> str:
         """Make the backend known to torch.distributed; return the name for init_process_group."""
@@ -135,8 +141,11 @@ def _register_sim(backend: Backend) -> None:
     import oases._C as _C
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        return _C.sim_backend(gloo, backend.startup_seconds, backend.bandwidth)
+        inner = _C.lonely_backend(rank, size) if backend.alone else dist.ProcessGroupGloo(store, rank, size, timeout)
+        return _C.sim_backend(inner, backend.startup_seconds, backend.bandwidth)
 
-    if not hasattr(dist.Backend, "SIM"):
-        dist.Backend.register_backend("sim", create, devices=["cpu"])
+    # Registered anew each time: one process may simulate one link after another.
+    dist.Backend.backend_list = [name for name in dist.Backend.backend_list if name != "sim"]
+    if hasattr(dist.Backend, "SIM"):
+        del dist.Backend.SIM
+    dist.Backend.register_backend("sim", create, devices=["cpu", "cuda"])

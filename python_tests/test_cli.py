@@ -29,6 +29,8 @@ def fails(capsys, *arguments):
         (["train", "--batch", "1"], ["batch of 1", "2 sub-batches", "--batch"]),
         (["train", "--batch", "3", "--sub-batches", "4"], ["batch of 3", "4 sub-batches"]),
         (["train", "--schedule", "nosuch"], ["'nosuch'", "fine_grained, oases"]),
+        (["bench", "gpu"], ["sees none", "where there is one"]),
+        (["bench", "overlap", "--dtype", "int8"], ["'int8'", "bfloat16"]),
         (["train", "--schedule", "atuo"], ["'atuo'", "auto to choose by measuring"]),
         (["train", "--device", "tpu"], ["'tpu'", "cpu and cuda"]),
         (["train", "--device", "cuda"], ["'cuda'", "--device cpu"]),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from oases import testbed
 from oases.errors import UsageError
 from oases.parallel.group import scheduler_of
-from oases.ranks import RankOptions  # noqa: F401, used by the script below
+from oases.ranks import RankOptions, run_ranks
 from oases.testbed import Backend, link_bytes_per_second
 
 
@@ -26,10 +26,13 @@ def test_rates():
 def test_backends():
     assert Backend.parse("gloo") == Backend("gloo")
     assert Backend.parse("sim:alpha=20us,bandwidth=12GB/s") == Backend("sim", 20e-6, 12e9)
+    assert Backend.parse("sim:alpha=1us,bandwidth=1gbit,alone") == Backend("sim", 1e-6, 125e6, alone=True)
     assert Backend.parse("sim:bandwidth=1gbit,alpha=1ms") == Backend("sim", 1e-3, 125e6)
     for text, message in [
         ("mpi", "unknown backend 'mpi'"),
         ("gloo:x=1", "unknown backend"),
+        ("gloo:alone", "unknown backend"),
+        ("sim:alone", "sim needs alpha and bandwidth, got none"),
         ("sim", "sim needs alpha and bandwidth, got none"),
         ("sim:alpha=1us", "got alpha"),
         ("sim:alpha=1,bandwidth=1gbit", "alpha '1' is no time"),
@@ -98,3 +101,31 @@ def test_sim_backend_under_the_launcher():
     assert in_flight >= ALPHA + 20000 / BANDWIDTH
     assert finished < 0.5  # it ended under the compute
     assert blocked < 0.1
+
+
+def alone() -> dict[str, object]:
+    group = dist.group.WORLD
+    assert group is not None
+    scheduler = scheduler_of(group)
+    x = torch.arange(4.0)
+    scheduler.wait(scheduler.all_reduce(x, "sum"))
+    gathered, part = torch.empty(8, 4), torch.empty(1)
+    scheduler.wait(scheduler.all_gather(gathered, torch.arange(4.0), "gather"))
+    scheduler.wait(scheduler.reduce_scatter(part, torch.arange(8.0), "scatter"))
+    objects: list[object] = [None] * 8
+    dist.all_gather_object(objects, "mine")
+    dist.barrier()
+    seconds = sum(total.link_seconds for total in scheduler.totals().values())
+    return {"size": scheduler.size, "x": x, "gathered": gathered, "part": part, "objects": objects, "s": seconds}
+
+
+def test_one_process_stands_for_all_ranks():
+    for alpha in ("10ms", "30ms"):  # one link after another in one process
+        backend = Backend.parse(f"sim:alpha={alpha},bandwidth=1gbit,alone")
+        result = run_ranks(alone, (), RankOptions(8, backend))
+        assert result["size"] == 8
+        assert torch.equal(result["x"], torch.arange(4.0))
+        assert torch.equal(result["gathered"], torch.arange(4.0).expand(8, 4))
+        assert torch.equal(result["part"], torch.zeros(1))
+        assert result["objects"] == ["mine"] * 8
+        assert result["s"] >= 3 * {"10ms": 0.01, "30ms": 0.03}[alpha]

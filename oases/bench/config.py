@@ -20,6 +20,9 @@ from oases.train.config import (
 )
 
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 @dataclass(frozen=True)
 class OverlapConfig(ModelOptions):
     """One overlap benchmark: a stack of transformer layers, forward and backward."""
@@ -37,6 +40,7 @@ class OverlapConfig(ModelOptions):
     iterations: int = option(7, "interleaved repetitions; medians are reported")
     seed: int = option(0, "seed of weights and inputs")
     device: str = option("cpu", "cpu or cuda")
+    dtype: str = option("float32", "type of weights and activations: float32, bfloat16 or float16")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,6 +49,8 @@ class OverlapConfig(ModelOptions):
         require_seed(self.seed)
         require_device(self.device)
         parse_peers(self.peers)  # names the unknown one
+        if self.dtype not in DTYPES:
+            raise UsageError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
 
     @property
     def names(self) -> list[str]:

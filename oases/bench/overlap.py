@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.bench.config import OverlapConfig
+from oases.bench.config import DTYPES, OverlapConfig
 from oases.bench.memory import StepMemory, formula_units, measure_memory
 from oases.bench.peers import make_peer
 from oases.models.gpt import transformer_blocks
@@ -55,9 +55,9 @@ class OverlapBench:
         self.group = group
         self.scheduler = scheduler_of(group)
         device = torch.device(config.device)
-        self.stack = OverlappedStack(transformer_blocks(config.gpt(config.seed), group), process_group=group).to(
-            device
-        )
+        dtype = DTYPES[config.dtype]
+        blocks = transformer_blocks(config.gpt(config.seed), group)
+        self.stack = OverlappedStack(blocks, process_group=group).to(device, dtype)
         self.communication_cpu: list[float] = []
         """Seconds that all threads of this process computed during each `communicate`."""
         self.tuning: Tuning | None = None
@@ -84,7 +84,7 @@ class OverlapBench:
         self.peers = {name: make_peer(name, *made_of) for name in config.peer_names}
         torch.manual_seed(config.seed)
         shape = (config.batch, config.sequence, config.hidden)
-        self.x, self.grad = torch.randn(2, *shape, device=device)
+        self.x, self.grad = torch.randn(2, *shape, device=device, dtype=dtype)
 
     def choose(self, on_step: Callable[[int], None] | None = None) -> None:
         """Run the candidates of "auto" in turns, as the first steps of a training run would, until it has chosen."""

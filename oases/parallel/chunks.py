@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oases.parallel.autotune import Autotune, cache_key, synchronize
-from oases.parallel.group import ProcessGroup, group_of, scheduler_of
+from oases.parallel.group import ProcessGroup, group_of, refuse_capture, scheduler_of
 
 NumChunks = int | Literal["auto"]
 Kind = Literal["column", "row"]
@@ -58,6 +58,8 @@ class Chunks:
         group must make. Where that cannot be, the count goes by size: in no_grad mode, for fake tensors and in a
         traced graph; the graph takes the count last measured if it has as many rows. group_name: the c10d name.
         """
+        if not torch.compiler.is_compiling():
+            refuse_capture(x)
         count = self._count(num_chunks, x, weight, group_name, sequence_parallel)
         return self._op("linear")(x, weight, bias, group_name, count, sequence_parallel)
 
@@ -76,17 +78,15 @@ class Chunks:
                 return self._last[1]
         elif _is_real(x) and _is_real(weight):
             key = (x.shape, x.dtype, x.device, weight.shape, group_name, sequence_parallel)
-            if key not in self._known and rows >= 2 * _ROWS_PER_CHUNK and self._may_measure(x):
+            if key not in self._known and rows >= 2 * _ROWS_PER_CHUNK and self._may_measure():
                 self._known[key] = self._choose(rows, x, weight, group_name, sequence_parallel)
             if key in self._known:
                 self._last = rows, self._known[key]
                 return self._known[key]
         return 2 if rows >= 2 * _ROWS_PER_CHUNK else 1
 
-    def _may_measure(self, x: Tensor) -> bool:
-        # A captured graph holds no synchronisation; its warm-up calls have measured.
-        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        return torch.is_grad_enabled() and not captured and len(self._known) < MAX_CALIBRATIONS
+    def _may_measure(self) -> bool:
+        return torch.is_grad_enabled() and len(self._known) < MAX_CALIBRATIONS
 
     def _choose(self, rows: int, x: Tensor, weight: Tensor, group_name: str, sequence_parallel: bool) -> int:
         group = group_of(group_name)

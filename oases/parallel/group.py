@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
 from oases._C import OverlapScheduler
@@ -62,6 +64,31 @@ def group_of(name: str) -> ProcessGroup | None:
     """The group of a c10d name, the inverse of `group_name`. RuntimeError once it was destroyed."""
     c10d_name: Any = name
     return _resolve_process_group(c10d_name) if name else None
+
+
+def nccl_options(max_ctas: int = 8) -> Any:
+    """Options for an NCCL group whose collectives shall hide under compute; pass them as `pg_options`.
+
+    The stream has high priority, so that a collective starts while products are queued, and a collective takes at
+    most `max_ctas` of the GPU's multiprocessors from them. Groups that oases makes itself have them. RuntimeError
+    where this torch has no NCCL.
+    """
+    if not dist.is_nccl_available():
+        raise RuntimeError(
+            "this torch was built without NCCL; leave out the options, or install a CUDA build of torch"
+        )
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = max_ctas
+    return options
+
+
+def refuse_capture(x: Tensor) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: tickets are timed and waited for by the host's program."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "overlapped layers cannot be captured into a CUDA graph: their collectives are started and accounted for "
+            "by the host in every step; leave them out of the capture"
+        )
 
 
 def scheduler_of(process_group: ProcessGroup) -> Any:

@@ -16,7 +16,7 @@ from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
 from oases.parallel.delivery import deliver
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.execution import Execution, Methods, Tokens
-from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, resolve, scheduler_of
+from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
 from oases.parallel.randomness import Randomness, hash_of
 from oases.parallel.statistics import report
 from oases.parallel.wire import Scheduler, Silence, Wire
@@ -144,6 +144,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, ...] -> [batch, ...]."""
+        refuse_capture(x)
         tuning = self._tuning(x) if self._tunings is not None else None
         if tuning is not None:
             self.schedule = tuning.current

@@ -126,13 +126,13 @@ def error(mine, expected):
     return float((mine.detach() - expected).abs().max() / expected.abs().max())
 
 
-def check(kinds, batch, dtype, limit, options):
+def check(kinds, batch, dtype, limit, options, device):
     group = dist.group.WORLD if dist.is_initialized() else None
     generator = torch.Generator().manual_seed(11)
-    plain = [kind(generator, dtype) for kind in kinds]
+    plain = [kind(generator, dtype).to(device) for kind in kinds]
     stack = OverlappedStack([copy.deepcopy(block).cut(group) for block in plain], process_group=group, **options)
     adopt_dropouts(nn.ModuleList(plain))
-    x, grad = (torch.randn(batch, TOKENS, HIDDEN, dtype=dtype, generator=generator) for _ in range(2))
+    x, grad = (torch.randn(batch, TOKENS, HIDDEN, dtype=dtype, generator=generator).to(device) for _ in range(2))
     expected, x_grad, gradients = reference(plain, x, grad)
     torch.manual_seed(SEED)
     mine = x.clone().requires_grad_()
@@ -163,10 +163,10 @@ KINDS = {
 }
 
 
-def check_all(kinds, dtype, schedule, recompute):
+def check_all(kinds, dtype, schedule, recompute, device="cpu"):
     limit = {torch.float64: 1e-12, torch.float32: 1e-6}[dtype]
     for batch, options in layouts(schedule):
-        check(KINDS[kinds], batch, dtype, limit, {"schedule": schedule, "recompute": recompute} | options)
+        check(KINDS[kinds], batch, dtype, limit, {"schedule": schedule, "recompute": recompute} | options, device)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -182,6 +182,13 @@ def test_gradients_with_dropout_equal_the_unsplit_model(request, kinds, dtype, d
         check_all(*arguments)
     else:
         request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[degree]).run(check_all, *arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["sync", "cross_pass", "oases"])
+def test_two_ranks_on_one_gpu(two_ranks, schedule, recompute):
+    two_ranks.run(check_all, "transformer", torch.float64, schedule, recompute, "cuda")
 
 
 def test_the_reference_drops():

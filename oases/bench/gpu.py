@@ -1,0 +1,185 @@
+"""One GPU measured in a few minutes: the kernels beside its copy bandwidth, a product cut in two, what is hidden.
+
+The link is simulated (`sim`, one process for all ranks), so one GPU is enough; its bandwidth is set so that the
+communication takes a given share of the compute measured before.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from oases import kernels
+from oases.bench.config import OverlapConfig
+from oases.bench.overlap import run_overlap_bench
+from oases.errors import UsageError
+from oases.ranks import RankOptions, run_ranks
+from oases.testbed import Backend
+
+Result = dict[str, Any]
+GPT_1B3 = OverlapConfig(
+    hidden=2048, heads=16, layers=6, sequence=1024, batch=8, recompute="full", dtype="bfloat16", device="cuda",
+    schedules="sync,oases@2,oases,auto", iterations=5,
+)  # fmt: skip
+"""Layers as wide as those of a GPT of 1.3 billion parameters; six of its 24 say the same in a quarter of the time."""
+TENSOR_PARALLEL = 4
+RATIOS = (0.5, 1.0)
+"""Communication over compute."""
+
+
+def seconds(work: Callable[[], Any], repetitions: int = 20) -> float:
+    """Median time of `work` on the GPU."""
+    times = []
+    for _ in range(repetitions + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[3:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a copy of a gigabyte."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source))
+
+
+def norm_epilogue(copy: float) -> Result:
+    """The fused epilogue beside the copy bandwidth and beside the same by torch's own ops."""
+    rows, n = 16384, 4096
+    y, x = torch.randn(2, rows, n, device="cuda", dtype=torch.bfloat16)
+    bias, weight, norm_bias = torch.randn(3, n, device="cuda", dtype=torch.bfloat16)
+
+    def eager() -> None:
+        out = x + F.dropout(y + bias, 0.1)
+        F.layer_norm(out, (n,), weight, norm_bias)
+
+    with torch.no_grad():
+        fused = seconds(
+            lambda: kernels.bias_dropout_residual_norm(
+                y, x, bias=bias, weight=weight, norm_bias=norm_bias, p=0.1, seed=1
+            )
+        )
+        return _beside(copy, 4 * y.nbytes, fused) | {"over_eager": seconds(eager) / fused}
+
+
+def permute(copy: float) -> Result:
+    """Tokens to experts: every row is read and written once per expert it goes to."""
+    tokens, n, k, experts = 16384, 4096, 2, 64
+    x = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(experts, (tokens, k), device="cuda")
+    with torch.no_grad():
+        return _beside(copy, 2 * k * x.nbytes, seconds(lambda: kernels.permute(x, ids, experts)))
+
+
+def sketch_encode(copy: float) -> Result:
+    """Values are read once and added to a table, read and written, in each of its rows."""
+    keys, n, rows = 1 << 18, 64, 3
+    positions = torch.randperm(1 << 22, device="cuda")[:keys]
+    values = torch.randn(keys, n, device="cuda")
+    moved = values.nbytes * (1 + 2 * rows)
+    return _beside(copy, moved, seconds(lambda: kernels.sketch_encode(positions, values, rows, keys, 0)))
+
+
+def chunked_product() -> Result:
+    """A product cut in two beside the whole, 8192 cubed."""
+    size = 8192
+    a, b = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    halves = list(zip(a.chunk(2), out.chunk(2), strict=True))
+    whole = seconds(lambda: torch.mm(a, b, out=out))
+    cut = seconds(lambda: [torch.mm(part, b, out=into) for part, into in halves])
+    return {"seconds": whole, "cut_seconds": cut, "of_whole": whole / cut, "flops": 2 * size**3 / whole}
+
+
+def hidden(ratio: float) -> Result:
+    """The overlap benchmark where communication takes `ratio` of the compute."""
+    config = GPT_1B3
+    probe = run_ranks(run_overlap_bench, (replace(config, schedules="sync", iterations=3), False), _ranks(1e12))
+    reduced = 2 * 2 * config.layers * config.batch * config.sequence * config.hidden * torch.bfloat16.itemsize
+    sent = 2 * (TENSOR_PARALLEL - 1) / TENSOR_PARALLEL * reduced
+    bandwidth = sent / (ratio * probe["compute_seconds"])
+    result: Result = run_ranks(run_overlap_bench, (config, False), _ranks(bandwidth))
+    return result | {"bandwidth": bandwidth}
+
+
+def _ranks(bandwidth: float) -> RankOptions:
+    return RankOptions(TENSOR_PARALLEL, Backend("sim", 20e-6, bandwidth, alone=True))
+
+
+def _beside(copy: float, moved: int, time: float) -> Result:
+    return {"seconds": time, "bytes_per_second": moved / time, "of_copy": moved / time / copy}
+
+
+def run_gpu_bench(on_step: Callable[[str], None]) -> Result:
+    """Everything, in this process. on_step(what) is called before each part. UsageError without a GPU."""
+    if not torch.cuda.is_available():
+        raise UsageError("this benchmark measures a GPU, and this torch sees none; run it where there is one")
+    if dist.is_initialized():
+        raise UsageError("this benchmark makes its own groups; start it without torchrun")
+    on_step("copy bandwidth")
+    copy = copy_bandwidth()
+    result: Result = {"machine": machine(), "copy_bytes_per_second": copy}
+    parts: dict[str, Callable[[], Result]] = {
+        "norm epilogue": lambda: norm_epilogue(copy),
+        "permute": lambda: permute(copy),
+        "sketch encode": lambda: sketch_encode(copy),
+        "product cut in two": chunked_product,
+    }
+    for ratio in RATIOS:
+        parts[f"overlap at communication = {ratio} x compute"] = lambda ratio=ratio: hidden(ratio)  # type: ignore[misc]
+    for name, measure in parts.items():
+        on_step(name)
+        result[name] = measure()
+    return result
+
+
+def machine() -> dict[str, str]:
+    """What was measured."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "multiprocessors": str(properties.multi_processor_count),
+        "cuda": str(torch.version.cuda),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def markdown(result: Result, date: str) -> str:
+    """The dated report."""
+    lines = [
+        f"# One GPU, {date}",
+        "",
+        ", ".join(f"{key} {value}" for key, value in result["machine"].items()) + ".",
+        "",
+    ]
+    lines += ["| what | measured | beside |", "|---|---|---|"]
+    lines += [f"| copy | {result['copy_bytes_per_second'] / 1e9:.0f} GB/s | |"]
+    for name in ("norm epilogue", "permute", "sketch encode"):
+        row = result[name]
+        eager = f", {row['over_eager']:.2f} x torch's own ops" if "over_eager" in row else ""
+        lines += [f"| {name} | {row['bytes_per_second'] / 1e9:.0f} GB/s | {row['of_copy']:.2f} of the copy{eager} |"]
+    product = result["product cut in two"]
+    lines += [
+        f"| product of 8192 cubed, bf16 | {product['flops'] / 1e12:.0f} TFLOP/s | cut in two {product['of_whole']:.3f} |"
+    ]
+    for ratio in RATIOS:
+        overlap = result[f"overlap at communication = {ratio} x compute"]
+        for name, row in overlap["schedules"].items():
+            share = "-" if row["hidden"] is None else f"{row['hidden']:.2f}"
+            lines += [
+                f"| {name}, communication = {ratio} x compute | {1e3 * row['step_seconds']:.1f} ms | hidden {share}, "
+                f"{row['of_ideal']:.2f} of the ideal |"
+            ]
+    return "\n".join(lines) + "\n"

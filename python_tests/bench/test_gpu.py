@@ -1,0 +1,38 @@
+"""The report of one GPU; measuring needs one."""
+
+from typing import Any
+
+import pytest
+
+from oases.bench import gpu
+
+
+def result() -> dict[str, Any]:
+    part = {"seconds": 1e-3, "bytes_per_second": 3e12, "of_copy": 0.9}
+    row = {"step_seconds": 0.1, "hidden": None, "of_ideal": 1.0}
+    return {
+        "machine": {"gpu": "some"}, "copy_bytes_per_second": 3.3e12,
+        "norm epilogue": part | {"over_eager": 2.5}, "permute": part, "sketch encode": part,
+        "product cut in two": {"of_whole": 0.98, "flops": 7e14},
+        **{
+            f"overlap at communication = {ratio} x compute": {"schedules": {"sync": row, "oases": row | {"hidden": 0.96}}}
+            for ratio in gpu.RATIOS
+        },
+    }  # fmt: skip
+
+
+def test_markdown() -> None:
+    text = gpu.markdown(result(), "2026-01-02")
+    assert "# One GPU, 2026-01-02" in text
+    assert "0.90 of the copy, 2.50 x torch's own ops" in text
+    assert "| oases, communication = 0.5 x compute | 100.0 ms | hidden 0.96, 1.00 of the ideal |" in text
+
+
+@pytest.mark.gpu
+def test_copy_bandwidth() -> None:
+    assert gpu.copy_bandwidth() > 1e9
+
+
+@pytest.mark.gpu
+def test_overlap_with_a_simulated_link() -> None:
+    assert gpu.hidden(1.0)["schedules"]["oases"]["hidden"] > 0.5
