@@ -19,7 +19,6 @@ from oases.train.config import (
     require_seed,
 )
 
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

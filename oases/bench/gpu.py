@@ -172,7 +172,8 @@ def markdown(result: Result, date: str) -> str:
         lines += [f"| {name} | {row['bytes_per_second'] / 1e9:.0f} GB/s | {row['of_copy']:.2f} of the copy{eager} |"]
     product = result["product cut in two"]
     lines += [
-        f"| product of 8192 cubed, bf16 | {product['flops'] / 1e12:.0f} TFLOP/s | cut in two {product['of_whole']:.3f} |"
+        f"| product of 8192 cubed, bf16 | {product['flops'] / 1e12:.0f} TFLOP/s | "
+        f"cut in two {product['of_whole']:.3f} |"
     ]
     for ratio in RATIOS:
         overlap = result[f"overlap at communication = {ratio} x compute"]
