@@ -1,11 +1,7 @@
 import pytest
-import torch
-
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-)
 
 
-@pytest.fixture(params=["cpu", CUDA])
-def device(request):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    """Every test of a kernel runs on the CPU, and on a GPU by `make test-gpu`."""
     return request.param
