@@ -11,8 +11,8 @@ __device__ uint32_t any_bit(uint4 unit) { return unit.x | unit.y | unit.z | unit
 __device__ uint32_t any_bit(uint32_t unit) { return unit; }
 __device__ uint32_t any_bit(uint16_t unit) { return unit; }
 
-// `lanes` threads to a row, a power of two up to a warp; mask leaves out the signs. A block handles kThreads / lanes
-// rows at a time, which is a multiple of 8.
+// `lanes` threads to a row, a power of two up to a warp; mask leaves out the signs. A block handles kThreads
+// / lanes rows at a time, which is a multiple of 8.
 template <typename Unit>
 __global__ void pack(const Unit* x, int64_t rows, int64_t units, uint32_t mask, int lanes, uint8_t* bits) {
   __shared__ uint8_t used[kThreads];
@@ -29,7 +29,8 @@ __global__ void pack(const Unit* x, int64_t rows, int64_t units, uint32_t mask, 
       any &= mask;
     }
     const unsigned votes = __ballot_sync(kAllLanes, any != 0);
-    const unsigned of_row = lanes == kWarp ? kAllLanes : ((1u << lanes) - 1) << (threadIdx.x % kWarp / lanes * lanes);
+    const unsigned of_row =
+        lanes == kWarp ? kAllLanes : ((1u << lanes) - 1) << (threadIdx.x % kWarp / lanes * lanes);
     if (lane == 0) used[within] = (votes & of_row) != 0;
     __syncthreads();
     const int64_t byte = first / 8 + threadIdx.x;
@@ -105,10 +106,10 @@ void bitmap_count(const uint8_t* bits, int64_t rows, int64_t* counts, void* stre
          counts);
 }
 
-void bitmap_list(const uint8_t* bits, int64_t rows, const int64_t* counts, const int64_t* ends, int64_t* indices,
-                 void* stream) {
-  launch("bitmap_list", list, static_cast<unsigned>(bitmap_tiles(rows)), kThreads, 0, stream, bits, rows, counts,
-         ends, indices);
+void bitmap_list(const uint8_t* bits, int64_t rows, const int64_t* counts, const int64_t* ends,
+                 int64_t* indices, void* stream) {
+  launch("bitmap_list", list, static_cast<unsigned>(bitmap_tiles(rows)), kThreads, 0, stream, bits, rows,
+         counts, ends, indices);
 }
 
 }  // namespace oases::cuda

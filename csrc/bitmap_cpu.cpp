@@ -60,7 +60,8 @@ void bitmap_count(const uint8_t* bits, int64_t rows, int64_t* counts) {
   });
 }
 
-void bitmap_list(const uint8_t* bits, int64_t rows, const int64_t* counts, const int64_t* ends, int64_t* indices) {
+void bitmap_list(const uint8_t* bits, int64_t rows, const int64_t* counts, const int64_t* ends,
+                 int64_t* indices) {
   each_row(bitmap_tiles(rows), kBytesPerTile, [&](int64_t tile) {
     int64_t* next = indices + ends[tile] - counts[tile];
     each_set(bits, rows, tile, [&](int64_t row) { *next++ = row; });

@@ -37,9 +37,7 @@ __device__ T* shared_memory() {
 }
 
 // This thread among all of the grid, and how many there are, for one-dimensional blocks.
-__device__ inline int64_t first_item() {
-  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-}
+__device__ inline int64_t first_item() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline int64_t item_stride() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 
 // The sum of `mine` over this lane and those before it. All lanes must call it.
@@ -52,6 +50,8 @@ __device__ inline int64_t sum_up_to_lane(int64_t mine, int lane) {
 }
 
 // CUDA has atomics for this unsigned type alone; sums wrap around, as they should.
-__device__ inline unsigned long long* as_unsigned(int64_t* p) { return reinterpret_cast<unsigned long long*>(p); }
+__device__ inline unsigned long long* as_unsigned(int64_t* p) {
+  return reinterpret_cast<unsigned long long*>(p);
+}
 
 }  // namespace oases::cuda

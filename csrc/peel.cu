@@ -64,20 +64,20 @@ __global__ void subtract_others(const float* sums, PeelGraph graph, int64_t from
 
 void peel_encode(const int64_t* keys, int64_t m, int64_t columns, int64_t seed, int64_t* header,
                  int64_t* first_bad, void* stream) {
-  launch("peel_encode", add_keys, blocks_for(m, kThreads), kThreads, 0, stream, keys, m, columns, seed, header,
-         first_bad);
+  launch("peel_encode", add_keys, blocks_for(m, kThreads), kThreads, 0, stream, keys, m, columns, seed,
+         header, first_bad);
 }
 
-void peel_third(int64_t* header, int64_t columns, int64_t seed, int64_t third, int64_t round, int64_t* found_keys,
-                int64_t* found_rounds, int64_t* last_round, void* stream) {
+void peel_third(int64_t* header, int64_t columns, int64_t seed, int64_t third, int64_t round,
+                int64_t* found_keys, int64_t* found_rounds, int64_t* last_round, void* stream) {
   launch("peel_third", take_third, blocks_for(columns, kThreads), kThreads, 0, stream, header, columns, seed,
          third, round, found_keys, found_rounds, last_round);
 }
 
 void peel_values(const float* sums, PeelGraph graph, int64_t from, int64_t to, float* values, void* stream) {
   const dim3 block = block_over(graph.n);
-  launch("peel_values", subtract_others, blocks_for(to - from, block.y), block, 0, stream, sums, graph, from, to,
-         values);
+  launch("peel_values", subtract_others, blocks_for(to - from, block.y), block, 0, stream, sums, graph, from,
+         to, values);
 }
 
 }  // namespace oases::cuda

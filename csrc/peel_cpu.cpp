@@ -36,8 +36,8 @@ void peel_encode(const int64_t* keys, int64_t m, int64_t columns, int64_t seed, 
   });
 }
 
-void peel_third(int64_t* header, int64_t columns, int64_t seed, int64_t third, int64_t round, int64_t* found_keys,
-                int64_t* found_rounds, int64_t* last_round) {
+void peel_third(int64_t* header, int64_t columns, int64_t seed, int64_t third, int64_t round,
+                int64_t* found_keys, int64_t* found_rounds, int64_t* last_round) {
   // Cells of `third` are read and cleared by their own tasks alone; the other thirds are only added to.
   each_row(columns, 3, [&](int64_t column) {
     const int64_t key = only_key(header, third, column, columns, seed), cell = third * columns + column;

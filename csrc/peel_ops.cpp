@@ -57,13 +57,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> peel_keys(const Tensor& header, int64
 Tensor peel_values(const Tensor& sums, const Tensor& keys, const Tensor& owners, const Tensor& rounds,
                    int64_t seed) {
   const char* op = "peel_values";
-  TORCH_CHECK(sums.dim() == 2 && sums.scalar_type() == at::kFloat && sums.size(0) >= 3 && sums.size(0) % 3 == 0,
-              op, ": sums must be float32 [a multiple of 3 cells, n], got ", sums.scalar_type(), " ",
-              sums.sizes());
+  TORCH_CHECK(
+      sums.dim() == 2 && sums.scalar_type() == at::kFloat && sums.size(0) >= 3 && sums.size(0) % 3 == 0, op,
+      ": sums must be float32 [a multiple of 3 cells, n], got ", sums.scalar_type(), " ", sums.sizes());
   const std::pair<const char*, Tensor> given[] = {{"keys", keys}, {"owners", owners}, {"rounds", rounds}};
   for (const auto& [name, x] : given) {
     check_integers(op, name, x);
-    TORCH_CHECK(x.size(0) == keys.size(0), op, ": there are ", keys.size(0), " keys but ", x.size(0), " ", name);
+    TORCH_CHECK(x.size(0) == keys.size(0), op, ": there are ", keys.size(0), " keys but ", x.size(0), " ",
+                name);
     TORCH_CHECK(x.device() == sums.device(), op, ": ", name, " are on ", x.device(), " but sums are on ",
                 sums.device(), "; move one of them");
   }

@@ -1,4 +1,5 @@
-// Every step is deterministic: a warp places the slots of its tile in order, and no float is added atomically.
+// Every step is deterministic: a warp places the slots of its tile in order, and no float is added
+// atomically.
 #include "permute_kernels.h"
 
 #include <limits>
@@ -27,8 +28,8 @@ struct Counters {
 };
 
 // One warp per block and tile.
-__global__ void count_tiles(const int64_t* ids, int64_t slots, int64_t experts, int64_t tiles, int64_t* matrix,
-                            int64_t* first_bad) {
+__global__ void count_tiles(const int64_t* ids, int64_t slots, int64_t experts, int64_t tiles,
+                            int64_t* matrix, int64_t* first_bad) {
   const int lane = threadIdx.x;
   const Counters counters(matrix, experts, tiles);
   for (int64_t expert = lane; expert < experts; expert += kWarp) counters[expert] = 0;
@@ -95,7 +96,8 @@ __global__ void place_tiles(const int64_t* ids, int64_t slots, int64_t experts, 
 }
 
 template <typename Unit>
-__global__ void gather(const Unit* x, const int64_t* source, int64_t k, int64_t rows, int64_t units, Unit* out) {
+__global__ void gather(const Unit* x, const int64_t* source, int64_t k, int64_t rows, int64_t units,
+                       Unit* out) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < rows; row += stride) {
     const Unit* from = x + source[row] / k * units;
@@ -184,8 +186,8 @@ void with_types(DType dtype, DType weights_dtype, const Run& run) {
 void count_experts(const int64_t* ids, int64_t slots, int64_t experts, int64_t* tile_offsets, int64_t* counts,
                    int64_t* first_bad, void* stream) {
   const int64_t tiles = tiles_of(slots);
-  launch("count_experts", count_tiles, static_cast<unsigned>(tiles), kWarp, counter_bytes(experts), stream, ids,
-         slots, experts, tiles, tile_offsets, first_bad);
+  launch("count_experts", count_tiles, static_cast<unsigned>(tiles), kWarp, counter_bytes(experts), stream,
+         ids, slots, experts, tiles, tile_offsets, first_bad);
   scan(experts, tiles, tile_offsets, counts, stream);
 }
 
@@ -240,8 +242,8 @@ void combine_rows_backward(const void* grad, const void* rows, const int64_t* so
     const auto run = [&](auto pack) {
       using P = decltype(pack);
       constexpr int V = sizeof(P) / sizeof(T);
-      launch("combine_rows_backward", combine_backward<T, W, V>, blocks_for(slots, kThreads / kWarp), kThreads, 0,
-             stream, static_cast<const P*>(grad), static_cast<const P*>(rows), source,
+      launch("combine_rows_backward", combine_backward<T, W, V>, blocks_for(slots, kThreads / kWarp),
+             kThreads, 0, stream, static_cast<const P*>(grad), static_cast<const P*>(rows), source,
              static_cast<const W*>(weights), slots, k, n / V, static_cast<P*>(grad_rows),
              static_cast<W*>(grad_weights));
     };

@@ -87,7 +87,8 @@ void place_slots(const int64_t* ids, int64_t slots, int64_t experts, int64_t* ti
   });
 }
 
-void gather_rows(const void* x, const int64_t* source, int64_t k, int64_t rows, int64_t row_bytes, void* out) {
+void gather_rows(const void* x, const int64_t* source, int64_t k, int64_t rows, int64_t row_bytes,
+                 void* out) {
   const char* from = static_cast<const char*>(x);
   char* to = static_cast<char*>(out);
   each_row(rows, row_bytes, [&](int64_t row) {

@@ -74,8 +74,8 @@ int64_t check_rows(const char* op, const Tensor& rows, const Tensor& source,
   dtype_of(op, rows);
   TORCH_CHECK(rows.dim() == 2, op, ": rows must be [tokens * k, n], got ", rows.sizes());
   TORCH_CHECK(source.scalar_type() == at::kLong && source.dim() == 1 && source.size(0) == rows.size(0), op,
-              ": source must be int64 [", rows.size(0), "], one for each row, got ", source.scalar_type(), " ",
-              source.sizes());
+              ": source must be int64 [", rows.size(0), "], one for each row, got ", source.scalar_type(),
+              " ", source.sizes());
   TORCH_CHECK(source.device() == rows.device(), op, ": source is on ", source.device(), " but rows are on ",
               rows.device(), "; move one of them");
   TORCH_CHECK(tokens >= 0 && (tokens == 0 ? rows.size(0) == 0 : rows.size(0) % tokens == 0), op, ": ",
@@ -125,14 +125,14 @@ Tensor unpermute(const Tensor& rows, const Tensor& source, const std::optional<T
 std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Tensor& rows, const Tensor& source,
                                               const std::optional<Tensor>& weights) {
   const char* op = "unpermute_backward";
-  TORCH_CHECK(grad.dim() == 2 && rows.dim() == 2 && grad.size(1) == rows.size(1), op, ": grad is ", grad.sizes(),
-              " but the rows are ", rows.sizes());
+  TORCH_CHECK(grad.dim() == 2 && rows.dim() == 2 && grad.size(1) == rows.size(1), op, ": grad is ",
+              grad.sizes(), " but the rows are ", rows.sizes());
   check_alike(op, "grad", grad, rows);
   const int64_t k = check_rows(op, rows, source, weights, grad.size(0));
   const int64_t slots = rows.size(0), n = rows.size(1);
   const Tensor grad_rows = at::empty(rows.sizes(), rows.options());
-  const Tensor grad_weights = weights ? at::zeros(weights->sizes(), weights->options())
-                                      : at::empty({0}, rows.options());
+  const Tensor grad_weights =
+      weights ? at::zeros(weights->sizes(), weights->options()) : at::empty({0}, rows.options());
   if (slots == 0 || n == 0) return {grad_rows, grad_weights};
   const Tensor from = source.contiguous(), g = grad.contiguous(), x = rows.contiguous();
   const auto scale = dense(weights);

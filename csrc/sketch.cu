@@ -1,7 +1,8 @@
-// Sums are taken over sorted cells, one thread to a sum and in the order of the keys, so that they are the same
-// on every run and the same as on CPU.
+// Sums are taken over sorted cells, one thread to a sum and in the order of the keys, so that they are the
+// same on every run and the same as on CPU.
 #include "sketch_kernels.h"
 
+#include "hashing.h"
 #include "launch.h"
 #include "medians.h"
 
@@ -60,8 +61,8 @@ __global__ void decode(const float* table, const int64_t* keys, int64_t m, Sketc
 }  // namespace
 
 void sketch_cells(const int64_t* keys, int64_t m, SketchShape shape, int64_t* cells, void* stream) {
-  launch("sketch_cells", find_cells, blocks_for(m * shape.rows, kThreads), kThreads, 0, stream, keys, m, shape,
-         cells);
+  launch("sketch_cells", find_cells, blocks_for(m * shape.rows, kThreads), kThreads, 0, stream, keys, m,
+         shape, cells);
 }
 
 void sketch_encode(const int64_t* keys, const float* values, int64_t m, SketchShape shape, bool with_signs,

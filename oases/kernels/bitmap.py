@@ -29,8 +29,8 @@ def bitmap_or(a: Tensor, b: Tensor) -> Tensor:
 def bitmap_unpack(bits: Tensor, rows: int) -> Tensor:
     """List the rows that are marked.
 
-    bits: uint8 [ceil(rows / 8)]; those past the last row do not count. Returns int64, ascending; a CUDA call waits for
-    the device to know how many. RuntimeError for other shapes and dtypes.
+    bits: uint8 [ceil(rows / 8)]; those past the last row do not count. Returns int64, ascending; a CUDA call waits
+    for the device to know how many. RuntimeError for other shapes and dtypes.
     """
     return torch.ops.oases.bitmap_unpack(bits, rows)
 

@@ -29,11 +29,15 @@ def test_keys_and_values_come_out(device, count, n):
 
 def test_it_peels_at_the_recommended_size():
     failures = 0
-    for seed in range(300):
+    for seed in range(400):
         count = 1 + seed * 3
         keys = distinct_keys(count, "cpu")
         failures += not peel_decode(peel_encode(keys, None, cells_for(count), seed), seed).success
-    assert failures == 0
+    assert failures <= 2
+    assert cells_for(100_000) < 1.31 * 100_000
+    for keys, failure in ((-1, 0.1), (5, 0.0), (5, 1.0)):
+        with pytest.raises(ValueError, match=f"got {keys} and {failure}"):
+            cells_for(keys, failure)
 
 
 def test_keys_in_a_row_and_the_largest(device):
@@ -47,6 +51,7 @@ def test_ranks_that_share_keys(device):
     """Integer values: whatever the order of sums, they are exact, so every bit of the result is known."""
     every = distinct_keys(600, device)
     dense = torch.zeros(600, 3, device=device)
+    used = torch.zeros(600, dtype=torch.bool, device=device)
     header, sums = 0, 0
     for _ in range(4):
         mine = torch.randperm(600)[:300].to(device)
@@ -55,9 +60,9 @@ def test_ranks_that_share_keys(device):
         dense.index_add_(0, mine, values)
         table = peel_encode(every[mine], values, cells_for(600), 11)
         header, sums = header + table.header, sums + table.sums
-        used = mine if _ == 0 else torch.cat([used, mine])
+        used[mine] = True
     peeled = peel_decode(PeelTable(header, sums), 11)
-    support = torch.unique(every[used])
+    support = every[used].sort().values
     assert peeled.success
     assert torch.equal(peeled.keys, support)
     places = {int(key): i for i, key in enumerate(every)}
@@ -146,7 +151,9 @@ def test_bad_input_is_refused(device):
 
 def test_packing_adds_up_and_refuses_strangers(device):
     support = torch.tensor([2, 5, 7], device=device)
-    packed = pack_values(support, torch.tensor([5, 5, 2], device=device), torch.tensor([[1.0], [2.0], [4.0]], device=device))
+    packed = pack_values(
+        support, torch.tensor([5, 5, 2], device=device), torch.tensor([[1.0], [2.0], [4.0]], device=device)
+    )
     assert packed.tolist() == [[4.0], [3.0], [0.0]]
     for stranger in (1, 6, 8):
         with pytest.raises(ValueError, match=f"key {stranger} is not in the support"):

@@ -23,7 +23,9 @@ def reference_permute(x, expert_ids):
 
 
 def reference_unpermute(rows, source, weights, tokens):
-    k = len(source) // max(tokens, 1)
+    if not tokens:
+        return rows if weights is None else rows + 0 * weights.sum()
+    k = len(source) // tokens
     slots = rows[torch.argsort(source)].view(tokens, k, rows.shape[1])
     return (slots if weights is None else slots * weights[..., None]).sum(1)
 
@@ -78,7 +80,9 @@ def test_gradcheck_of_parts_in_fp32(device):
     expected = reference_unpermute(rows, source, weights, 3)
     grad = torch.randn_like(y)
     for mine, theirs in zip(
-        torch.autograd.grad(y, (rows, weights), grad), torch.autograd.grad(expected, (rows, weights), grad), strict=True
+        torch.autograd.grad(y, (rows, weights), grad),
+        torch.autograd.grad(expected, (rows, weights), grad),
+        strict=True,
     ):
         torch.testing.assert_close(mine, theirs)
     (through_rows,) = torch.autograd.grad(permute(x, expert_ids, 3)[0], x, rows.detach())
@@ -120,7 +124,9 @@ def test_an_expert_out_of_range_is_named(device, bad):
     expert_ids = torch.zeros(600, 2, dtype=torch.int64, device=device)
     expert_ids[580, 1] = bad
     expert_ids[590, 0] = bad
-    with pytest.raises(RuntimeError, match=rf"histogram: the expert id of slot 1161 is {bad}, which is not in \[0, 4\)"):
+    with pytest.raises(
+        RuntimeError, match=rf"histogram: the expert id of slot 1161 is {bad}, which is not in \[0, 4\)"
+    ):
         histogram(expert_ids, 4)
     with pytest.raises(RuntimeError, match=f"permute: the expert id of slot 1161 is {bad}"):
         permute(torch.zeros(600, 3, device=device), expert_ids, 4)

@@ -19,7 +19,9 @@ def hashes(keys, row, columns, seed):
     with np.errstate(over="ignore"):
         salt = mix(np.array([seed], np.int64).view(np.uint64) + mix(np.array([row], np.uint64)))
     words = mix(keys.view(np.uint64) ^ salt)
-    return np.array([int(word) * columns >> 64 for word in words], np.int64), 1 - 2 * (words & np.uint64(1)).astype(int)
+    return np.array([int(word) * columns >> 64 for word in words], np.int64), 1 - 2 * (words & np.uint64(1)).astype(
+        int
+    )
 
 
 def reference_encode(keys, values, rows, columns, seed):
@@ -31,7 +33,9 @@ def reference_encode(keys, values, rows, columns, seed):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
-@pytest.mark.parametrize(("m", "n", "columns"), [(1, 1, 1), (200, 1, 64), (300, 5, 40), (50, 130, 1000), (0, 3, 8), (4, 0, 8)])
+@pytest.mark.parametrize(
+    ("m", "n", "columns"), [(1, 1, 1), (200, 1, 64), (300, 5, 40), (50, 130, 1000), (0, 3, 8), (4, 0, 8)]
+)
 def test_encode_and_decode(device, rows, m, n, columns):
     rng = np.random.default_rng(0)
     keys = rng.integers(-(2**63), 2**63 - 1, m)
@@ -43,7 +47,11 @@ def test_encode_and_decode(device, rows, m, n, columns):
     table = sketch_encode(torch_keys, torch.from_numpy(values).to(device), rows, columns, seed)
     assert torch.equal(table.cpu(), torch.from_numpy(expected))  # the same order of sums: the same bits
     decoded = sketch_decode(table, torch_keys, seed)
-    found = [expected[row][cells] * signs[:, None] for row in range(rows) for cells, signs in [hashes(keys, row, columns, seed)]]
+    found = [
+        expected[row][cells] * signs[:, None]
+        for row in range(rows)
+        for cells, signs in [hashes(keys, row, columns, seed)]
+    ]
     assert torch.equal(decoded.cpu(), torch.from_numpy(np.median(found, axis=0).astype(np.float32).reshape(m, n)))
 
 
