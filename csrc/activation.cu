@@ -1,5 +1,5 @@
-// Bias + GELU and SwiGLU. A thread owns a pack of columns and walks down the rows, so it loads the bias once and sums
-// its gradient in registers.
+// Bias + GELU and SwiGLU. A thread owns a pack of columns and walks down the rows, so it loads the bias once
+// and sums its gradient in registers.
 #include <type_traits>
 
 #include "activation_math.h"
@@ -8,7 +8,7 @@
 namespace oases::cuda {
 namespace {
 
-constexpr int kRows = 8;          // threads of a block along the rows
+constexpr int kRows = 8;           // threads of a block along the rows
 constexpr int64_t kBlocks = 2048;  // enough for every device, and so the same sums on every device
 
 // Blocks of 32 packs by kRows rows; rows are split until there are kBlocks of them.
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(32 * kRows)
 
 template <typename T, int width>
 __global__ void __launch_bounds__(32 * kRows)
-    gelu_backward_kernel(Gelu kind, int64_t rows, int64_t n, const T* grad, const T* x, const T* bias, T* grad_x,
-                         float* partials) {
+    gelu_backward_kernel(Gelu kind, int64_t rows, int64_t n, const T* grad, const T* x, const T* bias,
+                         T* grad_x, float* partials) {
   using P = Pack<T, width>;
   __shared__ float parts[kRows][width][32];
   const int64_t column = own_column<width>();
@@ -147,8 +147,9 @@ void gelu(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* x, const 
   if (rows == 0 || n == 0) return;
   with_width(dtype, n, aligned({x, bias, out}), [&](auto type, auto width) {
     using T = decltype(type);
-    gelu_kernel<T, decltype(width)::value><<<grid_of(rows, n, decltype(width)::value), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(
-        kind, rows, n, static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out));
+    gelu_kernel<T, decltype(width)::value>
+        <<<grid_of(rows, n, decltype(width)::value), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(
+            kind, rows, n, static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out));
   });
   check_launch("gelu");
 }
@@ -180,8 +181,9 @@ void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out, void
   if (rows == 0 || n == 0) return;
   with_width(dtype, n, aligned({x, out}), [&](auto type, auto width) {
     using T = decltype(type);
-    swiglu_kernel<T, decltype(width)::value><<<grid_of(rows, n, decltype(width)::value), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(
-        rows, n, static_cast<const T*>(x), static_cast<T*>(out));
+    swiglu_kernel<T, decltype(width)::value>
+        <<<grid_of(rows, n, decltype(width)::value), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(
+            rows, n, static_cast<const T*>(x), static_cast<T*>(out));
   });
   check_launch("swiglu");
 }

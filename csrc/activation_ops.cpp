@@ -11,8 +11,8 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 Gelu gelu_kind(const std::string& approximate) {
-  TORCH_CHECK(approximate == "tanh" || approximate == "none", "bias_gelu: approximate must be 'tanh' or 'none', got '",
-              approximate, "'");
+  TORCH_CHECK(approximate == "tanh" || approximate == "none",
+              "bias_gelu: approximate must be 'tanh' or 'none', got '", approximate, "'");
   return approximate == "tanh" ? Gelu::tanh : Gelu::erf;
 }
 
@@ -20,38 +20,45 @@ struct Rows {
   int64_t rows, n;
 };
 
-Rows rows_of(const char* op, const Tensor& x) {
-  TORCH_CHECK(x.dim() >= 1, op, ": x must have at least 1 dimension, got 0");
+Rows rows_of(const Tensor& x) {
   const int64_t n = x.size(-1);
   return {n == 0 ? 0 : x.numel() / n, n};
 }
 
-OptionalTensor check_bias(const OptionalTensor& bias, const Tensor& x) {
-  if (!bias) return std::nullopt;
+void check_bias(const OptionalTensor& bias, const Tensor& x) {
+  TORCH_CHECK(x.dim() >= 1, "bias_gelu: x must have at least 1 dimension, got 0");
+  dtype_of("bias_gelu", x);
+  if (!bias) return;
   check_alike("bias_gelu", "bias", *bias, x);
-  check_sizes("bias_gelu", "bias", *bias, {x.size(-1)});
-  return bias->contiguous();
+  check_sizes("bias_gelu", "bias", *bias, {x.sym_size(-1)});
+}
+
+OptionalTensor contiguous(const OptionalTensor& x) {
+  return x ? OptionalTensor(x->contiguous()) : std::nullopt;
 }
 
 Tensor gelu_forward(const Tensor& x, const OptionalTensor& bias, const std::string& approximate) {
-  const Rows size = rows_of("bias_gelu", x);
+  check_bias(bias, x);
+  const Rows size = rows_of(x);
   const DType dtype = dtype_of("bias_gelu", x);
   const Gelu kind = gelu_kind(approximate);
-  const OptionalTensor shift = check_bias(bias, x);
+  const OptionalTensor shift = contiguous(bias);
   const Tensor from = x.contiguous(), out = at::empty(x.sizes(), x.options());
   if (size.rows > 0)
-    OASES_LAUNCH(x, gelu, dtype, kind, size.rows, size.n, from.data_ptr(), data_or_null(shift), out.data_ptr());
+    OASES_LAUNCH(x, gelu, dtype, kind, size.rows, size.n, from.data_ptr(), data_or_null(shift),
+                 out.data_ptr());
   return out;
 }
 
 std::tuple<Tensor, Tensor> gelu_gradients(const Tensor& grad, const Tensor& x, const OptionalTensor& bias,
                                           const std::string& approximate) {
-  const Rows size = rows_of("bias_gelu", x);
+  check_bias(bias, x);
+  const Rows size = rows_of(x);
   const DType dtype = dtype_of("bias_gelu", x);
   const Gelu kind = gelu_kind(approximate);
-  const OptionalTensor shift = check_bias(bias, x);
+  const OptionalTensor shift = contiguous(bias);
   check_alike("bias_gelu", "grad", grad, x);
-  check_sizes("bias_gelu", "grad", grad, x.sizes());
+  check_sizes("bias_gelu", "grad", grad, x.sym_sizes());
   const Tensor from = x.contiguous(), grad_rows = grad.contiguous();
   const Tensor grad_x = at::empty(x.sizes(), x.options());
   const Tensor grad_bias = at::empty({shift ? size.n : 0}, x.options());
@@ -78,26 +85,27 @@ std::vector<Size> halved(std::vector<Size> sizes) {
 }
 
 void check_halves(const Tensor& x) {
-  TORCH_CHECK(x.dim() >= 1 && x.size(-1) % 2 == 0,
-              "swiglu: x must hold gate and up, so its last dimension must be even, got the shape ", x.sizes());
+  dtype_of("swiglu", x);
+  TORCH_CHECK(x.dim() >= 1 && x.sym_size(-1) % 2 == 0,
+              "swiglu: x must hold gate and up, so its last dimension must be even, got the shape ",
+              x.sym_sizes());
 }
 
 Tensor swiglu_forward(const Tensor& x) {
   check_halves(x);
-  const Rows size = rows_of("swiglu", x);
+  const Rows size = rows_of(x);
   const DType dtype = dtype_of("swiglu", x);
   const Tensor from = x.contiguous(), out = at::empty(halved(x.sizes().vec()), x.options());
-  if (size.rows > 0)
-    OASES_LAUNCH(x, swiglu, dtype, size.rows, size.n / 2, from.data_ptr(), out.data_ptr());
+  if (size.rows > 0) OASES_LAUNCH(x, swiglu, dtype, size.rows, size.n / 2, from.data_ptr(), out.data_ptr());
   return out;
 }
 
 Tensor swiglu_gradient(const Tensor& grad, const Tensor& x) {
   check_halves(x);
-  const Rows size = rows_of("swiglu", x);
+  const Rows size = rows_of(x);
   const DType dtype = dtype_of("swiglu", x);
   check_alike("swiglu", "grad", grad, x);
-  check_sizes("swiglu", "grad", grad, halved(x.sizes().vec()));
+  check_sizes("swiglu", "grad", grad, halved(x.sym_sizes().vec()));
   const Tensor from = x.contiguous(), grad_rows = grad.contiguous();
   const Tensor grad_x = at::empty(x.sizes(), x.options());
   if (size.rows > 0)
@@ -106,17 +114,20 @@ Tensor swiglu_gradient(const Tensor& grad, const Tensor& x) {
   return grad_x;
 }
 
-Tensor gelu_meta(const Tensor& x, const OptionalTensor&, const std::string&) {
+Tensor gelu_meta(const Tensor& x, const OptionalTensor& bias, const std::string&) {
+  check_bias(bias, x);
   return x.new_empty_symint(x.sym_sizes());
 }
 
 std::tuple<Tensor, Tensor> gelu_gradients_meta(const Tensor&, const Tensor& x, const OptionalTensor& bias,
                                                const std::string&) {
-  return {x.new_empty_symint(x.sym_sizes()),
-          bias ? x.new_empty_symint({x.sym_size(-1)}) : x.new_empty({0})};
+  return {x.new_empty_symint(x.sym_sizes()), bias ? x.new_empty_symint({x.sym_size(-1)}) : x.new_empty({0})};
 }
 
-Tensor swiglu_meta(const Tensor& x) { return x.new_empty_symint(halved(x.sym_sizes().vec())); }
+Tensor swiglu_meta(const Tensor& x) {
+  check_halves(x);
+  return x.new_empty_symint(halved(x.sym_sizes().vec()));
+}
 
 Tensor swiglu_gradient_meta(const Tensor&, const Tensor& x) { return x.new_empty_symint(x.sym_sizes()); }
 

@@ -86,7 +86,8 @@ PYBIND11_MODULE(_C, module) {
       py::arg("inner"), py::arg("startup_seconds"), py::arg("bandwidth"),
       "A backend that moves data through `inner` at the pace of a link: seconds and bytes per second.");
 
-  module.def("build_info", build_info,
-             "What this extension was built with: cuda (bool), nvcc (its version or None), architectures (list of "
-             "str), torch (its version).");
+  module.def(
+      "build_info", build_info,
+      "What this extension was built with: cuda (bool), nvcc (its version or None), architectures (list of "
+      "str), torch (its version).");
 }

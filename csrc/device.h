@@ -1,4 +1,5 @@
-// Device code that kernels share: 16-byte packs of numbers, sums over a row, sums of partial sums. Only for *.cu.
+// Device code that kernels share: 16-byte packs of numbers, sums over a row, sums of partial sums. Only for
+// *.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -74,8 +75,8 @@ void with_type(DType dtype, F f) {
   }
 }
 
-// The sum over threadIdx.x, in the same order on every run and known to every thread. blockDim.x is a multiple of 32;
-// where it is 32, warps are on their own and need not come here together.
+// The sum over threadIdx.x, in the same order on every run and known to every thread. blockDim.x is a
+// multiple of 32; where it is 32, warps are on their own and need not come here together.
 __device__ __forceinline__ float2 sum_over_x(float2 value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
@@ -99,18 +100,36 @@ __device__ __forceinline__ float2 sum_over_x(float2 value) {
 
 __device__ __forceinline__ float sum_over_x(float value) { return sum_over_x(make_float2(value, 0.0f)).x; }
 
-// Partial sums of a row of n lie in fours: the fours of one thread's pack of `width` columns are n * 4 / width apart,
-// so that neighbouring threads meet neighbouring banks. This is where number i of a pack lies, seen from its first.
-template <int width>
-__host__ __device__ __forceinline__ int64_t place_in_pack(int i, int64_t n) {
+// Partial sums of a row of n lie in fours: the fours of one thread's pack of `width` columns are n * 4 /
+// width apart, so that neighbouring threads meet neighbouring banks. This is where number i of a pack lies,
+// seen from its first.
+template <int width, typename Index>
+__device__ __forceinline__ Index place_in_pack(int i, Index n) {
   return width > 4 ? i / 4 * (n / width * 4) + i % 4 : i;
 }
 
 // And where a column lies, seen from the row's first.
-template <int width>
-__host__ __device__ __forceinline__ int64_t slot(int64_t column, int64_t n) {
+template <int width, typename Index>
+__device__ __forceinline__ Index slot(Index column, Index n) {
   if (width <= 4) return column;
   return column / width * 4 + place_in_pack<width>(static_cast<int>(column % width), n);
+}
+
+// Adds to the partial sums of one pack; the thread that owns the columns is the only one that does.
+template <int width, typename Index>
+__device__ __forceinline__ void accumulate(float* sums, Index column, Index n, const float (&value)[width]) {
+  float* const to = sums + slot<width>(column, n);
+  if constexpr (width % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < width; i += 4) {
+      float4& four = *reinterpret_cast<float4*>(to + place_in_pack<width>(i, n));
+      const float4 old = four;
+      four = make_float4(old.x + value[i], old.y + value[i + 1], old.z + value[i + 2], old.w + value[i + 3]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < width; ++i) to[i] += value[i];
+  }
 }
 
 struct Sums {

@@ -1,5 +1,5 @@
-// From a tensor to the kernels of kernels.h: dtypes, devices, streams, and the checks that the ops share. Needs no
-// CUDA header; without OASES_WITH_CUDA, tensors of a CUDA device are refused in words.
+// From a tensor to the kernels of kernels.h: dtypes, devices, streams, and the checks that the ops share.
+// Needs no CUDA header; without OASES_WITH_CUDA, tensors of a CUDA device are refused in words.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -26,14 +26,16 @@ inline DType dtype_of(const char* op, const at::Tensor& x) {
 
 // Throws unless `other`, called `name` in the message, has the dtype and device of `x`.
 inline void check_alike(const char* op, const char* name, const at::Tensor& other, const at::Tensor& x) {
-  TORCH_CHECK(other.scalar_type() == x.scalar_type(), op, ": ", name, " is ", other.scalar_type(), " but x is ",
-              x.scalar_type(), "; convert one of them");
+  TORCH_CHECK(other.scalar_type() == x.scalar_type(), op, ": ", name, " is ", other.scalar_type(),
+              " but x is ", x.scalar_type(), "; convert one of them");
   TORCH_CHECK(other.device() == x.device(), op, ": ", name, " is on ", other.device(), " but x is on ",
               x.device(), "; move one of them");
 }
 
-inline void check_sizes(const char* op, const char* name, const at::Tensor& x, at::IntArrayRef sizes) {
-  TORCH_CHECK(x.sizes() == sizes, op, ": ", name, " must have the shape ", sizes, ", got ", x.sizes());
+// Symbolic, so that tracing refuses what running would.
+inline void check_sizes(const char* op, const char* name, const at::Tensor& x, c10::SymIntArrayRef sizes) {
+  TORCH_CHECK(x.sym_sizes() == sizes, op, ": ", name, " must have the shape ", sizes, ", got ",
+              x.sym_sizes());
 }
 
 // The memory of an optional tensor, or null.
@@ -55,31 +57,32 @@ class OnDevice {
 };
 
 // Calls the launcher for the device of `x`: OASES_LAUNCH(x, gelu, dtype, ...) is cuda::gelu or cpu::gelu.
-#define OASES_LAUNCH(x, function, ...)            \
-  do {                                            \
-    if ((x).is_cuda()) {                          \
-      const ::oases::OnDevice on(x);              \
-      cuda::function(__VA_ARGS__, on.stream());   \
-    } else {                                      \
-      cpu::function(__VA_ARGS__);                 \
-    }                                             \
+#define OASES_LAUNCH(x, function, ...)          \
+  do {                                          \
+    if ((x).is_cuda()) {                        \
+      const ::oases::OnDevice on(x);            \
+      cuda::function(__VA_ARGS__, on.stream()); \
+    } else {                                    \
+      cpu::function(__VA_ARGS__);               \
+    }                                           \
   } while (false)
 // The same for functions that compute a size and take no stream.
-#define OASES_ASK(x, function, ...)                                                     \
-  [&] {                                                                                 \
-    if (!(x).is_cuda()) return cpu::function(__VA_ARGS__);                              \
-    const ::oases::OnDevice on(x);                                                      \
-    return cuda::function(__VA_ARGS__);                                                 \
+#define OASES_ASK(x, function, ...)                        \
+  [&] {                                                    \
+    if (!(x).is_cuda()) return cpu::function(__VA_ARGS__); \
+    const ::oases::OnDevice on(x);                         \
+    return cuda::function(__VA_ARGS__);                    \
   }()
 #else
 inline void refuse_cuda(const char* function, const at::Tensor& x) {
-  TORCH_CHECK(x.is_cpu(), function, ": the tensors are on ", x.device(),
-              ", but this build of oases has no CUDA kernels; install the CUDA toolkit (nvcc) and build again");
+  TORCH_CHECK(
+      x.is_cpu(), function, ": the tensors are on ", x.device(),
+      ", but this build of oases has no CUDA kernels; install the CUDA toolkit (nvcc) and build again");
 }
-#define OASES_LAUNCH(x, function, ...)   \
-  do {                                   \
-    ::oases::refuse_cuda(#function, x);  \
-    cpu::function(__VA_ARGS__);          \
+#define OASES_LAUNCH(x, function, ...)  \
+  do {                                  \
+    ::oases::refuse_cuda(#function, x); \
+    cpu::function(__VA_ARGS__);         \
   } while (false)
 #define OASES_ASK(x, function, ...) (::oases::refuse_cuda(#function, x), cpu::function(__VA_ARGS__))
 #endif

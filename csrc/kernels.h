@@ -1,8 +1,8 @@
-// Every kernel of the extension: a launcher for CUDA and, under the same name and with the same arguments but for
-// the stream, its version for the CPU, which is fall-back and oracle. No torch and no CUDA header in here, so that
-// both sides can include it. Pointers are on the launcher's device; tensors are contiguous and of the one dtype
-// given; float* is fp32 whatever the dtype. Launchers return before the work is done and throw
-// std::runtime_error with CUDA's own text where it cannot begin.
+// Every kernel of the extension: a launcher for CUDA and, under the same name and with the same arguments but
+// for the stream, its version for the CPU, which is fall-back and oracle. No torch and no CUDA header in
+// here, so that both sides can include it. Pointers are on the launcher's device; tensors are contiguous and
+// of the one dtype given; float* is fp32 whatever the dtype. Launchers return before the work is done and
+// throw std::runtime_error with CUDA's own text where it cannot begin.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,13 @@ namespace oases {
 
 enum class DType { f32, f16, bf16 };
 
-// ---- norm: the epilogue after an all-reduce -----------------------------------------------------------------
+// ---- norm: the epilogue after an all-reduce
+// -----------------------------------------------------------------
 
 enum class Norm { layer, rms };
 
-// out = x + dropout(y + bias), h = norm(out) * weight + norm_bias, over rows of n numbers. The mask of row r is that
-// of row offset + r of the whole of which these rows are a part (philox.h).
+// out = x + dropout(y + bias), h = norm(out) * weight + norm_bias, over rows of n numbers. The mask of row r
+// is that of row offset + r of the whole of which these rows are a part (philox.h).
 struct NormEpilogue {
   DType dtype;
   Norm norm;
@@ -33,8 +34,8 @@ struct NormForward {
   float *mean, *rstd;                             // [rows]
 };
 // grad_out, grad_h: null stands for zeros. grad_y: null where p is 0, it equals grad_x then. grad_bias and
-// grad_norm_bias: null where they are not wanted. partials: [blocks, sums, n], sums = how many of the last three are
-// not null.
+// grad_norm_bias: null where they are not wanted. partials: [blocks, sums, n], sums = how many of the last
+// three are not null.
 struct NormBackward {
   const void *grad_out, *grad_h, *out, *weight;  // out: what the forward wrote
   const float *mean, *rstd;
@@ -44,7 +45,8 @@ struct NormBackward {
   void *grad_weight, *grad_bias, *grad_norm_bias;
 };
 
-// ---- activation ----------------------------------------------------------------------------------------------
+// ---- activation
+// ----------------------------------------------------------------------------------------------
 
 enum class Gelu { tanh, erf };
 
@@ -72,7 +74,8 @@ namespace cuda {
 // What the kernels were compiled with: "13.0" and "sm_80", "sm_90", ...
 std::string nvcc_version();
 std::vector<std::string> architectures();
-// Launchers launch there. Torch's own choice does not reach them: the runtime they are linked with is their own.
+// Launchers launch there. Torch's own choice does not reach them: the runtime they are linked with is their
+// own.
 void set_device(int device);
 
 void norm_forward(const NormEpilogue& epilogue, const NormForward& tensors, void* stream);

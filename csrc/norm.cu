@@ -1,6 +1,6 @@
-// The epilogue after an all-reduce: bias, dropout, residual and norm in one pass over memory, and its backward. A row
-// belongs to a warp where it is short and to a block where it is not; each thread keeps up to `held` packs of it in
-// registers, and where that is not enough (held = 0) the row is read again.
+// The epilogue after an all-reduce: bias, dropout, residual and norm in one pass over memory, and its
+// backward. A row belongs to a warp where it is short and to a block where it is not; each thread keeps up to
+// `held` packs of it in registers, and where that is not enough (held = 0) the row is read again.
 #include <type_traits>
 
 #include "device.h"
@@ -9,17 +9,26 @@
 namespace oases::cuda {
 namespace {
 
+// One such block per multiprocessor may use 128 registers per thread; asked for nothing, ptxas may spill for
+// a second.
 constexpr int kThreads = 512;
 constexpr int kLoopThreads = 256;
+
+// Counts columns: rows that are held are short, and half the registers hold their addresses.
+template <int held>
+using Column = std::conditional_t<(held > 0), int, int64_t>;
 
 // Calls f(k, column) for each pack of this thread: k counts them where they are held.
 template <int width, int held, typename F>
 __device__ __forceinline__ void each_pack(int64_t n, F f) {
-  const int64_t packs = n / width;
+  const auto packs = static_cast<Column<held>>(n / width);
   if constexpr (held > 0) {
 #pragma unroll
     for (int k = 0; k < held; ++k) {
-      const int64_t pack = threadIdx.x + k * blockDim.x;
+      int pack = static_cast<int>(threadIdx.x + k * blockDim.x);
+      // Found anew each time: addresses kept for every pack from row to row would push what is held out of
+      // registers.
+      asm volatile("" : "+r"(pack));
       if (pack < packs) f(k, pack * width);
     }
   } else {
@@ -28,7 +37,8 @@ __device__ __forceinline__ void each_pack(int64_t n, F f) {
 }
 
 template <int width>
-__device__ __forceinline__ void drop(const Dropout& dropout, int64_t row, int64_t column, float (&value)[width]) {
+__device__ __forceinline__ void drop(const Dropout& dropout, int64_t row, int64_t column,
+                                     float (&value)[width]) {
   if (!dropout.active()) return;
   if constexpr (width % 4 == 0) {
 #pragma unroll
@@ -57,14 +67,14 @@ struct Forward {
 };
 
 template <typename T, int width, int held>
-__global__ void __launch_bounds__(kThreads) forward_kernel(const Forward<T> a) {
+__global__ void __launch_bounds__(kThreads, 1) forward_kernel(const Forward<T> a) {
   using P = Pack<T, width>;
   const int64_t stride = int64_t{gridDim.x} * blockDim.y;
   for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < a.rows; row += stride) {
     const int64_t start = row * a.n;
     P kept[held > 0 ? held : 1];
     float sum = 0;
-    each_pack<width, held>(a.n, [&](int k, int64_t column) {
+    each_pack<width, held>(a.n, [&](int k, Column<held> column) {
       const P y = P::load(a.y + start + column), x = P::load(a.x + start + column);
       float value[width];
 #pragma unroll
@@ -83,12 +93,12 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Forward<T> a) {
       }
       kept[k].store(a.out + start + column);
     });
-    const auto stored = [&](int k, int64_t column) {
+    const auto stored = [&](int k, Column<held> column) {
       return held > 0 ? kept[k] : P::load(a.out + start + column);
     };
     const float mean = a.layer ? sum_over_x(sum) / a.n : 0.0f;
     float squares = 0;
-    each_pack<width, held>(a.n, [&](int k, int64_t column) {
+    each_pack<width, held>(a.n, [&](int k, Column<held> column) {
       const P out = stored(k, column);
 #pragma unroll
       for (int i = 0; i < width; ++i) squares += (out[i] - mean) * (out[i] - mean);
@@ -98,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Forward<T> a) {
       if (a.layer) a.mean[row] = mean;
       a.rstd[row] = rstd;
     }
-    each_pack<width, held>(a.n, [&](int k, int64_t column) {
+    each_pack<width, held>(a.n, [&](int k, Column<held> column) {
       const P out = stored(k, column), weight = P::load(a.weight + column);
       float value[width];
 #pragma unroll
@@ -123,43 +133,27 @@ struct Backward {
   T *grad_y, *grad_x;
   float* partials;
   int64_t rows, n;
-  int sums;                           // per column: the weight's, then, where wanted, norm_bias's and bias's
+  int sums;  // per column: the weight's, then, where wanted, norm_bias's and bias's
   bool layer, norm_bias, bias, shared;  // shared: partial sums are kept in shared memory until the last row
   Dropout dropout;
 };
 
-// Adds to the partial sums of one pack; the thread that owns the columns is the only one that does.
-template <int width>
-__device__ __forceinline__ void accumulate(float* sums, int64_t column, int64_t n, const float (&value)[width]) {
-  float* const to = sums + slot<width>(column, n);
-  if constexpr (width % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < width; i += 4) {
-      float4& four = *reinterpret_cast<float4*>(to + place_in_pack<width>(i, n));
-      const float4 old = four;
-      four = make_float4(old.x + value[i], old.y + value[i + 1], old.z + value[i + 2], old.w + value[i + 3]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < width; ++i) to[i] += value[i];
-  }
-}
-
 template <typename T, int width, int held>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const Backward<T> a) {
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const Backward<T> a) {
   using P = Pack<T, width>;
   extern __shared__ float4 memory[];
   float* const shared = reinterpret_cast<float*>(memory);
-  const int64_t size = a.sums * a.n;
-  float* const own = a.partials + blockIdx.x * size;
-  float* const of_weight = a.shared ? shared + threadIdx.y * size : own;
-  float* const of_norm_bias = of_weight + a.n;
-  float* const of_bias = of_norm_bias + (a.norm_bias ? a.n : 0);
-  each_pack<width, held>(a.n, [&](int, int64_t column) {
+  const auto n = static_cast<Column<held>>(a.n), size = a.sums * n;
+  float* const own = a.partials + int64_t{blockIdx.x} * size;
+  // Where a row is held its sums are in shared memory, which the compiler must know to address it cheaply.
+  float* const of_weight = held > 0 || a.shared ? shared + threadIdx.y * size : own;
+  float* const of_norm_bias = of_weight + n;
+  float* const of_bias = of_norm_bias + (a.norm_bias ? n : 0);
+  each_pack<width, held>(a.n, [&](int, Column<held> column) {
     for (int sum = 0; sum < a.sums; ++sum) {
-      float* const to = of_weight + sum * a.n + slot<width>(column, a.n);
+      float* const to = of_weight + sum * n + slot<width>(column, n);
 #pragma unroll
-      for (int i = 0; i < width; ++i) to[place_in_pack<width>(i, a.n)] = 0.0f;
+      for (int i = 0; i < width; ++i) to[place_in_pack<width>(i, n)] = 0.0f;
     }
   });
 
@@ -170,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const Backward<T> a)
     P kept_out[held > 0 ? held : 1], kept_grad[held > 0 ? held : 1];
     float2 both = make_float2(0.0f, 0.0f);  // sums of grad_h * weight, alone and times the normalised row
     if (a.grad_h) {
-      each_pack<width, held>(a.n, [&](int k, int64_t column) {
+      each_pack<width, held>(a.n, [&](int k, Column<held> column) {
         const P weight = P::load(a.weight + column);
         kept_out[k] = P::load(a.out + start + column);
         kept_grad[k] = P::load(a.grad_h + start + column);
@@ -184,7 +178,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const Backward<T> a)
       both = sum_over_x(both);
     }
     const float along_mean = a.layer ? both.x / a.n : 0.0f, along_row = both.y / a.n;
-    each_pack<width, held>(a.n, [&](int k, int64_t column) {
+    each_pack<width, held>(a.n, [&](int k, Column<held> column) {
       float grad[width] = {};
       if (a.grad_h) {
         if constexpr (held == 0) {
@@ -199,11 +193,11 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const Backward<T> a)
           grad[i] = rstd * (kept_grad[k][i] * weight[i] - along_mean - normal * along_row);
           term[i] = kept_grad[k][i] * normal;
         }
-        accumulate<width>(of_weight, column, a.n, term);
+        accumulate<width>(of_weight, column, n, term);
         if (a.norm_bias) {
 #pragma unroll
           for (int i = 0; i < width; ++i) term[i] = kept_grad[k][i];
-          accumulate<width>(of_norm_bias, column, a.n, term);
+          accumulate<width>(of_norm_bias, column, n, term);
         }
       }
       if (a.grad_out) {
@@ -221,11 +215,11 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const Backward<T> a)
         for (int i = 0; i < width; ++i) result.set(i, grad[i]);
         result.store(a.grad_y + start + column);
       }
-      if (a.bias) accumulate<width>(of_bias, column, a.n, grad);
+      if (a.bias) accumulate<width>(of_bias, column, n, grad);
     });
   }
 
-  if (!a.shared) return;
+  if (held == 0 && !a.shared) return;
   __syncthreads();
   const int threads = blockDim.x * blockDim.y;
   for (int64_t i = threadIdx.y * blockDim.x + threadIdx.x; i < size; i += threads) {
@@ -287,11 +281,6 @@ int64_t row_blocks(int64_t rows, const Plan& plan) { return (rows + plan.block.y
 
 int sums_of(const NormBackward& t) { return 1 + (t.grad_norm_bias != nullptr) + (t.grad_bias != nullptr); }
 
-template <typename T>
-Plan backward_plan(const NormEpilogue& e, const NormBackward& t) {
-  return plan_of<T>(e.n, aligned({t.grad_out, t.grad_h, t.out, t.weight, t.grad_y, t.grad_x}));
-}
-
 int attribute(cudaDeviceAttr which) {
   int device = 0, value = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
@@ -299,12 +288,18 @@ int attribute(cudaDeviceAttr which) {
   return value;
 }
 
-// Bytes of shared memory for the partial sums of a block; 0: they do not fit and stay in global memory.
-int shared_bytes(const NormEpilogue& e, int sums, const Plan& plan) {
-  const int64_t bytes = int64_t{sizeof(float)} * sums * e.n * plan.block.y;
-  // What sum_over_x keeps there is static and small.
-  const int limit = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024;
-  return bytes <= limit ? static_cast<int>(bytes) : 0;
+struct BackwardPlan : Plan {
+  int shared;  // bytes for the partial sums of a block; 0: they do not fit and stay in global memory
+};
+
+template <typename T>
+BackwardPlan backward_plan(const NormEpilogue& e, const NormBackward& t) {
+  const Plan plan = plan_of<T>(e.n, aligned({t.grad_out, t.grad_h, t.out, t.weight, t.grad_y, t.grad_x}));
+  const int64_t bytes = int64_t{sizeof(float)} * sums_of(t) * e.n * plan.block.y;
+  // sum_over_x has a little shared memory of its own.
+  if (bytes <= attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024)
+    return {plan, static_cast<int>(bytes)};
+  return {{plan.wide, 0, plan.held > 0 ? dim3(kThreads) : plan.block}, 0};
 }
 
 }  // namespace
@@ -315,12 +310,20 @@ void norm_forward(const NormEpilogue& e, const NormForward& t, void* stream) {
     using T = decltype(type);
     const Plan plan = plan_of<T>(e.n, aligned({t.y, t.x, t.bias, t.weight, t.norm_bias, t.out, t.h}));
     const auto in = [](const void* pointer) { return static_cast<const T*>(pointer); };
-    const Forward<T> a{
-        in(t.y),   in(t.x),           in(t.bias),
-        in(t.weight), in(t.norm_bias), static_cast<T*>(t.out),
-        static_cast<T*>(t.h), t.mean, t.rstd,
-        e.rows,    e.n,               static_cast<float>(e.eps),
-        e.norm == Norm::layer, make_dropout(e.p, e.seed, e.offset, e.n)};
+    const Forward<T> a{in(t.y),
+                       in(t.x),
+                       in(t.bias),
+                       in(t.weight),
+                       in(t.norm_bias),
+                       static_cast<T*>(t.out),
+                       static_cast<T*>(t.h),
+                       t.mean,
+                       t.rstd,
+                       e.rows,
+                       e.n,
+                       static_cast<float>(e.eps),
+                       e.norm == Norm::layer,
+                       make_dropout(e.p, e.seed, e.offset, e.n)};
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(row_blocks(e.rows, plan), 1 << 20));
     with_kernel<ForwardKernels<T>>(plan, [&](auto kernel, auto) {
       kernel<<<blocks, plan.block, 0, static_cast<cudaStream_t>(stream)>>>(a);
@@ -334,11 +337,12 @@ int64_t norm_backward_blocks(const NormEpilogue& e, const NormBackward& t) {
   int64_t blocks = 0;
   with_type(e.dtype, [&](auto type) {
     using T = decltype(type);
-    const Plan plan = backward_plan<T>(e, t);
-    const int shared = shared_bytes(e, sums_of(t), plan);
+    const BackwardPlan plan = backward_plan<T>(e, t);
+    const int shared = plan.shared;
     int resident = 0;
     with_kernel<BackwardKernels<T>>(plan, [&](auto kernel, auto) {
-      if (shared) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "norm");
+      if (shared)
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "norm");
       const int threads = static_cast<int>(plan.block.x * plan.block.y);
       check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, shared), "norm");
     });
@@ -354,8 +358,8 @@ void norm_backward(const NormEpilogue& e, const NormBackward& t, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   with_type(e.dtype, [&](auto type) {
     using T = decltype(type);
-    const Plan plan = backward_plan<T>(e, t);
-    const int sums = sums_of(t), shared = shared_bytes(e, sums, plan);
+    const BackwardPlan plan = backward_plan<T>(e, t);
+    const int sums = sums_of(t), shared = plan.shared;
     const auto in = [](const void* pointer) { return static_cast<const T*>(pointer); };
     const Backward<T> a{in(t.grad_out),
                         in(t.grad_h),
@@ -377,7 +381,8 @@ void norm_backward(const NormEpilogue& e, const NormBackward& t, void* stream) {
     Sums stage{t.partials, t.blocks, e.n, sums, {t.grad_weight, t.grad_norm_bias, t.grad_bias}};
     if (!t.grad_norm_bias) stage.outs[1] = t.grad_bias;
     with_kernel<BackwardKernels<T>>(plan, [&](auto kernel, auto width) {
-      if (shared) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "norm");
+      if (shared)
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "norm");
       kernel<<<static_cast<unsigned>(t.blocks), plan.block, shared, on>>>(a);
       check_launch("norm_backward");
       launch_sum_partials<T, decltype(width)::value>(stage, on);

@@ -37,7 +37,8 @@ void forward_row(const NormEpilogue& e, const NormForward& t, const Dropout& dro
 
 // sums: this block's partial sums, [sums_of(t), n]: the weight's, then, where wanted, norm_bias's and bias's.
 template <typename T>
-void backward_row(const NormEpilogue& e, const NormBackward& t, const Dropout& dropout, int64_t row, float* sums) {
+void backward_row(const NormEpilogue& e, const NormBackward& t, const Dropout& dropout, int64_t row,
+                  float* sums) {
   const int64_t start = row * e.n;
   const T* grad_out = t.grad_out ? static_cast<const T*>(t.grad_out) + start : nullptr;
   const T* grad_h = t.grad_h ? static_cast<const T*>(t.grad_h) + start : nullptr;

@@ -28,9 +28,10 @@ void with_type(DType dtype, F f) {
 // Calls f(row) for every row, in parallel where there is work for several threads.
 template <typename F>
 void each_row(int64_t rows, int64_t n, F f) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(n, 1)), [&](int64_t from, int64_t to) {
-    for (int64_t row = from; row < to; ++row) f(row);
-  });
+  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(n, 1)),
+                   [&](int64_t from, int64_t to) {
+                     for (int64_t row = from; row < to; ++row) f(row);
+                   });
 }
 
 // Into how many blocks of rows sums are cut: the same for every number of threads, and so the same sums.

@@ -24,7 +24,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from oases.build import described
 
-        parser.exit(message=f"oases {__version__} ({described()})\n")
+        print(f"oases {__version__} ({described()})")
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):

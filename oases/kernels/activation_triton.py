@@ -25,10 +25,7 @@ def _tanh(x):
 
 @triton.jit
 def _gelu(x, TANH: tl.constexpr):
-    if TANH:
-        twice_phi = _tanh(0.7978845608 * (x + 0.044715 * x * x * x))
-    else:
-        twice_phi = tl.erf(x * 0.7071067812)
+    twice_phi = _tanh(0.7978845608 * (x + 0.044715 * x * x * x)) if TANH else tl.erf(x * 0.7071067812)
     return 0.5 * x * (1.0 + twice_phi)
 
 

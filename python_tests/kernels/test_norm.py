@@ -7,14 +7,25 @@ from oases.kernels import bias_dropout_residual_norm
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of the largest number: a few roundings of the dtype."""
-ROWS = [(5, 1), (3, 7), (2, 3, 64), (9, 129), (70, 512), (3, 520), (3, 1025), (2, 4096), (2, 8200), (2, 9000), (1, 40001)]
+ROWS = [
+    (5, 1),
+    (3, 7),
+    (2, 3, 64),
+    (9, 129),
+    (70, 512),
+    (3, 520),
+    (3, 1025),
+    (2, 4096),
+    (2, 8200),
+    (2, 20000),
+    (1, 40001),
+]
 """Shapes on both sides of every choice of the launcher: warps and blocks, packs and scalars, held and read again."""
 
 
 def close(actual, expected):
-    assert actual.dtype != torch.float64
-    error = (actual.double() - expected).abs().max().item() if actual.numel() else 0.0
-    assert error <= TOLERANCE[actual.dtype] * max(1.0, expected.abs().max().item()) if actual.numel() else True
+    error = (actual.double() - expected).abs().max().item()
+    assert error <= TOLERANCE[actual.dtype] * max(1.0, expected.abs().max().item())
 
 
 def drawn(shape, device, dtype, optional=True):
@@ -160,18 +171,17 @@ def test_rows_far_apart_and_copies_of_rows(device):
         assert torch.equal(strange, expected)
     out, h = fused(*plain)
     # The gradient of a sum is one number that is repeated by strides of 0.
-    compare_to = torch.autograd.grad([out, h], plain, [torch.ones_like(out), torch.ones_like(h)])
-    for a, e in zip(torch.autograd.grad(out.sum() + h.sum(), plain), compare_to, strict=False):
+    expected = torch.autograd.grad([out, h], plain, [torch.ones_like(out), torch.ones_like(h)], retain_graph=True)
+    for a, e in zip(torch.autograd.grad(out.sum() + h.sum(), plain), expected, strict=True):
         torch.testing.assert_close(a, e)
 
 
 def test_memory_that_is_not_aligned(device):
     plain = drawn((3, 64), device, torch.bfloat16)
-    for strange in (
-        [torch.empty(t.numel() + 1, device=device, dtype=t.dtype)[1:].view(t.shape).copy_(t.detach()) for t in plain],
-    ):
-        for a, e in zip(fused(*strange, p=0.3, seed=4), fused(*plain, p=0.3, seed=4), strict=True):
-            torch.testing.assert_close(a, e, atol=2e-2, rtol=2e-2)
+    shifted = [torch.empty(t.numel() + 1, device=device, dtype=t.dtype)[1:].view(t.shape) for t in plain]
+    shifted = [to.copy_(t.detach()) for to, t in zip(shifted, plain, strict=True)]
+    for a, e in zip(fused(*shifted, p=0.3, seed=4), fused(*plain, p=0.3, seed=4), strict=True):
+        torch.testing.assert_close(a, e, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)], ids=str)
@@ -201,12 +211,12 @@ def test_the_same_twice_and_on_any_number_of_threads(device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"y": torch.zeros(4, 8, dtype=torch.float64)}, r"y is double but x is float"),
+        ({"y": torch.zeros(4, 8, dtype=torch.float64)}, r"y is Double but x is Float"),
         ({"y": torch.zeros(4, 7)}, r"y must have the shape \[4, 8\], got \[4, 7\]"),
         ({"weight": torch.zeros(9)}, r"weight must have the shape \[8\], got \[9\]"),
-        ({"weight": torch.zeros(8, dtype=torch.bfloat16)}, r"weight is c10::BFloat16 but x is float"),
+        ({"weight": torch.zeros(8, dtype=torch.bfloat16)}, r"weight is BFloat16 but x is Float"),
         ({"bias": torch.zeros(1, 8)}, r"bias must have the shape \[8\], got \[1, 8\]"),
-        ({"norm_bias": torch.zeros(8, device="meta")}, r"meta"),
+        ({"norm_bias": torch.zeros(8, device="meta")}, r"norm_bias is on meta but x is on cpu"),
         ({"p": 1.5}, r"p must lie in \[0, 1\], got 1\.5"),
         ({"p": float("nan")}, r"p must lie in \[0, 1\], got nan"),
         ({"offset": -1}, r"offset must not be negative, got -1"),
@@ -217,13 +227,13 @@ def test_the_same_twice_and_on_any_number_of_threads(device):
 )
 def test_mistakes(change, message):
     given = {"y": torch.zeros(4, 8), "x": torch.zeros(4, 8), "weight": torch.ones(8)} | change
-    with pytest.raises((RuntimeError, NotImplementedError), match=message):
+    with pytest.raises(RuntimeError, match=message):
         bias_dropout_residual_norm(**given)
 
 
 def test_a_dtype_that_has_no_kernel():
     x = torch.zeros(4, 8, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="takes float32, float16 and bfloat16, got double"):
+    with pytest.raises(RuntimeError, match="takes float32, float16 and bfloat16, got Double"):
         bias_dropout_residual_norm(x, x, weight=x[0])
 
 
