@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PY := $(VENV)/bin/python
-CSRC := $(wildcard csrc/*)
+CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.py)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-cpp lint format bench build clean sanitize
+.PHONY: demo test test-python test-cpp test-gpu cuda-check lint format bench build clean sanitize
 
 demo: build
 	$(PY) -m oases demo
@@ -16,6 +17,14 @@ test: test-cpp test-python
 
 test-python: build
 	$(PY) -m pytest
+
+# On a machine with a GPU and a CUDA torch.
+test-gpu: build
+	$(PY) -m pytest -m gpu
+
+# Compiles every kernel for every architecture, as the build does, and shows registers and spills; needs no GPU.
+cuda-check: build
+	@$(PY) csrc/cuda_build.py
 
 bench: build
 	$(PY) -m oases bench overlap --link 500mbit
@@ -51,13 +60,13 @@ lint: $(VENV)/linters
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard csrc/*.h csrc/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
+	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 	$(VENV)/bin/codespell $$(git ls-files)
 
 format: $(VENV)/linters
 	$(PY) -m ruff check --fix --quiet . || true
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i $(wildcard csrc/*.h csrc/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
+	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 clean:
 	rm -rf build dist *.egg-info oases/*.so $(VENV)/built

@@ -2,12 +2,36 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "kernels.h"
 #include "lonely_backend.h"
 #include "scheduler.h"
 #include "sim_backend.h"
 
 namespace py = pybind11;
 using oases::OverlapScheduler;
+
+namespace {
+
+// The version travels without quotes: build systems agree on no way to quote them.
+#define OASES_TEXT_OF(x) #x
+#define OASES_TEXT(x) OASES_TEXT_OF(x)
+
+py::dict build_info() {
+  py::dict info;
+  info["torch"] = OASES_TEXT(OASES_TORCH_VERSION);
+#ifdef OASES_WITH_CUDA
+  info["cuda"] = true;
+  info["nvcc"] = oases::cuda::nvcc_version();
+  info["architectures"] = oases::cuda::architectures();
+#else
+  info["cuda"] = false;
+  info["nvcc"] = py::none();
+  info["architectures"] = py::list();
+#endif
+  return info;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "C++ core of oases: the overlap scheduler, the sim backend and the torch.library ops.";
@@ -69,4 +93,9 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("inner"), py::arg("startup_seconds"), py::arg("bandwidth"),
       "A backend that moves data through `inner` at the pace of a link: seconds and bytes per second.");
+
+  module.def(
+      "build_info", build_info,
+      "What this extension was built with: cuda (bool), nvcc (its version or None), architectures (list of "
+      "str), torch (its version).");
 }

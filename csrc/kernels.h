@@ -1,3 +1,98 @@
+// Every kernel of the extension: a launcher for CUDA and, under the same name and with the same arguments but
+// for the stream, its version for the CPU, which is fall-back and oracle. No torch and no CUDA header in
+// here, so that both sides can include it. Pointers are on the launcher's device; tensors are contiguous and
+// of the one dtype given; float* is fp32 whatever the dtype. Launchers return before the work is done and
+// throw std::runtime_error with CUDA's own text where it cannot begin.
 #pragma once
+
 #include <cstdint>
-namespace oases::cuda { void occupy(int64_t ns, void* stream); }
+#include <string>
+#include <vector>
+
+namespace oases {
+
+enum class DType { f32, f16, bf16 };
+
+// ---- norm: the epilogue after an all-reduce
+// -----------------------------------------------------------------
+
+enum class Norm { layer, rms };
+
+// out = x + dropout(y + bias), h = norm(out) * weight + norm_bias, over rows of n numbers. The mask of row r
+// is that of row offset + r of the whole of which these rows are a part (philox.h).
+struct NormEpilogue {
+  DType dtype;
+  Norm norm;
+  int64_t rows, n;
+  double eps, p;
+  int64_t seed, offset;
+};
+// bias, norm_bias, mean: may be null; mean is not written for rms.
+struct NormForward {
+  const void *y, *x, *bias, *weight, *norm_bias;  // [rows, n] twice, [n] three times
+  void *out, *h;                                  // [rows, n]
+  float *mean, *rstd;                             // [rows]
+};
+// grad_out, grad_h: null stands for zeros. grad_y: null where p is 0, it equals grad_x then. grad_bias and
+// grad_norm_bias: null where they are not wanted. partials: [blocks, sums, n], sums = how many of the last
+// three are not null.
+struct NormBackward {
+  const void *grad_out, *grad_h, *out, *weight;  // out: what the forward wrote
+  const float *mean, *rstd;
+  void *grad_y, *grad_x;
+  float* partials;
+  int64_t blocks;
+  void *grad_weight, *grad_bias, *grad_norm_bias;
+};
+
+// ---- activation
+// ----------------------------------------------------------------------------------------------
+
+enum class Gelu { tanh, erf };
+
+namespace cpu {
+
+void norm_forward(const NormEpilogue& epilogue, const NormForward& tensors);
+// How many partial sums the backward makes of each parameter's gradient: `sums` of them at a time.
+int64_t norm_backward_blocks(const NormEpilogue& epilogue, const NormBackward& tensors);
+void norm_backward(const NormEpilogue& epilogue, const NormBackward& tensors);
+
+// out = gelu(x + bias): x, out [rows, n], bias [n] or null.
+void gelu(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* x, const void* bias, void* out);
+// grad_bias may be null; partials [gelu_backward_blocks(...), n] and may be null then.
+int64_t gelu_backward_blocks(DType dtype, int64_t rows, int64_t n);
+void gelu_backward(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* grad, const void* x,
+                   const void* bias, void* grad_x, float* partials, void* grad_bias);
+// out = silu(gate) * up: x [rows, 2 n], gate before up, out [rows, n].
+void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out);
+void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, void* grad_x);
+
+}  // namespace cpu
+
+namespace cuda {
+
+// What the kernels were compiled with: "13.0" and "sm_80", "sm_90", ...
+std::string nvcc_version();
+std::vector<std::string> architectures();
+// Launchers launch there. Torch's own choice does not reach them: the runtime they are linked with is their
+// own.
+void set_device(int device);
+// Lets the stream do nothing for so long: a link's time, for the `sim` backend.
+void occupy(int64_t nanoseconds, void* stream);
+
+void norm_forward(const NormEpilogue& epilogue, const NormForward& tensors, void* stream);
+int64_t norm_backward_blocks(const NormEpilogue& epilogue, const NormBackward& tensors);
+void norm_backward(const NormEpilogue& epilogue, const NormBackward& tensors, void* stream);
+
+void gelu(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* x, const void* bias, void* out,
+          void* stream);
+int64_t gelu_backward_blocks(DType dtype, int64_t rows, int64_t n);
+void gelu_backward(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* grad, const void* x,
+                   const void* bias, void* grad_x, float* partials, void* grad_bias, void* stream);
+void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out, void* stream);
+void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, void* grad_x,
+                     void* stream);
+
+}  // namespace cuda
+
+}  // namespace oases

@@ -59,6 +59,7 @@ class DeviceWork : public c10d::Work {
 // Let a stream do nothing for so long.
 void occupy(double seconds, const c10::Stream& stream) {
 #ifdef OASES_WITH_CUDA
+  cuda::set_device(stream.device_index());
   cuda::occupy(static_cast<int64_t>(1e9 * seconds), stream.native_handle());
 #else
   TORCH_CHECK(false, "sim: this build of oases has no CUDA kernels, so a link cannot be simulated for ",

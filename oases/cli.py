@@ -18,6 +18,16 @@ from oases.schedule import ScheduleError
 from oases.testbed import Backend
 
 
+class _Version(argparse.Action):
+    """Prints what was built, which only the extension knows, when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from oases.build import described
+
+        print(f"oases {__version__} ({described()})")
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _fail(f"{message}; see '{self.prog} --help'")
@@ -48,12 +58,12 @@ def _speaks() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    # Deferred: everything below needs torch, --version and mistakes in the command's name do not.
+    # Deferred: everything below needs torch.
     from oases.bench.overlap import OverlapConfig
     from oases.train.config import TrainConfig
 
     parser = _Parser(prog="oases", description="Overlapped tensor parallelism for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"oases {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and what was built, and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
     demo = _command(commands, "demo", "train a GPT over a slow link, synchronous and overlapped, and show why")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from oases.build import described
 from oases.parallel.group import scheduler_of
 
 _OP = re.compile(r"(?P<kind>F|C|R|RC|BC|B) (?P<block>\d+)\.\d+ \(stack (?P<stack>\d+), ")
@@ -45,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `oases.report()` returns; prints as a table."""
+    """What `oases.report()` returns; prints as a table, below it what the extension was built with."""
 
     stacks: list[Row]
     layers: list[Row]
@@ -73,8 +74,9 @@ class Report:
         }
 
     def __str__(self) -> str:
+        build = f"built with {described()}"
         if not self.stacks + self.others:
-            return "no collective was waited for: overlap is off (a group of one rank, or no step yet)"
+            return f"no collective was waited for: overlap is off (a group of one rank, or no step yet)\n{build}"
         lines = [f"{'where':<32}{'collectives':>12}{'MB':>10}{'link s':>9}{'waited s':>10}{'hidden':>8}"]
         for row in self.stacks + self.layers + self.others:
             hidden = "-" if row.hidden is None else f"{100 * row.hidden:.0f} %"
@@ -82,7 +84,7 @@ class Report:
                 f"{row.where:<32}{row.collectives:>12}{row.bytes / 1e6:>10.1f}{row.link_seconds:>9.3f}"
                 f"{row.blocked_seconds:>10.3f}{hidden:>8}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, build])
 
 
 def names_op(label: str) -> bool:

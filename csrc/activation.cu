@@ -1,0 +1,203 @@
+// Bias + GELU and SwiGLU. A thread owns a pack of columns and walks down the rows, so it loads the bias once
+// and sums its gradient in registers.
+#include <type_traits>
+
+#include "activation_math.h"
+#include "device.h"
+
+namespace oases::cuda {
+namespace {
+
+constexpr int kRows = 8;           // threads of a block along the rows
+constexpr int64_t kBlocks = 2048;  // enough for every device, and so the same sums on every device
+
+// Blocks of 32 packs by kRows rows; rows are split until there are kBlocks of them.
+dim3 grid_of(int64_t rows, int64_t n, int width) {
+  const int64_t across = (n + 32 * width - 1) / (32 * width);
+  const int64_t splits =
+      std::max<int64_t>(1, std::min((rows + kRows - 1) / kRows, (kBlocks + across - 1) / across));
+  return dim3(static_cast<unsigned>(across), static_cast<unsigned>(splits));
+}
+
+template <int width>
+__device__ __forceinline__ int64_t own_column() {
+  return (int64_t{blockIdx.x} * 32 + threadIdx.x) * width;
+}
+
+// Calls f(row) for the rows of this thread.
+template <typename F>
+__device__ __forceinline__ void each_row(int64_t rows, F f) {
+  const int64_t stride = int64_t{gridDim.y} * kRows;
+  for (int64_t row = int64_t{blockIdx.y} * kRows + threadIdx.y; row < rows; row += stride) f(row);
+}
+
+template <typename T, int width>
+__device__ __forceinline__ void load_bias(const T* bias, int64_t column, float (&to)[width]) {
+  if (!bias) return;
+  const auto pack = Pack<T, width>::load(bias + column);
+#pragma unroll
+  for (int i = 0; i < width; ++i) to[i] = pack[i];
+}
+
+template <typename T, int width>
+__global__ void __launch_bounds__(32 * kRows)
+    gelu_kernel(Gelu kind, int64_t rows, int64_t n, const T* x, const T* bias, T* out) {
+  using P = Pack<T, width>;
+  const int64_t column = own_column<width>();
+  if (column >= n) return;
+  float added[width] = {};
+  load_bias<T, width>(bias, column, added);
+  each_row(rows, [&](int64_t row) {
+    P pack = P::load(x + row * n + column);
+#pragma unroll
+    for (int i = 0; i < width; ++i) pack.set(i, gelu_of(kind, pack[i] + added[i]));
+    pack.store(out + row * n + column);
+  });
+}
+
+template <typename T, int width>
+__global__ void __launch_bounds__(32 * kRows)
+    gelu_backward_kernel(Gelu kind, int64_t rows, int64_t n, const T* grad, const T* x, const T* bias,
+                         T* grad_x, float* partials) {
+  using P = Pack<T, width>;
+  __shared__ float parts[kRows][width][32];
+  const int64_t column = own_column<width>();
+  float sum[width] = {};
+  if (column < n) {
+    float added[width] = {};
+    load_bias<T, width>(bias, column, added);
+    each_row(rows, [&](int64_t row) {
+      const P g = P::load(grad + row * n + column);
+      P pack = P::load(x + row * n + column);
+#pragma unroll
+      for (int i = 0; i < width; ++i) {
+        const float value = g[i] * gelu_slope(kind, pack[i] + added[i]);
+        pack.set(i, value);
+        sum[i] += value;
+      }
+      pack.store(grad_x + row * n + column);
+    });
+  }
+  if (!partials) return;
+#pragma unroll
+  for (int i = 0; i < width; ++i) parts[threadIdx.y][i][threadIdx.x] = sum[i];
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= n) return;
+#pragma unroll
+  for (int i = 0; i < width; ++i) {
+    for (int y = 1; y < kRows; ++y) sum[i] += parts[y][i][threadIdx.x];
+    partials[blockIdx.y * n + column + i] = sum[i];
+  }
+}
+
+template <typename T, int width>
+__global__ void __launch_bounds__(32 * kRows) swiglu_kernel(int64_t rows, int64_t n, const T* x, T* out) {
+  using P = Pack<T, width>;
+  const int64_t column = own_column<width>();
+  if (column >= n) return;
+  each_row(rows, [&](int64_t row) {
+    const T* const gate = x + row * 2 * n + column;
+    P pack = P::load(gate);
+    const P up = P::load(gate + n);
+#pragma unroll
+    for (int i = 0; i < width; ++i) pack.set(i, silu_of(pack[i]) * up[i]);
+    pack.store(out + row * n + column);
+  });
+}
+
+template <typename T, int width>
+__global__ void __launch_bounds__(32 * kRows)
+    swiglu_backward_kernel(int64_t rows, int64_t n, const T* grad, const T* x, T* grad_x) {
+  using P = Pack<T, width>;
+  const int64_t column = own_column<width>();
+  if (column >= n) return;
+  each_row(rows, [&](int64_t row) {
+    const int64_t at = row * 2 * n + column;
+    const P g = P::load(grad + row * n + column);
+    P gate = P::load(x + at), up = P::load(x + at + n);
+#pragma unroll
+    for (int i = 0; i < width; ++i) {
+      const float of_gate = g[i] * up[i] * silu_slope(gate[i]);
+      up.set(i, g[i] * silu_of(gate[i]));
+      gate.set(i, of_gate);
+    }
+    gate.store(grad_x + at);
+    up.store(grad_x + at + n);
+  });
+}
+
+// Calls f(T{}, width) with the dtype's type and 16 bytes of it, or 1 where the rows do not allow that.
+template <typename F>
+void with_width(DType dtype, int64_t n, bool is_aligned, F f) {
+  with_type(dtype, [&](auto type) {
+    constexpr int wide = kWide<decltype(type)>;
+    if (is_aligned && n % wide == 0)
+      f(type, std::integral_constant<int, wide>{});
+    else
+      f(type, std::integral_constant<int, 1>{});
+  });
+}
+
+const dim3 kBlock(32, kRows);
+
+}  // namespace
+
+void gelu(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* x, const void* bias, void* out,
+          void* stream) {
+  if (rows == 0 || n == 0) return;
+  with_width(dtype, n, aligned({x, bias, out}), [&](auto type, auto width) {
+    using T = decltype(type);
+    gelu_kernel<T, decltype(width)::value>
+        <<<grid_of(rows, n, decltype(width)::value), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(
+            kind, rows, n, static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out));
+  });
+  check_launch("gelu");
+}
+
+// What pointers cannot change: where they are not aligned, blocks of scalars are held to as many.
+int64_t gelu_backward_blocks(DType dtype, int64_t rows, int64_t n) {
+  const int wide = dtype == DType::f32 ? 4 : 8;
+  return n == 0 ? 0 : grid_of(rows, n, n % wide ? 1 : wide).y;
+}
+
+void gelu_backward(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* grad, const void* x,
+                   const void* bias, void* grad_x, float* partials, void* grad_bias, void* stream) {
+  if (rows == 0 || n == 0) return;
+  const auto on = static_cast<cudaStream_t>(stream);
+  with_width(dtype, n, aligned({grad, x, bias, grad_x}), [&](auto type, auto width) {
+    using T = decltype(type);
+    dim3 grid = grid_of(rows, n, decltype(width)::value);
+    if (grad_bias) grid.y = static_cast<unsigned>(gelu_backward_blocks(dtype, rows, n));
+    gelu_backward_kernel<T, decltype(width)::value><<<grid, kBlock, 0, on>>>(
+        kind, rows, n, static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<const T*>(bias),
+        static_cast<T*>(grad_x), grad_bias ? partials : nullptr);
+    check_launch("gelu_backward");
+    if (grad_bias) launch_sum_partials<T, 1>({partials, grid.y, n, 1, {grad_bias}}, on);
+  });
+  check_launch("gelu_backward");
+}
+
+void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out, void* stream) {
+  if (rows == 0 || n == 0) return;
+  with_width(dtype, n, aligned({x, out}), [&](auto type, auto width) {
+    using T = decltype(type);
+    swiglu_kernel<T, decltype(width)::value>
+        <<<grid_of(rows, n, decltype(width)::value), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(
+            rows, n, static_cast<const T*>(x), static_cast<T*>(out));
+  });
+  check_launch("swiglu");
+}
+
+void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, void* grad_x,
+                     void* stream) {
+  if (rows == 0 || n == 0) return;
+  with_width(dtype, n, aligned({grad, x, grad_x}), [&](auto type, auto width) {
+    using T = decltype(type);
+    swiglu_backward_kernel<T, decltype(width)::value>
+        <<<grid_of(rows, n, decltype(width)::value), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(
+            rows, n, static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<T*>(grad_x));
+  });
+  check_launch("swiglu_backward");
+}
+
+}  // namespace oases::cuda

@@ -1,0 +1,211 @@
+"""Compiles csrc/*.cu with plain nvcc, without torch: for setup.py, and for `make cuda-check`.
+
+    python csrc/cuda_build.py     compiles what is not compiled yet, prints what ptxas said of registers and spills
+
+$NVCC: the compiler, else the one on PATH, else /usr/local/cuda/bin/nvcc. $OASES_CUDA_ARCHS: fewer architectures, such
+as "90" or "80,90". $OASES_CUDA: 0 leaves CUDA out, 1 makes its absence an error. $MAX_JOBS: compilers at a time.
+Objects lie in build/cuda, each beside the log of its compilation, and are compiled again when a file they include
+or the command has changed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "cuda"
+ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
+NEVER_SPILL = ("norm", "activation")
+"""Files whose kernels must keep everything in registers: they are bound by memory, and a spill is memory."""
+
+
+class NoCudaError(Exception):
+    """Kernels cannot be compiled here; the message says in one line why and what to do."""
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """An nvcc, its release such as "13.0", the architectures to compile for and where libcudart_static.a lies."""
+
+    nvcc: str
+    release: str
+    architectures: tuple[str, ...]
+    library_folder: str
+
+    def command(self, source: Path) -> list[str]:
+        """How `source` becomes BUILD/<stem>.o. The last architecture is kept as PTX too, for those to come."""
+        targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in self.architectures]
+        newest = self.architectures[-1]
+        targets.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+        target = BUILD / source.stem
+        return [
+            self.nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC", "--cudart", "static", "-Xptxas", "-v", *targets,
+            "-MMD", "-MF", f"{target}.d", "-c", str(source), "-o", f"{target}.o",
+        ]  # fmt: skip
+
+    def link_arguments(self) -> list[str]:
+        """The runtime, linked statically: the extension then loads where there is no driver.
+
+        Its symbols stay hidden, or the runtime that a CUDA torch has loaded would be called in their place.
+        """
+        return [
+            f"-L{self.library_folder}", "-lcudart_static", "-lrt", "-ldl", "-lpthread",
+            "-Wl,--exclude-libs,libcudart_static.a",
+        ]  # fmt: skip
+
+
+def find_toolkit() -> Toolkit:
+    """The toolkit of this machine. Raises NoCudaError where there is none that can be used."""
+    nvcc = os.environ.get("NVCC") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if shutil.which(nvcc) is None:
+        raise NoCudaError(f"{nvcc} was not found; install the CUDA toolkit or set NVCC to the path of its nvcc")
+    release = re.search(r"release (\d+\.\d+)", _ask(nvcc, "--version"))
+    known = set(re.findall(r"compute_(\d+)", _ask(nvcc, "--list-gpu-arch")))
+    # nvcc may be a script or a link that lies elsewhere; it knows its own libraries.
+    folders = re.findall(r'"-L([^"]+)"', _ask(nvcc, "-dryrun", "-c", "/dev/null", "-x", "cu", "-o", "/dev/null"))
+    library = next((folder for folder in folders if Path(folder, "libcudart_static.a").exists()), None)
+    if release is None or library is None:
+        raise NoCudaError(f"{nvcc} has no release or no libcudart_static.a; install a whole CUDA toolkit")
+    return Toolkit(nvcc, release[1], _architectures(nvcc, known), library)
+
+
+def _ask(nvcc: str, *arguments: str) -> str:
+    answer = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        said = (answer.stderr or answer.stdout).strip() or f"exit code {answer.returncode}"
+        raise NoCudaError(f"'{nvcc} {arguments[0]}' failed: {said.splitlines()[0]}; set NVCC to an nvcc that works")
+    return answer.stdout + answer.stderr
+
+
+def _architectures(nvcc: str, known: set[str]) -> tuple[str, ...]:
+    asked = os.environ.get("OASES_CUDA_ARCHS")
+    if not asked:
+        found = tuple(name for name in ARCHITECTURES if name in known)
+        if not found:
+            raise NoCudaError(f"{nvcc} knows none of the architectures {', '.join(ARCHITECTURES)}; install another")
+        return found
+    names = tuple(sorted(set(re.split(r"[\s,;]+", asked.strip())), key=lambda name: (len(name), name)))
+    for name in names:
+        if name not in known:
+            shown = ", ".join(sorted(known, key=int))
+            raise NoCudaError(f"OASES_CUDA_ARCHS names {name!r}, and {nvcc} knows {shown}")
+    return names
+
+
+def compile_kernels(toolkit: Toolkit) -> list[Path]:
+    """Compile every csrc/*.cu that is not up to date; returns the objects. Raises NoCudaError where one fails."""
+    sources = sorted((ROOT / "csrc").glob("*.cu"))
+    BUILD.mkdir(parents=True, exist_ok=True)
+    jobs = max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
+    with ThreadPoolExecutor(jobs) as workers:
+        return list(workers.map(lambda source: _compile(toolkit, source), sources))
+
+
+def _compile(toolkit: Toolkit, source: Path) -> Path:
+    target, log = BUILD / f"{source.stem}.o", BUILD / f"{source.stem}.log"
+    command = toolkit.command(source)
+    heading = f"nvcc {toolkit.release}: {shlex.join(command)}"
+    if _up_to_date(target, log, heading):
+        return target
+    target.unlink(missing_ok=True)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = result.stdout + result.stderr
+    log.write_text(f"{heading}\n{output}")
+    if result.returncode:
+        first = next((line for line in output.splitlines() if "error" in line), f"exit code {result.returncode}")
+        raise NoCudaError(f"nvcc failed on csrc/{source.name}: {first.strip()}; all of it is in {log}")
+    return target
+
+
+def _up_to_date(target: Path, log: Path, heading: str) -> bool:
+    dependencies = target.with_suffix(".d")
+    if not (target.exists() and log.exists() and dependencies.exists()):
+        return False
+    if log.read_text().partition("\n")[0] != heading:
+        return False
+    # "x.o : a.cu \\\n b.h": no path of a repository has a blank in it that make could read either.
+    names = dependencies.read_text().partition(" : ")[2].replace("\\\n", " ").split()
+    built = target.stat().st_mtime
+    return bool(names) and all(Path(name).exists() and Path(name).stat().st_mtime <= built for name in names)
+
+
+def cuda_part() -> tuple[list[str], list[str]] | None:
+    """Objects and link arguments of the CUDA part, compiled; None where it is left out, with one line why."""
+    wanted = os.environ.get("OASES_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"oases: error: OASES_CUDA must be 0 or 1, got {wanted!r}")
+    if wanted == "0":
+        return None
+    try:
+        toolkit = find_toolkit()
+        return [str(path) for path in compile_kernels(toolkit)], toolkit.link_arguments()
+    except NoCudaError as error:
+        if wanted == "1":
+            raise SystemExit(f"oases: error: OASES_CUDA=1, but {error}") from None
+        print(f"oases: building without CUDA kernels: {error} (OASES_CUDA=0 asks for that)", file=sys.stderr)
+        return None
+
+
+@dataclass
+class Usage:
+    """The largest use of any kernel of one file on one architecture."""
+
+    kernels: int = 0
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+
+
+def usage(log: str) -> dict[str, Usage]:
+    """What ptxas -v said, by architecture ("sm_90"); stack and spills in bytes per thread."""
+    found: dict[str, Usage] = {}
+    current = Usage()
+    for line in log.splitlines():
+        if match := re.search(r"Compiling entry function '.*' for '(sm_\w+)'", line):
+            current = found.setdefault(match[1], Usage())
+            current.kernels += 1
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            current.stack = max(current.stack, int(match[1]))
+            current.spills = max(current.spills, int(match[2]) + int(match[3]))
+        elif match := re.search(r"Used (\d+) registers", line):
+            current.registers = max(current.registers, int(match[1]))
+    return found
+
+
+def check() -> int:
+    """Print the table of `make cuda-check`; returns the exit status."""
+    try:
+        toolkit = find_toolkit()
+    except NoCudaError as error:
+        print(f"CUDA kernels not checked: {error}")
+        return 0
+    try:
+        objects = compile_kernels(toolkit)
+    except NoCudaError as error:
+        print(f"cuda-check: {error}", file=sys.stderr)
+        return 1
+    spilling = []
+    print(f"{'file':<16}{'architecture':<14}{'kernels':>8}{'registers':>11}{'stack B':>9}{'spills B':>10}")
+    for target in objects:
+        for name, worst in usage(target.with_suffix(".log").read_text()).items():
+            print(
+                f"{target.stem + '.cu':<16}{name:<14}{worst.kernels:>8}{worst.registers:>11}{worst.stack:>9}"
+                f"{worst.spills:>10}"
+            )
+            if worst.spills and target.stem in NEVER_SPILL:
+                spilling.append(f"{target.stem}.cu on {name}")
+    if spilling:
+        print(f"cuda-check: registers spill to memory in {', '.join(spilling)}", file=sys.stderr)
+    return bool(spilling)
+
+
+if __name__ == "__main__":
+    sys.exit(check())

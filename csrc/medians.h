@@ -1,0 +1,34 @@
+// Medians of 1, 3 and 5 numbers by networks of minima and maxima, the same on host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+
+namespace oases {
+
+OASES_HOST_DEVICE inline float lesser(float a, float b) { return b < a ? b : a; }
+OASES_HOST_DEVICE inline float greater(float a, float b) { return a < b ? b : a; }
+
+OASES_HOST_DEVICE inline float median(float a, float b, float c) {
+  return greater(lesser(a, b), lesser(greater(a, b), c));
+}
+
+OASES_HOST_DEVICE inline float median(float a, float b, float c, float d, float e) {
+  // Of the two pairs, the least and the greatest of all four cannot be the median of five.
+  return median(greater(lesser(a, b), lesser(c, d)), lesser(greater(a, b), greater(c, d)), e);
+}
+
+// Of 1, 3 or 5 numbers; NaN if one of them is NaN, so that a bad gradient cannot hide.
+template <int count>
+OASES_HOST_DEVICE inline float median_of(const float* x) {
+  static_assert(count == 1 || count == 3 || count == 5);
+  for (int i = 0; i < count; ++i) {
+    if (x[i] != x[i]) return x[i];
+  }
+  if constexpr (count == 1) return x[0];
+  if constexpr (count == 3) return median(x[0], x[1], x[2]);
+  if constexpr (count == 5) return median(x[0], x[1], x[2], x[3], x[4]);
+}
+
+}  // namespace oases

@@ -1,0 +1,53 @@
+"""Bias + GELU and SwiGLU in one pass over memory each, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import oases._C  # noqa: F401  (defines the ops)
+
+Approximate = Literal["tanh", "none"]
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "tanh") -> Tensor:
+    """gelu(x + bias), as `torch.nn.functional.gelu(x + bias, approximate=approximate)`; "none" is the exact one, erf.
+
+    x: [..., n]. bias: [n]. float32, float16 or bfloat16, of one dtype and device; arithmetic and sums are float32.
+    Returns [..., n], contiguous. Raises RuntimeError, naming the value, where dtypes, devices or shapes differ.
+    """
+    return torch.ops.oases.bias_gelu(x, bias, approximate)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up, where gate and up are the first and second half of the last dimension.
+
+    x: [..., 2 n], float32, float16 or bfloat16; arithmetic is float32. Returns [..., n], contiguous. Raises
+    RuntimeError, naming the value, for another dtype or an odd last dimension.
+    """
+    return torch.ops.oases.swiglu(x)
+
+
+def _setup_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, bias, ctx.approximate = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _gelu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, bias = ctx.saved_tensors
+    grad_x, grad_bias = torch.ops.oases.bias_gelu_backward(grad, x, bias, ctx.approximate)
+    return grad_x, None if bias is None else grad_bias, None
+
+
+def _setup_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_backward(ctx: Any, grad: Tensor) -> Tensor:
+    return torch.ops.oases.swiglu_backward(grad, *ctx.saved_tensors)
+
+
+torch.library.register_autograd("oases::bias_gelu", _gelu_backward, setup_context=_setup_gelu)
+torch.library.register_autograd("oases::swiglu", _swiglu_backward, setup_context=_setup_swiglu)

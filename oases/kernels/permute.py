@@ -1,0 +1,69 @@
+"""Rows of tokens to their experts and back, for layers with a mixture of experts.
+
+A slot is one pair of a token and one of its k experts, numbered token * k + j. Every function is deterministic, on
+CUDA too: slots keep their order within an expert, and sums are taken in the order of j.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import oases._C  # noqa: F401  (registers the ops)
+
+
+def histogram(expert_ids: Tensor, num_experts: int) -> Tensor:
+    """Count the slots of each expert.
+
+    expert_ids: int64 or int32 [tokens, k]. Returns int64 [num_experts]. An id that is not in [0, num_experts) is a
+    RuntimeError that names it; to know, a CUDA call waits for the device.
+    """
+    return torch.ops.oases.histogram(expert_ids, num_experts)
+
+
+def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Copy the row of each token to each of its experts, grouped by expert and in the order of tokens within it.
+
+    x: float32, float16 or bfloat16 [tokens, n]; expert_ids: as for `histogram`, with its errors. Returns rows
+    [tokens * k, n], source int64 [tokens * k], the slot of each row, and counts int64 [num_experts], the rows of each
+    expert. The gradient of x is the sum over the k rows of a token, taken in fp32.
+    """
+    rows, source, counts = torch.ops.oases.permute(x, expert_ids, num_experts)
+    return rows, source, counts
+
+
+def unpermute(rows: Tensor, source: Tensor, weights: Tensor | None, tokens: int) -> Tensor:
+    """Sum the k rows of each token, times their weights: what undoes `permute` once the experts are done.
+
+    rows: float32, float16 or bfloat16 [tokens * k, n]; source: int64 [tokens * k], as `permute` returned it; weights:
+    [tokens, k] in float32 or the dtype of the rows, None for ones. Returns [tokens, n]; sums are taken in fp32. Rows
+    and weights have gradients. A source that leaves out a slot is a RuntimeError on CPU; on CUDA, where to know would
+    mean to wait for the device, the tokens of such slots become NaN.
+    """
+    return torch.ops.oases.unpermute(rows, source, weights, tokens)
+
+
+def _save_permute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.tokens = inputs[0].shape[0]
+
+
+def _permute_backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    (source,) = ctx.saved_tensors
+    return torch.ops.oases.unpermute(grad, source, None, ctx.tokens), None, None
+
+
+def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, source, weights = ctx.saved_tensors
+    grad_rows, grad_weights = torch.ops.oases.unpermute_backward(grad, rows, source, weights)
+    return grad_rows, None, None if weights is None else grad_weights, None
+
+
+torch.library.register_autograd("oases::permute", _permute_backward, setup_context=_save_permute)
+torch.library.register_autograd("oases::unpermute", _unpermute_backward, setup_context=_save_unpermute)
