@@ -24,7 +24,7 @@ class Build(BuildExtension):
     """Kernels first: whether they are there decides how the rest is compiled."""
 
     def build_extensions(self) -> None:
-        cuda = cuda_part()
+        cuda = cuda_part(torch.version.cuda is not None)
         if cuda is not None:
             objects, link_arguments = cuda
             (extension,) = self.extensions

@@ -2,10 +2,11 @@
 
     python csrc/cuda_build.py     compiles what is not compiled yet, prints what ptxas said of registers and spills
 
-$NVCC: the compiler, else the one on PATH, else /usr/local/cuda/bin/nvcc. $OASES_CUDA_ARCHS: fewer architectures, such
-as "90" or "80,90". $OASES_CUDA: 0 leaves CUDA out, 1 makes its absence an error. $MAX_JOBS: compilers at a time.
-Objects lie in build/cuda, each beside the log of its compilation, and are compiled again when a file they include
-or the command has changed.
+$NVCC: the compiler, else the one on PATH, else /usr/local/cuda/bin/nvcc. $OASES_CUDA_ARCHS: the architectures, such
+as "90", "80,90" or "all". Where it is not set, setup.py takes all for a torch with CUDA, and one for a torch without,
+which can link the kernels but not run them. $OASES_CUDA: 0 leaves CUDA out, 1 makes its absence an error. $MAX_JOBS:
+compilers at a time. Objects lie in build/cuda/<architectures>, each beside the log of its compilation, and are
+compiled again when a file they include or the command has changed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda"
 ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
+LINK_ONLY = "90"
 NEVER_SPILL = ("norm", "activation")
 """Files whose kernels must keep everything in registers: they are bound by memory, and a spill is memory."""
 
@@ -40,12 +42,17 @@ class Toolkit:
     architectures: tuple[str, ...]
     library_folder: str
 
+    @property
+    def folder(self) -> Path:
+        """Where objects for these architectures lie."""
+        return BUILD / "-".join(self.architectures)
+
     def command(self, source: Path) -> list[str]:
         """How `source` becomes BUILD/<stem>.o. The last architecture is kept as PTX too, for those to come."""
         targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in self.architectures]
         newest = self.architectures[-1]
         targets.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
-        target = BUILD / source.stem
+        target = self.folder / source.stem
         return [
             self.nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC", "--cudart", "static", "-Xptxas", "-v", *targets,
             "-MMD", "-MF", f"{target}.d", "-c", str(source), "-o", f"{target}.o",
@@ -62,8 +69,11 @@ class Toolkit:
         ]  # fmt: skip
 
 
-def find_toolkit() -> Toolkit:
-    """The toolkit of this machine. Raises NoCudaError where there is none that can be used."""
+def find_toolkit(architectures: str = "all") -> Toolkit:
+    """The toolkit of this machine. architectures: what $OASES_CUDA_ARCHS is taken to say where it is not set.
+
+    Raises NoCudaError where there is no toolkit that can be used.
+    """
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if shutil.which(nvcc) is None:
         raise NoCudaError(f"{nvcc} was not found; install the CUDA toolkit or set NVCC to the path of its nvcc")
@@ -74,7 +84,9 @@ def find_toolkit() -> Toolkit:
     library = next((folder for folder in folders if Path(folder, "libcudart_static.a").exists()), None)
     if release is None or library is None:
         raise NoCudaError(f"{nvcc} has no release or no libcudart_static.a; install a whole CUDA toolkit")
-    return Toolkit(nvcc, release[1], _architectures(nvcc, known), library)
+    return Toolkit(
+        nvcc, release[1], _architectures(os.environ.get("OASES_CUDA_ARCHS") or architectures, nvcc, known), library
+    )
 
 
 def _ask(nvcc: str, *arguments: str) -> str:
@@ -85,9 +97,8 @@ def _ask(nvcc: str, *arguments: str) -> str:
     return answer.stdout + answer.stderr
 
 
-def _architectures(nvcc: str, known: set[str]) -> tuple[str, ...]:
-    asked = os.environ.get("OASES_CUDA_ARCHS")
-    if not asked:
+def _architectures(asked: str, nvcc: str, known: set[str]) -> tuple[str, ...]:
+    if asked == "all":
         found = tuple(name for name in ARCHITECTURES if name in known)
         if not found:
             raise NoCudaError(f"{nvcc} knows none of the architectures {', '.join(ARCHITECTURES)}; install another")
@@ -103,14 +114,14 @@ def _architectures(nvcc: str, known: set[str]) -> tuple[str, ...]:
 def compile_kernels(toolkit: Toolkit) -> list[Path]:
     """Compile every csrc/*.cu that is not up to date; returns the objects. Raises NoCudaError where one fails."""
     sources = sorted((ROOT / "csrc").glob("*.cu"))
-    BUILD.mkdir(parents=True, exist_ok=True)
+    toolkit.folder.mkdir(parents=True, exist_ok=True)
     jobs = max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
     with ThreadPoolExecutor(jobs) as workers:
         return list(workers.map(lambda source: _compile(toolkit, source), sources))
 
 
 def _compile(toolkit: Toolkit, source: Path) -> Path:
-    target, log = BUILD / f"{source.stem}.o", BUILD / f"{source.stem}.log"
+    target, log = toolkit.folder / f"{source.stem}.o", toolkit.folder / f"{source.stem}.log"
     command = toolkit.command(source)
     heading = f"nvcc {toolkit.release}: {shlex.join(command)}"
     if _up_to_date(target, log, heading):
@@ -137,7 +148,7 @@ def _up_to_date(target: Path, log: Path, heading: str) -> bool:
     return bool(names) and all(Path(name).exists() and Path(name).stat().st_mtime <= built for name in names)
 
 
-def cuda_part() -> tuple[list[str], list[str]] | None:
+def cuda_part(torch_has_cuda: bool) -> tuple[list[str], list[str]] | None:
     """Objects and link arguments of the CUDA part, compiled; None where it is left out, with one line why."""
     wanted = os.environ.get("OASES_CUDA", "")
     if wanted not in ("", "0", "1"):
@@ -145,7 +156,7 @@ def cuda_part() -> tuple[list[str], list[str]] | None:
     if wanted == "0":
         return None
     try:
-        toolkit = find_toolkit()
+        toolkit = find_toolkit("all" if torch_has_cuda else LINK_ONLY)
         return [str(path) for path in compile_kernels(toolkit)], toolkit.link_arguments()
     except NoCudaError as error:
         if wanted == "1":

@@ -59,17 +59,17 @@ def compilations(folder):
 
 
 def test_kernels_are_compiled_once(cuda_build, nvcc, monkeypatch):
-    objects, link = cuda_build.cuda_part()
+    objects, link = cuda_build.cuda_part(True)
     assert objects == [str(nvcc / "build" / "one.o")]
     assert f"-L{nvcc}" in link
-    assert cuda_build.cuda_part() is not None
+    assert cuda_build.cuda_part(True) is not None
     assert compilations(nvcc) == 1
     log = (nvcc / "build" / "one.log").read_text()
     assert "compute_80,code=sm_80" in log
     assert "compute_90,code=compute_90" in log, "the last architecture is kept as PTX"
     assert "compute_70" not in log, "known to this nvcc, but not on the list"
     monkeypatch.setenv("OASES_CUDA_ARCHS", "90")
-    cuda_build.cuda_part()
+    cuda_build.cuda_part(True)
     assert compilations(nvcc) == 2, "other flags, other objects"
     assert "sm_80" not in (nvcc / "build" / "one.log").read_text()
 
@@ -88,16 +88,16 @@ def test_without_cuda_one_line_says_why(cuda_build, nvcc, monkeypatch, capsys, w
     else:
         (nvcc / "broken").touch()
         message = "nvcc failed on csrc/one.cu: csrc/one.cu(1): error: no such thing"
-    assert cuda_build.cuda_part() is None
+    assert cuda_build.cuda_part(True) is None
     error = capsys.readouterr().err
     assert error.startswith(f"oases: building without CUDA kernels: {message}")
     assert error.count("\n") == 1
     monkeypatch.setenv("OASES_CUDA", "1")
     with pytest.raises(SystemExit, match="OASES_CUDA=1, but") as caught:
-        cuda_build.cuda_part()
+        cuda_build.cuda_part(True)
     assert message in str(caught.value)
     monkeypatch.setenv("OASES_CUDA", "0")
-    assert cuda_build.cuda_part() is None
+    assert cuda_build.cuda_part(True) is None
     assert capsys.readouterr().err == ""
     monkeypatch.delenv("OASES_CUDA")
     # A check has nothing to check without a compiler, but a kernel that does not compile is an error.
@@ -107,7 +107,7 @@ def test_without_cuda_one_line_says_why(cuda_build, nvcc, monkeypatch, capsys, w
 def test_oases_cuda_is_0_or_1(cuda_build, monkeypatch):
     monkeypatch.setenv("OASES_CUDA", "yes")
     with pytest.raises(SystemExit, match="OASES_CUDA must be 0 or 1, got 'yes'"):
-        cuda_build.cuda_part()
+        cuda_build.cuda_part(True)
 
 
 LOG = """nvcc 13.0: nvcc -c a.cu
