@@ -37,8 +37,9 @@ void invert(const int64_t* source, int64_t slots, int64_t* inverse, void* stream
 void combine_rows(const void* rows, const int64_t* inverse, const void* weights, DType dtype,
                   DType weights_dtype, int64_t tokens, int64_t k, int64_t n, void* out, void* stream);
 
-// The gradients of combine_rows: grad_rows [slots, n] and, where weights are not null, grad_weights [slots],
-// of which the entries that source does not name stay as they are. Rows of a source out of range become NaN.
+// The gradients of combine_rows: grad_rows [slots, n] and, where rows and weights are not null, grad_weights
+// [slots], of which the entries that source does not name stay as they are. Rows of a source out of range
+// become NaN.
 void combine_rows_backward(const void* grad, const void* rows, const int64_t* source, const void* weights,
                            DType dtype, DType weights_dtype, int64_t slots, int64_t k, int64_t n,
                            void* grad_rows, void* grad_weights, void* stream);

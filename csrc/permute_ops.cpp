@@ -68,25 +68,24 @@ std::tuple<Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& expert
   return {rows, source, counted.counts};
 }
 
-// Returns k, the slots of a token.
-int64_t check_rows(const char* op, const Tensor& rows, const Tensor& source,
-                   const std::optional<Tensor>& weights, int64_t tokens) {
-  dtype_of(op, rows);
-  TORCH_CHECK(rows.dim() == 2, op, ": rows must be [tokens * k, n], got ", rows.sizes());
-  TORCH_CHECK(source.scalar_type() == at::kLong && source.dim() == 1 && source.size(0) == rows.size(0), op,
-              ": source must be int64 [", rows.size(0), "], one for each row, got ", source.scalar_type(),
-              " ", source.sizes());
-  TORCH_CHECK(source.device() == rows.device(), op, ": source is on ", source.device(), " but rows are on ",
-              rows.device(), "; move one of them");
-  TORCH_CHECK(tokens >= 0 && (tokens == 0 ? rows.size(0) == 0 : rows.size(0) % tokens == 0), op, ": ",
-              rows.size(0), " rows cannot be k rows for each of ", tokens, " tokens");
-  const int64_t k = tokens == 0 ? 0 : rows.size(0) / tokens;
+// Checks what goes with `count` rows of the dtype and device of x. Returns k, the slots of a token.
+int64_t check_slots(const char* op, const Tensor& x, int64_t count, const Tensor& source,
+                    const std::optional<Tensor>& weights, int64_t tokens) {
+  dtype_of(op, x);
+  TORCH_CHECK(source.scalar_type() == at::kLong && source.dim() == 1 && source.size(0) == count, op,
+              ": source must be int64 [", count, "], one for each row, got ", source.scalar_type(), " ",
+              source.sizes());
+  TORCH_CHECK(source.device() == x.device(), op, ": source is on ", source.device(), " but rows are on ",
+              x.device(), "; move one of them");
+  TORCH_CHECK(tokens >= 0 && (tokens == 0 ? count == 0 : count % tokens == 0), op, ": ", count,
+              " rows cannot be k rows for each of ", tokens, " tokens");
+  const int64_t k = tokens == 0 ? 0 : count / tokens;
   if (!weights) return k;
-  TORCH_CHECK(weights->scalar_type() == at::kFloat || weights->scalar_type() == rows.scalar_type(), op,
-              ": weights must be float32 or ", rows.scalar_type(), " like the rows, got ",
+  TORCH_CHECK(weights->scalar_type() == at::kFloat || weights->scalar_type() == x.scalar_type(), op,
+              ": weights must be float32 or ", x.scalar_type(), " like the rows, got ",
               weights->scalar_type());
-  TORCH_CHECK(weights->device() == rows.device(), op, ": weights are on ", weights->device(),
-              " but rows are on ", rows.device(), "; move one of them");
+  TORCH_CHECK(weights->device() == x.device(), op, ": weights are on ", weights->device(),
+              " but rows are on ", x.device(), "; move one of them");
   TORCH_CHECK(weights->dim() == 2 && weights->size(0) == tokens && (tokens == 0 || weights->size(1) == k), op,
               ": weights must be [", tokens, ", ", k, "], got ", weights->sizes());
   return k;
@@ -102,7 +101,8 @@ std::optional<Tensor> dense(const std::optional<Tensor>& x) {
 
 Tensor unpermute(const Tensor& rows, const Tensor& source, const std::optional<Tensor>& weights,
                  int64_t tokens) {
-  const int64_t k = check_rows("unpermute", rows, source, weights, tokens);
+  TORCH_CHECK(rows.dim() == 2, "unpermute: rows must be [tokens * k, n], got ", rows.sizes());
+  const int64_t k = check_slots("unpermute", rows, rows.size(0), source, weights, tokens);
   const int64_t slots = rows.size(0), n = rows.size(1);
   const Tensor out = at::empty({tokens, n}, rows.options());
   if (slots == 0) return out.zero_();
@@ -122,23 +122,29 @@ Tensor unpermute(const Tensor& rows, const Tensor& source, const std::optional<T
   return out;
 }
 
-std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Tensor& rows, const Tensor& source,
-                                              const std::optional<Tensor>& weights) {
+// Rows are needed for the gradient of weights alone: without weights, nobody has to keep them.
+std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const std::optional<Tensor>& rows,
+                                              const Tensor& source, const std::optional<Tensor>& weights) {
   const char* op = "unpermute_backward";
-  TORCH_CHECK(grad.dim() == 2 && rows.dim() == 2 && grad.size(1) == rows.size(1), op, ": grad is ",
-              grad.sizes(), " but the rows are ", rows.sizes());
-  check_alike(op, "grad", grad, rows);
-  const int64_t k = check_rows(op, rows, source, weights, grad.size(0));
-  const int64_t slots = rows.size(0), n = rows.size(1);
-  const Tensor grad_rows = at::empty(rows.sizes(), rows.options());
+  TORCH_CHECK(grad.dim() == 2 && source.dim() == 1, op,
+              ": grad must be [tokens, n] and source [tokens * k], got ", grad.sizes(), " and ",
+              source.sizes());
+  const int64_t slots = source.size(0), n = grad.size(1);
+  const int64_t k = check_slots(op, grad, slots, source, weights, grad.size(0));
+  TORCH_CHECK(rows.has_value() == weights.has_value(), op, ": rows and weights go together");
+  if (rows) {
+    check_alike(op, "rows", *rows, grad);
+    check_sizes(op, "rows", *rows, {slots, n});
+  }
+  const Tensor grad_rows = at::empty({slots, n}, grad.options());
   const Tensor grad_weights =
-      weights ? at::zeros(weights->sizes(), weights->options()) : at::empty({0}, rows.options());
+      weights ? at::zeros(weights->sizes(), weights->options()) : at::empty({0}, grad.options());
   if (slots == 0 || n == 0) return {grad_rows, grad_weights};
-  const Tensor from = source.contiguous(), g = grad.contiguous(), x = rows.contiguous();
-  const auto scale = dense(weights);
-  OASES_LAUNCH(rows, combine_rows_backward, g.const_data_ptr(), x.const_data_ptr(),
-               from.const_data_ptr<int64_t>(), data_or_null(scale), dtype_of(op, rows),
-               weights_dtype(rows, weights), slots, k, n, grad_rows.data_ptr(),
+  const Tensor from = source.contiguous(), g = grad.contiguous();
+  const auto x = dense(rows), scale = dense(weights);
+  OASES_LAUNCH(grad, combine_rows_backward, g.const_data_ptr(), data_or_null(x),
+               from.const_data_ptr<int64_t>(), data_or_null(scale), dtype_of(op, grad),
+               weights_dtype(grad, weights), slots, k, n, grad_rows.data_ptr(),
                weights ? grad_weights.data_ptr() : nullptr);
   return {grad_rows, grad_weights};
 }
@@ -159,10 +165,11 @@ Tensor unpermute_meta(const Tensor& rows, const Tensor&, const std::optional<Ten
   return rows.new_empty_symint({tokens, rows.sym_size(1)});
 }
 
-std::tuple<Tensor, Tensor> unpermute_backward_meta(const Tensor&, const Tensor& rows, const Tensor&,
+std::tuple<Tensor, Tensor> unpermute_backward_meta(const Tensor& grad, const std::optional<Tensor>&,
+                                                   const Tensor& source,
                                                    const std::optional<Tensor>& weights) {
-  return {rows.new_empty_symint(rows.sym_sizes()),
-          weights ? weights->new_empty_symint(weights->sym_sizes()) : rows.new_empty_symint({0})};
+  return {grad.new_empty_symint({source.sym_size(0), grad.sym_size(1)}),
+          weights ? weights->new_empty_symint(weights->sym_sizes()) : grad.new_empty_symint({0})};
 }
 
 }  // namespace
@@ -172,7 +179,7 @@ TORCH_LIBRARY_FRAGMENT(oases, library) {
   library.def("permute(Tensor x, Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)");
   library.def("unpermute(Tensor rows, Tensor source, Tensor? weights, SymInt tokens) -> Tensor");
   library.def(
-      "unpermute_backward(Tensor grad, Tensor rows, Tensor source, Tensor? weights) -> (Tensor, Tensor)");
+      "unpermute_backward(Tensor grad, Tensor? rows, Tensor source, Tensor? weights) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(oases, CPU, library) {

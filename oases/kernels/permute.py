@@ -56,7 +56,8 @@ def _permute_backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor
 
 
 def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
+    rows, source, weights, _ = inputs
+    ctx.save_for_backward(None if weights is None else rows, source, weights)
 
 
 def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -171,3 +171,17 @@ def test_opcheck(device, weighted):
     torch.library.opcheck(torch.ops.oases.histogram, (ids, 3))
     torch.library.opcheck(torch.ops.oases.permute, (x, ids, 3))
     torch.library.opcheck(torch.ops.oases.unpermute, (rows.requires_grad_(), source, weights, 6))
+
+
+def test_backward_refuses_rows_that_do_not_fit(device):
+    grad, source = torch.ones(2, 3, device=device), torch.arange(4, device=device)
+    weights, backward = torch.ones(2, 2, device=device), torch.ops.oases.unpermute_backward
+    for wrong, call in {
+        "rows and weights go together": lambda: backward(grad, None, source, weights),
+        "rows must have the shape": lambda: backward(grad, grad, source, weights),
+        "rows is torch.float16|rows is Half": lambda: backward(
+            grad, torch.ones(4, 3).to(device).half(), source, weights
+        ),
+    }.items():
+        with pytest.raises(RuntimeError, match=wrong):
+            call()
