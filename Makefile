@@ -8,19 +8,22 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.py)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-cpp test-gpu cuda-check lint format bench build clean sanitize
+.PHONY: demo test test-python test-cpp test-gpu bench-gpu cuda-check lint format bench build clean sanitize
 
 demo: build
 	$(PY) -m oases demo
 
 test: test-cpp test-python
 
-test-python: build
+test-python: build $(VENV)/tests
 	$(PY) -m pytest
 
 # On a machine with a GPU and a CUDA torch.
-test-gpu: build
+test-gpu: build $(VENV)/tests
 	$(PY) -m pytest -m gpu
+
+bench-gpu: build
+	$(PY) -m oases bench gpu --report docs/benchmarks/$$(date +%F)-gpu.md --json docs/benchmarks/$$(date +%F)-gpu.json
 
 # Compiles every kernel for every architecture, as the build does, and shows registers and spills; needs no GPU.
 cuda-check: build
@@ -42,6 +45,11 @@ $(VENV)/installed: requirements.txt
 
 $(VENV)/built: $(VENV)/installed $(CSRC) setup.py pyproject.toml
 	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# Triton's interpreter runs the Triton twins of the kernels; only tests need it, and it is large.
+$(VENV)/tests: requirements-test.txt $(VENV)/installed
+	$(PY) -m pip install --quiet -r requirements-test.txt
 	@touch $@
 
 # GoogleTest comes from Debian's libgtest-dev; where it cannot be installed, one line says what to do.

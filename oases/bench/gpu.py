@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from oases import kernels
 from oases.bench.config import OverlapConfig
 from oases.bench.overlap import run_overlap_bench
 from oases.errors import UsageError
+from oases.kernels import permute
+from oases.kernels.norm import bias_dropout_residual_norm
+from oases.kernels.sketch import sketch_encode
 from oases.ranks import RankOptions, run_ranks
 from oases.testbed import Backend
 
@@ -66,29 +68,27 @@ def norm_epilogue(copy: float) -> Result:
 
     with torch.no_grad():
         fused = seconds(
-            lambda: kernels.bias_dropout_residual_norm(
-                y, x, bias=bias, weight=weight, norm_bias=norm_bias, p=0.1, seed=1
-            )
+            lambda: bias_dropout_residual_norm(y, x, bias=bias, weight=weight, norm_bias=norm_bias, p=0.1, seed=1)
         )
         return _beside(copy, 4 * y.nbytes, fused) | {"over_eager": seconds(eager) / fused}
 
 
-def permute(copy: float) -> Result:
+def expert_permute(copy: float) -> Result:
     """Tokens to experts: every row is read and written once per expert it goes to."""
     tokens, n, k, experts = 16384, 4096, 2, 64
     x = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16)
     ids = torch.randint(experts, (tokens, k), device="cuda")
     with torch.no_grad():
-        return _beside(copy, 2 * k * x.nbytes, seconds(lambda: kernels.permute(x, ids, experts)))
+        return _beside(copy, 2 * k * x.nbytes, seconds(lambda: permute.permute(x, ids, experts)))
 
 
-def sketch_encode(copy: float) -> Result:
+def encode(copy: float) -> Result:
     """Values are read once and added to a table, read and written, in each of its rows."""
     keys, n, rows = 1 << 18, 64, 3
     positions = torch.randperm(1 << 22, device="cuda")[:keys]
     values = torch.randn(keys, n, device="cuda")
     moved = values.nbytes * (1 + 2 * rows)
-    return _beside(copy, moved, seconds(lambda: kernels.sketch_encode(positions, values, rows, keys, 0)))
+    return _beside(copy, moved, seconds(lambda: sketch_encode(positions, values, rows, keys, 0)))
 
 
 def chunked_product() -> Result:
@@ -132,8 +132,8 @@ def run_gpu_bench(on_step: Callable[[str], None]) -> Result:
     result: Result = {"machine": machine(), "copy_bytes_per_second": copy}
     parts: dict[str, Callable[[], Result]] = {
         "norm epilogue": lambda: norm_epilogue(copy),
-        "permute": lambda: permute(copy),
-        "sketch encode": lambda: sketch_encode(copy),
+        "permute": lambda: expert_permute(copy),
+        "sketch encode": lambda: encode(copy),
         "product cut in two": chunked_product,
     }
     for ratio in RATIOS:

@@ -60,18 +60,18 @@ def compilations(folder):
 
 def test_kernels_are_compiled_once(cuda_build, nvcc, monkeypatch):
     objects, link = cuda_build.cuda_part(True)
-    assert objects == [str(nvcc / "build" / "one.o")]
+    assert objects == [str(nvcc / "build" / "80-90" / "one.o")]
     assert f"-L{nvcc}" in link
     assert cuda_build.cuda_part(True) is not None
     assert compilations(nvcc) == 1
-    log = (nvcc / "build" / "one.log").read_text()
+    log = (nvcc / "build" / "80-90" / "one.log").read_text()
     assert "compute_80,code=sm_80" in log
     assert "compute_90,code=compute_90" in log, "the last architecture is kept as PTX"
     assert "compute_70" not in log, "known to this nvcc, but not on the list"
     monkeypatch.setenv("OASES_CUDA_ARCHS", "90")
     cuda_build.cuda_part(True)
     assert compilations(nvcc) == 2, "other flags, other objects"
-    assert "sm_80" not in (nvcc / "build" / "one.log").read_text()
+    assert "sm_80" not in (nvcc / "build" / "80-90" / "one.log").read_text()
 
 
 def test_an_architecture_that_nvcc_does_not_know(cuda_build, nvcc, monkeypatch):
