@@ -25,7 +25,7 @@ test-gpu: build $(VENV)/tests
 bench-gpu: build
 	$(PY) -m oases bench gpu --report docs/benchmarks/$$(date +%F)-gpu.md --json docs/benchmarks/$$(date +%F)-gpu.json
 
-# Compiles every kernel for every architecture, as the build does, and shows registers and spills; needs no GPU.
+# Compiles every kernel for every architecture and shows registers and spills; needs no GPU.
 cuda-check: build
 	@$(PY) csrc/cuda_build.py
 

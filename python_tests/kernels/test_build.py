@@ -44,8 +44,8 @@ case "$1" in
   echo x >> compiled
   test ! -e broken || {{ echo "csrc/one.cu(1): error: no such thing" >&2; exit 1; }}
   echo 'ptxas info    : Compiling entry function 'f' for 'sm_90'' >&2
-  echo "build/one.o : csrc/one.cu" > build/one.d
-  touch build/one.o;;
+  echo "build/80-90/one.o : csrc/one.cu" > build/80-90/one.d
+  touch build/80-90/one.o;;
 esac
 """)
     path.chmod(0o755)
@@ -155,3 +155,9 @@ def test_a_build_says_what_it_is(capsys):
     kernels = f"{' '.join(info['architectures'])} by nvcc {info['nvcc']}" if info["cuda"] else "none"
     assert f"torch {torch.__version__}; CUDA kernels: {kernels})" in line
     assert str(oases.report()).splitlines()[-1] == f"built with {described()}"
+
+
+def test_a_torch_without_cuda_needs_one_architecture_to_link(cuda_build, nvcc, monkeypatch):
+    assert cuda_build.find_toolkit(cuda_build.LINK_ONLY).architectures == ("90",)
+    monkeypatch.setenv("OASES_CUDA_ARCHS", "all")
+    assert cuda_build.find_toolkit(cuda_build.LINK_ONLY).architectures == ("80", "90")
