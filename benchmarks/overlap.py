@@ -82,8 +82,10 @@ def tables(results: dict[Cell, dict[str, Any]]) -> str:
         if peers:
             fastest = min(row["step_seconds"] for row in peers.values())
             ratios.setdefault(cell[0], []).append(fastest / mine)
-            line += [f"{fastest / default:.2f}", f"**{fastest / mine:.2f}**"]
-            line += [f"{peers['megatron']['step_seconds'] / mine:.2f}" if "megatron" in peers else "-"]
+            ideal = result["ideal_seconds"]
+            line += [f"{fastest / default:.2f}", f"**{fastest / mine:.2f}**", f"{fastest / ideal:.2f}"]
+            megatron = peers["megatron"]["step_seconds"] if "megatron" in peers else math.nan
+            line += [f"{megatron / mine:.2f}", f"{megatron / ideal:.2f}"]
         against.append(line)
         ablation.append([*cell, *(milliseconds(result, name) for name in SCHEDULES[:6])])
         auto = schedules["auto"]
@@ -97,7 +99,19 @@ def tables(results: dict[Cell, dict[str, Any]]) -> str:
         )  # fmt: skip
     place = ["link", "layers x hidden", "recompute"]
     text = "Milliseconds of a step.\n\n"
-    text += table([*place, *PEERS.values(), *OURS, "oases over fastest peer", "best", "over Megatron-Core"], against)
+    text += table(
+        [
+            *place,
+            *PEERS.values(),
+            *OURS,
+            "oases over fastest peer",
+            "best of ours",
+            "ideal",
+            "best over Megatron-Core",
+            "ideal",
+        ],
+        against,
+    )
     for link, found in ratios.items():
         text += f"\nGeometric mean at {link}: {math.prod(found) ** (1 / len(found)):.2f}"
     both = [ratio for link, found in ratios.items() if link != "2gbit" for ratio in found]

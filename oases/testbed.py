@@ -115,7 +115,8 @@ class Backend:
         """Make the backend known to torch.distributed; return the name for init_process_group."""
         if self.name == "sim":
             _register_sim(self)
-        return self.name
+        # NCCL takes no tensors of the CPU, in which ranks exchange times and settings.
+        return "cpu:gloo,cuda:nccl" if self.name == "nccl" else self.name
 
 
 def _seconds(text: str) -> float:
