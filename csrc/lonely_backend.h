@@ -1,6 +1,6 @@
-// `lonely`: a c10d backend of one process that stands for a whole group. The other ranks are taken to hold what this
-// one holds in a gather and nothing in a sum, so nothing is sent; under the `sim` backend only time passes. What a
-// schedule hides then shows on one device, without the other ranks' compute on it.
+// `lonely`: a c10d backend of one process that stands for a whole group. The other ranks are taken to hold
+// what this one holds in a gather and nothing in a sum, so nothing is sent; under the `sim` backend only time
+// passes. What a schedule hides then shows on one device, without the other ranks' compute on it.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

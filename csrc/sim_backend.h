@@ -1,7 +1,8 @@
 // `sim`: a c10d backend with the clock of a slow link. A collective takes start-up + bytes on the wire /
 // bandwidth, one after another, on a worker thread; the data really moves, through an inner backend. It
-// makes overlap visible on any machine and its tests exact. On an accelerator with the `lonely` backend inside, the
-// time passes on a stream of its own, held by a kernel that does nothing but wait, and no host thread is involved.
+// makes overlap visible on any machine and its tests exact. On an accelerator with the `lonely` backend
+// inside, the time passes on a stream of its own, held by a kernel that does nothing but wait, and no host
+// thread is involved.
 #pragma once
 
 #include <condition_variable>
@@ -43,7 +44,8 @@ class SimBackend : public c10d::Backend {
   struct Job;
   // `wire_bytes` is what this rank sends; `start` issues the same collective on the inner backend.
   Work enqueue(c10d::OpType type, double wire_bytes, Tensors outputs, std::function<Work()> start);
-  Work enqueue_on_device(c10d::OpType type, double seconds, Tensors outputs, const std::function<Work()>& start);
+  Work enqueue_on_device(c10d::OpType type, double seconds, Tensors outputs,
+                         const std::function<Work()>& start);
   void serve();
 
   c10::intrusive_ptr<c10d::Backend> inner_;
