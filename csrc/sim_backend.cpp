@@ -7,33 +7,10 @@
 #include <chrono>
 
 #include "kernels.h"
+#include "local_work.h"
 
 namespace oases {
 namespace {
-
-class SimWork : public c10d::Work {
- public:
-  SimWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs)
-      : Work(rank, type),
-        outputs_(std::move(outputs)),
-        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
-
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  std::vector<at::Tensor> result() override { return outputs_; }
-
-  void end(const std::exception_ptr& error) {
-    // The future first: whoever returns from wait() finds its callbacks done.
-    if (error)
-      future_->setError(error);
-    else
-      future_->markCompleted(c10::IValue(outputs_));
-    finish(error);
-  }
-
- private:
-  std::vector<at::Tensor> outputs_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
 
 // A collective on a stream: waiting makes the current stream wait, never the host.
 class DeviceWork : public c10d::Work {
@@ -78,7 +55,7 @@ double bytes_of(const std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 struct SimBackend::Job {
-  c10::intrusive_ptr<SimWork> work;
+  c10::intrusive_ptr<LocalWork> work;
   double seconds;
   std::function<SimBackend::Work()> start;
 };
@@ -108,7 +85,7 @@ SimBackend::Work SimBackend::enqueue(c10d::OpType type, double wire_bytes, Tenso
   const bool on_device = !outputs.empty() && !outputs.front().is_cpu();
   if (on_device && inner_->getBackendName() == "lonely")
     return enqueue_on_device(type, startup_seconds_ + wire_bytes / bandwidth_, std::move(outputs), start);
-  auto work = c10::make_intrusive<SimWork>(getRank(), type, std::move(outputs));
+  auto work = c10::make_intrusive<LocalWork>(getRank(), type, std::move(outputs));
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back({work, startup_seconds_ + wire_bytes / bandwidth_, std::move(start)});
