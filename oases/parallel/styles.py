@@ -7,6 +7,7 @@ are gathered and scattered, while other chunks are computed. Any other layout is
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, ClassVar
@@ -61,9 +62,9 @@ class _Overlapped(ParallelStyle):
         module.forward = MethodType(forward, module)  # type: ignore[method-assign]
         return module
 
+    @abstractmethod
     def _layouts(self, ndim: int) -> tuple[Placement, Placement, bool]:
         """The layouts that the op takes and makes, and whether it is sequence-parallel."""
-        raise NotImplementedError
 
 
 class OverlappedColwiseParallel(_Overlapped, ColwiseParallel):

