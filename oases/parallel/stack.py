@@ -64,7 +64,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
     process_group: the tensor-parallel group; None is the default group. schedule: the name of a generator in
         `oases.schedule` or a Schedule for len(blocks) blocks. sub_batches: how many parts the batch is cut into
         ("sync" runs it whole). "auto" for either measures the candidates on the first steps, "off" among them, and
-        keeps the fastest. recompute: "full" keeps block inputs alone and computes the rest again.
+        keeps the fastest. recompute: "full" keeps block inputs alone and computes the rest again;
+        a number does so for the first so many layers.
     wire_dtype: send sums in this type, at its bytes. sequence_parallel: between the blocks each rank holds its part
         of the sequence (dimension 1), and a reduce-scatter and an all-gather take the place of each all-reduce; they
         hide best from three sub-batches on. A block that gives the two halves of partial, prepare(x) -> h (its norm)
@@ -203,7 +204,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 "True to be cut along the sequence"
             )
         if schedule not in self._by_tokens:
-            self._by_tokens[schedule] = self._along_sequence(parts, schedule.recompute)
+            self._by_tokens[schedule] = self._along_sequence(parts, schedule.recomputed_layers)
         return self._by_tokens[schedule]
 
     def _agree(self, schedule: Schedule) -> None:

@@ -67,16 +67,16 @@ class Schedule:
     """The ops of one forward and backward pass over `num_blocks` blocks, in issue order.
 
     Every rank of the tensor-parallel group runs the same list. `recompute` says what the backward pass
-    computes again: "none", or "full" for every block up to its row-parallel product. `along` says what sub-batches
-    are parts of: the samples, or the tokens of a batch too small to cut. In the latter case the blocks in `joint`
-    need every token at once: their F, R, B and W run once, as sub-batch 0, for all of them.
+    computes again up to the row-parallel product: no block ("none"), some, or every one ("full"). `along` says
+    what sub-batches are parts of: the samples, or the tokens of a batch too small to cut. In the latter case the
+    blocks in `joint` need every token at once: their F, R, B and W run once, as sub-batch 0, for all of them.
     """
 
     name: str
     num_blocks: int
     num_sub_batches: int
     ops: tuple[Op, ...]
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "some", "full"] = "none"
     along: Literal["batch", "sequence"] = "batch"
     joint: frozenset[int] = frozenset()
 
@@ -90,6 +90,11 @@ class Schedule:
     def recomputed(self) -> frozenset[tuple[str, int, int]]:
         """(kind, block, sub-batch) of every R and RC: what the backward pass computes again."""
         return frozenset((op.kind, op.block, op.sub_batch) for op in self.ops if op.kind in ("R", "RC"))
+
+    @property
+    def recomputed_layers(self) -> int:
+        """How many layers, pairs of blocks, are computed again."""
+        return (len({block for kind, block, _ in self.recomputed if kind == "R"}) + 1) // 2
 
     @cached_property
     def remade_inputs(self) -> frozenset[tuple[int, int]]:

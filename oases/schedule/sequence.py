@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from oases.schedule.ir import Op, Schedule
-from oases.schedule.tensor import Recompute, received, started
+from oases.schedule.tensor import Recompute, extent_of, received, recomputed_blocks, started
 from oases.schedule.validate import needs, validate
 
 _HEAVY = ("F", "R", "B", "W")
@@ -79,9 +79,11 @@ def along_sequence(
     joint: blocks that need every token at once (attention). They run whole; the all-reduces of their parts hide under
     the token-wise blocks (MLP) next to them, and weight gradients fill the wait before them in the backward pass.
     """
-    passes = _Passes(num_blocks, num_sub_batches, frozenset(joint), recompute)
+    again = recomputed_blocks(num_blocks, recompute)
+    passes = _Passes(num_blocks, num_sub_batches, frozenset(joint), again)
     ops = (*passes.forward(), *passes.backward())
-    schedule = Schedule("oases", num_blocks, num_sub_batches, ops, recompute, "sequence", passes.joint)
+    extent = extent_of(again, num_blocks)
+    schedule = Schedule("oases", num_blocks, num_sub_batches, ops, extent, "sequence", passes.joint)
     validate(schedule)
     return schedule
 
@@ -93,7 +95,7 @@ class _Passes:
     num_blocks: int
     num_sub_batches: int
     joint: frozenset[int]
-    recompute: Recompute
+    again: frozenset[int]
 
     def forward(self) -> Iterator[Op]:
         for b in range(self.num_blocks):
@@ -134,7 +136,7 @@ class _Passes:
                 yield from received("F", block, s, "C")
 
     def _recomputed(self, block: int, s: int) -> Iterator[Op]:
-        if self.recompute == "full":
+        if block in self.again:
             yield Op("R", block, s)
 
     def _arrived(self, block: int, s: int) -> Iterator[Op]:

@@ -13,7 +13,8 @@ from typing import Literal
 from oases.schedule.ir import Compute, Op, Schedule, ScheduleError
 from oases.schedule.validate import validate
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "full"] | int
+"""What the backward pass computes again: nothing, every layer, or the first so many layers."""
 
 
 def sync(num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none") -> Schedule:
@@ -22,23 +23,26 @@ def sync(num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none
     With recomputation a layer's input is kept and its whole forward pass is run again, all-reduces included.
     """
 
+    again = recomputed_blocks(num_blocks, recompute)
+
     def ops() -> Iterator[Op]:
         for b in range(num_blocks):
             for s in range(num_sub_batches):
                 yield from _exposed("F", b, s, then="C")
         for layer in reversed(_layers(num_blocks)):
             for s in reversed(range(num_sub_batches)):
-                if recompute == "full":
-                    for b in layer:
-                        yield from _exposed("R", b, s, then="RC")
+                for b in (b for b in layer if b in again):
+                    yield from _exposed("R", b, s, then="RC")
                 for b in reversed(layer):
                     yield from _exposed("B", b, s)
 
-    return Schedule("sync", num_blocks, num_sub_batches, tuple(ops()), recompute)
+    return Schedule("sync", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
 
 
 def fine_grained(num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none") -> Schedule:
     """`sync` whose recomputation begins after one all-reduce and ends before the next: it carries none."""
+
+    again = recomputed_blocks(num_blocks, recompute)
 
     def ops() -> Iterator[Op]:
         for b in range(num_blocks):
@@ -46,32 +50,34 @@ def fine_grained(num_blocks: int, num_sub_batches: int = 1, recompute: Recompute
                 yield from _exposed("F", b, s, then="C")
         for b in reversed(range(num_blocks)):
             for s in reversed(range(num_sub_batches)):
-                if recompute == "full":
+                if b in again:
                     yield Op("R", b, s)
                 yield from _exposed("B", b, s)
 
-    return Schedule("fine_grained", num_blocks, num_sub_batches, tuple(ops()), recompute)
+    return Schedule("fine_grained", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
 
 
 def cross_pass(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none") -> Schedule:
     """All-reduces hide under the other sub-batches, those of the recomputation, which it keeps, among them."""
 
+    again = recomputed_blocks(num_blocks, recompute)
+
     def ops() -> Iterator[Op]:
         yield from _piped("F", list(range(num_blocks)), num_sub_batches, "C")
         order = list(reversed(range(num_sub_batches)))
         for layer in reversed(_layers(num_blocks)):
-            if recompute == "full":
+            if again.issuperset(layer):
                 yield from _overlapped_recompute(layer, order)
             for b in reversed(layer):
                 for s in order:
-                    if recompute == "full" and b == layer[-1]:
+                    if b in again and b == layer[-1]:
                         yield from received("R", b, s, "RC")
                     if b < num_blocks - 1:
                         yield Op("wait", b + 1, s, "B")
                     yield from started("B", b, s)
         yield from (Op("wait", 0, s, "B") for s in order)
 
-    return Schedule("cross_pass", num_blocks, num_sub_batches, tuple(ops()), recompute)
+    return Schedule("cross_pass", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
 
 
 def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none") -> Schedule:
@@ -83,13 +89,15 @@ def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "non
     the weight gradients of the first block do not hide of the last one of the backward pass.
     """
 
+    again = recomputed_blocks(num_blocks, recompute)
+
     def ops() -> Iterator[Op]:
         yield from _piped("F", list(range(num_blocks)), num_sub_batches, "C")
         # The sub-batch that finished last goes first, as in the paper's backward pass.
         order = list(reversed(range(num_sub_batches)))
         for b in reversed(range(num_blocks)):
             for s in order:
-                if recompute == "full":
+                if b in again:
                     yield Op("R", b, s)
                 if b < num_blocks - 1:
                     yield Op("wait", b + 1, s, "B")
@@ -100,7 +108,7 @@ def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "non
         yield from (Op("W", 0, s) for s in order)
         yield from (Op("wait", 0, s, "B") for s in order)
 
-    return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), recompute)
+    return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
 
 
 def sub_pipelined(
@@ -116,22 +124,40 @@ def sub_pipelined(
     layers = _layers(num_blocks)
     reach = {1: [[b] for b in range(num_blocks)], 2: layers, 3: [list(range(num_blocks))]}[level]
 
+    again = recomputed_blocks(num_blocks, recompute)
+
     def ops() -> Iterator[Op]:
         for blocks in reach:
             yield from _piped("F", blocks, num_sub_batches, "C")
-        if recompute == "none":
+        if not again:
             for blocks in reversed(reach):
                 yield from _piped("B", blocks[::-1], num_sub_batches)
             return
         for layer in reversed(layers):
             parts = [[b] for b in layer] if level == 1 else [layer]
-            for blocks in parts:
+            for blocks in parts if again.issuperset(layer) else []:
                 yield from _piped("R", blocks, num_sub_batches, "RC")
             for blocks in reversed(parts):
                 yield from _piped("B", blocks[::-1], num_sub_batches)
 
     name = "sub_pipelined" if level == 3 else f"sub_pipelined_{level}"
-    return Schedule(name, num_blocks, num_sub_batches, tuple(ops()), recompute)
+    return Schedule(name, num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+
+
+def recomputed_blocks(num_blocks: int, recompute: Recompute) -> frozenset[int]:
+    """The blocks that the backward pass computes again. Raises ScheduleError for more layers than there are."""
+    layers = _layers(num_blocks)
+    count = {"none": 0, "full": len(layers)}.get(recompute) if isinstance(recompute, str) else recompute
+    if count is None or not 0 <= count <= len(layers):
+        raise ScheduleError(
+            f"unknown recompute {recompute!r}; known are none, full and a number of layers up to {len(layers)}"
+        )
+    return frozenset(b for layer in layers[:count] for b in layer)
+
+
+def extent_of(again: frozenset[int], num_blocks: int) -> Literal["none", "some", "full"]:
+    """In a word, how many of the blocks are computed again."""
+    return "none" if not again else "full" if len(again) == num_blocks else "some"
 
 
 def _layers(num_blocks: int) -> list[list[int]]:
@@ -194,8 +220,6 @@ def generate(name: str, num_blocks: int, num_sub_batches: int, recompute: Recomp
     """Return the named schedule, validated. Those in WHOLE get one sub-batch."""
     if name not in GENERATORS:
         raise ScheduleError(f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}")
-    if recompute not in ("none", "full"):
-        raise ScheduleError(f"unknown recompute {recompute!r}; known are none and full")
     schedule = GENERATORS[name](num_blocks, 1 if name in WHOLE else num_sub_batches, recompute)
     validate(schedule)
     return schedule

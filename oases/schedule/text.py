@@ -15,7 +15,7 @@ from oases.schedule.ir import COLLECTIVE, COMPUTE, Op, Schedule, ScheduleError
 
 _HEADER = re.compile(
     r"schedule\s+(?P<name>[\w.-]+)\s+blocks=(?P<blocks>\d{1,6})\s+sub_batches=(?P<sub_batches>\d{1,6})"
-    r"(\s+recompute=(?P<recompute>none|full))?"
+    r"(\s+recompute=(?P<recompute>none|some|full))?"
     r"(\s+along=(?P<along>batch|sequence))?"
     r"(\s+joint=(?P<joint>\d{1,6}(,\d{1,6})*))?$"
 )
@@ -59,7 +59,7 @@ def parse_schedule(text: str) -> Schedule:
             header = _HEADER.match(line.strip())
             if header is None:
                 raise ScheduleSyntaxError(
-                    f"expected the header 'schedule NAME blocks=N sub_batches=N [recompute=none|full] "
+                    f"expected the header 'schedule NAME blocks=N sub_batches=N [recompute=none|some|full] "
                     f"[along=batch|sequence] [joint=N,N,...]', "
                     f"got {line.strip()!r}",
                     number,

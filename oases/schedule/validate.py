@@ -100,15 +100,20 @@ def validate(schedule: Schedule) -> None:
                 "loss needs the whole forward pass first"
             )
         done[op] = line
-    again = {kind for kind, _, _ in schedule.recomputed}
-    if ("R" in again) != (schedule.recompute == "full") and schedule.backward:
-        raise ScheduleError(
-            f"the header says recompute={schedule.recompute}, but the list "
-            + ("holds ops R" if "R" in again else "holds no op R")
-        )
+    _require_recompute_as_said(schedule)
     for op in required(schedule):
         if op not in done:
             raise ScheduleError(f"'{op}' is missing: the step would not be whole without it")
+
+
+def _require_recompute_as_said(schedule: Schedule) -> None:
+    blocks = {block for kind, block, _ in schedule.recomputed if kind == "R"}
+    extent = "none" if not blocks else "full" if len(blocks) == schedule.num_blocks else "some"
+    if extent != schedule.recompute and schedule.backward:
+        raise ScheduleError(
+            f"the header says recompute={schedule.recompute}, but the list holds "
+            + (f"ops R of {len(blocks)} of {schedule.num_blocks} blocks" if blocks else "no op R")
+        )
 
 
 def _require_one_kind_of_cut(schedule: Schedule) -> None:

@@ -1,5 +1,7 @@
-"""Timelines: what ran when, measured or predicted, as text, pictures and traces. Imports no torch."""
+"""Timelines: what ran when, measured or simulated, as text, pictures and traces. Imports no torch."""
 
+from oases.simulator.cost import StackCosts
+from oases.simulator.simulate import simulate
 from oases.simulator.timeline import Span, Timeline
 
-__all__ = ["Span", "Timeline"]
+__all__ = ["Span", "StackCosts", "Timeline", "simulate"]

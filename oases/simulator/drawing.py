@@ -29,7 +29,7 @@ def draw_timelines(timelines: Sequence[Timeline]) -> Any:
         rows=len(timelines),
         shared_xaxes=True,
         vertical_spacing=0.08,
-        subplot_titles=[f"{t.name}: one step in {t.seconds * 1e3:.0f} ms" for t in timelines],
+        subplot_titles=[f"{t.name}: one step in {t.total_seconds * 1e3:.0f} ms" for t in timelines],
     )
     shown: set[str] = set()
     for row, timeline in enumerate(timelines, start=1):
@@ -56,7 +56,7 @@ def draw_timelines(timelines: Sequence[Timeline]) -> Any:
             shown.add(kind)
         lanes = [f"rank {rank} {lane}" for rank, lane in timeline.lanes]
         figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], row=row, col=1)
-    longest = max(timeline.seconds for timeline in timelines) * 1e3
+    longest = max(timeline.total_seconds for timeline in timelines) * 1e3
     figure.update_xaxes(range=[0, longest], showgrid=True)
     figure.update_xaxes(title_text="milliseconds", row=len(timelines), col=1)
     lanes_drawn = sum(len(timeline.lanes) for timeline in timelines)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, TypeAlias
 
-Lane = Literal["compute", "link"]
+Lane: TypeAlias = str
+"""What a span occupies: "compute", or a link by its name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """One op of one rank; times in seconds from the beginning of the step. `waiting`: the compute stood still."""
 
@@ -27,15 +29,16 @@ class Span:
 
     @property
     def waiting(self) -> bool:
-        """Whether this is compute standing still for a collective."""
-        return self.name.startswith("wait ")
+        """Whether this is compute standing still, for a collective or for a message of another stage."""
+        return self.lane == "compute" and self.name.startswith(("wait ", "receive "))
 
     @property
     def kind(self) -> str:
         """What the span is, for colours and sums: forward, combine, recompute, backward, waiting, all-reduce."""
-        if self.lane == "link":
-            return "all-reduce"
-        return _KINDS.get(self.name.split()[0], "other")
+        first = self.name.split()[0]
+        if self.lane == "compute":
+            return _KINDS.get(first, "other")
+        return _LINK_KINDS.get(first, "all-reduce")
 
 
 _KINDS = {
@@ -44,44 +47,82 @@ _KINDS = {
     "R": "recompute",
     "B": "backward",
     "W": "weight gradient",
+    "BC": "backward",
+    "RC": "recompute",
     "wait": "waiting",
+    "receive": "waiting",
 }
+_LINK_KINDS = {"send": "send", "gradients": "gradients", "reshard": "reshard"}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a rank holds from this time on."""
+
+    rank: int
+    time: float
+    num_bytes: int
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step under one schedule, over all ranks."""
+    """The spans of one step under one schedule, over all ranks; held: their memory over time, where it is known."""
 
     name: str
     spans: tuple[Span, ...]
+    held: tuple[Held, ...] = ()
 
-    @property
-    def seconds(self) -> float:
+    @cached_property
+    def total_seconds(self) -> float:
         """From the first span's start (0) to the last one's end."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
     def lanes(self) -> list[tuple[int, Lane]]:
         """(rank, lane) in drawing order."""
-        ranks = sorted({span.rank for span in self.spans})
-        lanes: tuple[Lane, Lane] = ("compute", "link")
-        return [(rank, lane) for rank in ranks for lane in lanes]
+        lanes = {(span.rank, span.lane) for span in self.spans}
+        ranks = {rank for rank, _ in lanes}
+        return sorted(lanes | {(rank, "compute") for rank in ranks}, key=lambda lane: (lane[0], lane[1] != "compute"))
 
     def busy(self, rank: int, lane: Lane) -> float:
         """Seconds in which the lane worked; waiting does not count."""
         return sum(s.seconds for s in self.spans if (s.rank, s.lane) == (rank, lane) and not s.waiting)
 
+    def exposed(self, rank: int) -> float:
+        """Seconds in which the rank's compute stood still for a collective."""
+        return self._stood_still(rank, "wait ")
+
+    def bubble(self, rank: int) -> float:
+        """Seconds in which the rank's compute had nothing to do: before a message, and after its last work."""
+        ends = [span.end for span in self._by_rank[rank] if span.lane == "compute"]
+        return self._stood_still(rank, "receive ") + self.total_seconds - max(ends, default=0.0)
+
+    def peak_bytes(self, rank: int) -> int:
+        """Most bytes that the rank held at once; 0 where its memory is not known."""
+        return max((held.num_bytes for held in self.held if held.rank == rank), default=0)
+
+    def _stood_still(self, rank: int, how: str) -> float:
+        spans = self._by_rank[rank]
+        return sum(span.seconds for span in spans if span.lane == "compute" and span.name.startswith(how))
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[Span]]:
+        found: dict[int, list[Span]] = {}
+        for span in self.spans:
+            found.setdefault(span.rank, []).append(span)
+        return found
+
     def text(self, columns: int = 100) -> str:
         """The timeline in characters, one line a lane: the first letter of each op, '.' where compute waits."""
         width = max(len(f"rank {rank} {lane}") for rank, lane in self.lanes)
-        lines = [f"{self.name}: {self.seconds * 1e3:.0f} ms"]
+        lines = [f"{self.name}: {self.total_seconds * 1e3:.0f} ms"]
         for rank, lane in self.lanes:
             cells = [" "] * columns
             for span in self.spans:
                 if (span.rank, span.lane) == (rank, lane):
-                    first = round(span.start / self.seconds * columns)
-                    last = max(first + 1, round(span.end / self.seconds * columns))
-                    letter = "." if span.waiting else "=" if lane == "link" else span.name[0]
+                    first = round(span.start / self.total_seconds * columns)
+                    last = max(first + 1, round(span.end / self.total_seconds * columns))
+                    letter = "." if span.waiting else "=" if lane != "compute" else span.name[0]
                     for cell in range(first, min(last, columns)):
                         cells[cell] = letter
             lines.append(f"{f'rank {rank} {lane}':<{width}} |{''.join(cells)}|")
@@ -112,8 +153,9 @@ def trace_json(timelines: Iterable[Timeline]) -> str:
     """Chrome trace events, which Perfetto and chrome://tracing open: a process per schedule and rank."""
     events: list[dict[str, Any]] = []
     for index, timeline in enumerate(timelines):
+        threads = {lane: number for number, lane in enumerate(dict.fromkeys(lane for _, lane in timeline.lanes))}
         for rank, lane in timeline.lanes:
-            process, thread = 1000 * index + rank, 0 if lane == "compute" else 1
+            process, thread = 100_000 * index + rank, threads[lane]
             names = {"process_name": f"{timeline.name}, rank {rank}", "thread_name": lane}
             events += [
                 {"ph": "M", "pid": process, "tid": thread, "name": key, "args": {"name": value}}
@@ -121,7 +163,7 @@ def trace_json(timelines: Iterable[Timeline]) -> str:
             ]
         events += [
             {
-                "ph": "X", "pid": 1000 * index + span.rank, "tid": 0 if span.lane == "compute" else 1,
+                "ph": "X", "pid": 100_000 * index + span.rank, "tid": threads[span.lane],
                 "name": span.name, "cat": span.kind, "ts": span.start * 1e6, "dur": span.seconds * 1e6,
             }
             for span in timeline.spans

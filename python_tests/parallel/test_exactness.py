@@ -184,6 +184,12 @@ def test_gradients_with_dropout_equal_the_unsplit_model(request, kinds, dtype, d
         request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[degree]).run(check_all, *arguments)
 
 
+@pytest.mark.parametrize("schedule", sorted(GENERATORS))
+@pytest.mark.parametrize("kinds", ["transformer", "halved"])
+def test_the_first_layer_alone_may_be_computed_again(two_ranks, kinds, schedule):
+    two_ranks.run(check_all, kinds, torch.float64, schedule, 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["sync", "cross_pass", "oases"])

@@ -4,7 +4,17 @@ import random
 
 import pytest
 
-from oases.schedule import GENERATORS, Op, Schedule, ScheduleError, generate, validate, validate_ranks
+from oases.schedule import (
+    GENERATORS,
+    Op,
+    Schedule,
+    ScheduleError,
+    format_schedule,
+    generate,
+    parse_schedule,
+    validate,
+    validate_ranks,
+)
 from oases.schedule.validate import needs
 
 BASE = list(generate("oases", 2, 2))
@@ -24,10 +34,15 @@ def swapped(first, second):
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 @pytest.mark.parametrize("blocks", [1, 2, 7])
 @pytest.mark.parametrize("sub_batches", [1, 2, 3, 8])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", 1, "full"])
 def test_generated_schedules_can_run(name, blocks, sub_batches, recompute):
     schedule = generate(name, blocks, sub_batches, recompute)
     validate(schedule)
+    assert parse_schedule(format_schedule(schedule)) == schedule
+    if recompute == 1:
+        assert schedule.recompute == ("some" if blocks > 2 else "full")
+        assert schedule.recomputed_layers == 1
+        return
     carries = recompute == "full" and name not in ("oases", "fine_grained")
     assert schedule.all_reduces_per_layer() == (6 if carries else 4)
     assert schedule.forward + schedule.backward == schedule.ops

@@ -17,7 +17,7 @@ def timeline():
 
 def test_times_count_from_the_first_span_of_any_rank(timeline):
     assert timeline.spans[0].start == 0
-    assert timeline.seconds == pytest.approx(1.1)
+    assert timeline.total_seconds == pytest.approx(1.1)
 
 
 def test_a_link_carries_one_collective_after_another(timeline):
@@ -42,7 +42,7 @@ def test_trace_opens_as_chrome_events(timeline):
     events = json.loads(trace_json([timeline, timeline]))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == 2 * len(timeline.spans)
-    assert {event["pid"] for event in spans} == {0, 1, 1000, 1001}
+    assert {event["pid"] for event in spans} == {0, 1, 100_000, 100_001}
     assert spans[0] | {"dur": 0} == {
         "ph": "X", "pid": 0, "tid": 0, "name": "F 0.0", "cat": "forward", "ts": 0.0, "dur": 0,
     }  # fmt: skip

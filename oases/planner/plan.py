@@ -1,0 +1,189 @@
+"""A plan: how a model is trained on a cluster. Readable JSON with a version, and it can be executed as it stands.
+
+Ranks are numbered along tensor parallelism first, then data parallelism, then pipeline stages. In a stage of R ranks
+a segment of degree t runs R / t replicas, each on its share of the samples.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from oases.errors import UsageError
+from oases.schedule import GENERATORS, Schedule, generate
+from oases.simulator.model import ModelShape
+
+VERSION = 1
+FORMAT = "oases plan"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive blocks of one tensor-parallel degree, run as one stack.
+
+    recomputed_layers: layers of the segment, from its first, that the backward pass computes again.
+    """
+
+    num_blocks: int
+    tp: int
+    schedule: str = "oases"
+    sub_batches: int = 2
+    recomputed_layers: int = 0
+
+    def generated(self) -> Schedule:
+        """The list of ops that the segment's stack runs."""
+        return generate(self.schedule, self.num_blocks, self.sub_batches, self.recomputed_layers)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its segments in order."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all segments."""
+        return sum(segment.num_blocks for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulator says of a plan. memory_bytes: at the peak, by stage."""
+
+    step_seconds: float
+    exposed_seconds: float
+    bubble_seconds: float
+    memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages, micro-batches and what is sharded; `global_batch` samples make one optimizer step.
+
+    zero: optimizer state is sharded over the data-parallel ranks. pipeline: the pipeline's schedule.
+    """
+
+    model: ModelShape
+    world: int
+    ranks_per_node: int
+    global_batch: int
+    micro_batches: int
+    stages: tuple[Stage, ...]
+    zero: bool = False
+    pipeline: str = "one_f_one_b"
+    prediction: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        blocks = sum(stage.num_blocks for stage in self.stages)
+        if blocks != self.model.num_blocks:
+            raise UsageError(f"plan: its stages hold {blocks} blocks, the model has {self.model.num_blocks}")
+        if self.world < 1 or self.world % len(self.stages):
+            raise UsageError(f"plan: {len(self.stages)} stages do not divide {self.world} ranks")
+        for number, stage in enumerate(self.stages):
+            for segment in stage.segments:
+                self._check(segment, f"plan: stage {number}")
+
+    def _check(self, segment: Segment, where: str) -> None:
+        if segment.num_blocks < 1 or segment.tp < 1 or self.stage_ranks % segment.tp:
+            raise UsageError(
+                f"{where}: a segment of {segment.num_blocks} blocks with tp {segment.tp} does not fit its "
+                f"{self.stage_ranks} ranks"
+            )
+        if not self.model.fits_degree(segment.tp):
+            raise UsageError(f"{where}: heads, hidden or vocabulary do not divide by tp {segment.tp}")
+        if segment.schedule not in GENERATORS:
+            raise UsageError(f"{where}: unknown schedule {segment.schedule!r}; known are {', '.join(GENERATORS)}")
+        samples = self.samples(segment.tp)
+        if samples < 1 or samples != int(samples):
+            raise UsageError(
+                f"{where}: {self.global_batch} samples in {self.micro_batches} micro-batches do not divide over "
+                f"{self.stage_ranks // segment.tp} replicas of tp {segment.tp}"
+            )
+        if samples < segment.sub_batches:
+            raise UsageError(f"{where}: {samples:g} samples cannot be cut into {segment.sub_batches} sub-batches")
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world // len(self.stages)
+
+    def samples(self, tp: int) -> float:
+        """Samples of one micro-batch on one replica of a segment of degree `tp`."""
+        return self.global_batch * tp / (self.stage_ranks * self.micro_batches)
+
+    @property
+    def uniform_tp(self) -> int | None:
+        """The tensor-parallel degree, if all blocks have the same."""
+        degrees = {segment.tp for stage in self.stages for segment in stage.segments}
+        return next(iter(degrees)) if len(degrees) == 1 else None
+
+    def text(self) -> str:
+        """The plan in a line, e.g. "stage 0: 14 blocks tp 2 (oases@2), 34 blocks tp 4 (oases@2); 1 micro-batch"."""
+        stages = []
+        for stage in self.stages:
+            parts = []
+            for segment in stage.segments:
+                again = f", {segment.recomputed_layers} layers recomputed" if segment.recomputed_layers else ""
+                name = f"{segment.schedule}@{segment.sub_batches}" if segment.sub_batches > 1 else segment.schedule
+                replicas = self.stage_ranks // segment.tp
+                parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{again})")
+            stages.append(" -> ".join(parts))
+        names = [f"stage {number}: {text}" for number, text in enumerate(stages)] if len(stages) > 1 else stages
+        counts = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
+        return "; ".join([*names, counts, *(["sharded optimizer"] if self.zero else [])])
+
+    def to_json(self) -> str:
+        """The plan as JSON that `from_json` reads back."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan. UsageError names the field that is missing, unknown or of another type."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"plan: not JSON: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise UsageError(f"plan: the file is no {FORMAT}; write one with: oases plan --json FILE")
+        if data.get("version") != VERSION:
+            raise UsageError(f"plan: version {data.get('version')!r} is unknown; this oases reads version {VERSION}")
+        body = {key: value for key, value in data.items() if key not in ("format", "version")}
+        stages = tuple(
+            Stage(tuple(_made(Segment, item, f"stage {number}") for item in _listed(stage, "segments", number)))
+            for number, stage in enumerate(_listed(body, "stages", "plan"))
+        )
+        prediction = body.get("prediction")
+        if isinstance(prediction, dict):
+            memory = tuple(_listed(prediction, "memory_bytes", "prediction"))
+            prediction = _made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
+        model = _made(ModelShape, body.get("model"), "model")
+        return _made(Plan, {**body, "stages": stages, "model": model, "prediction": prediction}, "plan")
+
+
+def _listed(data: Any, name: str, where: Any) -> list[Any]:
+    if not isinstance(data, dict) or not isinstance(data.get(name), list):
+        raise UsageError(f"plan: {where} has no list {name!r}")
+    found: list[Any] = data[name]
+    return found
+
+
+def _made(cls: type[Any], data: Any, where: str) -> Any:
+    """An instance of a dataclass from a mapping with its fields, each of its type."""
+    if not isinstance(data, Mapping):
+        raise UsageError(f"plan: {where} must be an object, got {data!r}")
+    known = {item.name: item for item in fields(cls)}
+    for name in data:
+        if name not in known:
+            raise UsageError(f"plan: {where} has an unknown field {name!r}; known are {', '.join(known)}")
+    plain: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float)}
+    for name, value in data.items():
+        wanted = plain.get(str(known[name].type))
+        if wanted and (not isinstance(value, wanted) or (bool not in wanted and isinstance(value, bool))):
+            raise UsageError(f"plan: {where}: {name} must be {known[name].type}, got {value!r}")
+    try:
+        return cls(**data)
+    except TypeError as error:  # a field is missing; Python's message names it
+        raise UsageError(f"plan: {where}: {error}") from error

@@ -1,0 +1,97 @@
+"""What the ops of a schedule cost: the seconds and bytes of each block, and of each collective, alone.
+
+Times of ops alone come from a profile or a formula; how they slow each other down is the engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+from oases.schedule import Op, Schedule
+from oases.simulator.program import Contention
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTimes:
+    """Seconds of the ops of one block on one sub-batch, each alone.
+
+    forward: F that keeps what B needs; forward_unkept: F that will be computed again. recompute: R without the
+    row-parallel product, whose result nobody reads; recompute_whole: R with it. combine: C and RC;
+    combine_backward: its backward. backward: the rest of B, up to the block's input, without weight_gradient.
+    """
+
+    forward: float
+    forward_unkept: float
+    combine: float
+    recompute: float
+    recompute_whole: float
+    combine_backward: float
+    backward: float
+    weight_gradient: float
+
+    def scaled(self, factor: float) -> BlockTimes:
+        """Each time multiplied by `factor`."""
+        return BlockTimes(**{item.name: factor * getattr(self, item.name) for item in fields(self)})
+
+    def of(self, op: Op, schedule: Schedule) -> float:
+        """Seconds of a compute op, by what the list leaves to it."""
+        place = (op.block, op.sub_batch)
+        if op.kind == "F":
+            return self.forward_unkept if ("R", *place) in schedule.recomputed else self.forward
+        if op.kind == "R":
+            return self.recompute_whole if op in schedule.starts else self.recompute
+        if op.kind in ("C", "RC"):
+            return self.combine
+        if op.kind == "BC":
+            return self.combine_backward
+        if op.kind == "W":
+            return self.weight_gradient
+        assert op.kind == "B", f"{op} is not compute"
+        apart, put_off = Op("BC", *place) in schedule.backward_set, Op("W", *place) in schedule.backward_set
+        return self.backward + (0 if apart else self.combine_backward) + (0 if put_off else self.weight_gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """Bytes of one block for one sub-batch. unit: its input, or its output. kept: what B needs, input included."""
+
+    unit: int = 0
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class StackCosts:
+    """What one rank of a tensor-parallel group pays for each op of a schedule over a stack.
+
+    times, sizes: by block, of one sub-batch. collectives: seconds by kind (all_reduce, reduce_scatter, all_gather) of
+    one sub-batch, on `link`. overhead: seconds before the forward pass and before the backward pass, in which the
+    stack is entered, its batch cut and joined.
+    """
+
+    times: tuple[BlockTimes, ...]
+    collectives: Mapping[str, float]
+    sizes: tuple[BlockBytes, ...] = ()
+    link: str = "link"
+    contention: Contention = field(default_factory=Contention)
+    overhead: tuple[float, float] = (0.0, 0.0)
+
+    @staticmethod
+    def by_kind(schedule: Schedule, seconds: Mapping[str, float]) -> StackCosts:
+        """Every block alike: seconds by the kind of op, 0 for what is not named. For drawings and proofs."""
+        of = seconds.get
+        times = BlockTimes(
+            of("F", 0.0), of("F", 0.0), of("C", 0.0), of("R", 0.0), of("R", 0.0), of("BC", 0.0), of("B", 0.0),
+            of("W", 0.0),
+        )  # fmt: skip
+        return StackCosts((times,) * schedule.num_blocks, dict(seconds))
+
+    @cached_property
+    def no_bytes(self) -> bool:
+        """Whether memory is not known."""
+        return not self.sizes
+
+    def bytes_of(self, block: int) -> BlockBytes:
+        """Memory of a block, nothing where it is not known."""
+        return self.sizes[block] if self.sizes else BlockBytes()

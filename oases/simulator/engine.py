@@ -1,0 +1,186 @@
+"""Runs a program: compute and links side by side, each in its own order, slowing each other down as they contend."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from oases.simulator.program import Compute, Contention, Instruction, Program, Receive, Send, Start, Wait
+from oases.simulator.timeline import Held, Span, Timeline
+
+_ALONE = Contention()
+_ENDED = 1e-12
+"""Share of a collective that counts as none: what rounding leaves of it."""
+
+
+class DeadlockError(ValueError):
+    """A program in which ranks wait for messages that nobody will send, or for collectives that nobody started."""
+
+
+class _Link:
+    """A link of one rank: collectives in order of issue, the first of them on the wire."""
+
+    def __init__(self, name: str, contention: Contention) -> None:
+        self.name = name
+        self.contention = contention
+        self.queue: deque[tuple[str, float]] = deque()  # name and seconds alone
+        self.left = 0.0  # seconds alone that the first one still needs
+        self.since = 0.0  # when the first one came on the wire
+
+
+class _Rank:
+    """One rank on its way through its instructions."""
+
+    def __init__(self, number: int, program: Program, spans: list[Span], held: list[Held]) -> None:
+        self.number = number
+        self.instructions = program.ranks[number]
+        self.position = 0
+        self.now = 0.0
+        self._contention = program.contention
+        self._links: dict[str, _Link] = {}
+        self._busy: list[_Link] = []
+        self._ended: dict[str, float] = {}
+        self._flying: dict[str, _Link] = {}
+        self._free: dict[str, float] = {}  # when each outgoing link has sent all it was given
+        self._spans = spans
+        self._held = held
+        self._bytes = program.held[number] if program.held else 0
+        self._note(0.0)
+
+    def run(self, messages: dict[str, float]) -> None:
+        """Go on until the end or a message that is not in `messages` (name -> arrival), and add those sent."""
+        do: dict[type[Any], Callable[[Any], None]] = {
+            Compute: self._compute, Start: self._start, Wait: self._wait,
+            Send: lambda send: self._send(send, messages),
+        }  # fmt: skip
+        while self.position < len(self.instructions):
+            instruction = self.instructions[self.position]
+            if isinstance(instruction, Receive):
+                if instruction.name not in messages:
+                    return
+                self._receive(instruction, messages[instruction.name])
+            else:
+                do[type(instruction)](instruction)
+            self.position += 1
+        while self._busy:  # what nobody waits for still has to end
+            self._pass()
+
+    @property
+    def stuck_at(self) -> Instruction | None:
+        """The instruction that cannot go on; None at the end."""
+        return self.instructions[self.position] if self.position < len(self.instructions) else None
+
+    def _compute(self, op: Compute) -> None:
+        begin = self.now
+        if op.allocates:
+            self._bytes += op.allocates
+            self._note(begin)
+        left = op.seconds
+        while left > 0:
+            left = self._work(left)
+        if op.frees:
+            self._bytes -= op.frees
+            self._note(self.now)
+        self._spans.append(Span(self.number, "compute", op.name, begin, self.now))
+
+    def _work(self, left: float) -> float:
+        """Compute for `left` seconds, or until a link's first collective ends; returns what is left then."""
+        if not self._busy:
+            self.now += left
+            return 0.0
+        slower = max([link.contention.compute for link in self._busy])
+        need = left * slower
+        step = min(need, min([link.left * link.contention.link for link in self._busy]))
+        self._progress(step, [step / link.contention.link for link in self._busy])
+        return 0.0 if step >= need else left - step / slower
+
+    def _pass(self, until: float | None = None) -> None:
+        """Stand still until a link's first collective ends, or until the time given if that is sooner."""
+        step = min([link.left for link in self._busy])
+        if until is not None and self.now + step >= until:
+            step = until - self.now
+        self._progress(step, [step] * len(self._busy))
+
+    def _progress(self, step: float, done: Iterable[float]) -> None:
+        self.now += step
+        ended = []
+        for link, seconds in zip(self._busy, done, strict=True):
+            link.left -= seconds
+            if link.left <= _ENDED * link.queue[0][1]:
+                ended.append(link)
+        for link in ended:
+            name, _ = link.queue.popleft()
+            self._spans.append(Span(self.number, link.name, name, link.since, self.now))
+            self._ended[name] = self.now
+            del self._flying[name]
+            if link.queue:
+                link.left, link.since = link.queue[0][1], self.now
+            else:
+                self._busy.remove(link)
+
+    def _start(self, start: Start) -> None:
+        if start.name in self._flying or start.name in self._ended:
+            raise DeadlockError(f"rank {self.number}: collective {start.name!r} is started twice")
+        link = self._links.get(start.link)
+        if link is None:
+            contention = self._contention.get(start.link, _ALONE)
+            link = self._links[start.link] = _Link(start.link, contention)
+        if not link.queue:
+            link.left, link.since = start.seconds, self.now
+            self._busy.append(link)
+        link.queue.append((start.name, start.seconds))
+        self._flying[start.name] = link
+
+    def _wait(self, wait: Wait) -> None:
+        begin = self.now
+        if wait.name not in self._ended and wait.name not in self._flying:
+            raise DeadlockError(f"rank {self.number}: waits for {wait.name!r}, which was not started")
+        while wait.name in self._flying:
+            self._pass()
+        if wait.frees:
+            self._bytes -= wait.frees
+            self._note(self.now)
+        self._stood("wait", wait.name, begin)
+
+    def _send(self, send: Send, messages: dict[str, float]) -> None:
+        if send.name in messages:
+            raise DeadlockError(f"rank {self.number}: message {send.name!r} is sent twice")
+        begin = max(self.now, self._free.get(send.link, 0.0))
+        self._free[send.link] = messages[send.name] = begin + send.seconds
+        if send.seconds:
+            self._spans.append(Span(self.number, send.link, f"send {send.name}", begin, begin + send.seconds))
+
+    def _receive(self, receive: Receive, arrival: float) -> None:
+        begin = self.now
+        while self.now < arrival:
+            if self._busy:
+                self._pass(arrival)
+            else:
+                self.now = arrival
+        self._stood("receive", receive.name, begin)
+
+    def _stood(self, how: str, name: str, begin: float) -> None:
+        if self.now > begin:
+            self._spans.append(Span(self.number, "compute", f"{how} {name}", begin, self.now))
+
+    def _note(self, now: float) -> None:
+        self._held.append(Held(self.number, now, self._bytes))
+
+
+def run(program: Program) -> Timeline:
+    """Simulate one step. Raises DeadlockError where a rank could not go on."""
+    spans: list[Span] = []
+    held: list[Held] = []
+    ranks = [_Rank(number, program, spans, held) for number in range(len(program.ranks))]
+    messages: dict[str, float] = {}
+    waiting = ranks
+    while waiting:
+        before = [rank.position for rank in waiting]
+        for rank in waiting:
+            rank.run(messages)
+        if before == [rank.position for rank in waiting] and any(rank.stuck_at for rank in waiting):
+            stuck = next(rank for rank in waiting if rank.stuck_at)
+            raise DeadlockError(f"rank {stuck.number} waits for the message {stuck.stuck_at!r}, which nobody sends")
+        waiting = [rank for rank in waiting if rank.stuck_at is not None]
+    return Timeline(program.name, tuple(spans), tuple(held))

@@ -1,0 +1,139 @@
+"""A cluster as the planner knows it: its devices, its links, and block times measured on it, if any."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from oases.errors import UsageError
+from oases.simulator.cost import BlockTimes
+from oases.simulator.links import LinkModel
+from oases.simulator.model import BlockKind, ModelShape
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one rank's share of a CPU. flops_per_second: what large products reach, by dtype."""
+
+    name: str
+    memory_bytes: int
+    flops_per_second: Mapping[str, float]
+    bytes_per_second: float
+    launch_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredBlock:
+    """Times of one block on one rank, for a sub-batch of `samples`."""
+
+    kind: BlockKind
+    hidden: int
+    heads: int
+    sequence: int
+    dtype: str
+    tp: int
+    samples: float
+    times: BlockTimes
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices, ranks per node, the links inside a node and between nodes, and measured blocks."""
+
+    name: str
+    device: Device
+    ranks_per_node: int
+    node: LinkModel
+    cluster: LinkModel
+    blocks: tuple[MeasuredBlock, ...] = ()
+    about: str = ""
+    date: str = ""
+
+    def link_of(self, tp: int, stride: int = 1) -> str:
+        """Which link a group of `tp` ranks, `stride` apart, needs: "node", or "cluster" if it leaves the node."""
+        return "node" if tp * stride <= self.ranks_per_node else "cluster"
+
+    def collective_seconds(self, collective: str, ranks: int, num_bytes: float, stride: int = 1) -> float:
+        """Seconds of a collective of `ranks` ranks, `stride` apart; all such groups communicate at once.
+
+        Groups that leave the node share its link: as many as there are ranks of different groups on a node.
+        """
+        if self.link_of(ranks, stride) == "node":
+            return self.node.seconds(collective, ranks, num_bytes)
+        return self.cluster.seconds(collective, ranks, num_bytes, sharing=min(stride, self.ranks_per_node))
+
+    def block_times(self, model: ModelShape, kind: BlockKind, tp: int, samples: float) -> BlockTimes:
+        """Times of one block's ops for a sub-batch of `samples`: as measured, or by the device's rates."""
+        measured = self._measured.get((kind, model.hidden, model.heads, model.sequence, model.dtype, tp))
+        if measured is not None:
+            return _between(measured, samples)
+        if self.blocks:
+            raise UsageError(
+                f"profile {self.name!r} holds no {kind} block of hidden {model.hidden}, {model.heads} heads, "
+                f"sequence {model.sequence}, {model.dtype}, tp {tp}; it holds {self.measured_shapes()}: measure it "
+                "with oases profile"
+            )
+        return self._by_rates(model, kind, tp, samples)
+
+    def has_block(self, model: ModelShape, tp: int) -> bool:
+        """Whether blocks of this model cut over `tp` ranks have times here."""
+        if not self.blocks:
+            return True
+        key = (model.hidden, model.heads, model.sequence, model.dtype, tp)
+        return all((kind, *key) in self._measured for kind in ("attention", "mlp"))
+
+    def measured_shapes(self) -> str:
+        """The shapes that were measured, in words."""
+        shapes = sorted({(b.hidden, b.heads, b.sequence, b.dtype, b.tp) for b in self.blocks})
+        some = "; ".join(f"hidden {h}, {n} heads, sequence {s}, {d}, tp {t}" for h, n, s, d, t in shapes[:6])
+        return some + (f" and {len(shapes) - 6} more" if len(shapes) > 6 else "")
+
+    @cached_property
+    def _measured(self) -> dict[tuple[str, int, int, int, str, int], list[MeasuredBlock]]:
+        found: dict[tuple[str, int, int, int, str, int], list[MeasuredBlock]] = {}
+        for block in sorted(self.blocks, key=lambda block: block.samples):
+            key = (block.kind, block.hidden, block.heads, block.sequence, block.dtype, block.tp)
+            found.setdefault(key, []).append(block)
+        return found
+
+    def _by_rates(self, model: ModelShape, kind: BlockKind, tp: int, samples: float) -> BlockTimes:
+        device = self.device
+        rate = device.flops_per_second.get(model.dtype)
+        if rate is None:
+            raise UsageError(
+                f"device {device.name!r}: flops_per_second holds no {model.dtype}; it holds "
+                + ", ".join(device.flops_per_second)
+            )
+        column, core, row = (flops / rate for flops in model.product_flops(kind, tp, samples))
+        unit = model.unit_bytes(samples) / device.bytes_per_second
+        inner = (model.kept_bytes(kind, tp, samples) - 2 * model.unit_bytes(samples)) / device.bytes_per_second
+        launch = device.launch_seconds
+        # Each tensor is written once and read once by what follows; norms and residuals pass over whole units.
+        forward = column + core + row + 3 * unit + 2 * inner + 5 * launch
+        combine = 4 * unit + 2 * launch
+        return BlockTimes(
+            forward=forward, forward_unkept=forward, combine=combine, recompute=forward - row - launch,
+            recompute_whole=forward, combine_backward=2 * unit + launch,
+            backward=column + 2.5 * core + row + 5 * unit + 4 * inner + 6 * launch,
+            weight_gradient=column + row + 2 * inner + unit + 2 * launch,
+        )  # fmt: skip
+
+
+def _between(points: Sequence[MeasuredBlock], samples: float) -> BlockTimes:
+    """Times at `samples`: linear between the measured ones, and by the nearest two beyond them.
+
+    Below the smallest, noise must not make them vanish: they stay above a quarter of what is proportional.
+    """
+    if len(points) == 1 or samples == points[0].samples:
+        return points[0].times.scaled(samples / points[0].samples)
+    end = min(max(1, bisect_left([point.samples for point in points], samples)), len(points) - 1)
+    low, high = points[end - 1], points[end]
+    share = (samples - low.samples) / (high.samples - low.samples)
+
+    def at(name: str) -> float:
+        first, second = getattr(low.times, name), getattr(high.times, name)
+        return max(first + share * (second - first), 0.25 * first * samples / low.samples)
+
+    return BlockTimes(**{item.name: at(item.name) for item in fields(BlockTimes)})
