@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oases.planner.plan import Plan, Segment
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import ModelShape
+from oases.simulator.model import KINDS, BlockKind, ModelShape
 
 USABLE = 0.92
 """Share of a device's memory that a plan may fill; the rest is the runtime's, the allocator's and the libraries'."""
@@ -25,17 +25,15 @@ def head_bytes(model: ModelShape, tp: int, samples: float) -> int:
     return round(samples * model.sequence * model.vocabulary / tp * (2 * model.element_bytes + 4))
 
 
-def kept_bytes(model: ModelShape, block: int, tp: int, samples: float, *, recomputed: bool) -> int:
+def kept_bytes(model: ModelShape, kind: BlockKind, tp: int, samples: float, *, recomputed: bool) -> int:
     """Activations that a block keeps for its backward pass, for all samples of a micro-batch."""
-    if recomputed:
-        return model.unit_bytes(samples)
-    return model.kept_bytes(model.kind_of(block), tp, samples)
+    return model.unit_bytes(samples) if recomputed else model.kept_bytes(kind, tp, samples)
 
 
 def in_flight_bytes(model: ModelShape, tp: int, samples: float, sub_batches: int) -> int:
     """Beside what is kept: partial sums and gradients on the wire, and one block computed again."""
     part = samples / sub_batches
-    largest = max(model.kept_bytes(kind, tp, part) for kind in ("attention", "mlp"))
+    largest = max(model.kept_bytes(kind, tp, part) for kind in KINDS)
     return 2 * model.unit_bytes(samples) + largest
 
 

@@ -7,15 +7,16 @@ last micro-batch's backward pass has made them, under the backward pass of the b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 from oases.planner.memory import embedding_segment, head_bytes, stage_parameters, stage_state_bytes
 from oases.planner.plan import Plan, Prediction, Segment
-from oases.schedule import Schedule, generate_pipeline
+from oases.schedule import generate_pipeline
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware
 from oases.simulator.lowering import StagePasses, lower, lower_pipeline
+from oases.simulator.model import KINDS, ModelShape
 from oases.simulator.program import Compute, Instruction, Program, Start, Wait
 from oases.simulator.stack import stack_costs
 from oases.simulator.timeline import Timeline
@@ -28,10 +29,26 @@ _ADAM_BYTES = 28
 """Moved per fp32 parameter by the optimizer: reads weight, gradient and two moments, writes all but the gradient."""
 
 
-@lru_cache(maxsize=4096)
-def generated(segment: Segment) -> Schedule:
-    """The segment's schedule, made once."""
-    return segment.generated()
+@dataclass(frozen=True)
+class _Lowered:
+    """A segment's schedule and the instructions of its passes. behind: where in the backward pass a block is done."""
+
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
+    behind: dict[int, int]
+
+    @staticmethod
+    def of(
+        hardware: Hardware, model: ModelShape, segment: Segment, first: int, samples: float, prefix: str
+    ) -> _Lowered:
+        """first: the number of the segment's first block, of which only its kind matters."""
+        schedule = segment.generated()
+        kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
+        costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule)
+        forward, backward = lower(schedule, costs, prefix)
+        ahead = len(backward) - len(schedule.backward)
+        last = {op.block: ahead + at for at, op in enumerate(schedule.backward) if op.kind in ("BC", "B", "W")}
+        return _Lowered(tuple(forward), tuple(backward), {at: block for block, at in last.items()})
 
 
 class Predictor:
@@ -40,6 +57,8 @@ class Predictor:
     def __init__(self, hardware: Hardware, *, stack_only: bool = False) -> None:
         self.hardware = hardware
         self.stack_only = stack_only
+        # Plans that a search compares differ in few segments.
+        self.lowered = lru_cache(maxsize=512)(partial(_Lowered.of, hardware))
 
     def predict(self, plan: Plan) -> Prediction:
         """Seconds of a step, what of them is exposed communication and bubble, and peak memory by stage."""
@@ -53,6 +72,10 @@ class Predictor:
             memory_bytes=tuple(timeline.peak_bytes(stage) for stage in stages),
         )
 
+    def with_prediction(self, plan: Plan) -> Plan:
+        """The plan with what is predicted of it."""
+        return replace(plan, prediction=self.predict(plan))
+
     def timeline(self, plan: Plan, *, every_op: bool = False) -> Timeline:
         """One optimizer step, a rank of each stage."""
         return run(self.program(plan, every_op=every_op))
@@ -60,9 +83,14 @@ class Predictor:
     def program(self, plan: Plan, *, every_op: bool = False) -> Program:
         """The instructions of one optimizer step."""
         pipeline = generate_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches, recompute=False)
-        stages = [_StageModel(self.hardware, plan, number, self.stack_only) for number in range(len(plan.stages))]
-        size = sum(len(stage.forward(0)) + len(stage.backward(0)) for stage in stages) * plan.micro_batches
-        pieces = not every_op and size > LARGEST_PROGRAM
+        ops = (
+            8
+            * plan.model.num_blocks
+            * plan.micro_batches
+            * max(s.sub_batches for p in plan.stages for s in p.segments)
+        )
+        pieces = plan.micro_batches > 1 and not every_op and ops > LARGEST_PROGRAM
+        stages = [_StageModel(self, plan, number, told_apart=not pieces) for number in range(len(plan.stages))]
         passes = [stage.passes(pieces=pieces) for stage in stages]
         ranks = lower_pipeline(pipeline, passes)
         return Program(
@@ -99,12 +127,15 @@ class _Piece:
 class _StageModel:
     """The instructions of one stage of a plan."""
 
-    def __init__(self, hardware: Hardware, plan: Plan, number: int, stack_only: bool) -> None:
-        self.hardware = hardware
+    def __init__(self, predictor: Predictor, plan: Plan, number: int, *, told_apart: bool) -> None:
+        """told_apart: the micro-batches' instructions have names of their own."""
+        self.predictor = predictor
+        self.hardware = predictor.hardware
+        self.told_apart = told_apart and plan.micro_batches > 1
         self.plan = plan
         self.number = number
         self.model = plan.model
-        self.with_ends = not stack_only
+        self.with_ends = not predictor.stack_only
         self.first_block = sum(stage.num_blocks for stage in plan.stages[:number])
         self.segments = plan.stages[number].segments
         self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
@@ -140,17 +171,14 @@ class _StageModel:
         # All ranks of a stage hold the same activations of their group and could each send all of them.
         return self.hardware.collective_seconds("send", 2, num_bytes, stride) if len(self.plan.stages) > 1 else 0.0
 
-    def _lowered(self, index: int, m: int) -> tuple[Schedule, list[Instruction], list[Instruction]]:
+    def _lowered(self, index: int, m: int) -> _Lowered:
         segment = self.segments[index]
-        schedule = generated(segment)
+        kind = (self.first_block + sum(earlier.num_blocks for earlier in self.segments[:index])) % 2
         samples = self.plan.samples(segment.tp)
-        first = self.first_block + sum(earlier.num_blocks for earlier in self.segments[:index])
-        kinds = [self.model.kind_of(first + b) for b in range(segment.num_blocks)]
-        costs = stack_costs(self.hardware, self.model, kinds, segment.tp, samples, schedule)
-        return schedule, *lower(schedule, costs, f"{self._prefix(m)}segment {index} ")
+        return self.predictor.lowered(self.model, segment, kind, samples, f"{self._prefix(m)}segment {index} ")
 
     def _prefix(self, m: int) -> str:
-        return f"micro-batch {m} " if self.plan.micro_batches > 1 else ""
+        return f"micro-batch {m} " if self.told_apart else ""
 
     def forward(self, m: int) -> list[Instruction]:
         """Of one micro-batch."""
@@ -160,7 +188,7 @@ class _StageModel:
         for index, segment in enumerate(self.segments):
             if index:
                 ops += self._resharded(f"{self._prefix(m)}{index}", self.segments[index - 1].tp, segment.tp)
-            ops += self._lowered(index, m)[1]
+            ops += self._lowered(index, m).forward
         if self.is_last and self.with_ends:
             last, own = self.segments[-1].tp, embedding_segment(self.plan).tp
             ops += self._resharded(f"{self._prefix(m)}head", last, own)
@@ -178,8 +206,8 @@ class _StageModel:
             last, own = self.segments[-1].tp, embedding_segment(self.plan).tp
             ops += self._resharded(f"{self._prefix(m)}head backward", own, last)
         for index in reversed(range(len(self.segments))):
-            schedule, _, instructions = self._lowered(index, m)
-            ops += self._with_gradients(index, schedule, instructions) if gradients else instructions
+            lowered = self._lowered(index, m)
+            ops += self._with_gradients(index, lowered) if gradients else lowered.backward
             if index:
                 degrees = self.segments[index].tp, self.segments[index - 1].tp
                 ops += self._resharded(f"{self._prefix(m)}backward {index}", *degrees)
@@ -201,24 +229,21 @@ class _StageModel:
                 seconds = self.hardware.collective_seconds("all_gather", replicas, num_bytes, stride)
                 yield from self._exposed(f"parameters {part}", self.hardware.link_of(replicas, stride), seconds)
 
-    def _with_gradients(
-        self, index: int, schedule: Schedule, instructions: list[Instruction]
-    ) -> Iterator[Instruction]:
+    def _with_gradients(self, index: int, lowered: _Lowered) -> Iterator[Instruction]:
         """The backward pass, with the sum over the replicas started behind the last op that makes a block's."""
         segment = self.segments[index]
         replicas = self.plan.stage_ranks // segment.tp
-        ahead = len(instructions) - len(schedule.backward)
-        last = {op.block: ahead + at for at, op in enumerate(schedule.backward) if op.kind in ("BC", "B", "W")}
-        behind = {at: block for block, at in last.items()}
         first = self.first_block + sum(earlier.num_blocks for earlier in self.segments[:index])
-        for at, instruction in enumerate(instructions):
+        link = self.hardware.link_of(replicas, segment.tp)
+        seconds = {}
+        for kind in KINDS:
+            num_bytes = self.model.block_parameters(kind, segment.tp) * self.model.element_bytes
+            seconds[kind] = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, segment.tp)
+        for at, instruction in enumerate(lowered.backward):
             yield instruction
-            if at in behind and replicas > 1:
-                block = behind[at]
-                kind = self.model.kind_of(first + block)
-                num_bytes = self.model.block_parameters(kind, segment.tp) * self.model.element_bytes
-                seconds = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, segment.tp)
-                yield Start(f"gradients {index}.{block}", self.hardware.link_of(replicas, segment.tp), seconds)
+            block = lowered.behind.get(at)
+            if block is not None and replicas > 1:
+                yield Start(f"gradients {index}.{block}", link, seconds[self.model.kind_of(first + block)])
 
     def _resharded(self, name: str, before: int, after: int) -> Iterator[Instruction]:
         """Where the degree grows, ranks gather the samples of the replicas that become one; else they keep a part."""
