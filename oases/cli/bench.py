@@ -50,7 +50,7 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
     result = run_ranks(run_overlap_bench, (config, True), rank_options(options))
     if not speaks():
         return
-    result["config"]["link"] = options.link
+    result["config"] |= {"link": options.link, "nodes": options.nodes}
     console.print(overlap_table(result))
     write_json(options.json, result)
 

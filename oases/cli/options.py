@@ -69,6 +69,10 @@ def add_ranks(parser: argparse.ArgumentParser, link: str | None) -> None:
         f"(default: {link or 'the machine as it is'})",
     )  # fmt: skip
     parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N",
+        help="spread the ranks over N nodes on this machine: fast within a node, --link between them (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
         "--backend", default="gloo", metavar="NAME",
         help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link; with ,alone at its end, and always "
         "on a GPU, one process stands for all ranks (default: gloo)",
@@ -87,24 +91,39 @@ def configured(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any
 
 def behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False) -> str:
     """Go behind the link asked for; returns how the ranks are joined, in words."""
-    if options.link is None:
+    rate, nodes = options.link, options.nodes
+    if nodes != 1:
+        _check_nodes(options)
+    if rate is None:
         return f"over {options.backend}"
-    testbed.link_bytes_per_second(options.link)
-    if testbed.inside(options.link):
-        return f"over a link of {options.link}"
+    testbed.link_bytes_per_second(rate)
+    if testbed.inside(rate, nodes):
+        return f"over a link of {testbed.with_nodes(rate, nodes)}"
+    asked = f"--link {rate}" + (f" --nodes {nodes}" if nodes != 1 else "")
     if "WORLD_SIZE" in os.environ:
         raise UsageError(
-            f"--link {options.link} cannot shape the link between ranks that a launcher has started; leave out "
+            f"{asked} cannot shape the link between ranks that a launcher has started; leave out "
             "torchrun, and oases starts its own, or leave out --link"
         )
-    reason = testbed.why_impossible(options.link)
+    reason = testbed.why_impossible(rate, nodes)
     if reason is None:
-        testbed.relaunch(options.link, given)
-    if not or_simulate:
-        raise UsageError(f"--link {options.link} cannot be had here: {reason}; or leave out --link")
+        testbed.relaunch(rate, given, nodes)
+    if not or_simulate or nodes != 1:  # a simulated link knows no nodes
+        raise UsageError(f"{asked} cannot be had here: {reason}; or leave out {asked.replace(f' {rate}', '')}")
     print(f"oases: no shaped link here: {reason}. Going on over a simulated link.", file=sys.stderr)
-    options.backend = f"sim:alpha=50us,bandwidth={options.link}"
-    return f"over a simulated link of {options.link}"
+    options.backend = f"sim:alpha=50us,bandwidth={rate}"
+    return f"over a simulated link of {rate}"
+
+
+def _check_nodes(options: argparse.Namespace) -> None:
+    nodes = options.nodes
+    testbed.Nodes(nodes, options.link or "").ranks_per_node(options.tp)
+    if options.link is None:
+        raise UsageError(f"--nodes {nodes} joins nodes by links of a rate; give it with --link, e.g. --link 500mbit")
+    if options.backend != "gloo":
+        raise UsageError(
+            f"--nodes {nodes} joins ranks by gloo, got --backend {options.backend}; leave out one of the two"
+        )
 
 
 def rank_options(options: argparse.Namespace) -> Any:
@@ -118,7 +137,8 @@ def rank_options(options: argparse.Namespace) -> Any:
         raise UsageError(f"backend nccl needs --device cuda, got --device {options.device}; use gloo on the CPU")
     if backend.name == "sim" and options.device == "cuda" and "WORLD_SIZE" not in os.environ:
         backend = dataclasses.replace(backend, alone=True)  # several ranks on one GPU would share its compute
-    return RankOptions(options.tp, backend, options.timeout)
+    nodes = None if options.nodes == 1 else testbed.Nodes(options.nodes, options.link)
+    return RankOptions(options.tp, backend, options.timeout, nodes)
 
 
 def require_writable(name: str, path: str | None) -> None:
