@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from oases.errors import UsageError
 from oases.planner.memory import usable_bytes
 from oases.planner.plan import Plan, Segment, Stage
 from oases.planner.predict import Predictor
+from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting, Space, settings
 from oases.simulator.hardware import Hardware
@@ -22,6 +24,10 @@ STEPS = 3000
 
 BORDER = 0.004
 """Share of a step that a change of degree must save, so that noise in the profile does not cut the model up."""
+
+
+PRUNED = 1.1
+"""Settings that take more than this many times the best plan's time at the very least are left out."""
 
 
 class NoPlanError(UsageError):
@@ -48,18 +54,24 @@ def rank_plans(
     space = space or Space()
     predictor = predictor or Predictor(hardware)
     capacity = usable_bytes(hardware, budget)
+    runs = Runs(model, hardware, space)
     searches = [
-        SettingSearch(model, hardware, setting, space, capacity, predictor)
+        SettingSearch(setting, runs, capacity, predictor)
         for setting in settings(model, hardware, world, global_batch, space)
     ]
+    searches.sort(key=SettingSearch.least_seconds)
     found: dict[Plan, Plan] = {}
+    best = math.inf
     for done, search in enumerate(searches, start=1):
+        if search.least_seconds() > PRUNED * best:
+            break
         for plan in search.candidates():
             found[replace(plan, prediction=None)] = plan
+            best = min(best, seconds_of(plan))
         if on_setting is not None:
             on_setting(done, len(searches))
     if not found:
-        raise NoPlanError(_refusal(model, hardware, world, global_batch, capacity, space))
+        raise NoPlanError(_refusal(runs, world, global_batch, capacity))
     by_setting = {search.setting: search for search in searches}
     for plan in ranked(found)[:IMPROVED]:
         better = _improved(plan, by_setting[_setting_of(plan)], predictor, capacity)
@@ -185,22 +197,20 @@ def _split(segments: list[Segment], at: int, first: int, search: SettingSearch) 
             yield _merged([*segments[:at], *parts, *segments[at + 1 :]])
 
 
-def _refusal(
-    model: ModelShape, hardware: Hardware, world: int, global_batch: int, capacity: int, space: Space
-) -> str:
+def _refusal(runs: Runs, world: int, global_batch: int, capacity: int) -> str:
     """Why nothing fits, and the smallest single changes that make something fit."""
-    least = _least_bytes(model, hardware, world, global_batch, capacity, space)
+    model, least = runs.model, _least_bytes(runs, world, global_batch, capacity)
     changes = []
-    if not space.recompute:
-        again = replace(space, recompute=True)
-        if _least_bytes(model, hardware, world, global_batch, capacity, again) <= capacity:
+    if not runs.space.recompute:
+        again = Runs(model, runs.hardware, replace(runs.space, recompute=True))
+        if _least_bytes(again, world, global_batch, capacity) <= capacity:
             changes.append("recomputation (leave out --no-recompute)")
     for ranks in (world * 2**power for power in range(1, 7)):
-        if _least_bytes(model, hardware, ranks, global_batch, capacity, space) <= capacity:
+        if _least_bytes(runs, ranks, global_batch, capacity) <= capacity:
             changes.append(f"{ranks} devices instead of {world}")
             break
     for batch in (global_batch // 2**power for power in range(1, 11)):
-        if batch >= 1 and _least_bytes(model, hardware, world, batch, capacity, space) <= capacity:
+        if batch >= 1 and _least_bytes(runs, world, batch, capacity) <= capacity:
             changes.append(f"a global batch of {batch} instead of {global_batch}")
             break
     changes.append(f"{least / 2**30:.1f} GiB per device")
@@ -211,14 +221,10 @@ def _refusal(
     )
 
 
-def _least_bytes(
-    model: ModelShape, hardware: Hardware, world: int, global_batch: int, capacity: int, space: Space
-) -> float:
+def _least_bytes(runs: Runs, world: int, global_batch: int, capacity: int) -> float:
     try:
-        options = list(settings(model, hardware, world, global_batch, space))
+        options = list(settings(runs.model, runs.hardware, world, global_batch, runs.space))
     except UsageError:
-        return float("inf")
-    predictor = Predictor(hardware)
-    return min(
-        SettingSearch(model, hardware, setting, space, capacity, predictor).smallest_bytes() for setting in options
-    )
+        return math.inf
+    predictor = Predictor(runs.hardware)
+    return min(SettingSearch(setting, runs, capacity, predictor).smallest_bytes() for setting in options)

@@ -8,7 +8,6 @@ The plans that come out, and the uniform ones, are then simulated whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
@@ -18,46 +17,26 @@ from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes, state_
 from oases.planner.plan import Plan, Segment, Stage
 from oases.planner.predict import Predictor
 from oases.planner.programme import Chain, InfeasibleError, Solution, solve
-from oases.planner.space import Setting, Space
-from oases.schedule import WHOLE, generate
-from oases.simulator.engine import run
-from oases.simulator.hardware import Hardware
-from oases.simulator.lowering import lower
+from oases.planner.runs import Run, Runs
+from oases.planner.space import Setting
 from oases.simulator.model import KINDS, BlockKind, ModelShape
-from oases.simulator.program import Program
-from oases.simulator.stack import stack_costs
 
 State = tuple[int, bool]
 """(degree, whether the block is computed again)."""
-_LAYERS = (2, 4)
-"""Of the stacks whose difference says what one more layer takes."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """The fastest way to run a stack of one degree: seconds of one more layer, and besides, of forward + backward."""
-
-    schedule: str
-    sub_batches: int
-    layer_seconds: float
-    besides_seconds: float
 
 
 class SettingSearch:
     """The chain of blocks under one setting."""
 
-    def __init__(
-        self, model: ModelShape, hardware: Hardware, setting: Setting, space: Space, capacity: int,
-        predictor: Predictor,
-    ) -> None:  # fmt: skip
-        self.model = model
-        self.hardware = hardware
+    def __init__(self, setting: Setting, runs: Runs, capacity: int, predictor: Predictor) -> None:
+        self.model = runs.model
+        self.hardware = runs.hardware
         self.setting = setting
-        self.space = space
+        self.space = runs.space
+        self._runs = runs
         self.capacity = capacity
         self.predictor = predictor
-        self.degrees = setting.degrees(model, hardware, space)
-        self._runs: dict[State, Run] = {}
+        self.degrees = setting.degrees(runs.model, runs.hardware, runs.space)
 
     @cached_property
     def states(self) -> tuple[State, ...]:
@@ -67,35 +46,19 @@ class SettingSearch:
         )
 
     def run_of(self, state: State) -> Run:
-        """The fastest schedule and number of sub-batches for a stack in this state."""
-        if state not in self._runs:
-            runs = [self._measured(state, name, count) for name, count in self.ways(state[0])]
-            self._runs[state] = min(
-                runs, key=lambda each: each.layer_seconds + each.besides_seconds / self.model.layers
-            )
-        return self._runs[state]
+        """The fastest way to run blocks in this state."""
+        tp, again = state
+        return self._runs.fastest(tp, self.setting.samples(tp), again=again)
 
     def ways(self, tp: int) -> list[tuple[str, int]]:
         """Schedules and sub-batches that a stack of this degree can run."""
-        samples = self.setting.samples(tp)
-        if tp == 1:
-            return [("fine_grained", 1)]  # nothing is sent, so nothing is cut
-        whole = [(name, 1) for name in self.space.schedules if name in WHOLE]
-        counts = [count for count in self.space.sub_batches if count <= samples]
-        return whole + [(name, s) for name in self.space.schedules if name not in WHOLE for s in counts]
+        return self._runs.ways(tp, self.setting.samples(tp))
 
-    def _measured(self, state: State, name: str, sub_batches: int) -> Run:
-        short, long = (self._stack_seconds(state, name, sub_batches, layers) for layers in _LAYERS)
-        layer = (long - short) / (_LAYERS[1] - _LAYERS[0])
-        return Run(name, sub_batches, layer, short - _LAYERS[0] * layer)
-
-    def _stack_seconds(self, state: State, name: str, sub_batches: int, layers: int) -> float:
-        tp, again = state
-        schedule = generate(name, 2 * layers, sub_batches, "full" if again else "none")
-        kinds = [self.model.kind_of(b) for b in range(2 * layers)]
-        costs = stack_costs(self.hardware, self.model, kinds, tp, self.setting.samples(tp), schedule)
-        forward, backward = lower(schedule, costs)
-        return run(Program("", (tuple(forward + backward),), {costs.link: costs.contention})).total_seconds
+    def least_seconds(self) -> float:
+        """Less than any plan of this setting takes: every layer in its fastest state, stages as even as can be."""
+        layer = min(self.run_of((tp, False)).layer_seconds for tp in self.degrees)
+        turns = self.setting.micro_batches + self.setting.stages - 1
+        return turns * self.model.layers * layer / self.setting.stages
 
     def solve(
         self, blocks: range, in_flight: int, states: tuple[State, ...], capacity: float, gradients: float
