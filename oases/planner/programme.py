@@ -13,23 +13,25 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
-from typing import Any, TypeAlias
 
 import numpy as np
 
 from oases.errors import UsageError
+from oases.planner.chain import Array, Chain, Dense
+from oases.planner.flow import solve_flow
 
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-GAP = 1e-6
-"""Relative distance of cost and bound at which an answer counts as the optimum."""
+GAP = 1e-9
+"""Relative distance of cost and bound at which an answer counts as the optimum: rounding."""
 MAX_LABELS = 20_000
 """Labels of one node beyond which HiGHS takes over."""
 ROUNDING = 1e-12
+"""Relative: what sums of the same numbers in another order may differ by."""
 
 
 class InfeasibleError(UsageError):
-    """No choice of states stays within the capacity. smallest_weight: the least that any choice weighs, in bytes;
-    infinite where forbidden edges leave no choice at all.
+    """No choice of states stays within the capacity.
+
+    smallest_weight: bytes of the lightest choice; infinite where forbidden edges leave none.
     """
 
     def __init__(self, smallest_weight: float, capacity: float | None) -> None:
@@ -41,43 +43,6 @@ class InfeasibleError(UsageError):
                 f"the lightest choice of states weighs {smallest_weight:.0f} bytes, the capacity is {capacity:.0f}: "
                 "give more memory, or states that need less"
             )
-
-
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """Nodes in a row, each to be given one of its states.
-
-    states: by node. costs: seconds of each state, by node. weights: bytes, likewise. edges: for each pair of
-    neighbours a matrix of seconds, states of the first by states of the second; inf forbids the pair. capacity:
-    bytes that the weights of the chosen states may sum up to; None where they do not matter.
-    """
-
-    states: tuple[tuple[Hashable, ...], ...]
-    costs: tuple[Array, ...]
-    weights: tuple[Array, ...]
-    edges: tuple[Array, ...]
-    capacity: float | None = None
-
-    def __post_init__(self) -> None:
-        counts = [len(states) for states in self.states]
-        if not counts or not all(counts):
-            raise UsageError(f"chain: every node needs a state; the nodes have {counts}")
-        for name, found in (("costs", self.costs), ("weights", self.weights)):
-            if [np.shape(each) for each in found] != [(count,) for count in counts]:
-                raise UsageError(f"chain: {name} must hold one number for each of the states, {counts} by node")
-        pairs = list(zip(counts, counts[1:], strict=False))
-        if [np.shape(each) for each in self.edges] != pairs:
-            raise UsageError(f"chain: edges must be matrices of the shapes {pairs}")
-
-    def cost_of(self, places: Sequence[int]) -> float:
-        """Seconds of a choice, given as the place of each node's state."""
-        nodes = sum(float(cost[place]) for cost, place in zip(self.costs, places, strict=True))
-        pairs = zip(self.edges, places, places[1:], strict=False)
-        return nodes + sum(float(edge[a, b]) for edge, a, b in pairs)
-
-    def weight_of(self, places: Sequence[int]) -> float:
-        """Bytes of a choice."""
-        return sum(float(weight[place]) for weight, place in zip(self.weights, places, strict=True))
 
 
 @dataclass(frozen=True)
@@ -106,16 +71,14 @@ def solve(chain: Chain, gap: float = GAP, max_labels: int = MAX_LABELS, time_lim
     """The choice of the least cost within the capacity; the cost is within `gap` of the optimum, relatively.
 
     max_labels: of one node; 0 leaves what the bounds do not decide to HiGHS. time_limit: seconds for HiGHS; where it
-    is reached, `Solution.gap` says what is proven. Raises InfeasibleError.
+    is reached, `Solution.gap` says what is proven (HiGHS proves no less than 1e-6). Raises InfeasibleError.
     """
     started = perf_counter()
-    search = _Search(_Dense.of(chain), chain.capacity, gap)
+    search = _Search(Dense.of(chain), chain.capacity, gap)
     method = search.bounds()
     if method is None:
         method = "labels"
         if not search.labels(max_labels):
-            from oases.planner.flow import solve_flow
-
             method = "milp"
             search.take(*solve_flow(search.undecided(), search.capacity, gap, time_limit))
     places = search.best
@@ -127,48 +90,6 @@ def solve(chain: Chain, gap: float = GAP, max_labels: int = MAX_LABELS, time_lim
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Dense:
-    """A chain as three arrays, padded with states of infinite cost: costs and weights NS, edges NSS."""
-
-    costs: Array
-    weights: Array
-    edges: Array
-
-    @staticmethod
-    def of(chain: Chain) -> _Dense:
-        nodes, most = len(chain.states), max(map(len, chain.states))
-        costs, weights = np.full((nodes, most), np.inf), np.zeros((nodes, most))
-        edges = np.full((nodes - 1, most, most), np.inf)
-        for i, (cost, weight) in enumerate(zip(chain.costs, chain.weights, strict=True)):
-            costs[i, : len(cost)], weights[i, : len(cost)] = cost, weight
-        for i, edge in enumerate(chain.edges):
-            edges[i, : len(edge), : len(edge[0])] = edge
-        return _Dense(costs, weights, edges).undominated()
-
-    def undominated(self) -> _Dense:
-        """Without states that another of their node replaces: no dearer, no heavier, no edge dearer."""
-        costs = self.costs.copy()
-        edges = self.edges.copy()
-        for i, (cost, weight) in enumerate(zip(costs, self.weights, strict=True)):
-            better = (cost[:, None] <= cost) & (weight[:, None] <= weight)  # RS: R is at least as good as S
-            if i > 0:
-                better &= (edges[i - 1][:, :, None] <= edges[i - 1][:, None, :]).all(0)
-            if i < len(edges):
-                better &= (edges[i][:, None, :] <= edges[i][None, :, :]).all(2)
-            gone = (better & (np.triu(better, 1) | ~better.T)).any(0)  # of equals the first stays
-            costs[i, gone] = np.inf
-            if i > 0:
-                edges[i - 1][:, gone] = np.inf
-            if i < len(edges):
-                edges[i][gone] = np.inf
-        return _Dense(costs, self.weights, edges)
-
-    def turned(self) -> _Dense:
-        """The same chain from its other end."""
-        return _Dense(self.costs[::-1], self.weights[::-1], self.edges[::-1].transpose(0, 2, 1))
-
-
 class _Ways:
     """The best way on from every state to the chain's end, for cost + multiplier x weight; all arrays are NS.
 
@@ -176,7 +97,7 @@ class _Ways:
     weight alone.
     """
 
-    def __init__(self, chain: _Dense, multiplier: float) -> None:
+    def __init__(self, chain: Dense, multiplier: float) -> None:
         self.multiplier = multiplier
         self._chain = chain
         if multiplier == np.inf:
@@ -216,7 +137,7 @@ class _Ways:
 class _Search:
     """The best choice found, a bound below all, and what is left to decide in between."""
 
-    def __init__(self, chain: _Dense, capacity: float | None, gap: float) -> None:
+    def __init__(self, chain: Dense, capacity: float | None, gap: float) -> None:
         self.chain = chain
         self.capacity = np.inf if capacity is None else float(capacity)
         self.best: tuple[int, ...] = ()
@@ -285,7 +206,7 @@ class _Search:
                     start = before.path(len(edges) - i, a)[::-1]
                     self.take([*start, *after.path(i + 1, b)], float(total[i, a, b]), -np.inf)
 
-    def undecided(self) -> _Dense:
+    def undecided(self) -> Dense:
         """The chain without the edges that no choice better than the best one found can use."""
         edges = self.chain.edges.copy()
         for ways in self._ways:
@@ -294,7 +215,7 @@ class _Search:
                 edges[through > self.capacity * (1 + ROUNDING)] = np.inf
             else:
                 edges[through + self.chain.edges > self.target + ways.multiplier * self.capacity] = np.inf
-        return _Dense(self.chain.costs, self.chain.weights, edges)
+        return Dense(self.chain.costs, self.chain.weights, edges)
 
     def labels(self, most: int) -> bool:
         """Go through the nodes with all beginnings that are not worse in cost and weight than another one.
@@ -318,7 +239,7 @@ class _Search:
         self.bound = max(self.bound, self.target)
         return True
 
-    def _extended(self, chain: _Dense, i: int, cost: Array, weight: Array, state: Array) -> tuple[Array, ...]:
+    def _extended(self, chain: Dense, i: int, cost: Array, weight: Array, state: Array) -> tuple[Array, ...]:
         """The labels of node i that grow out of those of the node before: cost, weight, state and parent."""
         found: list[tuple[Array, ...]] = []
         for b in np.flatnonzero(np.isfinite(chain.costs[i])):

@@ -13,10 +13,11 @@ from itertools import groupby
 
 import numpy as np
 
+from oases.planner.chain import Chain
 from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes, state_bytes
 from oases.planner.plan import Plan, Segment, Stage
 from oases.planner.predict import Predictor
-from oases.planner.programme import Chain, InfeasibleError, Solution, solve
+from oases.planner.programme import InfeasibleError, Solution, solve
 from oases.planner.runs import Run, Runs
 from oases.planner.space import Setting
 from oases.simulator.model import KINDS, BlockKind, ModelShape
