@@ -22,7 +22,6 @@ from oases.simulator.program import Contention
 from oases.terminal import progress
 from oases.train.config import settings
 
-
 _BUSY = 0.85
 """Of a core: below it, times tell of other programs."""
 
@@ -153,8 +152,8 @@ class _Profile:
             parts.append("Messages between two ranks were not measured: a simulated link has none.")
         if core_share < _BUSY:
             parts.append(
-                f"Other programs were running: a rank had {100 * core_share:.0f} % of its core, so times are too long "
-                "and slowdowns unsure; measure again on a quiet machine."
+                f"Other programs were running: a rank had {100 * core_share:.0f} % of its core, so times are too "
+                "long and slowdowns unsure; measure again on a quiet machine."
             )
         return " ".join(parts)
 
