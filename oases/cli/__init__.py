@@ -1,4 +1,4 @@
-"""The command `oases`: demo, train, bench. Every command takes --json FILE; mistakes exit with 2."""
+"""The command `oases`: demo, train, bench, profile. Every command takes --json FILE; mistakes exit with 2."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from oases.cli import bench, run  # deferred: their configurations need torch
+    from oases.cli import bench, profile, run  # deferred: their configurations need torch
 
     parser = Parser(prog="oases", description="Overlapped tensor parallelism for PyTorch.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and what was built, and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     run.add(commands)
     bench.add(commands)
+    profile.add(commands)
     return parser

@@ -11,9 +11,10 @@ backward pass g = gradient of h, a partial sum until its collective is waited fo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class Execution:
     """Runs `schedule` over the blocks on one batch. Made once per call of a stack.
 
     tokens: what this rank holds between blocks. spans: list to append (op, start, end) of every compute op and wait
-    to, monotonic seconds.
+    to, in what `clock` gives.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class Execution:
         differentiable: bool,
         randomness: Randomness,
         tokens: Tokens,
-        spans: list[tuple[str, float, float]] | None = None,
+        spans: list[tuple[str, Any, Any]] | None = None,
+        clock: Callable[[], Any] = time.perf_counter,
     ) -> None:
         self._methods = methods
         self._schedule = schedule
@@ -83,6 +85,7 @@ class Execution:
         self._randomness = randomness
         self._tokens = tokens
         self._spans = spans
+        self._clock = clock
         self._backward: tuple[Op, ...] = schedule.backward
         self._position = 0
         self._with_w = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
@@ -170,13 +173,13 @@ class Execution:
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            start = time.perf_counter()
             if op.kind in STARTS:
                 self._start(op, (op.block, op.sub_batch))
                 continue
+            start = self._clock() if self._spans is not None else None
             getattr(self, f"_do_{op.kind}")(op, (op.block, op.sub_batch))
             if self._spans is not None:
-                self._spans.append((str(op), start, time.perf_counter()))
+                self._spans.append((str(op), start, self._clock()))
 
     def _start(self, op: Op, place: Place) -> None:
         if op.kind == "all_gather":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
 
 import torch
@@ -114,8 +115,10 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self._seed: int | None = None
         self._agreed: set[Schedule] = set()
         self._calls = 0
-        self.spans: list[tuple[str, float, float]] | None = None
-        """Set to a list to have (op, start, end) of every compute op and wait appended, monotonic seconds."""
+        self.spans: list[tuple[str, Any, Any]] | None = None
+        """Set to a list to have (op, start, end) of every compute op and wait appended, as `clock` gives them."""
+        self.clock: Callable[[], Any] = time.perf_counter
+        """What spans are taken with. An accelerator works behind the host: there, one that records an event."""
 
     def run_as(
         self,
@@ -268,6 +271,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
             randomness=Randomness(self._seed, self._calls, rank, x.device, active=self.training, size=size),
             tokens=Tokens(rank, size) if schedule.sequence_parallel else Tokens(),
             spans=self.spans,
+            clock=self.clock,
         )
         if not differentiable:
             return execution.run_forward()
