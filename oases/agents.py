@@ -115,7 +115,7 @@ def _launch_on(nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[An
     nodes.require_inside()
     per_node = nodes.ranks_per_node(size)
     agents: list[_Agent] = []
-    last = signal.SIGTERM
+    last = signal.SIGKILL  # without ranks yet there is nothing to end in order
     with _sigterm_interrupts():
         try:
             _start(agents, nodes, (nodes, entrypoint, arguments, per_node))
@@ -124,9 +124,11 @@ def _launch_on(nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[An
             nodes.join([agent.process.pid or 0 for agent in agents])
             for agent in agents:
                 agent.connection.send("joined")
+            last = signal.SIGTERM
             return _result(agents)
         except KeyboardInterrupt:
-            last = signal.SIGINT  # at which ranks leave without a word
+            if last == signal.SIGTERM:
+                last = signal.SIGINT  # at which ranks leave without a word
             raise
         finally:
             _end(agents, last)
