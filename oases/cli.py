@@ -72,9 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", default=".", metavar="DIR", help="where report and trace go (default: .)")
     demo.set_defaults(run=_demo)
 
-    train = _command(commands, "train", "train a GPT on text over tensor-parallel ranks")
-    _add_options(train, TrainConfig())
-    _add_ranks(train, link=None)
+    train = _command(commands, "train", "train a GPT on text over tensor-parallel ranks, or as a plan says")
+    _add_options(train, TrainConfig(), only_given=True)
+    _add_ranks(train, link=None, tp=None)
+    train.add_argument(
+        "--plan", metavar="FILE",
+        help="execute this plan: it says the model, the batch, the ranks, their degrees and schedules",
+    )  # fmt: skip
     train.set_defaults(run=_train)
 
     bench = _command(commands, "bench", "measure what is hidden on this machine")
@@ -97,8 +101,13 @@ def _command(commands: Any, name: str, description: str) -> argparse.ArgumentPar
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser, defaults: Any, skip: Sequence[str] = ()) -> None:
-    """One option per field of a configuration, with its own description, default and type."""
+def _add_options(
+    parser: argparse.ArgumentParser, defaults: Any, skip: Sequence[str] = (), *, only_given: bool = False
+) -> None:
+    """One option per field of a configuration, with its own description, default and type.
+
+    only_given: options that are not given are absent from what is parsed.
+    """
     for item in dataclasses.fields(defaults):
         if item.name in skip:
             continue
@@ -108,13 +117,13 @@ def _add_options(parser: argparse.ArgumentParser, defaults: Any, skip: Sequence[
         kind = str if default is None else type(default)
         shown = "" if default is None or follows else f" (default: {default})"
         parser.add_argument(
-            f"--{item.name.replace('_', '-')}", type=kind, default=default,
+            f"--{item.name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS if only_given else default,
             metavar={int: "N", float: "X"}.get(kind, "TEXT"), help=item.metadata["help"] + shown,
         )  # fmt: skip
 
 
-def _add_ranks(parser: argparse.ArgumentParser, link: str | None) -> None:
-    parser.add_argument("--tp", type=int, default=2, metavar="N", help="tensor-parallel ranks (default: 2)")
+def _add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None = 2) -> None:
+    parser.add_argument("--tp", type=int, default=tp, metavar="N", help="tensor-parallel ranks (default: 2)")
     parser.add_argument(
         "--link", default=link, metavar="RATE",
         help="shape the link between the ranks, e.g. 500mbit, 1gbit; needs Linux, not root "
@@ -131,9 +140,13 @@ def _add_ranks(parser: argparse.ArgumentParser, link: str | None) -> None:
     )  # fmt: skip
 
 
-def _configured(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any:
+def _values(cls: type[Any], options: argparse.Namespace) -> dict[str, Any]:
     names = {item.name for item in dataclasses.fields(cls)}
-    return cls(**{name: value for name, value in vars(options).items() if name in names} | fixed)
+    return {name: value for name, value in vars(options).items() if name in names}
+
+
+def _configured(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any:
+    return cls(**_values(cls, options) | fixed)
 
 
 def _behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False) -> str:
@@ -158,17 +171,17 @@ def _behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simula
     return f"over a simulated link of {options.link}"
 
 
-def _rank_options(options: argparse.Namespace) -> Any:
+def _rank_options(options: argparse.Namespace, device: str, size: int) -> Any:
     from oases.ranks import RankOptions
 
     if not 0 < options.timeout <= 1e6:
         raise UsageError(f"--timeout must be above 0 and at most 1e6 seconds, got {options.timeout}")
     backend = Backend.parse(options.backend)
-    if backend.name == "nccl" and options.device != "cuda":
-        raise UsageError(f"backend nccl needs --device cuda, got --device {options.device}; use gloo on the CPU")
-    if backend.name == "sim" and options.device == "cuda" and "WORLD_SIZE" not in os.environ:
+    if backend.name == "nccl" and device != "cuda":
+        raise UsageError(f"backend nccl needs --device cuda, got --device {device}; use gloo on the CPU")
+    if backend.name == "sim" and device == "cuda" and "WORLD_SIZE" not in os.environ:
         backend = dataclasses.replace(backend, alone=True)  # several ranks on one GPU would share its compute
-    return RankOptions(options.tp, backend, options.timeout)
+    return RankOptions(size, backend, options.timeout)
 
 
 def _require_writable(name: str, path: str | None) -> None:
@@ -221,7 +234,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
         f"({corpus.num_bytes / 1e6:.1f} MB) from {corpus.path}\n{options.tp} ranks {link}; every step once per "
         "schedule: " + ", ".join(demo.SCHEDULES), soft_wrap=True,
     )  # fmt: skip
-    result = run_ranks(demo.run_demo, (config,), _rank_options(options))
+    result = run_ranks(demo.run_demo, (config,), _rank_options(options, config.device, options.tp))
     if not _speaks():
         return
     demo.show(result, link, folder)
@@ -235,14 +248,31 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.train.config import TrainConfig
     from oases.train.run import run_training
 
-    config = _configured(TrainConfig, options)
-    corpus = config.check(options.tp)
+    plan = None
+    if options.plan is not None:
+        from oases.train import plan as plans
+
+        if options.tp is not None:
+            raise UsageError(f"the plan says every segment's tensor-parallel degree; leave out --tp {options.tp}")
+        plan = plans.read_plan(options.plan)
+        config = plans.config_for(plan, _values(TrainConfig, options))
+        corpus, size = plans.check(config, plan), plan.world
+    else:
+        config, size = _configured(TrainConfig, options), 2 if options.tp is None else options.tp
+        corpus = config.check(size)
+    ranks = _rank_options(options, config.device, size)
+    if plan is not None:
+        ranks = dataclasses.replace(ranks, asked=f"the plan {options.plan!r}")
+        if ranks.backend.alone and size > 1:
+            raise UsageError("a plan needs its ranks, and this backend has one process stand for all; use gloo or nccl")
     link = _behind_link(options, given)
+    if plan is not None:
+        console.print(plan.text(), soft_wrap=True)
     console.print(
-        f"{corpus.num_files} text files, {corpus.num_bytes / 1e6:.1f} MB, from {corpus.path}; {options.tp} ranks "
+        f"{corpus.num_files} text files, {corpus.num_bytes / 1e6:.1f} MB, from {corpus.path}; {size} ranks "
         f"{link}", soft_wrap=True,
     )  # fmt: skip
-    result = run_ranks(run_training, (config,), _rank_options(options))
+    result = run_ranks(run_training, (config, plan, options.timeout), ranks)
     if not _speaks():
         return
     console.print(
@@ -267,7 +297,7 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
     config.check(options.tp)
     link = _behind_link(options, given)
     console.print(f"{options.tp} ranks {link}")
-    result = run_ranks(run_overlap_bench, (config, True), _rank_options(options))
+    result = run_ranks(run_overlap_bench, (config, True), _rank_options(options, config.device, options.tp))
     if not _speaks():
         return
     result["config"]["link"] = options.link

@@ -25,11 +25,15 @@ from oases.testbed import Backend
 
 @dataclass(frozen=True)
 class RankOptions:
-    """How the ranks of a run are set up. timeout: seconds until a collective counts as lost."""
+    """How the ranks of a run are set up. timeout: seconds until a collective counts as lost.
+
+    asked: who asked for so many ranks, in words; empty where it was --tp.
+    """
 
     size: int
     backend: Backend = field(default_factory=Backend)
     timeout_seconds: float = 300.0
+    asked: str = ""
 
 
 def under_torchrun() -> bool:
@@ -47,7 +51,7 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
         given = int(os.environ["WORLD_SIZE"])
         if given != options.size:
             raise UsageError(
-                f"--tp {options.size} needs {options.size} ranks, but the launcher gives {given}; start it "
+                f"{options.asked or f'--tp {options.size}'} needs {options.size} ranks, but the launcher gives {given}; start it "
                 f"with torchrun --nproc-per-node {options.size}, or without torchrun"
             )
         return _rank_main(function, arguments, options)
@@ -178,8 +182,9 @@ def _waiting_for() -> str:
         return ""
     from oases.parallel.group import scheduler_of
 
-    assert dist.group.WORLD is not None
-    return str(scheduler_of(dist.group.WORLD).waiting_for())
+    # torch knows every group of this process; a plan has several.
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return next((text for text in (str(scheduler_of(group).waiting_for()) for group in groups) if text), "")
 
 
 def require_agreement(settings: dict[str, Any]) -> None:
