@@ -264,7 +264,9 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     if plan is not None:
         ranks = dataclasses.replace(ranks, asked=f"the plan {options.plan!r}")
         if ranks.backend.alone and size > 1:
-            raise UsageError("a plan needs its ranks, and this backend has one process stand for all; use gloo or nccl")
+            raise UsageError(
+                "a plan needs its ranks, and this backend has one process stand for all; use gloo or nccl"
+            )
     link = _behind_link(options, given)
     if plan is not None:
         console.print(plan.text(), soft_wrap=True)
@@ -279,7 +281,8 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
         f"validation loss {result['validation_loss']:.4f} nats per byte; step "
         f"{1e3 * result['step_seconds']:.0f} ms, {result['tokens_per_second']:.0f} tokens/s"
     )
-    for row in result["overlap"]["stacks"]:
+    others = [row for row in result["overlap"]["others"] if row["where"].startswith(("reshard", "gradients over"))]
+    for row in result["overlap"]["stacks"] + others:
         console.print(
             f"{row['where']}: {row['collectives']} collectives, {row['bytes'] / 1e6:.0f} MB, link busy "
             f"{row['link_seconds']:.1f} s, compute waited {row['blocked_seconds']:.1f} s: {percent(row['hidden'])} "

@@ -50,8 +50,9 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
     if under_torchrun():
         given = int(os.environ["WORLD_SIZE"])
         if given != options.size:
+            asked = options.asked or f"--tp {options.size}"
             raise UsageError(
-                f"{options.asked or f'--tp {options.size}'} needs {options.size} ranks, but the launcher gives {given}; start it "
+                f"{asked} needs {options.size} ranks, but the launcher gives {given}; start it "
                 f"with torchrun --nproc-per-node {options.size}, or without torchrun"
             )
         return _rank_main(function, arguments, options)

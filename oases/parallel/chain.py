@@ -40,7 +40,9 @@ class PlannedStack(nn.Module):
             made = [blocks(first + place, group) for place in range(segment.num_blocks)]
             self.blocks.extend(made)
             options = {**stack_options, "schedule": segment.generated()}
-            self.segments.append(OverlappedStack(made, process_group=group, **options))
+            stack = OverlappedStack(made, process_group=group, **options)
+            stack.first_block, stack.replica = first, mesh.replica(segment.tp)
+            self.segments.append(stack)
 
     @property
     def first_degree(self) -> int:

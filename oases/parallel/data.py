@@ -108,7 +108,7 @@ class GradientAverage:
             if group is not None and group_size(group) > 1:
                 found = by_group.setdefault(group_name(group), (group, []))[1]
                 found.extend(parameter for parameter in parameters if parameter.requires_grad)
-        self._lanes = [_Lane(group, _buckets(found, bucket_bytes)) for group, found in by_group.values()]
+        self._lanes = [_Lane(group, _buckets(found, bucket_bytes, group)) for group, found in by_group.values()]
         self._active = False
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(lane, bucket))
@@ -147,7 +147,7 @@ class GradientAverage:
         self._lanes, self._handles = [], []
 
 
-def _buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+def _buckets(parameters: list[nn.Parameter], bucket_bytes: int, group: ProcessGroup) -> list[_Bucket]:
     """Each parameter once, from the last, whose gradient comes first; one type to a bucket."""
     buckets: list[list[nn.Parameter]] = []
     used, kind = 0, None
@@ -158,4 +158,5 @@ def _buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]
             used, kind = 0, (parameter.dtype, parameter.device)
         buckets[-1].append(parameter)
         used += size
-    return [_Bucket(bucket, f"gradients, bucket {number}") for number, bucket in enumerate(buckets)]
+    where = f"gradients over {group_size(group)} ranks, bucket"
+    return [_Bucket(bucket, f"{where} {number}") for number, bucket in enumerate(buckets)]

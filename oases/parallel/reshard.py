@@ -25,36 +25,37 @@ def reshard(x: Tensor, degree: int, other: int, mesh: Mesh) -> Tensor:
     if degree == other:
         return x
     group = mesh.resharding(degree, other)
+    label = f"reshard tp {degree} to {other}"
     assert group is not None, "different degrees need more than one rank"
     if other > degree:
-        joined: Tensor = _Join.apply(x, group)
+        joined: Tensor = _Join.apply(x, group, label)
         return joined
     if x.shape[0] % group.size():
         raise ValueError(f"{x.shape[0]} samples do not divide over {group.size()} replicas of tp {other}")
-    part: Tensor = _Share.apply(x, group)
+    part: Tensor = _Share.apply(x, group, label)
     return part
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup, label: str) -> Tensor:
         ctx.process_group = process_group
-        return _gathered(x, process_group, "reshard forward")
+        return _gathered(x, process_group, label)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _part(grad, ctx.process_group) * ctx.process_group.size(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _part(grad, ctx.process_group) * ctx.process_group.size(), None, None
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup) -> Tensor:
-        ctx.process_group = process_group
+    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup, label: str) -> Tensor:
+        ctx.process_group, ctx.label = process_group, f"{label}, backward"
         return _part(x, process_group).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _gathered(grad, ctx.process_group, "reshard backward").div_(ctx.process_group.size()), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _gathered(grad, ctx.process_group, ctx.label).div_(ctx.process_group.size()), None, None
 
 
 def _gathered(x: Tensor, process_group: ProcessGroup, label: str) -> Tensor:

@@ -24,9 +24,6 @@ class ShardedAdamW:
     """
 
     def __init__(self, parts: Parts, *, learning_rate: float, weight_decay: float) -> None:
-        # Here, because its package compiles things that nobody else needs.
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
         by_group: dict[str, tuple[ProcessGroup | None, list[nn.Parameter]]] = {}
         for parameters, group in parts:
             shared = group if group_size(group) > 1 else None
@@ -39,6 +36,9 @@ class ShardedAdamW:
             if group is None:
                 optimizer = local = torch.optim.AdamW(groups, lr=learning_rate, **OPTIONS)
             else:
+                # Here, because its package compiles things that nobody else needs.
+                from torch.distributed.optim import ZeroRedundancyOptimizer
+
                 optimizer = ZeroRedundancyOptimizer(
                     groups, torch.optim.AdamW, process_group=group, lr=learning_rate, **OPTIONS
                 )
