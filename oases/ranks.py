@@ -28,13 +28,15 @@ class RankOptions:
     """How the ranks of a run are set up.
 
     timeout: seconds until a collective counts as lost. nodes: of this machine's testbed to spread the ranks over, for
-    a process behind their link; None: all on one.
+    a process behind their link; None: all on one. asked: who asked for so many ranks, in words; empty where it was
+    --tp.
     """
 
     size: int
     backend: Backend = field(default_factory=Backend)
     timeout_seconds: float = 300.0
     nodes: Nodes | None = None
+    asked: str = ""
 
 
 def under_torchrun() -> bool:
@@ -51,8 +53,9 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
     if under_torchrun():
         given = int(os.environ["WORLD_SIZE"])
         if given != options.size:
+            asked = options.asked or f"--tp {options.size}"
             raise UsageError(
-                f"--tp {options.size} needs {options.size} ranks, but the launcher gives {given}; start it "
+                f"{asked} needs {options.size} ranks, but the launcher gives {given}; start it "
                 f"with torchrun --nproc-per-node {options.size}, or without torchrun"
             )
         return _rank_main(function, arguments, options)
@@ -177,8 +180,9 @@ def _waiting_for() -> str:
         return ""
     from oases.parallel.group import scheduler_of
 
-    assert dist.group.WORLD is not None
-    return str(scheduler_of(dist.group.WORLD).waiting_for())
+    # torch knows every group of this process; a plan has several.
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return next((text for text in (str(scheduler_of(group).waiting_for()) for group in groups) if text), "")
 
 
 def require_agreement(settings: dict[str, Any]) -> None:
