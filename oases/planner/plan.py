@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
@@ -161,6 +162,17 @@ class Plan:
             prediction = _made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
         model = _made(ModelShape, body.get("model"), "model")
         return _made(Plan, {**body, "stages": stages, "model": model, "prediction": prediction}, "plan")
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file. UsageError where it cannot be read or is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"plan {str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"plan {str(path)!r} is not UTF-8 text: {error.reason}") from error
+    return Plan.from_json(text)
 
 
 def _listed(data: Any, name: str, where: Any) -> list[Any]:
