@@ -200,19 +200,18 @@ def _split(segments: list[Segment], at: int, first: int, search: SettingSearch) 
 def _refusal(runs: Runs, world: int, global_batch: int, capacity: int) -> str:
     """Why nothing fits, and the smallest single changes that make something fit."""
     model, least = runs.model, _least_bytes(runs, world, global_batch, capacity)
-    changes = []
-    if not runs.space.recompute:
-        again = Runs(model, runs.hardware, replace(runs.space, recompute=True))
-        if _least_bytes(again, world, global_batch, capacity) <= capacity:
-            changes.append("recomputation (leave out --no-recompute)")
-    if True not in runs.space.zero:
-        again = Runs(model, runs.hardware, replace(runs.space, zero=(False, True)))
-        if _least_bytes(again, world, global_batch, capacity) <= capacity:
-            changes.append("a sharded optimizer (leave out --no-zero)")
-    if model.dtype == "float32" and "bfloat16" in runs.hardware.device.flops_per_second and not runs.hardware.blocks:
-        again = Runs(replace(model, dtype="bfloat16"), runs.hardware, runs.space)
-        if _least_bytes(again, world, global_batch, capacity) <= capacity:
-            changes.append("bfloat16 instead of float32")
+    others = {
+        "recomputation (leave out --no-recompute)": (model, replace(runs.space, recompute=True)),
+        "a sharded optimizer (leave out --no-zero)": (model, replace(runs.space, zero=(False, True))),
+    }
+    if "bfloat16" in runs.hardware.device.flops_per_second and not runs.hardware.blocks:
+        others["bfloat16 instead of float32"] = (replace(model, dtype="bfloat16"), runs.space)
+    changes = [
+        change
+        for change, (shape, space) in others.items()
+        if (shape.element_bytes, space) != (model.element_bytes, runs.space)
+        and _least_bytes(Runs(shape, runs.hardware, space), world, global_batch, capacity) <= capacity
+    ]
     for ranks in (world * 2**power for power in range(1, 7)):
         if _least_bytes(runs, ranks, global_batch, capacity) <= capacity:
             changes.append(f"{ranks} devices instead of {world}")

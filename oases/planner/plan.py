@@ -142,7 +142,7 @@ class Plan:
         return next(iter(degrees)) if len(degrees) == 1 else None
 
     def text(self) -> str:
-        """The plan in a line, e.g. "14 blocks tp 2 x dp 4 (oases@2) -> 34 blocks tp 4 x dp 2 (oases@2); 1 micro-batch"."""
+        """In a line, e.g. "14 blocks tp 2 x dp 4 (oases@2) -> 34 blocks tp 4 x dp 2 (oases@2); 1 micro-batch"."""
         runs: list[tuple[int, str]] = []
         for stage in self.stages:
             parts = []
