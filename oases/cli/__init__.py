@@ -1,4 +1,4 @@
-"""The command `oases`: demo, train, bench, profile, plan. Every command takes --json FILE; mistakes exit with 2."""
+"""The command `oases` and its subcommands. Every one takes --json FILE; mistakes exit with 2."""
 
 from __future__ import annotations
 
@@ -37,7 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fail(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
 
 
-_COMMANDS = {"demo": "run", "train": "run", "bench": "bench", "profile": "profile", "plan": "plan"}
+_COMMANDS = {
+    "demo": "run",
+    "train": "run",
+    "bench": "bench",
+    "profile": "profile",
+    "plan": "plan",
+    "simulate": "simulate",
+}
 """The module of each command, in the order of the help."""
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from oases.planner.memory import embedding_segment, head_bytes, stage_parameters, stage_state_bytes
-from oases.planner.pieces import StagePieces, course
+from oases.planner.pieces import Course, StagePieces, course
 from oases.planner.plan import Plan, Prediction, Segment
 from oases.schedule import generate_pipeline
 from oases.simulator.engine import run
@@ -66,20 +66,20 @@ class Predictor:
 
     def predict(self, plan: Plan) -> Prediction:
         """Seconds of a step, what of them is exposed communication and bubble, and peak memory by stage."""
+        found = self.course(plan)
+        bubbles = max(found.bubbles) if len(plan.stages) > 1 else 0.0
+        return Prediction(found.seconds, max(found.exposed), bubbles, found.peak_bytes)
+
+    def course(self, plan: Plan) -> Course:
+        """How the step goes, stage by stage."""
         stages = range(len(plan.stages))
         if plan.micro_batches > 1:
-            found = course(plan.pipeline, plan.micro_batches, [self.pieces(plan, number) for number in stages])
-            return Prediction(
-                found.seconds, max(found.exposed), max(found.bubbles) if len(stages) > 1 else 0.0, found.peak_bytes
-            )
+            return course(plan.pipeline, plan.micro_batches, [self.pieces(plan, number) for number in stages])
         timeline = self.timeline(plan)
-        slowest = max(stages, key=timeline.exposed)
-        return Prediction(
-            step_seconds=timeline.total_seconds,
-            exposed_seconds=timeline.exposed(slowest),
-            bubble_seconds=max(timeline.bubble(stage) for stage in stages) if len(plan.stages) > 1 else 0.0,
-            memory_bytes=tuple(timeline.peak_bytes(stage) for stage in stages),
-        )
+        return Course(
+            timeline.total_seconds, tuple(map(timeline.exposed, stages)), tuple(map(timeline.bubble, stages)),
+            tuple(map(timeline.peak_bytes, stages)),
+        )  # fmt: skip
 
     def pieces(self, plan: Plan, number: int) -> StagePieces:
         """The passes of a stage, simulated once for all stages that are alike."""
@@ -96,7 +96,8 @@ class Predictor:
 
     def timeline(self, plan: Plan, *, every_op: bool = False) -> Timeline:
         """One optimizer step, a rank of each stage."""
-        return run(self.program(plan, every_op=every_op))
+        timeline = run(self.program(plan, every_op=every_op))
+        return replace(timeline, who="stage") if len(plan.stages) > 1 else timeline
 
     def program(self, plan: Plan, *, every_op: bool = False) -> Program:
         """The instructions of one optimizer step."""

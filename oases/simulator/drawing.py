@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,59 +17,139 @@ COLOURS = {
     "recompute": "#72B7B2",
     "backward": "#54A24B",
     "weight gradient": "#B279A2",
-    "waiting": "#EEEEEE",
-    "all-reduce": "#F58518",
+    "embedding and head": "#439894",
+    "optimizer": "#79706E",
     "other": "#BAB0AC",
+    "waiting": "#F6D5D0",
+    "bubble": "#EEEEEE",
+    "all-reduce": "#F58518",
+    "send": "#EECA3B",
+    "gradients": "#E45756",
+    "parameters": "#FF9DA6",
+    "reshard": "#9D755D",
 }
 CURVES = ("#E45756", "#4C78A8", "#54A24B", "#B279A2", "#F58518")
+_LANE, _MEMORY, _GAP, _ABOVE, _BELOW = 24, 130, 56, 140, 50
+"""Pixels: of a lane, of a panel of memory, between panels, and above and below them all."""
+_BORDERED = 100
+"""Spans of a lane beyond which their white borders would cover them."""
+_LANES = {"node": "link in its node", "cluster": "link between nodes", "exposed": "exposed sums"}
+"""What the lanes of a plan's program are called."""
 
 
-def draw_timelines(timelines: Sequence[Timeline]) -> Any:
-    """One panel per timeline, one bar row per rank's compute and link, all panels to one time scale."""
+def draw_timelines(timelines: Sequence[Timeline], capacity: int | None = None) -> Any:
+    """One panel per timeline, one bar row per rank's compute and link, all panels to one time scale.
+
+    Where a timeline knows its memory, a panel below it shows it; capacity: bytes that may be filled, drawn there.
+    """
+    longest = max(timeline.total_seconds for timeline in timelines)
+    scale, unit = (1.0, "s") if longest >= 10 else (1e3, "ms")
+    rows: list[tuple[Timeline, bool]] = []
+    for timeline in timelines:
+        rows += [(timeline, False)] + ([(timeline, True)] if _knows_memory(timeline) else [])
+    pixels = [_MEMORY if memory else _LANE * len(timeline.lanes) + 10 for timeline, memory in rows]
+    inside = sum(pixels) + _GAP * (len(rows) - 1)
     figure = make_subplots(
-        rows=len(timelines),
+        rows=len(rows),
         shared_xaxes=True,
-        vertical_spacing=0.08,
-        subplot_titles=[f"{t.name}: one step in {t.total_seconds * 1e3:.0f} ms" for t in timelines],
+        row_heights=pixels,
+        vertical_spacing=_GAP / inside if len(rows) > 1 else 0.0,
+        subplot_titles=[
+            "memory"
+            if memory
+            else f"{t.name}: one step in {scale * t.total_seconds:{'.1f' if unit == 's' else '.0f'}} {unit}"
+            for t, memory in rows
+        ],
     )
     shown: set[str] = set()
-    for row, timeline in enumerate(timelines, start=1):
-        for kind in COLOURS:
-            spans = [span for span in timeline.spans if span.kind == kind]
-            if not spans:
-                continue
-            figure.add_trace(
-                go.Bar(
-                    orientation="h",
-                    base=[span.start * 1e3 for span in spans],
-                    x=[span.seconds * 1e3 for span in spans],
-                    y=[f"rank {span.rank} {span.lane}" for span in spans],
-                    customdata=[[span.name, span.start * 1e3] for span in spans],
-                    hovertemplate="%{customdata[0]}<br>from %{customdata[1]:.1f} ms for %{x:.1f} ms",
-                    marker={"color": COLOURS[kind], "line": {"width": 0.5, "color": "white"}},
-                    name=kind,
-                    legendgroup=kind,
-                    showlegend=kind not in shown,
-                ),
-                row=row,
-                col=1,
-            )
-            shown.add(kind)
-        lanes = [f"rank {rank} {lane}" for rank, lane in timeline.lanes]
-        figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], row=row, col=1)
-    longest = max(timeline.total_seconds for timeline in timelines) * 1e3
-    figure.update_xaxes(range=[0, longest], showgrid=True)
-    figure.update_xaxes(title_text="milliseconds", row=len(timelines), col=1)
-    lanes_drawn = sum(len(timeline.lanes) for timeline in timelines)
+    for row, (timeline, memory) in enumerate(rows, start=1):
+        if memory:
+            _draw_memory(figure, row, timeline, scale, unit, capacity)
+        else:
+            _draw_lanes(figure, row, timeline, scale, unit, shown)
+    figure.update_xaxes(range=[0, scale * longest], showgrid=True)
+    figure.update_xaxes(title_text={"s": "seconds", "ms": "milliseconds"}[unit], row=len(rows), col=1)
     figure.update_layout(
         barmode="overlay",
         bargap=0.15,
         template="plotly_white",
-        height=130 * len(timelines) + 28 * lanes_drawn,
-        margin={"l": 110, "r": 20, "t": 60, "b": 40},
-        legend={"orientation": "h", "y": 1.08, "yanchor": "bottom", "x": 0},
+        height=inside + _ABOVE + _BELOW,
+        margin={"l": 170 if _widest(timelines) > 16 else 110, "r": 20, "t": _ABOVE, "b": _BELOW},
+        legend={"orientation": "h", "y": 1 + 34 / inside, "yanchor": "bottom", "x": 0},
     )
     return figure
+
+
+def _knows_memory(timeline: Timeline) -> bool:
+    return any(held.num_bytes for held in timeline.held)
+
+
+def _widest(timelines: Sequence[Timeline]) -> int:
+    return max((len(_lane(t, *lane)) for t in timelines for lane in t.lanes), default=0)
+
+
+def _lane(timeline: Timeline, rank: int, lane: str) -> str:
+    return f"{timeline.who} {rank} {_LANES.get(lane, lane)}"
+
+
+def _draw_lanes(figure: Any, row: int, timeline: Timeline, scale: float, unit: str, shown: set[str]) -> None:
+    fullest = max(Counter((span.rank, span.lane) for span in timeline.spans).values(), default=0)
+    border = 0.5 if fullest <= _BORDERED else 0
+    by_kind = {kind: [span for span in timeline.spans if span.kind == kind] for kind in COLOURS}
+    for kind, spans in by_kind.items():
+        if not spans:
+            continue
+        figure.add_trace(
+            go.Bar(
+                orientation="h",
+                base=[scale * span.start for span in spans],
+                x=[scale * span.seconds for span in spans],
+                y=[_lane(timeline, span.rank, span.lane) for span in spans],
+                customdata=[[span.name, scale * span.start] for span in spans],
+                hovertemplate=f"%{{customdata[0]}}<br>from %{{customdata[1]:.4g}} {unit} for %{{x:.4g}} {unit}",
+                marker={"color": COLOURS[kind], "line": {"width": border, "color": "white"}},
+                name=kind,
+                legendgroup=kind,
+                showlegend=kind not in shown,
+            ),
+            row=row,
+            col=1,
+        )
+        shown.add(kind)
+    lanes = [_lane(timeline, rank, lane) for rank, lane in timeline.lanes]
+    figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], row=row, col=1)
+
+
+def _draw_memory(figure: Any, row: int, timeline: Timeline, scale: float, unit: str, capacity: int | None) -> None:
+    """Steps, a line a rank: the darker, the later its stage."""
+    ranks = sorted({held.rank for held in timeline.held})
+    for place, rank in enumerate(ranks):
+        steps = [(held.time, held.num_bytes) for held in timeline.held if held.rank == rank]
+        steps.append((timeline.total_seconds, steps[-1][1]))
+        name = f"{timeline.who} {rank}"
+        figure.add_trace(
+            go.Scatter(
+                x=[scale * time for time, _ in steps],
+                y=[num_bytes / 2**30 for _, num_bytes in steps],
+                mode="lines",
+                line={"shape": "hv", "width": 1.5, "color": _shade(place, len(ranks))},
+                name=name,
+                hovertemplate=f"{name}: %{{y:.4g}} GiB at %{{x:.4g}} {unit}<extra></extra>",
+                showlegend=False,
+            ),
+            row=row,
+            col=1,
+        )
+    if capacity is not None:
+        figure.add_hline(y=capacity / 2**30, line={"color": "#E45756", "dash": "dot"}, row=row, col=1)
+    figure.update_yaxes(title_text="GiB", rangemode="tozero", row=row, col=1)
+
+
+def _shade(place: int, count: int) -> str:
+    share = place / max(1, count - 1)
+    low, high = (158, 202, 233), (31, 58, 95)
+    red, green, blue = (round(a + share * (b - a)) for a, b in zip(low, high, strict=True))
+    return f"rgb({red},{green},{blue})"
 
 
 def draw_curves(curves: Mapping[str, Sequence[float]], *, x: str, y: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,9 +34,14 @@ class Span:
         return self.lane == "compute" and self.name.startswith(("wait ", "receive "))
 
     @property
+    def bare_name(self) -> str:
+        """The op without its micro-batch and its segment."""
+        return _PREFIX.sub(r"\1", self.name, count=1)
+
+    @property
     def kind(self) -> str:
-        """What the span is, for colours and sums: forward, combine, recompute, backward, waiting, all-reduce."""
-        first = self.name.split()[0]
+        """What the span is, for colours and sums, such as forward, recompute, waiting, bubble, all-reduce."""
+        first = self.bare_name.split()[0]
         if self.lane == "compute":
             return _KINDS.get(first, "other")
         return _LINK_KINDS.get(first, "all-reduce")
@@ -50,9 +56,14 @@ _KINDS = {
     "BC": "backward",
     "RC": "recompute",
     "wait": "waiting",
-    "receive": "waiting",
+    "receive": "bubble",
+    "embedding": "embedding and head",
+    "head": "embedding and head",
+    "optimizer": "optimizer",
 }
-_LINK_KINDS = {"send": "send", "gradients": "gradients", "reshard": "reshard"}
+_LINK_KINDS = {"send": "send", "gradients": "gradients", "reshard": "reshard", "parameters": "parameters"}
+_PREFIX = re.compile(r"(wait |receive )?(micro-batch \d+ )?(segment \d+ )?")
+"""Of a plan's ops: they say which micro-batch and which segment of blocks they belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +77,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step under one schedule, over all ranks; held: their memory over time, where it is known."""
+    """The spans of one step under one schedule, over all ranks; held: their memory over time, where it is known.
+
+    who: what a rank's number stands for: in a pipeline one rank of each stage is shown.
+    """
 
     name: str
     spans: tuple[Span, ...]
     held: tuple[Held, ...] = ()
+    who: str = "rank"
 
     @cached_property
     def total_seconds(self) -> float:
@@ -82,7 +97,8 @@ class Timeline:
         """(rank, lane) in drawing order."""
         lanes = {(span.rank, span.lane) for span in self.spans}
         ranks = {rank for rank, _ in lanes}
-        return sorted(lanes | {(rank, "compute") for rank in ranks}, key=lambda lane: (lane[0], lane[1] != "compute"))
+        every = lanes | {(rank, "compute") for rank in ranks}
+        return sorted(every, key=lambda lane: (lane[0], lane[1] != "compute", lane[1]))
 
     def busy(self, rank: int, lane: Lane) -> float:
         """Seconds in which the lane worked; waiting does not count."""
@@ -112,20 +128,24 @@ class Timeline:
             found.setdefault(span.rank, []).append(span)
         return found
 
-    def text(self, columns: int = 100) -> str:
-        """The timeline in characters, one line a lane: the first letter of each op, '.' where compute waits."""
-        width = max(len(f"rank {rank} {lane}") for rank, lane in self.lanes)
+    def text(self, columns: int = 100, *, links: bool = True) -> str:
+        """The timeline in characters, one line a lane: the first letter of each op, '.' where compute waits.
+
+        links: whether the links have lanes too.
+        """
+        lanes = [(rank, lane) for rank, lane in self.lanes if links or lane == "compute"]
+        width = max(len(f"{self.who} {rank} {lane}") for rank, lane in lanes)
         lines = [f"{self.name}: {self.total_seconds * 1e3:.0f} ms"]
-        for rank, lane in self.lanes:
+        for rank, lane in lanes:
             cells = [" "] * columns
             for span in self.spans:
                 if (span.rank, span.lane) == (rank, lane):
                     first = round(span.start / self.total_seconds * columns)
                     last = max(first + 1, round(span.end / self.total_seconds * columns))
-                    letter = "." if span.waiting else "=" if lane != "compute" else span.name[0]
+                    letter = "." if span.waiting else "=" if lane != "compute" else span.bare_name[0]
                     for cell in range(first, min(last, columns)):
                         cells[cell] = letter
-            lines.append(f"{f'rank {rank} {lane}':<{width}} |{''.join(cells)}|")
+            lines.append(f"{f'{self.who} {rank} {lane}':<{width}} |{''.join(cells)}|")
         return "\n".join(lines)
 
 
@@ -156,7 +176,7 @@ def trace_json(timelines: Iterable[Timeline]) -> str:
         threads = {lane: number for number, lane in enumerate(dict.fromkeys(lane for _, lane in timeline.lanes))}
         for rank, lane in timeline.lanes:
             process, thread = 100_000 * index + rank, threads[lane]
-            names = {"process_name": f"{timeline.name}, rank {rank}", "thread_name": lane}
+            names = {"process_name": f"{timeline.name}, {timeline.who} {rank}", "thread_name": lane}
             events += [
                 {"ph": "M", "pid": process, "tid": thread, "name": key, "args": {"name": value}}
                 for key, value in names.items()

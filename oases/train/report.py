@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from plotly.offline import get_plotlyjs
-
 from oases.simulator.drawing import draw_curves, draw_timelines
+from oases.simulator.page import Section, write_page
 from oases.simulator.timeline import Timeline
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .35em 1em; border-bottom: 1px solid #ddd }
-th { font-weight: 600; text-align: right } td { text-align: right }
-th:first-child, td:first-child { text-align: left } h1 { margin-bottom: 0 } .sub { color: #666; margin-top: .2em }
-"""
+_TIMELINES = (
+    "One measured step of the transformer stack under each schedule, to one time scale. Orange: an all-reduce is on "
+    "the link. Pale: the compute stands still for it. Names are BLOCK.SUB-BATCH. Drag to zoom, hover for names and "
+    "times."
+)
+_LOSSES = (
+    "Training loss per step. A schedule changes when things run, never what is computed, so the curves lie on each "
+    "other."
+)
 
 
 def write_report(
@@ -33,31 +34,11 @@ def write_report(
 
     header, rows: the table of results. losses: training loss per step, nats per byte, by schedule.
     """
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    figures = [
-        figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
-        for figure in (
-            draw_timelines(timelines),
-            draw_curves(losses, x="step", y="training loss, nats per byte"),
-        )
-    ]
-    path.write_text(
-        f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>
-<script>{get_plotlyjs()}</script></head><body>
-<h1>{html.escape(title)}</h1><p class="sub">{html.escape(subtitle)}</p>
-<table>{line(header, "th")}{"".join(line(row, "td") for row in rows)}</table>
-<h2>Where the time went</h2>
-<p>One measured step of the transformer stack under each schedule, to one time scale. Orange: an all-reduce is on
-the link. Pale: the compute stands still for it. Names are BLOCK.SUB-BATCH. Drag to zoom, hover for names and
-times.</p>{figures[0]}
-<h2>The same training</h2>
-<p>Training loss per step. A schedule changes when things run, never what is computed, so the curves lie on each
-other.</p>{figures[1]}
-</body></html>
-""",
-        encoding="utf-8",
-    )
+    curves = draw_curves(losses, x="step", y="training loss, nats per byte")
+    write_page(
+        path, title=title, subtitle=subtitle, header=header, rows=rows,
+        sections=[
+            Section("Where the time went", _TIMELINES, draw_timelines(timelines)),
+            Section("The same training", _LOSSES, curves),
+        ],
+    )  # fmt: skip

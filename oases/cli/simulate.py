@@ -1,0 +1,230 @@
+"""The command simulate: predicts a step without running it, of a plan, of a strategy by hand, or of the best one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from oases.cli.options import command, require_writable, write_json
+from oases.cli.plan import searched, space_of
+from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
+from oases.errors import UsageError
+from oases.planner.memory import usable_bytes
+from oases.planner.plan import Plan, Segment, Stage, read_plan
+from oases.planner.predict import Predictor
+from oases.planner.search import stage_sizes
+from oases.planner.throughput import throughput
+from oases.schedule import GENERATORS, PIPELINES, WHOLE
+from oases.simulator.hardware import Hardware
+from oases.simulator.model import ModelShape
+
+MAX_STAGES = 64
+"""Pipeline stages that a search looks at."""
+PAGE_SPANS, TRACE_SPANS, TEXT_SPANS = 12_000, 200_000, 2_000
+"""What a page, a trace and a text show at most."""
+TEXT_STAGES, TEXT_BLOCKS = 16, 24
+"""Beyond these a text shows nothing that could be read."""
+_READ = (
+    "Pale red: the compute stands still for communication that nothing hides. Grey: it waits for another stage, a "
+    "bubble. Ops are named BLOCK.SUB-BATCH, passes STAGE.MICRO-BATCH. Drag to zoom, hover for names and times."
+)
+_BY_HAND = ("tp", "stages", "schedule", "sub_batches", "recompute", "zero", "pipeline")
+_FOR_SEARCH = ("degrees", "no_recompute", "no_zero")
+_OF_A_PLAN = (
+    "model",
+    "hidden",
+    "layers",
+    "heads",
+    "sequence",
+    "vocabulary",
+    "dtype",
+    "global_batch",
+    "micro_batches",
+)
+
+
+def add(commands: Any) -> None:
+    """Add it to the command line."""
+    simulate = command(
+        commands, "simulate", "predict a step on a cluster of any size without running it; no GPU needed"
+    )
+    add_model(simulate)
+    add_cluster(simulate)
+    add_limits(simulate)
+    simulate.add_argument(
+        "--plan", metavar="FILE", help="simulate this plan; it says the model, the batch, the ranks"
+    )
+    hand = simulate.add_argument_group(
+        "a strategy by hand", "With none of these, and no --plan, the best one is searched, pipelines among them."
+    )
+    hand.add_argument("--tp", type=int, metavar="N", help="tensor-parallel degree of all blocks (default: 1)")
+    hand.add_argument("--stages", type=int, metavar="N", help="pipeline stages (default: 1)")
+    hand.add_argument("--schedule", metavar="NAME", help=f"of the blocks: {', '.join(GENERATORS)} (default: oases)")
+    hand.add_argument(
+        "--sub-batches", type=int, metavar="N", help="parts of a micro-batch (default: 2 if there are 2)"
+    )
+    hand.add_argument("--recompute", metavar="N", help="none, full, or layers of each stage (default: none)")
+    hand.add_argument("--zero", action="store_true", default=None, help="shard the optimizer's state")
+    hand.add_argument("--pipeline", metavar="NAME", help=f"{' or '.join(PIPELINES)} (default: one_f_one_b)")
+    simulate.add_argument("--html", metavar="FILE", help="write a page with the timeline there")
+    simulate.add_argument("--trace", metavar="FILE", help="write a trace there that ui.perfetto.dev opens")
+    simulate.set_defaults(run=_simulate)
+
+
+def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.cli.strategy import figures, plan_table, title
+    from oases.terminal import console
+
+    for name in ("html", "trace"):
+        require_writable(f"--{name}", getattr(options, name))
+    plan, hardware, predictor = _what(options)
+    capacity = usable_bytes(hardware, options.memory)
+    console.print(title(plan), soft_wrap=True)
+    console.print(plan_table(plan, capacity))
+    for line in figures(plan, hardware, capacity):
+        console.print(line, soft_wrap=True)
+    _print_timeline(plan, predictor)
+    for path, write in ((options.html, _write_page), (options.trace, _write_trace)):
+        if path is not None:
+            left_out = write(Path(path), plan, predictor, hardware, capacity)
+            console.print(f"written to {path}{f': {left_out}' if left_out else ''}", soft_wrap=True)
+    write_json(options.json, result_of(plan, predictor, hardware, capacity))
+
+
+def result_of(plan: Plan, predictor: Predictor, hardware: Hardware, capacity: int) -> dict[str, Any]:
+    """What is predicted, with the plan: seconds, bytes, shares; by stage what differs there."""
+    found = predictor.course(plan)
+    stages = zip(found.exposed, found.bubbles, found.peak_bytes, strict=True)
+    return {
+        **dataclasses.asdict(throughput(plan, hardware)),
+        "exposed_seconds": max(found.exposed),
+        "bubble_seconds": max(found.bubbles),
+        "memory_bytes": max(found.peak_bytes),
+        "capacity_bytes": capacity,
+        "fits": max(found.peak_bytes) <= capacity,
+        "stages": [
+            {"exposed_seconds": exposed, "bubble_seconds": bubble, "memory_bytes": memory}
+            for exposed, bubble, memory in stages
+        ],
+        "plan": dataclasses.asdict(plan),
+    }
+
+
+def _what(options: argparse.Namespace) -> tuple[Plan, Hardware, Predictor]:
+    """The plan to simulate, with its prediction."""
+    by_hand = [name for name in _BY_HAND if getattr(options, name) is not None]
+    if options.plan is not None:
+        _refuse(f"--plan {options.plan} says it", options, (*_OF_A_PLAN, *_BY_HAND, *_FOR_SEARCH))
+        plan = read_plan(options.plan)
+        hardware, world = cluster_of(options, plan.world)
+        if world != plan.world:
+            raise UsageError(f"--plan {options.plan} is for {plan.world} devices, the cluster has {world}")
+        predictor = Predictor(hardware)
+        return predictor.with_prediction(plan), hardware, predictor
+    model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
+    if by_hand:
+        _refuse(f"{_option(by_hand[0])} is for a strategy by hand, which is not searched", options, _FOR_SEARCH)
+        plan = _by_hand(options, model, hardware, world, batch)
+        predictor = Predictor(hardware)
+        return predictor.with_prediction(plan), hardware, predictor
+    space = space_of(options, max_stages=MAX_STAGES)
+    plans, predictor = searched(model, hardware, world, batch, options.memory, space)
+    return plans[0], hardware, predictor
+
+
+def _refuse(why: str, options: argparse.Namespace, names: Sequence[str]) -> None:
+    given = [_option(name) for name in names if getattr(options, name) not in (None, False)]
+    if given:
+        raise UsageError(f"{why}; leave out {', '.join(given)}")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware, world: int, batch: int) -> Plan:
+    tp = require_count("--tp", 1 if options.tp is None else options.tp)
+    stages = require_count("--stages", 1 if options.stages is None else options.stages)
+    micro = options.micro_batches or (stages,)
+    if len(micro) > 1:
+        raise UsageError(f"--micro-batches {','.join(map(str, micro))}: a strategy by hand has one number of them")
+    if world % stages or stages > model.layers:
+        raise UsageError(f"--stages {stages} does not divide {world} devices, or exceeds the {model.layers} layers")
+    if (world // stages) % tp:
+        raise UsageError(f"--tp {tp} does not divide the {world // stages} devices of a stage")
+    schedule = options.schedule or "oases"
+    samples = batch * tp / (world // stages * micro[0])
+    if samples < 1 or samples != int(samples):
+        raise UsageError(
+            f"--global-batch {batch} in {micro[0]} micro-batches over {world // stages // tp} replicas gives each "
+            f"{samples:g} samples at a time, which is no whole number; change one of the three"
+        )
+    default = 1 if schedule in WHOLE else min(2, int(samples))
+    sub_batches = default if options.sub_batches is None else require_count("--sub-batches", options.sub_batches)
+    again = options.recompute or "none"
+    if again not in ("none", "full") and not again.isdecimal():
+        raise UsageError(f"--recompute {again!r} is neither none, full nor a number of layers of each stage")
+    sizes = stage_sizes(model, stages)
+    made = []
+    for blocks in sizes:
+        layers = {"none": 0, "full": blocks // 2}.get(again)
+        layers = int(again[:9]) if layers is None else layers
+        made.append(Stage((Segment(blocks, tp, schedule, sub_batches, layers),)))
+    return Plan(
+        model, world, hardware.ranks_per_node, batch, micro[0], tuple(made), bool(options.zero),
+        options.pipeline or "one_f_one_b",
+    )  # fmt: skip
+
+
+def _print_timeline(plan: Plan, predictor: Predictor) -> None:
+    from oases.planner.excerpt import excerpt
+    from oases.terminal import console
+
+    blocks = plan.model.num_blocks * plan.micro_batches
+    if blocks > TEXT_BLOCKS and not 1 < len(plan.stages) <= TEXT_STAGES:
+        return
+    timeline, left_out = excerpt(predictor, plan, TEXT_SPANS)
+    timeline = dataclasses.replace(timeline, name="one step" + (f" ({left_out})" if left_out else ""))
+    console.print(timeline.text(max(20, console.width - 20), links=len(plan.stages) == 1), soft_wrap=True)
+    console.print("F forward, C combine, R recompute, B backward, W weight gradients, . stands still, = on the link")
+
+
+def _write_page(path: Path, plan: Plan, predictor: Predictor, hardware: Hardware, capacity: int) -> str:
+    from oases.cli.strategy import bytes_text, seconds_text, title
+    from oases.planner.excerpt import excerpt
+    from oases.simulator.drawing import draw_timelines
+    from oases.simulator.page import Section, write_page
+
+    timeline, left_out = excerpt(predictor, plan, PAGE_SPANS)
+    found, rates = predictor.course(plan), throughput(plan, hardware)
+    each = enumerate(zip(found.exposed, found.bubbles, found.peak_bytes, strict=True))
+    write_page(
+        path,
+        title=f"A predicted step of {plan.model.name}: {seconds_text(rates.step_seconds)}",
+        subtitle=f"{title(plan)}. {plan.text()}. Predicted for {hardware.name}, not measured.",
+        header=("stage", "exposed communication", "bubble", "memory"),
+        rows=[
+            (str(number), seconds_text(exposed), seconds_text(bubble), bytes_text(memory))
+            for number, (exposed, bubble, memory) in each
+        ],
+        sections=[
+            Section(
+                "Where the time goes",
+                _READ + (f" What is left out: {left_out}." if left_out else ""),
+                draw_timelines([dataclasses.replace(timeline, name=plan.model.name)], capacity),
+            )
+        ],
+    )
+    return left_out
+
+
+def _write_trace(path: Path, plan: Plan, predictor: Predictor, hardware: Hardware, capacity: int) -> str:
+    from oases.planner.excerpt import excerpt
+    from oases.simulator.timeline import trace_json
+
+    timeline, left_out = excerpt(predictor, plan, TRACE_SPANS)
+    path.write_text(trace_json([dataclasses.replace(timeline, name=plan.model.name)]), encoding="utf-8")
+    return left_out
