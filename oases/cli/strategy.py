@@ -72,7 +72,10 @@ def title(plan: Plan) -> str:
 
 
 def _parameters(count: int) -> str:
-    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+    for unit, size in (("trillion", 1e12), ("billion", 1e9)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e6:.3g} million"
 
 
 def _blocks(segment: Segment, first: int, one: bool) -> str:
