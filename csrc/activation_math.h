@@ -3,8 +3,8 @@
 
 #include <cmath>
 
+#include "host_device.h"
 #include "kernels.h"
-#include "philox.h"
 
 namespace oases {
 
