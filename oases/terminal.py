@@ -64,9 +64,7 @@ def kept(row: dict[str, Any]) -> str:
 
 def planner_table(result: dict[str, Any]) -> Table:
     """The result of a planner benchmark."""
-    table = Table(
-        title="forward + backward of the stack, measured and simulated", title_justify="left"
-    )
+    table = Table(title="forward + backward of the stack, measured and simulated", title_justify="left")
     for name in ("link", "model", "recompute", "schedule"):
         table.add_column(name, no_wrap=True)
     for name in ("measured", "predicted", "error"):

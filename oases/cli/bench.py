@@ -30,6 +30,7 @@ def add(commands: Any) -> None:
     """Add it to the command line."""
     from oases.bench.overlap import OverlapConfig
     from oases.bench.planner import PlannerBenchConfig
+    from oases.bench.plans import PlansBenchConfig
 
     bench = command(commands, "bench", "measure what is hidden on this machine")
     benches = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Parser)
@@ -43,6 +44,10 @@ def add(commands: Any) -> None:
     planner.add_argument("--profile", metavar="FILE", help="write the profile that was measured there")
     planner.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # of a run over several links
     planner.set_defaults(run=_bench_planner)
+    plans = command(benches, "plans", "every feasible plan of a small model measured, beside the planner's choice")
+    add_options(plans, PlansBenchConfig())
+    add_ranks(plans, link=None, tp=4)
+    plans.set_defaults(run=_bench_plans)
     gpu = command(
         benches, "gpu", "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed"
     )
@@ -108,6 +113,32 @@ def _planned_behind(rate: str, options: argparse.Namespace, given: Sequence[str]
             sys.exit(ended.returncode)
         found: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
     return found
+
+
+def _bench_plans(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.plans import PlansBenchConfig, run_plans_bench
+    from oases.ranks import run_ranks
+    from oases.terminal import console, percent
+
+    config = configured(PlansBenchConfig, options)
+    config.model()
+    joined = behind_link(options, given)
+    console.print(f"{options.tp} ranks {joined}; compute is emulated, what is sent is sent")
+    ranks = rank_options(options, "cpu")
+    shaped = options.link is not None or ranks.backend.name == "sim"
+    result = run_ranks(run_plans_bench, (config, shaped, True), ranks)
+    if not speaks():
+        return
+    choice, best = result["choice"], result["best"]
+    console.print(
+        f"{result['num_feasible']} of {result['num_plans']} plans fit {result['budget_bytes'] / 2**20:.0f} MiB\n"
+        f"choice  {1e3 * choice['seconds']:.0f} ms (predicted {1e3 * choice['predicted_seconds']:.0f}): "
+        f"{choice['plan']}\nbest    {1e3 * best['seconds']:.0f} ms: {best['plan']}\n"
+        f"the choice takes {result['choice_over_best']:.3f} of the best; best uniform plans: "
+        + ", ".join(f"tp {tp} {1e3 * s:.0f} ms" for tp, s in result["best_uniform_seconds"].items())
+        + f"; predictions are off by {percent(result['median_error'])} (median)", soft_wrap=True,
+    )  # fmt: skip
+    write_json(options.json, result)
 
 
 def _bench_gpu(options: argparse.Namespace, given: Sequence[str]) -> None:
