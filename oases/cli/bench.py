@@ -47,10 +47,10 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
     config.check(options.tp)
     link = behind_link(options, given)
     console.print(f"{options.tp} ranks {link}")
-    result = run_ranks(run_overlap_bench, (config, True), rank_options(options))
+    result = run_ranks(run_overlap_bench, (config, True), rank_options(options, config.device))
     if not speaks():
         return
-    result["config"]["link"] = options.link
+    result["config"] |= {"link": options.link, "nodes": options.nodes}
     console.print(overlap_table(result))
     write_json(options.json, result)
 

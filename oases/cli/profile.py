@@ -65,7 +65,7 @@ def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
         known = read_hardware(options.json)
         require_same_device(known, config)
     joined = behind_link(options, given)
-    ranks = rank_options(options)
+    ranks = rank_options(options, config.device)
     shaped = options.link is not None or ranks.backend.name == "sim"
     around = Surroundings(joined, shaped, ranks.backend.alone, known)
     console.print(

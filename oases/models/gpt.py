@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, H hidden, V vocabulary, t tensor-parallel degree.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oases.errors import UsageError
 from oases.parallel import (
     OverlappedColumnLinear,
     OverlappedEmbedding,
@@ -20,7 +22,11 @@ from oases.parallel import (
     OverlappedStack,
     parallel_cross_entropy,
 )
+from oases.parallel.chain import BlockMaker, PlannedStack
 from oases.parallel.group import HoldsGroup, ProcessGroup, resolve, shard_size
+from oases.parallel.mesh import Mesh
+from oases.parallel.reshard import reshard
+from oases.planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -119,27 +125,48 @@ class Mlp(nn.Module):
 
 def transformer_blocks(config: GPTConfig, group: ProcessGroup | None) -> list[nn.Module]:
     """The 2 x layers blocks of an OverlappedStack, the same on every tensor-parallel degree."""
+    maker = block_maker(config)
+    return [maker(index, group) for index in range(2 * config.layers)]
+
+
+def block_maker(config: GPTConfig) -> BlockMaker:
+    """What makes those blocks one by one, each cut over a group of its own; weights are drawn in their order."""
     generator = torch.Generator().manual_seed(config.seed)
-    kinds = [Attention, Mlp] * config.layers
-    return [kind(config, generator, group) for kind in kinds]
+
+    def make(index: int, group: ProcessGroup | None) -> nn.Module:
+        return (Attention, Mlp)[index % 2](config, generator, group)
+
+    return make
 
 
 class GPT(HoldsGroup, nn.Module):
     """Decoder-only language model over tokens of one vocabulary.
 
     process_group: the tensor-parallel group. stack_options: those of OverlappedStack.
+    plan: has the blocks run as it says, in the groups of `mesh`, which are made where none are given; embedding and
+    head have the degree of the first segment. Inputs and the loss are then those of this rank's share of the samples
+    (`mesh.replica(model.degree)`). UsageError where the plan is of a model of other sizes.
     """
+
+    stack: OverlappedStack | PlannedStack
 
     def __init__(
         self,
         config: GPTConfig,
         *,
         process_group: ProcessGroup | None = None,
+        plan: Plan | None = None,
+        mesh: Mesh | None = None,
         **stack_options: Any,
     ) -> None:
         super().__init__()
         self.config = config
         group = resolve(process_group)
+        self.mesh = mesh
+        if plan is not None:
+            _require_sizes(config, plan)
+            self.mesh = mesh = Mesh.of(plan, process_group=group) if mesh is None else mesh
+            group = mesh.tensor(plan.stages[0].segments[0].tp)
         self.process_group = group
         generator = torch.Generator().manual_seed(config.seed + 1)
         table = torch.empty(config.vocabulary, config.hidden).normal_(std=0.02, generator=generator)
@@ -149,7 +176,10 @@ class GPT(HoldsGroup, nn.Module):
         self.positions = nn.Parameter(
             torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
         )
-        self.stack = OverlappedStack(transformer_blocks(config, group), process_group=group, **stack_options)
+        if plan is not None and mesh is not None:
+            self.stack = PlannedStack(plan, block_maker(config), mesh, **stack_options)
+        else:
+            self.stack = OverlappedStack(transformer_blocks(config, group), process_group=group, **stack_options)
         self.norm = nn.LayerNorm(config.hidden)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
@@ -158,6 +188,8 @@ class GPT(HoldsGroup, nn.Module):
         if length > self.config.sequence:
             raise ValueError(f"a sequence of {length} tokens exceeds the model's {self.config.sequence}")
         x_BSH = self.stack(self.embedding(tokens_BS) + self.positions[:length])
+        if isinstance(self.stack, PlannedStack):
+            x_BSH = reshard(x_BSH, self.stack.last_degree, self.stack.first_degree, self.stack.mesh)
         x_BSH = self.norm(x_BSH)
         weight = self.embedding.weight
         if self.tensor_parallel == 1:
@@ -166,5 +198,22 @@ class GPT(HoldsGroup, nn.Module):
         return logits
 
     def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token, the same on every rank."""
+        """Mean cross-entropy in nats per token, the same on every rank of a replica."""
         return parallel_cross_entropy(self(tokens_BS), targets_BS, process_group=self.process_group)
+
+    def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
+        """Parameters and the ranks that hold the same ones, in the order of the forward pass; for GradientAverage."""
+        if not isinstance(self.stack, PlannedStack):
+            yield list(self.parameters()), None
+            return
+        # The table comes first although the head uses it too: its gradient is whole when the embedding's is.
+        yield [self.embedding.weight, self.positions], self.stack.mesh.data(self.tensor_parallel)
+        yield from self.stack.parts()
+        yield list(self.norm.parameters()), self.stack.mesh.data(self.tensor_parallel)
+
+
+def _require_sizes(config: GPTConfig, plan: Plan) -> None:
+    for name in ("vocabulary", "hidden", "layers", "heads", "sequence"):
+        ours, theirs = getattr(config, name), getattr(plan.model, name)
+        if ours != theirs:
+            raise UsageError(f"plan: it is for a model of {name} {theirs}, this model has {name} {ours}")

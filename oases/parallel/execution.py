@@ -333,8 +333,8 @@ class Execution:
         if g is None:
             raise RuntimeError(f"block {block}: partial(x) does not depend on x; it must be differentiable in x")
         # The sum over ranks is written over g; it must not be memory that others still read.
-        products = (product[3] for product in self._put_off[place].products)
-        readers = [grad_y, *self._residual.values(), *self._g.values(), *products]
+        noted = (note.grad for note in self._put_off[place].notes)
+        readers = [grad_y, *self._residual.values(), *self._g.values(), *noted]
         shared = {t.untyped_storage().data_ptr() for t in readers}
         self._set_parts(self._g, place, g.clone() if g.untyped_storage().data_ptr() in shared else g)
         if place not in self._with_w:

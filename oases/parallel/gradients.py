@@ -6,26 +6,33 @@ import torch
 from torch import Tensor, nn
 
 from oases.parallel.collectives import all_reduce
-from oases.parallel.group import ProcessGroup, resolve
-from oases.parallel.sharding import sharded_parameters
+from oases.parallel.group import ProcessGroup, group_size, resolve
+from oases.parallel.sharding import holders
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, *, process_group: ProcessGroup | None = None) -> Tensor:
     """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
 
-    Shards count once over all ranks, replicated gradients once. Returns the norm before, the same on every rank.
+    process_group: all ranks that train the model. Shards count once over them, also where a layer is cut over fewer
+    of them and its gradients are averages over the replicas; so do replicated gradients. Returns the norm before, the
+    same on every rank.
     """
     group = resolve(process_group)
-    shards = {id(parameter) for _, parameter, _ in sharded_parameters(model)}
+    shards = holders(model)
     squares = {True: list[Tensor](), False: list[Tensor]()}
     gradients = []
     for parameter in model.parameters():
         if parameter.grad is not None:
             gradients.append(parameter.grad)
-            squares[id(parameter) in shards].append(parameter.grad.float().square().sum())
+            dtype = torch.promote_types(parameter.grad.dtype, torch.float32)
+            square = parameter.grad.to(dtype).square().sum()
+            holder = shards.get(id(parameter))
+            # Of a layer that is cut over t of R ranks there are R / t copies, and all of them are summed.
+            copies = max(1, group_size(group) // getattr(holder, "tensor_parallel", group_size(group)))
+            squares[holder is not None].append(square / copies)
     if not gradients:
         return torch.zeros(())
-    zero = torch.zeros((), device=gradients[0].device)
+    zero = torch.zeros((), device=gradients[0].device, dtype=torch.float32)
     cut = all_reduce(torch.stack([zero, *squares[True]]).sum().reshape(1), group, "gradient norm")
     norm = (cut[0] + torch.stack([zero, *squares[False]]).sum()).sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

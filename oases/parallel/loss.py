@@ -18,11 +18,16 @@ from oases.parallel.embedding import require_range
 from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 
 
+def _at_least_float(x: Tensor) -> Tensor:
+    """In float32, or in float64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, process_group: ProcessGroup) -> Tensor:
         part = logits.shape[-1]
-        logits = logits.float()
+        logits = _at_least_float(logits)
         largest = logits.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=process_group)
         exponentials = (logits - largest.unsqueeze(-1)).exp_()
@@ -55,7 +60,7 @@ def parallel_cross_entropy(
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit targets of {tuple(targets.shape)}")
     if group_size(group) == 1:
-        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
+        return F.cross_entropy(_at_least_float(logits).flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
     ignored = targets == ignore_index
     require_range("target", targets.masked_fill(ignored, 0), logits.shape[-1] * group_size(group))
     losses: Tensor = _ParallelCrossEntropy.apply(logits, targets, ignored, group)

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -47,10 +47,25 @@ _drawing: ContextVar[_Draws | None] = ContextVar("oases_draws", default=None)
 
 
 class Randomness:
-    """The streams of one call. seed: what rank 0's `torch.manual_seed` gave; call: counts the calls of a stack."""
+    """The streams of one call. seed: what rank 0's `torch.manual_seed` gave; call: counts the calls of a stack.
 
-    def __init__(self, seed: int, call: int, rank: int, device: torch.device, *, active: bool, size: int = 1) -> None:
+    first_block, first_sample: where the stack's blocks begin in the model, and its samples in the batch.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        call: int,
+        rank: int,
+        device: torch.device,
+        *,
+        active: bool,
+        size: int = 1,
+        first_block: int = 0,
+        first_sample: int = 0,
+    ) -> None:
         self._key = (seed, call)
+        self._first_block, self._first_sample = first_block, first_sample
         self._rank, self._size = rank, size
         # Not torch.manual_seed: it reaches for every device there might be, which costs more than small ops do.
         self._generators = [torch.default_generator]
@@ -67,7 +82,9 @@ class Randomness:
         # partial, and product, which is its second half, work on the rank's own heads and features.
         shared = method in ("combine", "prepare")
         place = "partial" if method == "product" else method
-        text = repr((*self._key, place, block, sub_batch, 0 if shared else self._rank))
+        block += self._first_block
+        extent = replace(extent, first_sample=self._first_sample + extent.first_sample)
+        text = repr((*self._key, place, block, sub_batch, 0 if shared else self._rank, self._first_sample))
         states = [generator.get_state() for generator in self._generators]
         key = repr((*self._key, place, block))
         token = _drawing.set(_Draws(key, self._rank, self._size, extent, shared))

@@ -112,6 +112,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.run_as(schedule, sub_batches, recompute)
         self.number = next(_numbers)
         """Counts the stacks of this process, so that errors and statistics can tell them apart."""
+        self.first_block, self.replica = 0, 0
+        """Of a stack that is a part of a model, or has a share of the batch: which, for its random numbers."""
         self._seed: int | None = None
         self._agreed: set[Schedule] = set()
         self._calls = 0
@@ -268,7 +270,16 @@ class OverlappedStack(HoldsGroup, nn.Module):
             Wire(scheduler, schedule, size, self.wire_dtype, f"stack {self.number}"),
             x,
             differentiable=differentiable,
-            randomness=Randomness(self._seed, self._calls, rank, x.device, active=self.training, size=size),
+            randomness=Randomness(
+                self._seed,
+                self._calls,
+                rank,
+                x.device,
+                active=self.training,
+                size=size,
+                first_block=self.first_block,
+                first_sample=self.replica * x.shape[0],
+            ),
             tokens=Tokens(rank, size) if schedule.sequence_parallel else Tokens(),
             spans=self.spans,
             clock=self.clock,

@@ -87,6 +87,10 @@ class Hardware:
         """Which link a group of `tp` ranks, `stride` apart, needs: "node", or "cluster" if it leaves the node."""
         return "node" if tp * stride <= self.ranks_per_node else "cluster"
 
+    def link(self, name: str) -> LinkModel:
+        """The link called "node" or "cluster"."""
+        return self.node if name == "node" else self.cluster
+
     def collective_seconds(self, collective: str, ranks: int, num_bytes: float, stride: int = 1) -> float:
         """Seconds of a collective of `ranks` ranks, `stride` apart; all such groups communicate at once.
 

@@ -23,8 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from oases.errors import UsageError
-from oases.parallel.group import ProcessGroup, group_rank, group_size
-from oases.parallel.sharding import sharded_parameters
+from oases.parallel.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
+from oases.parallel.sharding import holders, sharded_parameters
+from oases.train.data import VOCABULARY
+from oases.train.optimizer import Optimizer, state_of
 
 SIZES = "model.json"
 """The model's sizes, in the checkpoint's folder: what weights alone do not tell, the heads, among them."""
@@ -53,15 +55,15 @@ def require_replaceable(path: str | Path) -> Path:
 def save(
     path: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     step: int,
     sizes: dict[str, Any],
     group: ProcessGroup | None,
 ) -> None:
     """Write model, optimizer and step to the folder `path`, replacing an earlier checkpoint. All ranks call it.
 
-    sizes: what a model must be built with to load it, as plain values. Raises UsageError for a path that holds
-    anything else.
+    sizes: what a model must be built with to load it, as plain values. group: all ranks that train the model; what
+    several of them hold is written once. Raises UsageError for a path that holds anything else.
     """
     path = require_replaceable(path)
     aside, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
@@ -88,7 +90,7 @@ def save(
 def load(
     path: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.AdamW | None,
+    optimizer: Optimizer | None,
     sizes: dict[str, Any],
     group: ProcessGroup | None,
 ) -> int:
@@ -103,13 +105,15 @@ def load(
         dcp.load(state, checkpoint_id=path, process_group=group, no_dist=group is None)
     if optimizer is not None:
         for parameter in model.parameters():
-            optimizer.state[parameter]["step"].fill_(float(state["step"]))
+            moments = state_of(optimizer, parameter)
+            if moments is not None:
+                moments["step"].fill_(float(state["step"]))
     return int(state["step"])
 
 
 def require_sizes(path: str | Path, sizes: dict[str, Any]) -> None:
     """Raise UsageError, naming what differs, unless the checkpoint is of a model of these sizes."""
-    saved = json.loads((Path(path) / SIZES).read_text())
+    saved = {"vocabulary": VOCABULARY} | json.loads((Path(path) / SIZES).read_text())
     for name, size in sizes.items():
         if saved.get(name) != size:
             raise UsageError(
@@ -118,28 +122,35 @@ def require_sizes(path: str | Path, sizes: dict[str, Any]) -> None:
             )
 
 
-def _state(model: nn.Module, optimizer: torch.optim.AdamW | None, group: ProcessGroup | None) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: Optimizer | None, group: ProcessGroup | None) -> dict[str, Any]:
+    """What this rank holds. A shard belongs to the group of its layer: replicas of it hold the same one."""
     dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
-    mesh = None
-    if group is not None and group_size(group) > 1:
-        mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
+    cut_by = holders(model)
+    meshes: dict[str, DeviceMesh] = {}
 
-    def whole(tensor: Tensor, dim: int | None) -> Tensor:
+    def whole(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
         tensor = tensor.detach()
-        return tensor if mesh is None or dim is None else DTensor.from_local(tensor, mesh, [Shard(dim)])
+        holder = cut_by.get(id(parameter))
+        cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
+        if holder is None or cutting is None or group_size(cutting) == 1:
+            return tensor
+        name = group_name(cutting)
+        if name not in meshes:
+            meshes[name] = DeviceMesh.from_group(cutting, parameter.device.type)
+        return DTensor.from_local(tensor, meshes[name], [Shard(dims[id(parameter)])])
 
     state: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        dim = dims.get(id(parameter))
-        state[f"model.{name}"] = whole(parameter, dim)
-        if optimizer is not None:
-            moments = optimizer.state[parameter]
-            if not moments:  # before the first step AdamW has none; zeros are what it would begin with
-                moments["step"] = torch.tensor(0.0)
-                moments["exp_avg"] = torch.zeros_like(parameter)
-                moments["exp_avg_sq"] = torch.zeros_like(parameter)
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[f"optimizer.{name}.{moment}"] = whole(moments[moment], dim)
+        state[f"model.{name}"] = whole(parameter, parameter)
+        moments = None if optimizer is None else state_of(optimizer, parameter)
+        if moments is None:  # a sharded optimizer keeps those of this parameter on another rank, which writes them
+            continue
+        if not moments:  # before the first step AdamW has none; zeros are what it would begin with
+            moments["step"] = torch.tensor(0.0)
+            moments["exp_avg"] = torch.zeros_like(parameter)
+            moments["exp_avg_sq"] = torch.zeros_like(parameter)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[f"optimizer.{name}.{moment}"] = whole(moments[moment], parameter)
     return state
 
 

@@ -157,8 +157,12 @@ class TrainConfig(ModelOptions):
         self.schedule_or_auto(self.schedule)
         if self.device == "cpu":
             require_memory(self, degree)
+        return self.check_files(sizes_of(self))
+
+    def check_files(self, sizes: dict[str, Any]) -> TextCorpus:
+        """What is read and written, for a model of these sizes; returns the corpus."""
         if self.resume is not None:
-            require_sizes(require_checkpoint(self.resume), sizes_of(self))
+            require_sizes(require_checkpoint(self.resume), sizes)
         if self.checkpoint is not None:
             require_replaceable(self.checkpoint)
         corpus = TextCorpus(self.data)
@@ -169,7 +173,8 @@ class TrainConfig(ModelOptions):
 
 def sizes_of(options: ModelOptions) -> dict[str, Any]:
     """What a model must be built with to load another's weights."""
-    return {name: getattr(options, name) for name in ("hidden", "layers", "heads", "sequence")}
+    sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "sequence")}
+    return {"vocabulary": VOCABULARY} | sizes
 
 
 def require_seed(seed: int) -> None:
@@ -180,14 +185,20 @@ def require_seed(seed: int) -> None:
 
 def require_memory(options: ModelOptions, degree: int) -> None:
     """Raise UsageError where weights, gradients and AdamW's moments alone exceed this machine's memory."""
+    need = 4 * 4 * 12 * options.hidden**2 * options.layers  # 12 h^2 weights a layer, fp32, four of each
+    what = f"hidden {options.hidden} with {options.layers} layers over its {degree} ranks"
+    require_bytes(need, what, "lower --hidden or --layers")
+
+
+def require_bytes(need: int, what: str, remedy: str) -> None:
+    """Raise UsageError where `need` bytes of weights and optimizer are more than this machine has."""
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return
-    need = 4 * 4 * 12 * options.hidden**2 * options.layers  # 12 h^2 weights a layer, fp32, four of each
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > have:
         raise UsageError(
-            f"hidden {options.hidden} with {options.layers} layers needs {need / 1e9:.0f} GB for weights and "
-            f"optimizer over its {degree} ranks, this machine has {have / 1e9:.0f} GB; lower --hidden or --layers"
+            f"{what} needs {need / 1e9:.0f} GB for weights and optimizer, this machine has {have / 1e9:.0f} GB; "
+            f"{remedy}"
         )
 
 

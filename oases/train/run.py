@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from oases.parallel.mesh import Mesh
+from oases.planner.plan import Plan
 from oases.ranks import require_agreement
 from oases.terminal import progress
 from oases.train.config import TrainConfig, settings
 from oases.train.trainer import Trainer
 
 
-def run_training(config: TrainConfig) -> dict[str, Any]:
-    """Train `config` on the default group; to be called by every rank."""
-    require_agreement(settings(config))
-    trainer = Trainer(config, process_group=dist.group.WORLD)
+def run_training(
+    config: TrainConfig, plan: Plan | None = None, timeout_seconds: float | None = None
+) -> dict[str, Any]:
+    """Train `config` on the default group, as `plan` says where one is given; to be called by every rank.
+
+    timeout_seconds: until a collective in one of a plan's groups counts as lost; None is the backend's own.
+    """
+    written = None if plan is None else plan.to_json()
+    require_agreement(settings(config) | {"plan": written})
+    mesh = None
+    if plan is not None:
+        timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+        mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timeout)
+    trainer = Trainer(config, process_group=dist.group.WORLD, plan=plan, mesh=mesh)
     with progress("training", config.steps, dist.get_rank() == 0) as advance:
 
         def on_step(step: int, loss: float, seconds: float) -> None:
@@ -23,4 +37,6 @@ def run_training(config: TrainConfig) -> dict[str, Any]:
             advance(step, f"loss {loss:.3f}, {1e3 * seconds:.0f} ms, {rate:.0f} tokens/s")
 
         result = trainer.train(on_step)
+    if written is not None:
+        return {"config": settings(config), "plan": json.loads(written), **result}
     return {"config": settings(config) | {"tp": dist.get_world_size()}, **result}

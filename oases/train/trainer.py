@@ -1,48 +1,80 @@
-"""Trains the built-in GPT over the ranks of one tensor-parallel group."""
+"""Trains the built-in GPT over the ranks of one tensor-parallel group, or as a plan says."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from oases.errors import UsageError
 from oases.models.gpt import GPT
+from oases.parallel.collectives import all_reduce
+from oases.parallel.data import GradientAverage
 from oases.parallel.gradients import clip_grad_norm
 from oases.parallel.group import ProcessGroup, group_size, resolve
+from oases.parallel.mesh import Mesh
 from oases.parallel.statistics import Report, report
+from oases.planner.plan import Plan
 from oases.train.checkpoint import load, save
 from oases.train.config import WIRE_DTYPES, TrainConfig, sizes_of
 from oases.train.data import TextCorpus
+from oases.train.optimizer import adamw
+from oases.train.plan import require_fit
 
 
 class Trainer:
     """A model, its optimizer and its data, advanced step by step.
 
-    config: the run. process_group: the tensor-parallel group; None is the default group, or one process.
-    Two trainers with equal configs walk through the same weights, whatever the degree or the schedule.
+    config: the run. process_group: all ranks of the run; None is the default group, or one process. Without a plan
+    they are the tensor-parallel group. plan: says degrees, schedules, micro-batches and what is sharded; config must
+    be of its sizes (`oases.train.plan.config_for`). mesh: its groups, made here where none are given.
+    Two trainers with equal configs walk through the same weights, whatever degree, schedule or plan.
     """
 
-    def __init__(self, config: TrainConfig, *, process_group: ProcessGroup | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        process_group: ProcessGroup | None = None,
+        plan: Plan | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.config, self.plan = config, plan
         self.group = resolve(process_group)
-        config.require_degree(group_size(self.group))
-        self.corpus = TextCorpus(config.data)
         device = torch.device(config.device)
-        self.model = GPT(
-            config.gpt(config.seed),
-            process_group=self.group,
-            schedule=config.schedule_or_auto(config.schedule),
-            sub_batches="auto",  # a schedule that is resolved brings its own
-            recompute=config.recompute,
-            wire_dtype=WIRE_DTYPES[config.wire_dtype],
-        ).to(device)
+        gpt, wire_dtype = config.gpt(config.seed), WIRE_DTYPES[config.wire_dtype]
+        self.mesh: Mesh | None = None
+        if plan is None:
+            config.require_degree(group_size(self.group))
+            model = GPT(
+                gpt,
+                process_group=self.group,
+                schedule=config.schedule_or_auto(config.schedule),
+                sub_batches="auto",  # a schedule that is resolved brings its own
+                recompute=config.recompute,
+                wire_dtype=wire_dtype,
+            )
+        else:
+            require_fit(config, plan)
+            self.mesh = mesh or Mesh.of(plan, process_group=self.group)
+            gpt = dataclasses.replace(gpt, vocabulary=plan.model.vocabulary)
+            model = GPT(gpt, plan=plan, mesh=self.mesh, wire_dtype=wire_dtype)
+        self.corpus = TextCorpus(config.data)
         self.device = device
-        self.optimizer = _adamw(self.model, config)
+        self.model = model.to(device)
+        self.average = GradientAverage(self.model.parts())
+        self.optimizer = adamw(
+            self.model.parts(),
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            sharded=plan is not None and plan.zero,
+        )
         self.steps_done = 0
         if config.resume is not None:
             self.steps_done = load(config.resume, self.model, self.optimizer, self.sizes, self.group)
@@ -55,43 +87,58 @@ class Trainer:
     @property
     def sizes(self) -> dict[str, Any]:
         """What a model must be built with to load this one's weights."""
-        return sizes_of(self.config)
+        return sizes_of(self.config) | {"vocabulary": self.model.config.vocabulary}
 
     def step(self) -> float:
         """One optimizer step; returns the training loss in nats per byte."""
         config = self.config
         for group in self.optimizer.param_groups:  # a function of the step alone, so a resumed run needs no state
             group["lr"] = config.learning_rate * warmup_then_cosine(self.steps_done, config)
-        tokens, targets = self.corpus.batch(
-            split="train",
-            step=self.steps_done,
-            batch=config.batch,
-            sequence=config.sequence,
-            seed=config.seed,
-        )
-        loss = self.model.loss(tokens.to(self.device), targets.to(self.device))
-        loss.backward()
+        loss = self.backward(self.steps_done)
         clip_grad_norm(self.model, config.clip, process_group=self.group)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_done += 1
-        return float(loss.detach())
+        return loss
+
+    def backward(self, step: int) -> float:
+        """Forward and backward passes of one step's batch; its loss. Gradients are those of the whole batch."""
+        batches = self._micro_batches("train", step)
+        losses: list[Tensor] = []
+        for number, (tokens, targets) in enumerate(batches, start=1):
+            loss = self.model.loss(tokens, targets) / len(batches)
+            with self.average.overlapped() if number == len(batches) else nullcontext():
+                loss.backward()
+            losses.append(loss.detach())
+        return self._mean_over_replicas(torch.stack(losses).sum())
+
+    def _micro_batches(self, split: str, step: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's inputs and targets of a batch that is the same for every plan, in parts that run one by one."""
+        config, count, replica, replicas = self.config, 1, 0, 1
+        if self.plan is not None and self.mesh is not None:
+            degree, count = self.model.tensor_parallel, self.plan.micro_batches
+            replica, replicas = self.mesh.replica(degree), self.mesh.replicas(degree)
+        whole = self.corpus.batch(
+            split=split, step=step, batch=config.batch, sequence=config.sequence, seed=config.seed
+        )
+        # Micro-batches of the whole batch first, then shares of each: a plan has equal ones alone.
+        tokens, targets = (part.to(self.device).unflatten(0, (count, replicas, -1))[:, replica] for part in whole)
+        return list(zip(tokens, targets, strict=True))
+
+    def _mean_over_replicas(self, loss: Tensor) -> float:
+        if self.mesh is None:
+            return float(loss)
+        group = self.mesh.data(self.model.tensor_parallel)
+        return float(all_reduce(loss.reshape(1), group, "loss")) / group_size(group)
 
     def validate(self) -> float:
         """Mean loss over the held-out batches, nats per byte."""
         config = self.config
-        total = 0.0
+        losses: list[Tensor] = []
         with torch.no_grad():
             for index in range(config.validation_batches):
-                tokens, targets = self.corpus.batch(
-                    split="validation",
-                    step=index,
-                    batch=config.batch,
-                    sequence=config.sequence,
-                    seed=config.seed,
-                )
-                total += float(self.model.loss(tokens.to(self.device), targets.to(self.device)))
-        return total / config.validation_batches
+                losses += [self.model.loss(*batch) for batch in self._micro_batches("validation", index)]
+        return self._mean_over_replicas(torch.stack(losses).mean())
 
     def train(self, on_step: Callable[[int, float, float], None] | None = None) -> dict[str, Any]:
         """Run to `config.steps`; return losses, times, throughput and what was hidden.
@@ -118,22 +165,18 @@ class Trainer:
         }
 
     def save(self, path: str) -> None:
-        """Write a checkpoint that any tensor-parallel degree can load."""
+        """Write a checkpoint that any tensor-parallel degree and any plan can load."""
         save(path, self.model, self.optimizer, self.steps_done, self.sizes, self.group)
 
     def overlap(self) -> dict[str, Any]:
         """What was hidden so far, as `oases.report()` tells it."""
-        return report(self.group).json() if self.group is not None else Report([], [], []).json()
-
-
-def _adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+        groups = [self.group] if self.mesh is None else [self.group, *self.mesh.groups]
+        reports = [report(group) for group in groups if group is not None]
+        return Report(
+            [row for one in reports for row in one.stacks],
+            [row for one in reports for row in one.layers],
+            [row for one in reports for row in one.others],
+        ).json()
 
 
 def warmup_then_cosine(step: int, config: TrainConfig) -> float:

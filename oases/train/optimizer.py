@@ -1,0 +1,98 @@
+"""AdamW for a training run, plain or with its state sharded over data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from oases.parallel.group import ProcessGroup, group_name, group_size
+
+Parts = Iterable[tuple[list[nn.Parameter], ProcessGroup | None]]
+"""Parameters and the ranks that hold the same ones."""
+OPTIONS: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}
+
+
+class ShardedAdamW:
+    """AdamW whose state lies on one rank of each data-parallel group, which updates for all of them.
+
+    parts: (parameters, data-parallel group); one torch ZeroRedundancyOptimizer for each group, a plain AdamW for
+    what has no replicas. It has what a loop asks of an optimizer: param_groups, step, zero_grad.
+    """
+
+    def __init__(self, parts: Parts, *, learning_rate: float, weight_decay: float) -> None:
+        by_group: dict[str, tuple[ProcessGroup | None, list[nn.Parameter]]] = {}
+        for parameters, group in parts:
+            shared = group if group_size(group) > 1 else None
+            by_group.setdefault(group_name(shared), (shared, []))[1].extend(parameters)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._here: dict[nn.Parameter, torch.optim.Optimizer] = {}
+        for group, parameters in by_group.values():
+            groups = _decayed(parameters, weight_decay)
+            optimizer: Any
+            if group is None:
+                optimizer = local = torch.optim.AdamW(groups, lr=learning_rate, **OPTIONS)
+            else:
+                # Here, because its package compiles things that nobody else needs.
+                from torch.distributed.optim import ZeroRedundancyOptimizer
+
+                optimizer = ZeroRedundancyOptimizer(
+                    groups, torch.optim.AdamW, process_group=group, lr=learning_rate, **OPTIONS
+                )
+                local = optimizer.optim
+            self._optimizers.append(optimizer)
+            self._here |= {parameter: local for mine in local.param_groups for parameter in mine["params"]}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all parts; a learning rate written there holds from the next step on."""
+        return list(chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers))
+
+    def step(self) -> None:
+        """Update each parameter on its rank and send it to the others."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """The state of a parameter, None where another rank has it."""
+        if parameter not in self._here:
+            return None
+        state: dict[str, Any] = self._here[parameter].state[parameter]
+        return state
+
+
+Optimizer = torch.optim.AdamW | ShardedAdamW
+
+
+def adamw(parts: Parts, *, learning_rate: float, weight_decay: float, sharded: bool = False) -> Optimizer:
+    """AdamW over all `parts` of a model (see `GPT.parts`); sharded: with its state spread over their groups."""
+    if sharded:
+        return ShardedAdamW(parts, learning_rate=learning_rate, weight_decay=weight_decay)
+    parameters = [parameter for part, _ in parts for parameter in part]
+    return torch.optim.AdamW(_decayed(parameters, weight_decay), lr=learning_rate, **OPTIONS)
+
+
+def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any] | None:
+    """What an optimizer keeps of a parameter, empty before its first step; None where another rank keeps it."""
+    if isinstance(optimizer, ShardedAdamW):
+        return optimizer.state_of(parameter)
+    state: dict[str, Any] = optimizer.state[parameter]
+    return state
+
+
+def _decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,50 @@
+import pytest
+import torch.distributed as dist
+
+from oases.errors import UsageError
+from oases.parallel.mesh import Mesh, require_nested
+
+
+def members(group):
+    return dist.get_process_group_ranks(group)
+
+
+def groups_by_purpose():
+    mesh = Mesh([1, 2, 4])
+    found = (
+        {t: members(mesh.tensor(t)) for t in (1, 2, 4)},
+        {t: members(mesh.data(t)) for t in (1, 2, 4)},
+        {(a, b): members(mesh.resharding(a, b)) for a, b in ((1, 2), (2, 4), (4, 1))},
+        {t: mesh.replica(t) for t in (1, 2, 4)},
+        len(mesh.groups),
+    )
+    mesh.destroy()
+    return found
+
+
+def test_groups_of_four_ranks(four_ranks):
+    first, _, third, _ = four_ranks.run(groups_by_purpose)
+    assert first[0] == {1: [0], 2: [0, 1], 4: [0, 1, 2, 3]}
+    assert first[1] == {1: [0, 1, 2, 3], 2: [0, 2], 4: [0]}
+    assert first[2] == {(1, 2): [0, 1], (2, 4): [0, 2], (4, 1): [0, 1, 2, 3]}
+    assert third[0] == {1: [2], 2: [2, 3], 4: [0, 1, 2, 3]}
+    assert third[1] == {1: [0, 1, 2, 3], 2: [0, 2], 4: [2]}
+    assert third[2] == {(1, 2): [2, 3], (2, 4): [0, 2], (4, 1): [0, 1, 2, 3]}
+    assert third[3] == {1: 2, 2: 1, 4: 0}
+    assert third[4] == 5  # tensor 2 and 4, data 1 and 2, resharding 2 to 4: the others are these
+
+
+def test_one_process_has_no_groups():
+    mesh = Mesh([1])
+    assert mesh.tensor(1) is None
+    assert mesh.data(1) is None
+    assert mesh.replica(1) == 0
+    assert mesh.groups == []
+
+
+def test_degrees_that_do_not_fit_are_refused():
+    with pytest.raises(UsageError, match="tp 2 does not divide the 1 ranks"):
+        Mesh([2])
+    with pytest.raises(UsageError, match="tp 4 and tp 6 do not nest"):
+        require_nested([2, 4, 6])
+    require_nested([3, 12, 6])

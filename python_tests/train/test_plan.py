@@ -1,0 +1,251 @@
+"""Plans executed on real ranks against one process on the whole batch; bad plans refused before any rank starts."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from oases import Trainer
+from oases.cli import main
+from oases.errors import UsageError
+from oases.parallel.group import group_rank, group_size
+from oases.parallel.sharding import holders, sharded_parameters
+from oases.planner.plan import Plan, Segment, Stage
+from oases.schedule import ScheduleError
+from oases.simulator.model import ModelShape
+from oases.train.plan import check, config_for
+
+MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
+BATCH = 16
+
+
+def plan_of(world, *segments, micro_batches=1, zero=False, **changes):
+    """segments: (blocks, tp, schedule, sub-batches, recomputed layers), those with a default left out at will."""
+    made = tuple(Segment(*segment) for segment in segments)
+    values = {"model": MODEL, "global_batch": BATCH, "stages": (Stage(made),), **changes}
+    return Plan(world=world, ranks_per_node=world, micro_batches=micro_batches, zero=zero, **values)
+
+
+PLANS = {
+    2: {
+        "dp 2": plan_of(2, (4, 1), zero=True),
+        "tp 2": plan_of(2, (4, 2), micro_batches=2),
+        "1 -> 2": plan_of(2, (2, 1, "cross_pass", 2, 1), (2, 2, "sync", 1)),
+        "2 -> 1": plan_of(2, (1, 2), (3, 1, "oases", 3), micro_batches=2, zero=True),
+    },
+    4: {
+        "dp 4": plan_of(4, (4, 1), micro_batches=2),
+        "tp 2 x dp 2": plan_of(4, (4, 2, "oases", 2, 1), zero=True),
+        "tp 4": plan_of(4, (4, 4, "cross_pass", 2, 2)),
+        "2 -> 4": plan_of(4, (2, 2, "oases", 2), (2, 4, "oases", 2), micro_batches=2),
+        "4 -> 2": plan_of(4, (2, 4, "cross_pass", 2, 1), (2, 2, "sync", 1), zero=True),
+        "1 -> 4 -> 2": plan_of(4, (1, 1), (2, 4, "oases", 4, 1), (1, 2), micro_batches=2, zero=True),
+        "attention 2, mlp 4": plan_of(4, (1, 2), (1, 4), (1, 2, "oases", 2, 1), (1, 4, "sync", 1)),
+        "all recomputed": plan_of(4, (2, 4, "oases", 2, 1), (2, 1, "oases", 2, 1), micro_batches=2),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)))
+    return str(path)
+
+
+def config_of(corpus, **changes):
+    values = {"steps": 3, "warmup": 1, "validation_batches": 1, "clip": 0.5, "learning_rate": 1e-2, "data": corpus}
+    return config_for(plan_of(1, (4, 1)), values | changes)
+
+
+def curve(trainer, steps=3):
+    """Losses and gradients of the first step, in double precision, then weights and the validation loss."""
+    trainer.model.double()
+    first = trainer.backward(0)
+    gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    trainer.optimizer.zero_grad()
+    losses = [trainer.step() for _ in range(trainer.steps_done, steps)]
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return first, losses, gradients, weights, trainer.validate()
+
+
+@pytest.fixture(scope="module")
+def alone(corpus):
+    return curve(Trainer(config_of(corpus)))
+
+
+def cut_like(model, tensors):
+    """Whole tensors by name as this rank holds them."""
+    dims = {name: dim for name, _, dim in sharded_parameters(model)}
+    found = holders(model)
+    cut = {}
+    for name, tensor in tensors.items():
+        if name in dims:
+            group = found[id(model.get_parameter(name))].process_group
+            tensor = tensor.chunk(group_size(group), dims[name])[group_rank(group)]
+        cut[name] = tensor
+    return cut
+
+
+def check_plan(text, corpus, expected):
+    plan = Plan.from_json(text)
+    trainer = Trainer(config_of(corpus), plan=plan)
+    first, losses, gradients, weights, validation = curve(trainer)
+    assert first == pytest.approx(expected[0], rel=1e-12)
+    assert losses == pytest.approx(expected[1], rel=1e-10)
+    assert validation == pytest.approx(expected[4], rel=1e-10)
+    for mine, theirs in ((gradients, expected[2]), (weights, expected[3])):
+        theirs = cut_like(trainer.model, theirs)
+        assert mine.keys() == theirs.keys()
+        for name, tensor in mine.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    trainer.mesh.destroy()
+
+
+@pytest.mark.parametrize("name", PLANS[2])
+def test_two_ranks_train_like_one(two_ranks, corpus, alone, name):
+    two_ranks.run(check_plan, PLANS[2][name].to_json(), corpus, alone)
+
+
+@pytest.mark.parametrize("name", PLANS[4])
+def test_four_ranks_train_like_one(four_ranks, corpus, alone, name):
+    four_ranks.run(check_plan, PLANS[4][name].to_json(), corpus, alone)
+
+
+def test_one_rank_needs_no_group(corpus, alone):
+    for plan in (plan_of(1, (4, 1)), plan_of(1, (2, 1), (2, 1, "oases", 2, 1), micro_batches=4, zero=True)):
+        check_plan_alone = Trainer(config_of(corpus), plan=plan)
+        assert curve(check_plan_alone)[1] == pytest.approx(alone[1], rel=1e-10)
+
+
+def resumed(text, corpus, path, expected):
+    """Two steps of one plan, saved; the third of another goes on from there."""
+    plan = None if text is None else Plan.from_json(text)
+    trainer = Trainer(config_of(corpus, resume=path), plan=plan)
+    assert trainer.steps_done == 2
+    assert trainer.step() == pytest.approx(expected[1][2], rel=1e-5)
+    assert trainer.validate() == pytest.approx(expected[4], rel=1e-5)
+
+
+def two_steps(text, corpus, path):
+    trainer = Trainer(config_of(corpus), plan=Plan.from_json(text))
+    trainer.step()
+    trainer.step()
+    trainer.save(path)
+
+
+@pytest.mark.parametrize("name", ["4 -> 2", "1 -> 4 -> 2", "2 -> 4"])
+def test_a_checkpoint_goes_on_under_any_plan(two_ranks, four_ranks, corpus, alone, tmp_path, name):
+    path = str(tmp_path / "checkpoint")
+    four_ranks.run(two_steps, PLANS[4][name].to_json(), corpus, path)
+    four_ranks.run(resumed, PLANS[4][name].to_json(), corpus, path, alone)
+    four_ranks.run(resumed, PLANS[4]["1 -> 4 -> 2"].to_json(), corpus, path, alone)
+    two_ranks.run(resumed, None, corpus, path, alone)
+    resumed(None, corpus, path, alone)
+    files = sum(file.stat().st_size for file in (tmp_path / "checkpoint").glob("*.distcp"))
+    two_steps(plan_of(1, (4, 1)).to_json(), corpus, path)
+    once = sum(file.stat().st_size for file in (tmp_path / "checkpoint").glob("*.distcp"))
+    assert files < 1.5 * once  # headers of more files and shards, but no replica's copy
+
+
+def optimizer_numbers(text, corpus):
+    trainer = Trainer(config_of(corpus), plan=Plan.from_json(text))
+    trainer.step()
+    mine = [p.numel() for p in trainer.model.parameters() if trainer.optimizer.state_of(p)]
+    return sum(mine), sum(p.numel() for p in trainer.model.parameters())
+
+
+def test_zero_keeps_a_share_of_the_state(four_ranks, corpus):
+    plan = plan_of(4, (4, 1), zero=True)
+    shares = four_ranks.run(optimizer_numbers, plan.to_json(), corpus)
+    assert sum(mine for mine, _ in shares) == shares[0][1]
+    assert max(mine for mine, _ in shares) < shares[0][1] / 2
+
+
+def test_the_command_line_executes_a_plan(corpus, alone, tmp_path):
+    plan, out = tmp_path / "plan.json", tmp_path / "out.json"
+    plan.write_text(PLANS[4]["1 -> 4 -> 2"].to_json())
+    options = ["--steps", "3", "--warmup", "1", "--validation-batches", "1", "--clip", "0.5"]
+    command = [sys.executable, "-m", "oases", "train", "--plan", plan, "--data", corpus, "--json", out, *options]
+    run = subprocess.run([*command, "--learning-rate", "1e-2"], capture_output=True, text=True, timeout=170)
+    assert run.returncode == 0, run.stderr
+    assert "1 blocks tp 1 x dp 4" in run.stdout
+    result = json.loads(out.read_text())
+    assert result["losses"] == pytest.approx(alone[1], rel=1e-5)
+    assert result["validation_loss"] == pytest.approx(alone[4], rel=1e-5)
+    assert result["plan"]["world"] == 4
+    labels = {row["where"] for row in result["overlap"]["others"]}
+    assert {"reshard tp 1 to 4", "reshard tp 4 to 2, backward", "gradients over 2 ranks, bucket 0"} <= labels
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hidden": 32}, "hidden is 16 there and 32 here; leave out --hidden"),
+        ({"layers": 3}, "layers is 2 there and 3 here"),
+        ({"heads": 2}, "heads is 4 there and 2 here"),
+        ({"sequence": 16}, "sequence is 8 there and 16 here"),
+        ({"batch": 8}, "batch is 16 there and 8 here"),
+        ({"schedule": "sync"}, "leave out --schedule"),
+        ({"sub_batches": 2}, "leave out --sub-batches"),
+    ],
+)
+def test_what_the_plan_says_otherwise_is_named(given, message):
+    with pytest.raises(UsageError, match=message):
+        config_for(plan_of(4, (4, 2)), given)
+    assert config_for(plan_of(4, (4, 2)), {"hidden": 16, "steps": 7}).steps == 7
+
+
+def refused(plan, message, error=UsageError):
+    with pytest.raises(error, match=message):
+        check(config_for(plan, {}), plan)
+
+
+def test_plans_that_cannot_be_executed_are_refused():
+    half = Stage((Segment(2, 2),))
+    refused(plan_of(4, stages=(half, half)), "2 pipeline stages, and pipelines cannot be executed yet")
+    twelve = dataclasses.replace(MODEL, hidden=48, heads=12, vocabulary=264)
+    nested = plan_of(12, (2, 2), (2, 3), model=twelve, global_batch=48)
+    refused(nested, "tp 2 and tp 3 do not nest")
+    refused(plan_of(4, (4, 2, "oases", 2, 5)), "recompute", ScheduleError)
+    refused(plan_of(4, (4, 2), model=dataclasses.replace(MODEL, dtype="bfloat16")), "computes in bfloat16")
+    refused(plan_of(4, (4, 2), model=dataclasses.replace(MODEL, vocabulary=128)), "vocabulary of 128 is too small")
+    with pytest.raises(UsageError, match="for 4 ranks, the run has 1"):
+        Trainer(config_for(plan_of(4, (4, 2)), {}), plan=plan_of(4, (4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (None, [], "cannot be read: No such file"),
+        ("{", [], "not JSON"),
+        (plan_of(4, (4, 2)).to_json(), ["--tp", "2"], "leave out --tp 2"),
+        (plan_of(4, (4, 2)).to_json(), ["--hidden", "512"], "hidden is 16 there and 512 here"),
+        (
+            plan_of(4, (4, 2)).to_json(),
+            ["--backend", "sim:alpha=1us,bandwidth=1gbit,alone"],
+            "a plan needs its ranks",
+        ),
+    ],
+)
+def test_bad_plans_end_the_command(tmp_path, capsys, text, options, message):
+    plan = tmp_path / "plan.json"
+    if text is not None:
+        plan.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--plan", str(plan), *options])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_launcher_with_other_ranks_is_refused(tmp_path, capsys, monkeypatch):
+    plan = tmp_path / "plan.json"
+    plan.write_text(plan_of(4, (4, 2)).to_json())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        main(["train", "--plan", str(plan)])
+    assert "needs 4 ranks, but the launcher gives 2" in capsys.readouterr().err
