@@ -1,5 +1,6 @@
 """`oases profile` on real ranks: what a simulated link was given is found again, and every time is there."""
 
+import itertools
 import json
 import os
 import signal
@@ -9,9 +10,12 @@ import time
 from dataclasses import astuple, fields
 
 import pytest
+import torch
 
 from oases import cli
 from oases.errors import UsageError
+from oases.models.gpt import GPTConfig, transformer_blocks
+from oases.parallel import OverlappedStack
 from oases.profile.compute import apart
 from oases.profile.config import ProfileConfig
 from oases.profile.groups import ranks_per_node
@@ -139,6 +143,15 @@ def test_every_op_can_be_told_apart():
         if op.kind == "B":
             assert Op("BC", op.block, op.sub_batch) in schedule.backward_set
     assert len(fields(BlockTimes)) == 8, "a new one needs a list it occurs in"
+
+
+def test_spans_are_taken_with_the_clock_that_is_given():
+    stack = OverlappedStack(transformer_blocks(GPTConfig(hidden=16, layers=1, heads=2, sequence=4), None))
+    stack.spans, ticks = [], itertools.count()
+    stack.clock = lambda: f"mark {next(ticks)}"
+    stack(torch.randn(2, 4, 16)).sum().backward()
+    assert stack.spans[0] == ("F 0.0", "mark 0", "mark 1")
+    assert next(ticks) == 2 * len(stack.spans)
 
 
 def test_sizes_and_degrees():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from oases.cli.options import (
     rank_options,
     require_writable,
     speaks,
+    values,
     write_json,
 )
 from oases.errors import UsageError
