@@ -13,6 +13,7 @@ _PUBLIC = {
     "OverlappedStack": "oases.parallel",
     "ParallelDropout": "oases.parallel",
     "parallel_cross_entropy": "oases.parallel",
+    "plan": "oases.planner",
     "report": "oases.parallel",
     "Trainer": "oases.train",
     "TrainConfig": "oases.train",
@@ -30,6 +31,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "parallel_cross_entropy",
+    "plan",
     "report",
 ]
 
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
         parallel_cross_entropy,
         report,
     )
+    from oases.planner import plan
     from oases.train import TrainConfig, Trainer
 
 

@@ -5,7 +5,6 @@ Outside torchrun a command starts its own ranks; under torchrun each process is 
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -18,21 +17,25 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from oases.agents import RankFailedError, die_with_parent, launch
 from oases.errors import UsageError
 from oases.rollcall import RollCall
-from oases.testbed import Backend
+from oases.testbed import Backend, Nodes
 
 
 @dataclass(frozen=True)
 class RankOptions:
-    """How the ranks of a run are set up. timeout: seconds until a collective counts as lost.
+    """How the ranks of a run are set up.
 
-    asked: who asked for so many ranks, in words; empty where it was --tp.
+    timeout: seconds until a collective counts as lost. nodes: of this machine's testbed to spread the ranks over, for
+    a process behind their link; None: all on one. asked: who asked for so many ranks, in words; empty where it was
+    --tp.
     """
 
     size: int
     backend: Backend = field(default_factory=Backend)
     timeout_seconds: float = 300.0
+    nodes: Nodes | None = None
     asked: str = ""
 
 
@@ -45,7 +48,7 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
     """Call `function(*arguments)` on `options.size` ranks; return rank 0's result.
 
     Ends the process with the exit code of the rank that failed first; the ranks have said why. UsageError if
-    a launcher started a different number of ranks.
+    a launcher started a different number of ranks, or they cannot be spread evenly over the nodes.
     """
     if under_torchrun():
         given = int(os.environ["WORLD_SIZE"])
@@ -74,37 +77,28 @@ def _stand_for_all(function: Callable[..., Any], arguments: tuple[Any, ...], opt
 
 
 def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # The ranks speak for themselves; torchrun's own account would bury what they say.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.size)))
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=options.size, run_id="oases", max_restarts=0,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="spawn", local_addr="localhost",
-        monitor_interval=1,
-    )  # fmt: skip
     try:
-        return elastic_launch(config, _rank_main)(function, arguments, options)[0]
-    except (KeyboardInterrupt, SignalException):
+        return launch(_rank_main, (function, arguments, options), options.size, options.nodes)
+    except KeyboardInterrupt:
         print("oases: interrupted", file=sys.stderr)
         sys.exit(130)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        how = f"exit code {failure.exitcode}"
-        if failure.exitcode < 0:
-            how = f"signal {signal.Signals(-failure.exitcode).name}"
-        if failure.exitcode != 2:
-            print(f"oases: rank {rank} ended with {how}; the run is over", file=sys.stderr)
-        sys.exit(2 if failure.exitcode == 2 else 1)
+    except RankFailedError as error:
+        how = f"exit code {error.exit_code}"
+        if error.exit_code < 0:
+            how = f"signal {signal.Signals(-error.exit_code).name}"
+        if error.exit_code != 2:
+            print(f"oases: {error.who} ended with {how}; the run is over", file=sys.stderr)
+        sys.exit(2 if error.exit_code == 2 else 1)
 
 
 def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    die_with_parent()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    _take_core(local_rank, options.size)
+    if options.nodes is None:
+        _take_core(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", options.size)))
+    else:
+        _take_core(rank, options.size)  # all nodes share this machine's
     if options.backend.name in ("gloo", "sim") and os.environ.get("MASTER_ADDR") in (
         "localhost",
         "127.0.0.1",
@@ -168,11 +162,14 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _take_core(local_rank: int, size: int) -> None:
-    """One thread and one core per rank where cores are few; elsewhere an equal share of the threads."""
+def _take_core(rank: int, size: int) -> None:
+    """One thread and one core per rank where cores are few; elsewhere an equal share of the threads.
+
+    rank, size: among the ranks that share this machine.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
     if cores and len(cores) <= size:
-        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
         torch.set_num_threads(1)
     elif cores:
         torch.set_num_threads(max(1, len(cores) // size))

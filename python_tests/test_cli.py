@@ -53,6 +53,11 @@ def fails(capsys, *arguments):
         (["train", "--data", ""], ["data path ''"]),
         (["train", "--json", "/tmp"], ["'/tmp' is a folder"]),
         (["train", "--link", "99999999999999gbit"], ["out of range", "100gbit"]),
+        (["train", "--nodes", "2"], ["--nodes 2", "--link 500mbit"]),
+        (["train", "--nodes", "0"], ["--nodes", "got 0"]),
+        (["train", "--nodes", "999", "--tp", "2"], ["--nodes", "got 999"]),
+        (["train", "--link", "1gbit", "--tp", "4", "--nodes", "3"], ["4 ranks", "--nodes 3", "1, 2, 4"]),
+        (["demo", "--nodes", "2", "--backend", "sim:alpha=1us,bandwidth=1gbit"], ["--nodes 2", "--backend sim"]),
         (["train", "--nosuch"], ["--nosuch", "--help"]),
         (["train", "--data", "/nowhere"], ["'/nowhere'", "does not exist"]),
         (["bench", "overlap", "--link", "fast"], ["'fast'", "500mbit"]),
@@ -99,6 +104,7 @@ def test_a_checkpoint_replaces_nothing_but_checkpoints(capsys, tmp_path):
 def test_a_link_cannot_be_shaped_between_a_launchers_ranks(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "leave out torchrun" in fails(capsys, "train", "--link", "1gbit")
+    assert "--link 1gbit --nodes 2 cannot" in fails(capsys, "train", "--link", "1gbit", "--nodes", "2")
 
 
 def test_a_schedule_text_with_a_mistake_names_line_and_column(capsys, tmp_path):
@@ -119,10 +125,15 @@ def test_a_schedule_text_with_a_mistake_names_line_and_column(capsys, tmp_path):
 
 
 def test_a_link_that_cannot_be_had(capsys, monkeypatch):
-    monkeypatch.setattr(testbed, "why_impossible", lambda rate: "'tc' is missing; install the package iproute2")
+    monkeypatch.setattr(
+        testbed, "why_impossible", lambda rate, nodes=1: "'tc' is missing; install the package iproute2"
+    )
     for command in (["train"], ["bench", "overlap"]):
         error = fails(capsys, *command, "--link", "1gbit")
         assert "--link 1gbit cannot be had here: 'tc' is missing; install the package iproute2" in error
+    error = fails(capsys, "demo", "--link", "1gbit", "--nodes", "2")
+    assert "--link 1gbit --nodes 2 cannot be had here: 'tc' is missing" in error
+    assert "leave out --link --nodes 2" in error
 
 
 def test_help_shows_defaults(capsys):
@@ -175,7 +186,7 @@ def test_train_saves_and_resumes(capfd, tmp_path):
 
 
 def test_demo_runs_without_a_shaped_link(capfd, tmp_path, monkeypatch):
-    monkeypatch.setattr(testbed, "why_impossible", lambda rate: "user namespaces are off")
+    monkeypatch.setattr(testbed, "why_impossible", lambda rate, nodes=1: "user namespaces are off")
     path = tmp_path / "d.json"
     cli.main(["demo", *SMALL, "--steps", "3", "--out", str(tmp_path), "--json", str(path)])
     output = capfd.readouterr()

@@ -11,7 +11,7 @@ from oases import testbed
 from oases.errors import UsageError
 from oases.parallel.group import scheduler_of
 from oases.ranks import RankOptions, run_ranks
-from oases.testbed import Backend, link_bytes_per_second
+from oases.testbed import Backend, link, link_bytes_per_second
 
 
 def test_rates():
@@ -43,7 +43,7 @@ def test_backends():
 
 
 def test_missing_tools_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(testbed, "_environment", lambda: {"PATH": str(tmp_path)})
+    monkeypatch.setattr(link, "_environment", lambda: {"PATH": str(tmp_path)})
     assert testbed.why_impossible("1gbit") == "'unshare' is missing; install the package util-linux"
 
 
@@ -60,9 +60,10 @@ def test_the_link_has_its_price():
         "while left: left -= len(peer.recv(65536))\n"
         "print(time.monotonic() - start)\n"
     )
-    shell = f'{testbed._SHAPE} && shift && exec "$@"'
-    command = ["unshare", "-rn", "sh", "-c", shell, "sh", "20mbit", sys.executable, "-c", script]
-    done = subprocess.run(command, env=testbed._environment(), capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        testbed.command_behind("20mbit", [sys.executable, "-c", script]),
+        env=testbed.environment_behind("20mbit"), capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
     assert float(done.stdout) >= 0.2
 
 

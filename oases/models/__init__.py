@@ -1,5 +1,6 @@
 """Demo models built of oases layers."""
 
 from oases.models.gpt import GPT, GPTConfig
+from oases.models.timed import TimedBlock, TimedSeconds
 
-__all__ = ["GPT", "GPTConfig"]
+__all__ = ["GPT", "GPTConfig", "TimedBlock", "TimedSeconds"]

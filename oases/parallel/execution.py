@@ -11,13 +11,15 @@ backward pass g = gradient of h, a partial sum until its collective is waited fo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from oases.parallel.failure import Guard, Watch
 from oases.parallel.graphs import Gradients, Graph, Method
 from oases.parallel.randomness import Extent, Randomness
 from oases.parallel.weight_gradient import PutOff, putting_off
@@ -58,8 +60,8 @@ class Tokens:
 class Execution:
     """Runs `schedule` over the blocks on one batch. Made once per call of a stack.
 
-    tokens: what this rank holds between blocks. spans: list to append (op, start, end) of every compute op and wait
-    to, monotonic seconds.
+    tokens: what this rank holds between blocks. watch: tells the other ranks of an op that fails. spans: list to
+    append (op, start, end) of every compute op and wait to, in what `clock` gives.
     """
 
     def __init__(
@@ -72,8 +74,11 @@ class Execution:
         differentiable: bool,
         randomness: Randomness,
         tokens: Tokens,
-        spans: list[tuple[str, float, float]] | None = None,
+        watch: Watch | None = None,
+        spans: list[tuple[str, Any, Any]] | None = None,
+        clock: Callable[[], Any] = time.perf_counter,
     ) -> None:
+        self.guard = Guard(schedule, wire.label, watch, self._forget)
         self._methods = methods
         self._schedule = schedule
         self._wire = wire
@@ -83,6 +88,7 @@ class Execution:
         self._randomness = randomness
         self._tokens = tokens
         self._spans = spans
+        self._clock = clock
         self._backward: tuple[Op, ...] = schedule.backward
         self._position = 0
         self._with_w = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
@@ -119,8 +125,10 @@ class Execution:
 
     def run_forward(self) -> Tensor:
         """Run the forward ops; return the output, [batch, ...] in the order of the input."""
-        self._run(self._schedule.forward)
-        return self._joined([self._outputs.pop(s) for s in range(self._schedule.num_sub_batches)])
+        with self.guard:
+            self._run(self._schedule.forward)
+            self.guard.doing = "the output"
+            return self._joined([self._outputs.pop(s) for s in range(self._schedule.num_sub_batches)])
 
     def begin_backward(self, grad: Tensor) -> None:
         """Take the gradient of the output."""
@@ -148,6 +156,7 @@ class Execution:
     def run_backward_rest(self) -> Tensor:
         """Run what is left; return the gradient of the input."""
         self._run_backward_to(len(self._backward))
+        self.guard.doing = "the gradient of the input"
         grad = self._joined([self._total_gradient(0, s) for s in range(self._schedule.num_sub_batches)])
         return self._wire.gather(grad, "gradient of the input") if self._tokens.size > 1 else grad
 
@@ -161,6 +170,24 @@ class Execution:
             shares[name] = shares[name].add_(gradient) if name in shares else gradient
         return shares, {}
 
+    def _forget(self) -> None:
+        """After a failure: let go of every tensor."""
+        for held in (
+            self._x,
+            self._h,
+            self._y,
+            self._to_gather,
+            self._outputs,
+            self._g,
+            self._grad_y,
+            self._residual,
+        ):
+            held.clear()
+        for graphs in (self._prepare, self._partial, self._combine, self._put_off):
+            graphs.clear()
+        self._gradients = [({}, {}) for _ in self._methods]
+        self._wire.forget()
+
     def _joined(self, parts: list[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self._dim)
 
@@ -170,13 +197,14 @@ class Execution:
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            start = time.perf_counter()
+            self.guard.doing = op
             if op.kind in STARTS:
                 self._start(op, (op.block, op.sub_batch))
                 continue
+            start = self._clock() if self._spans is not None else None
             getattr(self, f"_do_{op.kind}")(op, (op.block, op.sub_batch))
             if self._spans is not None:
-                self._spans.append((str(op), start, time.perf_counter()))
+                self._spans.append((str(op), start, self._clock()))
 
     def _start(self, op: Op, place: Place) -> None:
         if op.kind == "all_gather":
@@ -330,8 +358,8 @@ class Execution:
         if g is None:
             raise RuntimeError(f"block {block}: partial(x) does not depend on x; it must be differentiable in x")
         # The sum over ranks is written over g; it must not be memory that others still read.
-        products = (product[3] for product in self._put_off[place].products)
-        readers = [grad_y, *self._residual.values(), *self._g.values(), *products]
+        noted = (note.grad for note in self._put_off[place].notes)
+        readers = [grad_y, *self._residual.values(), *self._g.values(), *noted]
         shared = {t.untyped_storage().data_ptr() for t in readers}
         self._set_parts(self._g, place, g.clone() if g.untyped_storage().data_ptr() in shared else g)
         if place not in self._with_w:

@@ -9,20 +9,50 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
+class Note(Protocol):
+    """A part of some parameters' gradients that a backward pass has put off."""
+
+    @property
+    def grad(self) -> Tensor:
+        """The output gradient it will read, whose memory must stay as it is until then."""
+
+    def add_to(self, sums: dict[int, Tensor]) -> None:
+        """Compute it and add it to `sums`, gradients by id() of the parameter, in memory of their own."""
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What the weight and bias of a linear lack: their input rows times the rows of the output gradient."""
+
+    weight: Tensor
+    bias: Tensor | None
+    x: Tensor
+    grad: Tensor
+
+    def add_to(self, sums: dict[int, Tensor]) -> None:
+        if self.weight.requires_grad:
+            known = sums.get(id(self.weight))
+            sums[id(self.weight)] = self.grad.t() @ self.x if known is None else known.addmm_(self.grad.t(), self.x)
+        if self.bias is not None and self.bias.requires_grad:
+            known = sums.get(id(self.bias))
+            sums[id(self.bias)] = self.grad.sum(0) if known is None else known.add_(self.grad.sum(0))
+
+
 class PutOff:
-    """The products that weight gradients still lack: (weight, bias, input rows, output gradient rows)."""
+    """The notes of what weight gradients still lack."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._known = {id(parameter) for parameter in parameters}
-        self.products: list[tuple[Tensor, Tensor | None, Tensor, Tensor]] = []
-        self._calls = 0
+        self.notes: list[Note] = []
+        self._calls, self._skip_last = 0, False
         self._last_output: Tensor | None = None
         self._skippable: int | None = None
 
@@ -30,9 +60,9 @@ class PutOff:
         """Whether all are parameters themselves; a weight computed from others is autograd's business."""
         return all(tensor is None or id(tensor) in self._known for tensor in tensors)
 
-    def begin(self) -> None:
-        """Count the calls of a forward pass from 0."""
-        self._calls, self._last_output = 0, None
+    def begin(self, skip_last: bool) -> None:
+        """Count the calls of a forward pass from 0; skip_last: it may leave out the last, if that is known."""
+        self._calls, self._last_output, self._skip_last = 0, None, skip_last
 
     def note(self, output: Tensor) -> Tensor:
         """Count one call and remember its output."""
@@ -48,21 +78,16 @@ class PutOff:
     @property
     def skips_next(self) -> bool:
         """Whether the call to come is the one whose output nobody will read."""
-        return self._calls == self._skippable
+        return self._skip_last and self._calls == self._skippable
 
     def add_to(self, sums: dict[int, Tensor]) -> None:
         """Compute what was put off and add it to `sums`, gradients by id() of the parameter."""
-        for weight, bias, x, grad in self.products:
-            if weight.requires_grad:
-                known = sums.get(id(weight))
-                sums[id(weight)] = grad.t() @ x if known is None else known.addmm_(grad.t(), x)
-            if bias is not None and bias.requires_grad:
-                known = sums.get(id(bias))
-                sums[id(bias)] = grad.sum(0) if known is None else known.add_(grad.sum(0))
-        self.products.clear()
+        for note in self.notes:
+            note.add_to(sums)
+        self.notes.clear()
 
 
-_active: ContextVar[tuple[PutOff, bool] | None] = ContextVar("oases_put_off", default=None)
+_active: ContextVar[PutOff | None] = ContextVar("oases_put_off", default=None)
 
 
 @contextmanager
@@ -72,8 +97,8 @@ def putting_off(put_off: PutOff, *, skip_last: bool = False) -> Iterator[None]:
     skip_last: leave out the product that makes the result, where an earlier forward pass showed that it does: its
     output is undefined and only its backward is used.
     """
-    put_off.begin()
-    token = _active.set((put_off, skip_last))
+    put_off.begin(skip_last)
+    token = _active.set(put_off)
     try:
         yield
     finally:
@@ -92,20 +117,24 @@ class _PuttingOff(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        ctx.put_off.products.append((weight, ctx.bias, x.flatten(0, -2), grad.flatten(0, -2)))
+        ctx.put_off.notes.append(_Product(weight, ctx.bias, x.flatten(0, -2), grad.flatten(0, -2)))
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None, None
+
+
+def active_put_off(*parameters: Tensor | None) -> PutOff | None:
+    """Where a forward pass that runs now is to note the gradients of `parameters`; None: autograd computes them."""
+    # In a compiled block the products are the compiler's business.
+    put_off = None if torch.compiler.is_compiling() else _active.get()
+    if put_off is None:
+        return None
+    # Activation checkpoints inside a block run their part again outside of `putting_off`, and must find the same ops.
+    checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return put_off if not checkpointed and put_off.takes(*parameters) else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, whose weight gradient is put off inside `putting_off`."""
-    # In a compiled block the products are the compiler's business.
-    active = None if torch.compiler.is_compiling() else _active.get()
-    if active is None or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
+    put_off = active_put_off(weight, bias)
+    if put_off is None or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)  # autocast's casts are autograd's business: it then keeps the whole
-    put_off, skip_last = active
-    # Activation checkpoints inside a block run their part again outside of `putting_off`, and must find the same ops.
-    checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if checkpointed or not put_off.takes(weight, bias):
-        return F.linear(x, weight, bias)
-    skipped = skip_last and put_off.skips_next
-    return put_off.note(_PuttingOff.apply(x, weight, bias, put_off, skipped))
+    return put_off.note(_PuttingOff.apply(x, weight, bias, put_off, put_off.skips_next))

@@ -1,6 +1,7 @@
 """What runs when: schedules as plain data. Imports no torch."""
 
 from oases.schedule.ir import Op, Schedule, ScheduleError
+from oases.schedule.pipeline import PIPELINES, Pipeline, generate_pipeline, gpipe, one_f_one_b
 from oases.schedule.sequence import along_sequence, sequence_parallel
 from oases.schedule.tensor import (
     GENERATORS,
@@ -18,8 +19,10 @@ from oases.schedule.validate import validate, validate_ranks
 
 __all__ = [
     "GENERATORS",
+    "PIPELINES",
     "WHOLE",
     "Op",
+    "Pipeline",
     "Recompute",
     "Schedule",
     "ScheduleError",
@@ -29,7 +32,10 @@ __all__ = [
     "fine_grained",
     "format_schedule",
     "generate",
+    "generate_pipeline",
+    "gpipe",
     "oases",
+    "one_f_one_b",
     "parse_schedule",
     "sequence_parallel",
     "sub_pipelined",

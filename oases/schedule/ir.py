@@ -27,6 +27,9 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "wait"]
 With sequence parallelism, reduce_scatter: sum it, and leave each rank its part of the sequence; all_gather: join the
 ranks' parts of what C, RC or BC made."""
 
+Message = Literal["send", "receive"]
+"""Of a pipeline: the result of F goes to the next stage, that of B to the one before. receive: stand still for it."""
+
 COMPUTE: tuple[str, ...] = get_args(Compute)
 COLLECTIVE: tuple[str, ...] = get_args(Collective)
 STARTS: tuple[str, ...] = COLLECTIVE[:-1]
@@ -39,9 +42,12 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Op:
-    """One line of a schedule. `of` names the compute op whose result a collective carries."""
+    """One line of a schedule. `of` names the compute op whose result a collective or a message carries.
 
-    kind: Compute | Collective
+    In a pipeline's list `block` is the stage and `sub_batch` the micro-batch.
+    """
+
+    kind: Compute | Collective | Message
     block: int
     sub_batch: int
     of: Compute | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from oases.errors import UsageError
@@ -37,6 +37,37 @@ class MeasuredBlock:
     samples: float
     times: BlockTimes
 
+    @property
+    def key(self) -> tuple[str, int, int, int, str, int, float]:
+        """What tells it from other measurements."""
+        return self.kind, self.hidden, self.heads, self.sequence, self.dtype, self.tp, self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOverhead:
+    """Seconds of a whole pass of a stack outside its ops: it is entered, its batch cut and joined, gradients leave.
+
+    samples: of the whole batch, in `sub_batches` parts, over `layers` layers.
+    """
+
+    hidden: int
+    heads: int
+    sequence: int
+    dtype: str
+    tp: int
+    layers: int
+    samples: float
+    sub_batches: int
+    forward: float
+    backward: float
+
+    @property
+    def key(self) -> tuple[int, int, int, str, int, int, float, int]:
+        """What tells it from other measurements."""
+        return (
+            self.hidden, self.heads, self.sequence, self.dtype, self.tp, self.layers, self.samples, self.sub_batches,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -50,10 +81,15 @@ class Hardware:
     blocks: tuple[MeasuredBlock, ...] = ()
     about: str = ""
     date: str = ""
+    overheads: tuple[MeasuredOverhead, ...] = ()
 
     def link_of(self, tp: int, stride: int = 1) -> str:
         """Which link a group of `tp` ranks, `stride` apart, needs: "node", or "cluster" if it leaves the node."""
         return "node" if tp * stride <= self.ranks_per_node else "cluster"
+
+    def link(self, name: str) -> LinkModel:
+        """The link called "node" or "cluster"."""
+        return self.node if name == "node" else self.cluster
 
     def collective_seconds(self, collective: str, ranks: int, num_bytes: float, stride: int = 1) -> float:
         """Seconds of a collective of `ranks` ranks, `stride` apart; all such groups communicate at once.
@@ -76,6 +112,22 @@ class Hardware:
                 "with oases profile"
             )
         return self._by_rates(model, kind, tp, samples)
+
+    def pass_overhead(
+        self, model: ModelShape, tp: int, samples: float, sub_batches: int, layers: float | None = None
+    ) -> tuple[float, float]:
+        """Seconds of the forward and of the backward pass of a stack of `layers` layers outside its ops.
+
+        By the measurement nearest in sub-batches, then in samples. Nearly all of it is work per block and sub-batch
+        and none per byte, so it grows with the layers alone. Zeros where nothing was measured.
+        """
+        shape = (model.hidden, model.heads, model.sequence, model.dtype, tp)
+        found = [o for o in self.overheads if (o.hidden, o.heads, o.sequence, o.dtype, o.tp) == shape]
+        if not found:
+            return 0.0, 0.0
+        nearest = min(found, key=lambda o: (abs(o.sub_batches - sub_batches), abs(o.samples - samples)))
+        scale = (model.layers if layers is None else layers) / nearest.layers
+        return scale * nearest.forward, scale * nearest.backward
 
     def has_block(self, model: ModelShape, tp: int) -> bool:
         """Whether blocks of this model cut over `tp` ranks have times here."""
@@ -119,6 +171,24 @@ class Hardware:
             backward=column + 2.5 * core + row + 5 * unit + 4 * inner + 6 * launch,
             weight_gradient=column + row + 2 * inner + unit + 2 * launch,
         )  # fmt: skip
+
+
+def merge(first: Hardware, second: Hardware) -> Hardware:
+    """`first` with the blocks and overheads of `second`, which replace those of the same shape and size.
+
+    UsageError where they are of different devices: times of both in one profile would be times of none.
+    """
+    if first.device.name != second.device.name:
+        raise UsageError(
+            f"profile {first.name!r} is of the device {first.device.name!r}, and this is {second.device.name!r}; "
+            "write a profile of its own for it"
+        )
+    return replace(
+        first,
+        date=second.date or first.date,
+        blocks=tuple({block.key: block for block in (*first.blocks, *second.blocks)}.values()),
+        overheads=tuple({each.key: each for each in (*first.overheads, *second.overheads)}.values()),
+    )
 
 
 def _between(points: Sequence[MeasuredBlock], samples: float) -> BlockTimes:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median
 
 from oases.simulator.program import Contention
 
@@ -68,13 +69,21 @@ class LinkModel:
         found: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for sample in self.samples:
             found.setdefault((sample.collective, sample.ranks), []).append((sample.bytes, sample.seconds))
-        return {key: sorted(points) for key, points in found.items()}
+        return {key: _distinct(points) for key, points in found.items()}
 
     def fit_error(self) -> float:
         """Median relative error of start-up and bandwidth alone against what was measured."""
         plain = LinkModel(self.startup_seconds, self.bytes_per_second)
         errors = sorted(abs(plain.seconds(s.collective, s.ranks, s.bytes) / s.seconds - 1) for s in self.samples)
         return errors[len(errors) // 2] if errors else 0.0
+
+
+def _distinct(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """In order, each size once: of several times the median."""
+    by_size: dict[float, list[float]] = {}
+    for size, seconds in points:
+        by_size.setdefault(size, []).append(seconds)
+    return [(size, median(times)) for size, times in sorted(by_size.items())]
 
 
 def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from oases.schedule import Op, Schedule
+from oases.schedule import Op, Pipeline, Schedule
 from oases.schedule.ir import STARTS
 from oases.simulator.cost import StackCosts
-from oases.simulator.program import Compute, Instruction, Start, Wait
+from oases.simulator.program import Compute, Instruction, Receive, Send, Start, Wait
 
 
 def lower(schedule: Schedule, costs: StackCosts, prefix: str = "") -> tuple[list[Instruction], list[Instruction]]:
@@ -19,12 +20,51 @@ def lower(schedule: Schedule, costs: StackCosts, prefix: str = "") -> tuple[list
     return list(pass_.forward()), list(pass_.backward())
 
 
+@dataclass(frozen=True)
+class StagePasses:
+    """What one stage of a pipeline does for a micro-batch, given its number: instructions of its passes.
+
+    recompute: of an op R of its own. message_seconds: of an activation, or a gradient, on its way to the next stage.
+    """
+
+    forward: Callable[[int], Sequence[Instruction]]
+    backward: Callable[[int], Sequence[Instruction]]
+    recompute: Callable[[int], Sequence[Instruction]] = lambda m: ()
+    message_seconds: float = 0.0
+
+    @staticmethod
+    def by_kind(stage: int, seconds: Mapping[str, float]) -> StagePasses:
+        """Each pass a single piece of compute: seconds by F, R, B and send, 0 for what is not named."""
+
+        def compute(kind: str) -> Callable[[int], Sequence[Instruction]]:
+            return lambda m: (Compute(f"{kind} {stage}.{m}", seconds.get(kind, 0.0)),)
+
+        return StagePasses(compute("F"), compute("B"), compute("R"), seconds.get("send", 0.0))
+
+
+def lower_pipeline(pipeline: Pipeline, stages: Sequence[StagePasses]) -> tuple[tuple[Instruction, ...], ...]:
+    """Every stage's instructions."""
+    return tuple(tuple(_lower_stage(ops, passes)) for ops, passes in zip(pipeline.stages, stages, strict=True))
+
+
+def _lower_stage(ops: Sequence[Op], passes: StagePasses) -> Iterator[Instruction]:
+    does = {"F": passes.forward, "B": passes.backward, "R": passes.recompute}
+    for op in ops:
+        if op.kind == "receive":
+            sender = op.block - 1 if op.of == "F" else op.block + 1
+            yield Receive(f"{op.of} {sender}.{op.sub_batch}")
+        elif op.kind == "send":
+            link = "to the next stage" if op.of == "F" else "to the stage before"
+            yield Send(str(op.carried), passes.message_seconds, link)
+        else:
+            yield from does[op.kind](op.sub_batch)
+
+
 class _Lowering:
     def __init__(self, schedule: Schedule, costs: StackCosts, prefix: str) -> None:
         self._schedule = schedule
         self._costs = costs
         self._prefix = prefix
-        self._put_off = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
         self._held = _Memory(schedule, costs)
 
     def forward(self) -> Iterator[Instruction]:
@@ -73,7 +113,7 @@ class _Memory:
         schedule = self._schedule
         if op.kind == "F":
             if ("R", *place) not in schedule.recomputed:
-                return size.unit + size.kept - size.unit, 0
+                return size.kept, 0  # y comes, and x is among what is kept
             return size.unit, size.unit if place in schedule.remade_inputs else 0
         if op.kind in ("C", "RC"):  # out in the place of y
             return size.unit, size.unit

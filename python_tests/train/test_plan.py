@@ -224,7 +224,11 @@ def test_plans_that_cannot_be_executed_are_refused():
         ("{", [], "not JSON"),
         (plan_of(4, (4, 2)).to_json(), ["--tp", "2"], "leave out --tp 2"),
         (plan_of(4, (4, 2)).to_json(), ["--hidden", "512"], "hidden is 16 there and 512 here"),
-        (plan_of(4, (4, 2)).to_json(), ["--backend", "sim:alpha=1us,bandwidth=1gbit,alone"], "a plan needs its ranks"),
+        (
+            plan_of(4, (4, 2)).to_json(),
+            ["--backend", "sim:alpha=1us,bandwidth=1gbit,alone"],
+            "a plan needs its ranks",
+        ),
     ],
 )
 def test_bad_plans_end_the_command(tmp_path, capsys, text, options, message):

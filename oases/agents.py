@@ -1,0 +1,250 @@
+"""Torch's elastic agents, which start ranks and watch over them: one in this process, or one per node of a testbed.
+
+With several, this process stays above the nodes: it starts an agent in each, waits for what they report, and ends
+them all when one fails. Agents and ranks die with the process that started them, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from oases.testbed import Nodes
+
+_PORT = 29400  # of the store on node 0, whose network is its own
+_PATIENCE_SECONDS = 20.0  # ranks that are ended call the roll first
+_PR_SET_PDEATHSIG = 1  # of sys/prctl.h
+_HELD_BACK = (signal.SIGINT, signal.SIGTERM)
+
+
+class RankFailedError(Exception):
+    """A rank, or an agent, ended before its work was done: who, and its exit code (-n: by signal n)."""
+
+    def __init__(self, who: str, exit_code: int) -> None:
+        super().__init__(f"{who} ended with exit code {exit_code}")
+        self.who = who
+        self.exit_code = exit_code
+
+
+def launch(entrypoint: Callable[..., Any], arguments: tuple[Any, ...], size: int, nodes: Nodes | None) -> Any:
+    """Call `entrypoint(*arguments)` on `size` new ranks; return rank 0's result.
+
+    RankFailedError for the rank that failed first; KeyboardInterrupt if this process was told to end; UsageError
+    where the ranks cannot be spread over the nodes.
+    """
+    if nodes is not None:
+        return _launch_on(nodes, entrypoint, arguments, size)
+    return _run_agent(
+        entrypoint, arguments, min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", local_addr="localhost",
+    )[0]  # fmt: skip
+
+
+def die_with_parent() -> None:
+    """Let this process be killed when the one that started it by multiprocessing dies; on Linux."""
+    parent = multiprocessing.parent_process()
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it was gone already
+        os._exit(1)
+
+
+def _run_agent(entrypoint: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> dict[int, Any]:
+    """Run an agent in this process; returns the results of its ranks."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The ranks speak for themselves; torchrun's own account would bury what they say.
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    config = LaunchConfig(run_id="oases", max_restarts=0, start_method="spawn", monitor_interval=1, **options)
+    try:
+        return elastic_launch(config, entrypoint)(*arguments)
+    except SignalException as error:
+        raise KeyboardInterrupt from error
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RankFailedError(f"rank {rank}", failure.exitcode) from error
+
+
+# --- several agents ---
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What an agent says at its end: rank 0's result where it has that, or who failed with which exit code."""
+
+    result: Any = None
+    failed: tuple[str, int] | None = None
+
+
+@dataclass
+class _Agent:
+    """An agent as seen from above: its process and our end of its pipe."""
+
+    node: int
+    process: BaseProcess
+    connection: Connection
+    reported: bool = False
+
+    def receive(self) -> Any:
+        """What it says next; RankFailedError if it ends without a word."""
+        try:
+            return self.connection.recv()
+        except EOFError:
+            self.process.join()
+            raise RankFailedError(f"the agent of node {self.node}", self.process.exitcode or 0) from None
+
+
+def _launch_on(nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[Any, ...], size: int) -> Any:
+    nodes.require_inside()
+    per_node = nodes.ranks_per_node(size)
+    agents: list[_Agent] = []
+    last = signal.SIGKILL  # without ranks yet there is nothing to end in order
+    with _sigterm_interrupts():
+        try:
+            _start(agents, nodes, (nodes, entrypoint, arguments, per_node))
+            for agent in agents:
+                agent.receive()
+            nodes.join([agent.process.pid or 0 for agent in agents])
+            for agent in agents:
+                agent.connection.send("joined")
+            last = signal.SIGTERM
+            return _result(agents)
+        except KeyboardInterrupt:
+            if last == signal.SIGTERM:
+                last = signal.SIGINT  # at which ranks leave without a word
+            raise
+        finally:
+            _end(agents, last)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """As elastic's agents have it: whatever tells this process to end interrupts it."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start(agents: list[_Agent], nodes: Nodes, work: tuple[Any, ...]) -> None:
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # whose start unblocks signals
+    with _signals_held_back():
+        for node in range(nodes.count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, node, *work))
+            process.start()
+            theirs.close()  # so that its death is the end of the pipe
+            agents.append(_Agent(node, process, ours))
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Be interrupted only at the end of this; processes started in here block the signals."""
+    got: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in _HELD_BACK}
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)  # of this thread alone, and of what it starts
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if got:
+        raise KeyboardInterrupt
+
+
+def _result(agents: list[_Agent]) -> Any:
+    """Rank 0's result once every agent is done; RankFailedError as soon as one is not."""
+    result = None
+    running: dict[Any, _Agent] = {agent.connection: agent for agent in agents}
+    while running:
+        for connection in wait(list(running)):
+            agent = running.pop(connection)
+            report: _Report = agent.receive()
+            agent.reported = True
+            if report.failed is not None:
+                raise RankFailedError(*report.failed)
+            if agent.node == 0:
+                result = report.result
+    return result
+
+
+def _end(agents: list[_Agent], last: signal.Signals) -> None:
+    """Tell the agents that run to end, by the signal `last`; dismiss all when they have, at last by force."""
+    running = [agent for agent in agents if not agent.reported and agent.process.exitcode is None]
+    try:
+        for agent in running:
+            assert agent.process.pid is not None
+            os.kill(agent.process.pid, last)
+        open_ends: list[Any] = [agent.connection for agent in running]
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while open_ends and time.monotonic() < end:
+            for connection in wait(open_ends, end - time.monotonic()):
+                open_ends.remove(connection)
+    finally:
+        for agent in agents:
+            agent.connection.close()
+        for agent in agents:
+            agent.process.join(_PATIENCE_SECONDS if agent.reported else 3)
+            if agent.process.is_alive():
+                agent.process.kill()
+                agent.process.join()
+
+
+def _serve(
+    connection: Connection,
+    node: int,
+    nodes: Nodes,
+    entrypoint: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    per_node: int,
+) -> None:
+    """What the process of one node's agent does."""
+    os.setpgrp()  # a terminal's Ctrl-C comes to the process above, which passes it on, once
+    for number in _HELD_BACK:
+        signal.signal(number, signal.SIG_DFL)  # until the agent has its own: no traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+    die_with_parent()
+    nodes.enter()
+    connection.send("entered")
+    connection.recv()
+    nodes.open(node)
+    try:
+        results = _run_agent(
+            entrypoint, arguments, min_nodes=nodes.count, max_nodes=nodes.count, nproc_per_node=per_node,
+            rdzv_backend="static", rdzv_endpoint=f"{nodes.address(0)}:{_PORT}", rdzv_configs={"rank": node},
+            local_addr=nodes.address(node),
+        )  # fmt: skip
+        connection.send(_Report(results.get(0)))
+    except (KeyboardInterrupt, RankFailedError) as error:
+        for number in _HELD_BACK:
+            signal.signal(number, signal.SIG_IGN)
+        failed = (error.who, error.exit_code) if isinstance(error, RankFailedError) else ("", 130)
+        # The error's traceback holds the agent, and on node 0 with it the store: there the ranks of other nodes call
+        # the roll, so stay until the process above has heard from all.
+        with suppress(EOFError, OSError):
+            connection.send(_Report(failed=failed))
+            connection.recv()

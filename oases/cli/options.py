@@ -1,0 +1,179 @@
+"""What all commands share: options from configurations, ranks and their link, JSON, and how mistakes are told."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from oases import testbed
+from oases.errors import UsageError
+from oases.testbed import Backend
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake as every other is reported."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        fail(f"{message}; see '{self.prog} --help'")
+
+
+def fail(message: str) -> NoReturn:
+    """Say what is wrong, once, and exit with 2."""
+    if speaks():
+        print(f"oases: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def speaks() -> bool:
+    """Under torchrun every rank runs the command; the first one prints and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:
+    """A new command; every one takes --json."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description + ".")
+    parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
+    return parser
+
+
+def add_options(
+    parser: argparse.ArgumentParser, defaults: Any, skip: Sequence[str] = (), *, only_given: bool = False
+) -> None:
+    """One option per field of a configuration, with its own description, default and type.
+
+    only_given: options that are not given are absent from what is parsed.
+    """
+    for item in dataclasses.fields(defaults):
+        if item.name in skip:
+            continue
+        # Those that follow from others unless they are given say so themselves.
+        follows = item.name in ("heads", "sub_batches")
+        default = item.default if follows else getattr(defaults, item.name)
+        kind = str if default is None else type(default)
+        shown = "" if default is None or follows else f" (default: {default})"
+        parser.add_argument(
+            f"--{item.name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS if only_given else default,
+            metavar={int: "N", float: "X"}.get(kind, "TEXT"), help=item.metadata["help"] + shown,
+        )  # fmt: skip
+
+
+def add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None = 2) -> None:
+    """The options of every command that starts ranks."""
+    parser.add_argument("--tp", type=int, default=tp, metavar="N", help="tensor-parallel ranks (default: 2)")
+    parser.add_argument(
+        "--link", default=link, metavar="RATE",
+        help="shape the link between the ranks, e.g. 500mbit, 1gbit; needs Linux, not root "
+        f"(default: {link or 'the machine as it is'})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N",
+        help="spread the ranks over N nodes on this machine: fast within a node, --link between them (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", default="gloo", metavar="NAME",
+        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link; with ,alone at its end, and always "
+        "on a GPU, one process stands for all ranks (default: gloo)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="X",
+        help="seconds until a collective that does not end stops the run (default: 300)",
+    )  # fmt: skip
+
+
+def values(cls: type[Any], options: argparse.Namespace) -> dict[str, Any]:
+    """The options that are fields of a configuration, by name."""
+    names = {item.name for item in dataclasses.fields(cls)}
+    return {name: value for name, value in vars(options).items() if name in names}
+
+
+def configured(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any:
+    """A configuration from the options of the same names."""
+    return cls(**values(cls, options) | fixed)
+
+
+def behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False) -> str:
+    """Go behind the link asked for; returns how the ranks are joined, in words."""
+    rate, nodes = options.link, options.nodes
+    if nodes != 1:
+        _check_nodes(options)
+    if rate is None:
+        return f"over {options.backend}"
+    testbed.link_bytes_per_second(rate)
+    if testbed.inside(rate, nodes):
+        return f"over a link of {testbed.with_nodes(rate, nodes)}"
+    asked = f"--link {rate}" + (f" --nodes {nodes}" if nodes != 1 else "")
+    if "WORLD_SIZE" in os.environ:
+        raise UsageError(
+            f"{asked} cannot shape the link between ranks that a launcher has started; leave out "
+            "torchrun, and oases starts its own, or leave out --link"
+        )
+    reason = testbed.why_impossible(rate, nodes)
+    if reason is None:
+        testbed.relaunch(rate, given, nodes)
+    if not or_simulate or nodes != 1:  # a simulated link knows no nodes
+        raise UsageError(f"{asked} cannot be had here: {reason}; or leave out {asked.replace(f' {rate}', '')}")
+    print(f"oases: no shaped link here: {reason}. Going on over a simulated link.", file=sys.stderr)
+    options.backend = f"sim:alpha=50us,bandwidth={rate}"
+    return f"over a simulated link of {rate}"
+
+
+def _check_nodes(options: argparse.Namespace) -> None:
+    nodes = options.nodes
+    testbed.Nodes(nodes, options.link or "").ranks_per_node(options.tp)
+    if options.link is None:
+        raise UsageError(f"--nodes {nodes} joins nodes by links of a rate; give it with --link, e.g. --link 500mbit")
+    if options.backend != "gloo":
+        raise UsageError(
+            f"--nodes {nodes} joins ranks by gloo, got --backend {options.backend}; leave out one of the two"
+        )
+
+
+def rank_options(options: argparse.Namespace, device: str) -> Any:
+    """How the ranks are set up, from what `add_ranks` added."""
+    from oases.ranks import RankOptions
+
+    if not 0 < options.timeout <= 1e6:
+        raise UsageError(f"--timeout must be above 0 and at most 1e6 seconds, got {options.timeout}")
+    backend = Backend.parse(options.backend)
+    if backend.name == "nccl" and device != "cuda":
+        raise UsageError(f"backend nccl needs --device cuda, got --device {device}; use gloo on the CPU")
+    if backend.name == "sim" and device == "cuda" and "WORLD_SIZE" not in os.environ:
+        backend = dataclasses.replace(backend, alone=True)  # several ranks on one GPU would share its compute
+    nodes = None if options.nodes == 1 else testbed.Nodes(options.nodes, options.link)
+    return RankOptions(options.tp, backend, options.timeout, nodes)
+
+
+def require_writable(name: str, path: str | None) -> None:
+    """Raise UsageError, before any work is done, unless a file can be written there."""
+    if path is None:
+        return
+    target = Path(path)
+    if not path or target.is_dir():
+        raise UsageError(f"{name} {path!r} is a folder; give the path of a file")
+    if not target.resolve().parent.is_dir():
+        raise UsageError(f"{name} {path!r}: its folder does not exist")
+    if not os.access(target if target.exists() else target.resolve().parent, os.W_OK):
+        raise UsageError(f"{name} {path!r} cannot be written: permission denied")
+
+
+def write_json(path: str | None, result: dict[str, Any]) -> None:
+    """Write a command's result, where a path was given."""
+    if path is not None:
+        Path(path).write_text(json.dumps(_plain(result), indent=2, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN: null in its place."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

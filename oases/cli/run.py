@@ -1,0 +1,129 @@
+"""The commands that train: demo and train."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from oases.cli.options import (
+    add_options,
+    add_ranks,
+    behind_link,
+    command,
+    configured,
+    rank_options,
+    require_writable,
+    speaks,
+    values,
+    write_json,
+)
+from oases.errors import UsageError
+
+
+def add(commands: Any) -> None:
+    """Add them to the command line."""
+    from oases.train.config import TrainConfig
+
+    demo = command(commands, "demo", "train a GPT over a slow link, synchronous and overlapped, and show why")
+    add_options(demo, TrainConfig(steps=40, validation_batches=4), skip=("schedule", "checkpoint", "resume"))
+    add_ranks(demo, link="1gbit")
+    demo.add_argument("--out", default=".", metavar="DIR", help="where report and trace go (default: .)")
+    demo.set_defaults(run=_demo)
+
+    train = command(commands, "train", "train a GPT on text over tensor-parallel ranks, or as a plan says")
+    add_options(train, TrainConfig(), only_given=True)
+    add_ranks(train, link=None, tp=None)
+    train.add_argument(
+        "--plan", metavar="FILE",
+        help="execute this plan: it says the model, the batch, the ranks, their degrees and schedules",
+    )  # fmt: skip
+    train.set_defaults(run=_train)
+
+
+def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.ranks import run_ranks
+    from oases.terminal import console
+    from oases.train import demo
+    from oases.train.config import TrainConfig
+
+    config = configured(TrainConfig, options)
+    corpus = config.check(options.tp)
+    for name in demo.SCHEDULES:
+        config.resolve_schedule(name)
+    if options.tp < 2:
+        raise UsageError(f"--tp {options.tp} communicates nothing, so there is nothing to show; give at least 2")
+    folder = Path(options.out)
+    if not folder.is_dir():
+        raise UsageError(f"--out {options.out!r} is no folder")
+    for name in ("oases-report.html", "oases-trace.json"):
+        require_writable("--out", str(folder / name))
+    link = behind_link(options, given, or_simulate=True)
+    console.print(
+        f"A GPT of {config.layers} layers, width {config.hidden}, on {corpus.num_files} text files "
+        f"({corpus.num_bytes / 1e6:.1f} MB) from {corpus.path}\n{options.tp} ranks {link}; every step once per "
+        "schedule: " + ", ".join(demo.SCHEDULES), soft_wrap=True,
+    )  # fmt: skip
+    result = run_ranks(demo.run_demo, (config,), rank_options(options, config.device))
+    if not speaks():
+        return
+    demo.show(result, link, folder)
+    result.pop("timelines")
+    write_json(options.json, result)
+
+
+def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.ranks import run_ranks
+    from oases.terminal import console, percent
+    from oases.train.run import run_training
+
+    config, corpus, plan = _what_to_train(options)
+    ranks = rank_options(options, config.device)
+    if plan is not None:
+        ranks = dataclasses.replace(ranks, asked=f"the plan {options.plan!r}")
+        if ranks.backend.alone and plan.world > 1:
+            raise UsageError(
+                "a plan needs its ranks, and this backend has one process stand for all; use gloo or nccl"
+            )
+    link = behind_link(options, given)
+    if plan is not None:
+        console.print(plan.text(), soft_wrap=True)
+    console.print(
+        f"{corpus.num_files} text files, {corpus.num_bytes / 1e6:.1f} MB, from {corpus.path}; {options.tp} ranks "
+        f"{link}", soft_wrap=True,
+    )  # fmt: skip
+    result = run_ranks(run_training, (config, plan, options.timeout), ranks)
+    if not speaks():
+        return
+    console.print(
+        f"validation loss {result['validation_loss']:.4f} nats per byte; step "
+        f"{1e3 * result['step_seconds']:.0f} ms, {result['tokens_per_second']:.0f} tokens/s"
+    )
+    others = [row for row in result["overlap"]["others"] if row["where"].startswith(("reshard", "gradients over"))]
+    for row in result["overlap"]["stacks"] + others:
+        console.print(
+            f"{row['where']}: {row['collectives']} collectives, {row['bytes'] / 1e6:.0f} MB, link busy "
+            f"{row['link_seconds']:.1f} s, compute waited {row['blocked_seconds']:.1f} s: {percent(row['hidden'])} "
+            "hidden under compute", soft_wrap=True,
+        )  # fmt: skip
+    write_json(options.json, result)
+
+
+def _what_to_train(options: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Configuration, corpus and plan, if one was given; the number of ranks is then the plan's."""
+    from oases.train.config import TrainConfig
+
+    if options.plan is None:
+        options.tp = 2 if options.tp is None else options.tp
+        config = configured(TrainConfig, options)
+        return config, config.check(options.tp), None
+    from oases.train import plan as plans
+
+    if options.tp is not None:
+        raise UsageError(f"the plan says every segment's tensor-parallel degree; leave out --tp {options.tp}")
+    plan = plans.read_plan(options.plan)
+    options.tp = plan.world
+    config = plans.config_for(plan, values(TrainConfig, options))
+    return config, plans.check(config, plan), plan

@@ -1,0 +1,140 @@
+"""A block whose compute is emulated: cheap arithmetic, and sleep for the rest of a set time.
+
+For more ranks than cores: what a rank computes takes no core here, so every rank has its compute's time as if it had
+a machine of its own, while what it sends is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from oases.parallel.weight_gradient import PutOff, active_put_off
+
+_READ = 4096
+"""Parameter elements that take part in the arithmetic; the others' gradients are zeros, sent like any other."""
+
+
+@dataclass(frozen=True)
+class TimedSeconds:
+    """What the parts of a block take, in seconds.
+
+    forward and combine: one run, so that recomputation takes them again. backward: down to the input's gradient, that
+    of combine included. weight_gradient: what may be put off.
+    """
+
+    forward: float
+    combine: float = 0.0
+    backward: float = 0.0
+    weight_gradient: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value <= 60:
+                raise ValueError(f"{name} must be between 0 and 60 seconds, got {value}")
+
+
+class TimedBlock(nn.Module):
+    """A block of an `OverlappedStack` that takes set times: y = x * g, summed over the ranks, and then x + y.
+
+    g is the mean of the first 4096 elements of `weight`, this rank's part of the parameters. Shapes: x and y
+    [batch, ...], on the CPU.
+    seconds: what the parts take for a number of samples, dimension 0 of x. With tokens, the length of a whole sample,
+        the block is token_wise, and a cut along dimension 1 counts as a fraction of its samples.
+    num_parameters: elements of this rank's weight. value: what they all start from.
+    Times are lower bounds: what sleeps is woken a little late, and where the arithmetic takes longer, that counts.
+    Raises ValueError for a tensor on another device: its queue would not wait for a sleep.
+    """
+
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
+
+    def __init__(
+        self,
+        seconds: Callable[[float], TimedSeconds],
+        *,
+        num_parameters: int = 1,
+        value: float = 0.01,
+        tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        if num_parameters < 1:
+            raise ValueError(f"num_parameters must be at least 1, got {num_parameters}")
+        self.seconds = seconds
+        self.tokens = tokens
+        self.token_wise = tokens is not None
+        self.weight = nn.Parameter(torch.full((num_parameters,), value))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """[batch, ...] -> this rank's share of the sum, of the same shape."""
+        if x.device.type != "cpu":
+            raise ValueError(f"a TimedBlock emulates compute on the CPU, got an input on {x.device}")
+        result: Tensor = _Timed.apply(x, self.weight, self._seconds(x), active_put_off(self.weight))
+        return result
+
+    def combine(self, x: Tensor, y: Tensor) -> Tensor:
+        """The residual, after the sum."""
+        start = time.perf_counter()
+        out = x + y
+        _sleep_until(start + self._seconds(x).combine)
+        return out
+
+    def _seconds(self, x: Tensor) -> TimedSeconds:
+        return self.seconds(x.shape[0] if self.tokens is None else x.shape[0] * x.shape[1] / self.tokens)
+
+
+def _sleep_until(end: float) -> None:
+    left = end - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
+
+
+class _Timed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: TimedSeconds, put_off: PutOff | None) -> Tensor:
+        start = time.perf_counter()
+        gain = weight[:_READ].mean()
+        ctx.save_for_backward(x, weight, gain)
+        ctx.seconds, ctx.put_off = seconds, put_off
+        y = x * gain
+        _sleep_until(start + seconds.forward)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
+        start = time.perf_counter()
+        x, weight, gain = ctx.saved_tensors
+        grad_x = grad * gain
+        _sleep_until(start + ctx.seconds.backward)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None
+        note = _Note(weight, x, grad, ctx.seconds.weight_gradient)
+        if ctx.put_off is not None:
+            ctx.put_off.notes.append(note)
+            return grad_x, None, None, None
+        sums: dict[int, Tensor] = {}
+        note.add_to(sums)
+        return grad_x, sums[id(weight)], None, None
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What the weight of a timed block lacks of its gradient."""
+
+    weight: Tensor
+    x: Tensor
+    grad: Tensor
+    seconds: float
+
+    def add_to(self, sums: dict[int, Tensor]) -> None:
+        start = time.perf_counter()
+        known = sums.get(id(self.weight))
+        if known is None:
+            known = sums[id(self.weight)] = torch.zeros_like(self.weight)
+        read = known[:_READ]
+        read += (self.grad * self.x).sum() / read.numel()
+        _sleep_until(start + self.seconds)

@@ -1,0 +1,120 @@
+"""A chain of blocks to plan: for each node its possible states, with what they cost, weigh, and pay at a change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from oases.errors import UsageError
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Nodes in a row, each to be given one of its states.
+
+    states: by node. costs: seconds of each state, by node. weights: bytes, likewise. edges: for each pair of
+    neighbours a matrix of seconds, states of the first by states of the second; inf forbids the pair. capacity:
+    bytes that the weights of the chosen states may sum up to; None where they do not matter.
+    """
+
+    states: tuple[tuple[Hashable, ...], ...]
+    costs: tuple[Array, ...]
+    weights: tuple[Array, ...]
+    edges: tuple[Array, ...]
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        counts = [len(states) for states in self.states]
+        if not counts or not all(counts):
+            raise UsageError(f"chain: every node needs a state; the nodes have {counts}")
+        for name, found in (("costs", self.costs), ("weights", self.weights)):
+            if [np.shape(each) for each in found] != [(count,) for count in counts]:
+                raise UsageError(f"chain: {name} must hold one number for each of the states, {counts} by node")
+        pairs = list(pairwise(counts))
+        if [np.shape(each) for each in self.edges] != pairs:
+            raise UsageError(f"chain: edges must be matrices of the shapes {pairs}")
+        if any(np.isnan(each).any() for each in (*self.costs, *self.weights, *self.edges)):
+            raise UsageError("chain: costs, weights and edges must be numbers; one of them is nan")
+
+    @staticmethod
+    def made(
+        states: Sequence[Sequence[Hashable]],
+        node_cost: Callable[[int, Any], float],
+        weight: Callable[[int, Any], float],
+        edge_cost: Callable[[int, Any, Any], float],
+        capacity: float | None = None,
+    ) -> Chain:
+        """The chain of these functions.
+
+        states: of each node. node_cost: seconds of (node, state). weight: bytes, whole, likewise. edge_cost: seconds
+        of (node, its state, state of the node after it); inf forbids the pair.
+        """
+        by_node = tuple(map(tuple, states))
+        return Chain(
+            by_node,
+            tuple(np.array([node_cost(i, a) for a in node], float) for i, node in enumerate(by_node)),
+            tuple(np.array([weight(i, a) for a in node], float) for i, node in enumerate(by_node)),
+            tuple(
+                np.array([[edge_cost(i, a, b) for b in after] for a in before], float)
+                for i, (before, after) in enumerate(pairwise(by_node))
+            ),
+            capacity,
+        )
+
+    def cost_of(self, places: Sequence[int]) -> float:
+        """Seconds of a choice, given as the place of each node's state."""
+        nodes = sum(float(cost[place]) for cost, place in zip(self.costs, places, strict=True))
+        return nodes + sum(float(self.edges[i][pair]) for i, pair in enumerate(pairwise(places)))
+
+    def weight_of(self, places: Sequence[int]) -> float:
+        """Bytes of a choice."""
+        return sum(float(weight[place]) for weight, place in zip(self.weights, places, strict=True))
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A chain as three arrays, padded with states of infinite cost: costs and weights NS, edges NSS."""
+
+    costs: Array
+    weights: Array
+    edges: Array
+
+    @staticmethod
+    def of(chain: Chain) -> Dense:
+        """A chain's arrays, without the states that need not be looked at."""
+        nodes, most = len(chain.states), max(map(len, chain.states))
+        costs, weights = np.full((nodes, most), np.inf), np.zeros((nodes, most))
+        edges = np.full((nodes - 1, most, most), np.inf)
+        for i, (cost, weight) in enumerate(zip(chain.costs, chain.weights, strict=True)):
+            costs[i, : len(cost)], weights[i, : len(cost)] = cost, weight
+        for i, edge in enumerate(chain.edges):
+            edges[i, : len(edge), : len(edge[0])] = edge
+        return Dense(costs, weights, edges).undominated()
+
+    def undominated(self) -> Dense:
+        """Without states that another of their node replaces: no dearer, no heavier, no edge dearer."""
+        costs = self.costs.copy()
+        edges = self.edges.copy()
+        for i, (cost, weight) in enumerate(zip(costs, self.weights, strict=True)):
+            better = (cost[:, None] <= cost) & (weight[:, None] <= weight)  # RS: R is at least as good as S
+            if i > 0:
+                better &= (edges[i - 1][:, :, None] <= edges[i - 1][:, None, :]).all(0)
+            if i < len(edges):
+                better &= (edges[i][:, None, :] <= edges[i][None, :, :]).all(2)
+            gone = (better & (np.triu(better, 1) | ~better.T)).any(0)  # of equals the first stays
+            costs[i, gone] = np.inf
+            if i > 0:
+                edges[i - 1][:, gone] = np.inf
+            if i < len(edges):
+                edges[i][gone] = np.inf
+        return Dense(costs, self.weights, edges)
+
+    def turned(self) -> Dense:
+        """The same chain from its other end."""
+        return Dense(self.costs[::-1], self.weights[::-1], self.edges[::-1].transpose(0, 2, 1))

@@ -1,0 +1,82 @@
+"""Why a plan was chosen: the best of its rivals of other kinds, and where each loses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from oases.planner.choose import seconds_of
+from oases.planner.plan import Plan, Stage
+from oases.planner.predict import Predictor
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A plan beside the chosen one. kind: what is different about it. fits: whether its memory is there."""
+
+    kind: str
+    plan: Plan
+    fits: bool = True
+
+    def loses(self, chosen: Plan) -> str:
+        """Where its time goes, in words."""
+        mine, best = self.plan.prediction, chosen.prediction
+        assert mine is not None
+        assert best is not None
+        parts = {
+            "compute": _compute(self.plan) - _compute(chosen),
+            "exposed communication": mine.exposed_seconds - best.exposed_seconds,
+            "bubbles": mine.bubble_seconds - best.bubble_seconds,
+        }
+        words = [
+            f"{1e3 * abs(seconds):.0f} ms {'more' if seconds > 0 else 'less'} {name}"
+            for name, seconds in sorted(parts.items(), key=lambda part: -abs(part[1]))
+            if abs(seconds) >= 5e-4 * best.step_seconds
+        ]
+        needs = "" if self.fits else f"; does not fit: {max(mine.memory_bytes) / 2**30:.1f} GiB"
+        return (", ".join(words) or "next to nothing") + needs
+
+
+def _compute(plan: Plan) -> float:
+    found = plan.prediction
+    assert found is not None
+    return found.step_seconds - found.exposed_seconds - found.bubble_seconds
+
+
+def rivals(plans: Sequence[Plan], predictor: Predictor, capacity: int) -> list[Rival]:
+    """The best plan of every other kind among `plans`, which are ranked: other degrees, micro-batches, no overlap.
+
+    Beside them the chosen plan itself with synchronous tensor parallelism, and with nothing computed again.
+    """
+    chosen = plans[0]
+    kinds: dict[str, Rival] = {}
+    for plan in plans[1:]:
+        kinds.setdefault(_kind(plan, chosen), Rival(_kind(plan, chosen), plan))
+    without = predictor.with_prediction(_changed(chosen, schedule="sync", sub_batches=1))
+    kinds["the same, synchronous"] = Rival("the same, synchronous", without, _fits(without, capacity))
+    if any(segment.recomputed_layers for stage in chosen.stages for segment in stage.segments):
+        kept = predictor.with_prediction(_changed(chosen, recomputed_layers=0))
+        kinds["the same, nothing recomputed"] = Rival("the same, nothing recomputed", kept, _fits(kept, capacity))
+    return sorted(kinds.values(), key=lambda rival: seconds_of(rival.plan))
+
+
+def _fits(plan: Plan, capacity: int) -> bool:
+    assert plan.prediction is not None
+    return max(plan.prediction.memory_bytes) <= capacity
+
+
+def _changed(plan: Plan, **fields: object) -> Plan:
+    stages = tuple(Stage(tuple(replace(segment, **fields) for segment in stage.segments)) for stage in plan.stages)  # type: ignore[arg-type]
+    return replace(plan, stages=stages, prediction=None)
+
+
+def _kind(plan: Plan, chosen: Plan) -> str:
+    if len(plan.stages) != len(chosen.stages):
+        return f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "no pipeline"
+    if plan.uniform_tp != chosen.uniform_tp:
+        return f"tp {plan.uniform_tp} throughout" if plan.uniform_tp else "mixed degrees"
+    if plan.micro_batches != chosen.micro_batches:
+        return f"{plan.micro_batches} micro-batches"
+    if plan.zero != chosen.zero:
+        return "sharded optimizer" if plan.zero else "whole optimizer"
+    return "other segments"

@@ -1,0 +1,71 @@
+"""What a rank holds: parameters, gradients, optimizer state, kept activations, and what is in flight."""
+
+from __future__ import annotations
+
+from oases.planner.plan import Plan, Segment
+from oases.simulator.hardware import Hardware
+from oases.simulator.model import KINDS, BlockKind, ModelShape
+
+USABLE = 0.92
+"""Share of a device's memory that a plan may fill; the rest is the runtime's, the allocator's and the libraries'."""
+
+
+def state_bytes(model: ModelShape, parameters: int, replicas: int, *, zero: bool) -> int:
+    """Parameters, gradients and Adam's state. Half-precision models keep masters in fp32 beside the two moments.
+
+    zero: the optimizer's state is cut over the `replicas`.
+    """
+    element = model.element_bytes
+    optimizer = 8 if element == 4 else 12
+    return parameters * 2 * element + parameters * optimizer // (replicas if zero else 1)
+
+
+def head_bytes(model: ModelShape, tp: int, samples: float) -> int:
+    """Logits, their softmax in fp32 and the gradient, on one of `tp` ranks."""
+    return round(samples * model.sequence * model.vocabulary / tp * (2 * model.element_bytes + 4))
+
+
+def kept_bytes(model: ModelShape, kind: BlockKind, tp: int, samples: float, *, recomputed: bool) -> int:
+    """Activations that a block keeps for its backward pass, for all samples of a micro-batch."""
+    return model.unit_bytes(samples) if recomputed else model.kept_bytes(kind, tp, samples)
+
+
+def in_flight_bytes(model: ModelShape, tp: int, samples: float, sub_batches: int) -> int:
+    """Beside what is kept: partial sums and gradients on the wire, and one block computed again."""
+    part = samples / sub_batches
+    largest = max(model.kept_bytes(kind, tp, part) for kind in KINDS)
+    return 2 * model.unit_bytes(samples) + largest
+
+
+def stage_parameters(plan: Plan, number: int) -> list[tuple[int, int]]:
+    """(parameters on one rank, replicas of them) of each part of a stage, embeddings included."""
+    stage, model = plan.stages[number], plan.model
+    block = sum(earlier.num_blocks for earlier in plan.stages[:number])
+    parts = []
+    for segment in stage.segments:
+        count = sum(
+            model.block_parameters(model.kind_of(b), segment.tp) for b in range(block, block + segment.num_blocks)
+        )
+        parts.append((count, plan.stage_ranks // segment.tp))
+        block += segment.num_blocks
+    if number in (0, len(plan.stages) - 1):
+        tp = embedding_segment(plan).tp
+        parts.append((model.embedding_parameters(tp), plan.stage_ranks // tp))
+    return parts
+
+
+def embedding_segment(plan: Plan) -> Segment:
+    """The segment whose degree the embedding and the head have."""
+    return plan.stages[0].segments[0]
+
+
+def stage_state_bytes(plan: Plan, number: int) -> int:
+    """Bytes that a rank of a stage holds all the time."""
+    return sum(
+        state_bytes(plan.model, count, replicas, zero=plan.zero) for count, replicas in stage_parameters(plan, number)
+    )
+
+
+def usable_bytes(hardware: Hardware, budget: int | None = None) -> int:
+    """What a plan may fill: the budget as it is given, or the usable share of the device."""
+    return budget if budget is not None else int(USABLE * hardware.device.memory_bytes)

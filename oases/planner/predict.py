@@ -1,0 +1,282 @@
+"""Predicts a plan's step: turns it into a program, with its resharding, its gradients and its optimizer, and runs it.
+
+Embedding and head have the degree of the first segment. Gradients of a block are summed over its replicas once the
+last micro-batch's backward pass has made them, under the backward pass of the blocks below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from oases.planner.memory import embedding_segment, head_bytes, stage_parameters, stage_state_bytes
+from oases.planner.plan import Plan, Prediction, Segment
+from oases.schedule import generate_pipeline
+from oases.simulator.engine import run
+from oases.simulator.hardware import Hardware
+from oases.simulator.lowering import StagePasses, lower, lower_pipeline
+from oases.simulator.model import KINDS, ModelShape
+from oases.simulator.program import Compute, Instruction, Program, Start, Wait
+from oases.simulator.stack import stack_costs
+from oases.simulator.timeline import Timeline
+
+LARGEST_PROGRAM = 2_000
+"""Instructions, unless every op is to be seen. In larger programs a pass that repeats is simulated once, and
+is a piece from then on. Nothing is lost: a stage's passes do not overlap, and the last one, with its sums, is whole.
+"""
+_ADAM_BYTES = 28
+"""Moved per fp32 parameter by the optimizer: reads weight, gradient and two moments, writes all but the gradient."""
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """A segment's schedule and the instructions of its passes. behind: where in the backward pass a block is done."""
+
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
+    behind: dict[int, int]
+
+    @staticmethod
+    def of(
+        hardware: Hardware, model: ModelShape, segment: Segment, first: int, samples: float, prefix: str
+    ) -> _Lowered:
+        """first: the number of the segment's first block, of which only its kind matters."""
+        schedule = segment.generated()
+        kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
+        costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule)
+        forward, backward = lower(schedule, costs, prefix)
+        ahead = len(backward) - len(schedule.backward)
+        last = {op.block: ahead + at for at, op in enumerate(schedule.backward) if op.kind in ("BC", "B", "W")}
+        return _Lowered(tuple(forward), tuple(backward), {at: block for block, at in last.items()})
+
+
+class Predictor:
+    """Predicts plans on one cluster. stack_only: without embedding, head and optimizer."""
+
+    def __init__(self, hardware: Hardware, *, stack_only: bool = False) -> None:
+        self.hardware = hardware
+        self.stack_only = stack_only
+        # Plans that a search compares differ in few segments.
+        self.lowered = lru_cache(maxsize=512)(partial(_Lowered.of, hardware))
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Seconds of a step, what of them is exposed communication and bubble, and peak memory by stage."""
+        timeline = self.timeline(plan)
+        stages = range(len(plan.stages))
+        slowest = max(stages, key=timeline.exposed)
+        return Prediction(
+            step_seconds=timeline.total_seconds,
+            exposed_seconds=timeline.exposed(slowest),
+            bubble_seconds=max(timeline.bubble(stage) for stage in stages) if len(plan.stages) > 1 else 0.0,
+            memory_bytes=tuple(timeline.peak_bytes(stage) for stage in stages),
+        )
+
+    def with_prediction(self, plan: Plan) -> Plan:
+        """The plan with what is predicted of it."""
+        return replace(plan, prediction=self.predict(plan))
+
+    def timeline(self, plan: Plan, *, every_op: bool = False) -> Timeline:
+        """One optimizer step, a rank of each stage."""
+        return run(self.program(plan, every_op=every_op))
+
+    def program(self, plan: Plan, *, every_op: bool = False) -> Program:
+        """The instructions of one optimizer step."""
+        pipeline = generate_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches, recompute=False)
+        ops = (
+            8
+            * plan.model.num_blocks
+            * plan.micro_batches
+            * max(s.sub_batches for p in plan.stages for s in p.segments)
+        )
+        pieces = plan.micro_batches > 1 and not every_op and ops > LARGEST_PROGRAM
+        stages = [_StageModel(self, plan, number, told_apart=not pieces) for number in range(len(plan.stages))]
+        passes = [stage.passes(pieces=pieces) for stage in stages]
+        ranks = lower_pipeline(pipeline, passes)
+        return Program(
+            plan.text(),
+            tuple((*rank, *stage.finish()) for rank, stage in zip(ranks, stages, strict=True)),
+            {name: self.hardware.link(name).contention for name in ("node", "cluster")},
+            tuple(stage_state_bytes(plan, number) for number in range(len(plan.stages))),
+        )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A pass as one piece. exposed: seconds of it in which compute waits. Bytes: kept after it, and at its peak."""
+
+    seconds: float
+    exposed: float
+    kept: int
+    peak: int
+
+    @staticmethod
+    def of(stage: _StageModel, *passes: list[Instruction]) -> _Piece:
+        """Simulate passes one after the other, alone."""
+        contention = {name: stage.hardware.link(name).contention for name in ("node", "cluster")}
+        timeline = run(Program("", (tuple(op for some in passes for op in some),), contention))
+        last = timeline.held[-1].num_bytes
+        return _Piece(timeline.total_seconds, timeline.exposed(0), last, timeline.peak_bytes(0))
+
+    def instructions(self, name: str, allocates: int, frees: int) -> list[Instruction]:
+        """The same time, the same wait and the same bytes again."""
+        waits: list[Instruction] = [Start(name, "exposed", self.exposed), Wait(name)] if self.exposed > 0 else []
+        return [Compute(name, self.seconds - max(0.0, self.exposed), allocates, frees), *waits]
+
+
+class _StageModel:
+    """The instructions of one stage of a plan."""
+
+    def __init__(self, predictor: Predictor, plan: Plan, number: int, *, told_apart: bool) -> None:
+        """told_apart: the micro-batches' instructions have names of their own."""
+        self.predictor = predictor
+        self.hardware = predictor.hardware
+        self.told_apart = told_apart and plan.micro_batches > 1
+        self.plan = plan
+        self.number = number
+        self.model = plan.model
+        self.with_ends = not predictor.stack_only
+        self.first_block = sum(stage.num_blocks for stage in plan.stages[:number])
+        self.segments = plan.stages[number].segments
+        self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
+
+    def passes(self, *, pieces: bool) -> StagePasses:
+        """pieces: every pass but the last backward pass as one piece, as a simulation of it alone says."""
+        seconds = self._message_seconds()
+        if not pieces:
+            return StagePasses(self.forward, self.backward, message_seconds=seconds)
+        both = _Piece.of(self, self.forward(0), self._backward_alone(0))
+        forward = _Piece.of(self, self.forward(0))
+        backward = _Piece(
+            both.seconds - forward.seconds, both.exposed - forward.exposed, both.peak - forward.kept, both.peak
+        )
+        last = self.plan.micro_batches - 1
+        return StagePasses(
+            lambda m: forward.instructions(f"F {self.number}.{m}", forward.kept, 0),
+            lambda m: (
+                self.backward(m)
+                if m == last
+                else backward.instructions(f"B {self.number}.{m}", backward.kept, backward.peak)
+            ),
+            message_seconds=seconds,
+        )
+
+    def _backward_alone(self, m: int) -> list[Instruction]:
+        return self._backward(m, gradients=False)
+
+    def _message_seconds(self) -> float:
+        tp = self.segments[-1].tp
+        num_bytes = self.model.unit_bytes(self.plan.samples(tp))
+        stride = self.plan.stage_ranks
+        # All ranks of a stage hold the same activations of their group and could each send all of them.
+        return self.hardware.collective_seconds("send", 2, num_bytes, stride) if len(self.plan.stages) > 1 else 0.0
+
+    def _lowered(self, index: int, m: int) -> _Lowered:
+        segment = self.segments[index]
+        kind = (self.first_block + sum(earlier.num_blocks for earlier in self.segments[:index])) % 2
+        samples = self.plan.samples(segment.tp)
+        return self.predictor.lowered(self.model, segment, kind, samples, f"{self._prefix(m)}segment {index} ")
+
+    def _prefix(self, m: int) -> str:
+        return f"micro-batch {m} " if self.told_apart else ""
+
+    def forward(self, m: int) -> list[Instruction]:
+        """Of one micro-batch."""
+        ops: list[Instruction] = []
+        if self.is_first and self.with_ends:
+            ops += self._embedding(m)
+        for index, segment in enumerate(self.segments):
+            if index:
+                ops += self._resharded(f"{self._prefix(m)}{index}", self.segments[index - 1].tp, segment.tp)
+            ops += self._lowered(index, m).forward
+        if self.is_last and self.with_ends:
+            last, own = self.segments[-1].tp, embedding_segment(self.plan).tp
+            ops += self._resharded(f"{self._prefix(m)}head", last, own)
+            ops += self._head(m, "head forward", 1)
+        return ops
+
+    def backward(self, m: int) -> list[Instruction]:
+        """Of one micro-batch; the last one starts the sums of the gradients."""
+        return self._backward(m, gradients=m == self.plan.micro_batches - 1)
+
+    def _backward(self, m: int, *, gradients: bool) -> list[Instruction]:
+        ops: list[Instruction] = []
+        if self.is_last and self.with_ends:
+            ops += self._head(m, "head backward", 2)
+            last, own = self.segments[-1].tp, embedding_segment(self.plan).tp
+            ops += self._resharded(f"{self._prefix(m)}head backward", own, last)
+        for index in reversed(range(len(self.segments))):
+            lowered = self._lowered(index, m)
+            ops += self._with_gradients(index, lowered) if gradients else lowered.backward
+            if index:
+                degrees = self.segments[index].tp, self.segments[index - 1].tp
+                ops += self._resharded(f"{self._prefix(m)}backward {index}", *degrees)
+        return ops
+
+    def finish(self) -> Iterator[Instruction]:
+        """After the last micro-batch: the sums of gradients, and the optimizer."""
+        for index, segment in enumerate(self.segments):
+            if self.plan.stage_ranks > segment.tp:
+                yield from (Wait(f"gradients {index}.{b}") for b in range(segment.num_blocks))
+        if not self.with_ends:
+            return
+        for part, (parameters, replicas) in enumerate(stage_parameters(self.plan, self.number)):
+            rate = self.hardware.device.bytes_per_second
+            mine = parameters // replicas if self.plan.zero else parameters
+            yield Compute(f"optimizer {part}", _ADAM_BYTES * mine / rate)
+            if self.plan.zero and replicas > 1:
+                num_bytes, stride = parameters * self.model.element_bytes, self.plan.stage_ranks // replicas
+                seconds = self.hardware.collective_seconds("all_gather", replicas, num_bytes, stride)
+                yield from self._exposed(f"parameters {part}", self.hardware.link_of(replicas, stride), seconds)
+
+    def _with_gradients(self, index: int, lowered: _Lowered) -> Iterator[Instruction]:
+        """The backward pass, with the sum over the replicas started behind the last op that makes a block's."""
+        segment = self.segments[index]
+        replicas = self.plan.stage_ranks // segment.tp
+        first = self.first_block + sum(earlier.num_blocks for earlier in self.segments[:index])
+        link = self.hardware.link_of(replicas, segment.tp)
+        seconds = {}
+        for kind in KINDS:
+            num_bytes = self.model.block_parameters(kind, segment.tp) * self.model.element_bytes
+            seconds[kind] = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, segment.tp)
+        for at, instruction in enumerate(lowered.backward):
+            yield instruction
+            block = lowered.behind.get(at)
+            if block is not None and replicas > 1:
+                yield Start(f"gradients {index}.{block}", link, seconds[self.model.kind_of(first + block)])
+
+    def _resharded(self, name: str, before: int, after: int) -> Iterator[Instruction]:
+        """Where the degree grows, ranks gather the samples of the replicas that become one; else they keep a part."""
+        if after <= before:
+            return
+        num_bytes = self.model.unit_bytes(self.plan.samples(after))
+        seconds = self.hardware.collective_seconds("all_gather", after // before, num_bytes, before)
+        yield from self._exposed(f"reshard {name}", self.hardware.link_of(after // before, before), seconds)
+
+    def _exposed(self, name: str, link: str, seconds: float) -> Iterator[Instruction]:
+        if seconds:
+            yield Start(name, link, seconds)
+            yield Wait(name)
+
+    def _embedding(self, m: int) -> Iterator[Instruction]:
+        tp = embedding_segment(self.plan).tp
+        unit = self.model.unit_bytes(self.plan.samples(tp))
+        table = self.model.vocabulary * self.model.hidden * self.model.element_bytes
+        yield Compute(f"{self._prefix(m)}embedding", 3 * unit / self.hardware.device.bytes_per_second)
+        seconds = self.hardware.collective_seconds("all_reduce", tp, min(unit, table))
+        yield from self._exposed(f"{self._prefix(m)}embedding", self.hardware.link_of(tp), seconds)
+
+    def _head(self, m: int, name: str, products: int) -> Iterator[Instruction]:
+        """Logits and loss, or their backward pass: two products and the sum of the input's gradient."""
+        model, device = self.model, self.hardware.device
+        tp = embedding_segment(self.plan).tp
+        samples = self.plan.samples(tp)
+        flops = 2.0 * samples * model.sequence * model.hidden * model.vocabulary / tp
+        rate = device.flops_per_second[model.dtype]
+        held = head_bytes(model, tp, samples)
+        seconds = products * flops / rate + held / device.bytes_per_second
+        allocates, frees = (held, 0) if products == 1 else (0, held)
+        yield Compute(f"{self._prefix(m)}{name}", seconds, allocates, frees)
+        if products == 2:
+            seconds = self.hardware.collective_seconds("all_reduce", tp, model.unit_bytes(samples))
+            yield from self._exposed(f"{self._prefix(m)}{name}", self.hardware.link_of(tp), seconds)

@@ -1,0 +1,92 @@
+"""What a search may choose from, and the settings that all blocks of a plan share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from oases.errors import UsageError
+from oases.schedule import generate_pipeline
+from oases.simulator.hardware import Hardware
+from oases.simulator.model import ModelShape
+
+RUNNABLE_STAGES = 1
+"""Pipeline stages that the runtime executes. Longer pipelines can be simulated; a search leaves them out."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """Degrees, micro-batches: empty means every one that fits. recompute: whether layers may be computed again."""
+
+    degrees: tuple[int, ...] = ()
+    schedules: tuple[str, ...] = ("oases", "cross_pass", "fine_grained")
+    sub_batches: tuple[int, ...] = (2, 4, 8)
+    micro_batches: tuple[int, ...] = ()
+    zero: tuple[bool, ...] = (False, True)
+    recompute: bool = True
+    max_stages: int = RUNNABLE_STAGES
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all blocks: how many stages and micro-batches, and whether the optimizer is sharded."""
+
+    world: int
+    global_batch: int
+    stages: int
+    micro_batches: int
+    zero: bool
+    pipeline: str = "one_f_one_b"
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one stage."""
+        return self.world // self.stages
+
+    def samples(self, tp: int) -> float:
+        """Samples of a micro-batch on a replica of this degree."""
+        return self.global_batch * tp / (self.stage_ranks * self.micro_batches)
+
+    def degrees(self, model: ModelShape, hardware: Hardware, space: Space) -> list[int]:
+        """The tensor-parallel degrees that the ranks, the model, the samples and the profile allow."""
+        wanted = space.degrees or tuple(2**power for power in range(self.stage_ranks.bit_length()))
+        return [
+            tp
+            for tp in wanted
+            if self.stage_ranks % tp == 0
+            and model.fits_degree(tp)
+            and self.samples(tp) >= 1
+            and self.samples(tp) == int(self.samples(tp))
+            and hardware.has_block(model, tp)
+        ]
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches that a stage holds at once."""
+        return generate_pipeline(self.pipeline, self.stages, self.micro_batches).in_flight(stage)
+
+
+def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: int, space: Space) -> Iterator[Setting]:
+    """Every setting in which some degree is possible. Raises UsageError where there is none."""
+    stage_counts = [s for s in _divisors(world) if s <= min(space.max_stages, model.layers)]
+    found = False
+    for stages in stage_counts:
+        for micro in space.micro_batches or _divisors(global_batch):
+            if stages > 1 and micro < stages:
+                continue
+            for zero in space.zero:
+                setting = Setting(world, global_batch, stages, micro, zero)
+                degrees = setting.degrees(model, hardware, space)
+                if degrees and (not zero or min(degrees) < setting.stage_ranks):
+                    found = True
+                    yield setting
+    if not found:
+        known = [tp for tp in range(1, world + 1) if model.fits_degree(tp)]
+        raise UsageError(
+            f"no way to cut {global_batch} samples and the model's {model.heads} heads over {world} ranks: degrees "
+            f"that the model allows are {', '.join(map(str, known))}, and each replica needs a whole number of "
+            f"samples; profile {hardware.name!r} holds {hardware.measured_shapes() or 'no blocks, but rates'}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,34 @@
+"""Times work where it is done: on the CPU by its clock, on an accelerator by events in its stream."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from oases.parallel.autotune import synchronize
+
+
+class Clock:
+    """Marks in time on one device. On an accelerator, marks are events, and are read after `synchronize`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._events = device.type == "cuda"
+
+    def mark(self) -> Any:
+        """Now: seconds of the monotonic clock, or an event behind what is queued on the current stream."""
+        if not self._events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks; negative where `end` came first."""
+        return float(start.elapsed_time(end) / 1e3 if self._events else end - start)
+
+    def synchronize(self) -> None:
+        """Return when all that was queued has been done."""
+        synchronize(self.device)

@@ -1,0 +1,176 @@
+"""Times of a stack's blocks, op by op, and of its passes outside the ops, from real runs without communication."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oases.bench.config import DTYPES
+from oases.models.gpt import transformer_blocks
+from oases.parallel import OverlappedStack
+from oases.parallel.group import ProcessGroup
+from oases.parallel.wire import Silence
+from oases.profile.clock import Clock
+from oases.profile.config import ProfileConfig
+from oases.profile.groups import slowest, slowest_of
+from oases.schedule import Op, Schedule, generate, validate
+from oases.simulator.cost import BlockTimes
+from oases.simulator.hardware import MeasuredBlock, MeasuredOverhead
+from oases.simulator.model import KINDS
+
+OVERHEAD_SUB_BATCHES = (1, 2, 4)
+"""Into how many parts the batch is cut where a pass is timed outside its ops."""
+_LEAST = 1e-9
+"""Seconds: no op takes less."""
+
+
+def apart(schedule: Schedule) -> Schedule:
+    """The same with the backward of C as an op of its own, so that it can be timed."""
+    ops = [part for op in schedule for part in ([Op("BC", op.block, op.sub_batch), op] if op.kind == "B" else [op])]
+    made = replace(schedule, name=f"{schedule.name}, C's backward apart", ops=tuple(ops))
+    validate(made)
+    return made
+
+
+class BlockBench:
+    """A stack of one degree and what is timed of it, on one rank. All ranks run at once and share what they share.
+
+    group: the ranks that the blocks are cut over; nothing is sent between them.
+    """
+
+    def __init__(self, config: ProfileConfig, group: ProcessGroup) -> None:
+        self.config = config
+        self.tp = group.size()
+        device, dtype = torch.device(config.device), DTYPES[config.dtype]
+        self.clock = Clock(device)
+        blocks = transformer_blocks(config.gpt(config.seed), group)
+        self.stack = OverlappedStack(blocks, process_group=group).to(device, dtype)
+        self.stack.clock = self.clock.mark
+        torch.manual_seed(config.seed)
+        shape = (config.batch, config.sequence, config.hidden)
+        self.x, self.grad = torch.randn(2, *shape, device=device, dtype=dtype)
+        self._wall = self._own = 0.0
+
+    def blocks(self, samples: int) -> list[MeasuredBlock]:
+        """Both kinds of block with a sub-batch of `samples`: the slowest rank's medians."""
+        times: dict[tuple[str, str], list[float]] = {}
+        lists = self._lists(samples)
+        for iteration in range(self.config.iterations + 1):
+            for schedule in lists:  # in turns, so that what disturbs the machine disturbs all alike
+                spans, _, _ = self.step(schedule, samples * schedule.num_sub_batches)
+                if iteration > 0:  # the first warms up
+                    self._sort(schedule, spans, times)
+        names = [item.name for item in fields(BlockTimes)]
+        keys = [(kind, name) for kind in KINDS for name in names]
+        slowest = slowest_of([max(_LEAST, median(times[key])) for key in keys])
+        by_key = dict(zip(keys, slowest, strict=True))
+        c = self.config
+        return [
+            MeasuredBlock(
+                kind, c.hidden, c.heads, c.sequence, c.dtype, self.tp, float(samples),
+                BlockTimes(**{name: by_key[kind, name] for name in names}),
+            )
+            for kind in KINDS
+        ]  # fmt: skip
+
+    def overhead(self, sub_batches: int) -> MeasuredOverhead:
+        """What a step over the whole batch takes outside its ops."""
+        schedule = generate("oases", 2 * self.config.layers, sub_batches)
+        passes: tuple[list[float], list[float]] = ([], [])
+        for iteration in range(self.config.iterations + 1):
+            spans, forward, backward = self.step(schedule, self.config.batch)
+            if iteration == 0:
+                continue
+            in_ops = [0.0, 0.0]
+            for op, start, end in spans:
+                if op.kind != "wait":  # with nothing to wait for, what it takes is the stack's own work
+                    in_ops[op.in_backward] += self.clock.seconds(start, end)
+            passes[0].append(max(0.0, forward - in_ops[0]))
+            passes[1].append(max(0.0, backward - in_ops[1]))
+        forward, backward = slowest_of([median(passes[0]), median(passes[1])])
+        c = self.config
+        return MeasuredOverhead(
+            c.hidden, c.heads, c.sequence, c.dtype, self.tp, c.layers, float(c.batch), sub_batches, forward, backward
+        )
+
+    def core_share(self) -> float:
+        """How much of a core the least served rank had so far; well below 1, other programs ran beside this one.
+
+        On an accelerator it is 1: there the host may rest.
+        """
+        return 1.0 if self.x.is_cuda else -slowest(-self._own / self._wall)
+
+    def step(self, schedule: Schedule, samples: int) -> tuple[list[tuple[Op, Any, Any]], float, float]:
+        """One forward and backward pass; returns the marks of each op, and the seconds of both passes."""
+        self.stack.run_as(schedule)
+        self.stack.zero_grad()
+        spans: list[tuple[str, Any, Any]] = []
+        self.stack.spans = spans
+        x = self.x[:samples].clone().requires_grad_()
+        dist.barrier()
+        wall, own = time.perf_counter(), time.thread_time()
+        marks = [self._mark()]
+        output: Tensor = self.stack.run(x, Silence(pretends=True))
+        marks.append(self._mark())
+        output.backward(self.grad[:samples])
+        marks.append(self._mark())
+        self.clock.synchronize()
+        self._wall += time.perf_counter() - wall
+        self._own += time.thread_time() - own
+        self.stack.spans = None
+        named = [(_op(text), start, end) for text, start, end in spans]
+        return named, self.clock.seconds(*marks[:2]), self.clock.seconds(*marks[1:])
+
+    def _mark(self) -> Any:
+        self.clock.synchronize()
+        return self.clock.mark()
+
+    def _lists(self, samples: int) -> list[Schedule]:
+        """Lists in which every variant of every op occurs.
+
+        Two sub-batches take turns, as they will, so that neither finds the other's data in the cache; the largest
+        sub-batch is alone, as `sync` runs it.
+        """
+        blocks, parts = 2 * self.config.layers, 2 if 2 * samples <= self.config.batch else 1
+        return [
+            apart(generate("oases", blocks, parts)),  # F that keeps, C, BC, B, W
+            generate("oases", blocks, parts, "full"),  # F that keeps nothing, R without its last product
+            generate("cross_pass", blocks, parts, "full"),  # R whole, RC
+        ]
+
+    def _sort(
+        self, schedule: Schedule, spans: Iterable[tuple[Op, Any, Any]], times: dict[tuple[str, str], list[float]]
+    ) -> None:
+        layers = range(1, self.config.layers - 1) or range(self.config.layers)  # first and last have less to do
+        for op, start, end in spans:
+            name = _name_of(op, schedule)
+            if name is not None and op.block // 2 in layers:
+                times.setdefault((KINDS[op.block % 2], name), []).append(self.clock.seconds(start, end))
+
+
+def _op(text: str) -> Op:
+    """The op that was written as `text`."""
+    head, _, place = text.rpartition(" ")
+    kind, _, of = head.partition(" ")
+    block, _, sub_batch = place.partition(".")
+    return Op(kind, int(block), int(sub_batch), of or None)  # type: ignore[arg-type]
+
+
+def _name_of(op: Op, schedule: Schedule) -> str | None:
+    """The field of BlockTimes that the op's time belongs to; None for one that does more than one field says."""
+    place = (op.block, op.sub_batch)
+    if op.kind == "F":
+        return "forward_unkept" if ("R", *place) in schedule.recomputed else "forward"
+    if op.kind == "R":
+        return "recompute_whole" if op in schedule.starts else "recompute"
+    if op.kind == "B":
+        whole = Op("BC", *place) in schedule.backward_set and Op("W", *place) in schedule.backward_set
+        return "backward" if whole else None
+    return {"C": "combine", "RC": "combine", "BC": "combine_backward", "W": "weight_gradient"}.get(op.kind)

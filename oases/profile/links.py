@@ -1,0 +1,90 @@
+"""What collectives take alone, by size: the slowest rank's median."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from oases.bench.config import DTYPES
+from oases.parallel.group import ProcessGroup, group_rank, scheduler_of
+from oases.profile.clock import Clock
+from oases.profile.config import ProfileConfig
+from oases.profile.groups import Probe, slowest
+from oases.simulator.links import Sample
+
+SMALLEST = 16 << 10
+LEAST_LARGEST = 1 << 20
+"""Bytes: bandwidth cannot be told from start-up by less."""
+NUM_SIZES = 6
+_BUDGET = 2.0
+"""Seconds for the repetitions of one collective of one size; a slow link gets fewer of them, but two."""
+_CHEAP, _MOST = 0.2, 30
+"""Short ones are disturbed most: up to so many repetitions of them in so many seconds, whatever was asked for."""
+
+
+def sizes(config: ProfileConfig) -> list[int]:
+    """Bytes from the smallest to the largest activation of the profile, each a like factor above the one before."""
+    activation = config.batch * config.sequence * config.hidden * DTYPES[config.dtype].itemsize
+    factor = (max(activation, LEAST_LARGEST) / SMALLEST) ** (1 / (NUM_SIZES - 1))
+    return [round(SMALLEST * factor**step) for step in range(NUM_SIZES)]
+
+
+def collectives_of(probe: Probe) -> tuple[str, ...]:
+    """What is measured of a probe's groups. Messages are for pairs of ranks, and a simulated link has none."""
+    sums = ("all_reduce", "reduce_scatter", "all_gather")
+    return (*sums, "send") if probe.ranks == 2 and dist.get_backend() != "sim" else sums
+
+
+class LinkBench:
+    """Times collectives on one rank."""
+
+    def __init__(self, config: ProfileConfig) -> None:
+        self.config = config
+        self._clock = Clock(torch.device(config.device))
+
+    def sample(self, probe: Probe, collective: str, num_bytes: int) -> Sample:
+        """One collective of one size. Every rank must call this; those without a group stand by."""
+        dtype = DTYPES[self.config.dtype]
+        elements = -(-num_bytes // dtype.itemsize // probe.ranks) * probe.ranks
+        run = self._prepared(probe, collective, elements)
+        self._once(run)  # connections are made by the first one
+        first = self._once(run)
+        wanted = max(self.config.iterations, min(_MOST, int(_CHEAP / first)))
+        repetitions = max(2, min(wanted, int(_BUDGET / first)))
+        times = [first, *(self._once(run) for _ in range(repetitions - 1))]
+        return Sample(collective, probe.ranks, elements * dtype.itemsize, median(times))
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        self._clock.synchronize()
+        dist.barrier()
+        start = self._clock.mark()
+        run()
+        end = self._clock.mark()
+        self._clock.synchronize()
+        return slowest(self._clock.seconds(start, end))
+
+    def _prepared(self, probe: Probe, collective: str, elements: int) -> Callable[[], Any]:
+        group = probe.mine
+        if group is None:
+            return lambda: None
+        # Zeros stay zeros however often they are summed.
+        whole = torch.zeros(elements, device=self.config.device, dtype=DTYPES[self.config.dtype])
+        part = whole.new_zeros(elements // probe.ranks)
+        if collective == "send":
+            return lambda: _send(whole, group)
+        scheduler = scheduler_of(group)
+        tensors = {"all_reduce": (whole,), "reduce_scatter": (part, whole), "all_gather": (whole, part)}[collective]
+        return lambda: scheduler.wait(getattr(scheduler, collective)(*tensors, "profile"))
+
+
+def _send(tensor: torch.Tensor, group: ProcessGroup) -> None:
+    """From the first rank of a pair to the second."""
+    first, second = dist.get_process_group_ranks(group)
+    if group_rank(group) == 0:
+        dist.send(tensor, second, group=group)
+    else:
+        dist.recv(tensor, first, group=group)

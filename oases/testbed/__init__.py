@@ -1,0 +1,27 @@
+"""A slow cluster on one machine: shaped links and nodes in private network namespaces, simulated links."""
+
+from oases.testbed.backend import Backend
+from oases.testbed.link import (
+    INSIDE,
+    command_behind,
+    environment_behind,
+    inside,
+    link_bytes_per_second,
+    relaunch,
+    why_impossible,
+    with_nodes,
+)
+from oases.testbed.nodes import Nodes
+
+__all__ = [
+    "INSIDE",
+    "Backend",
+    "Nodes",
+    "command_behind",
+    "environment_behind",
+    "inside",
+    "link_bytes_per_second",
+    "relaunch",
+    "why_impossible",
+    "with_nodes",
+]

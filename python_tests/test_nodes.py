@@ -1,0 +1,184 @@
+"""Nodes of a testbed: what goes between them pays, what stays inside does not, and nothing outlives a run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_ranks import refuse
+
+from oases import testbed
+from oases.errors import UsageError
+from oases.ranks import RankOptions, run_ranks
+from oases.testbed import Nodes
+
+HERE = Path(__file__).parent
+LINK = "200mbit"
+why_not = testbed.why_impossible(LINK, 3)
+needs_namespaces = pytest.mark.skipif(why_not is not None, reason=f"{why_not}")
+
+
+def start(call, nodes=2, ranks=2, **environment):
+    """A process behind a link that calls a function, given as text with its arguments, on ranks spread over nodes."""
+    code = (
+        "import test_nodes as t, test_ranks\n"
+        f"print(t.run_ranks({call}, t.RankOptions({ranks}, nodes=t.Nodes({nodes}, {LINK!r}), timeout_seconds=60)))"
+    )
+    return subprocess.Popen(
+        testbed.command_behind(LINK, [sys.executable, "-c", code], nodes), cwd=HERE, text=True,
+        env=testbed.environment_behind(LINK, nodes) | environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def with_mark(mark):
+    """The processes that have inherited a mark in their environment, by command line."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # it has ended meanwhile, or is another user's
+    return found
+
+
+def wait_until_gone(mark):
+    end = time.monotonic() + 60
+    while with_mark(mark):
+        assert time.monotonic() < end, with_mark(mark)
+        time.sleep(0.1)
+
+
+def seconds_of_all_reduces():
+    """Of 8 MB: between two ranks of a node, of different nodes, and of two such pairs at once."""
+
+    def fastest(*pairs):
+        groups = [dist.new_group(list(pair)) for pair in pairs]
+        mine = next((group for pair, group in zip(pairs, groups, strict=True) if dist.get_rank() in pair), None)
+        times, x = [], torch.zeros(2_000_000)
+        for _ in range(4):
+            dist.barrier()
+            begin = time.perf_counter()
+            if mine is not None:
+                dist.all_reduce(x, group=mine)
+            ends = [0.0] * dist.get_world_size()
+            dist.all_gather_object(ends, time.perf_counter())
+            times.append(max(ends) - begin)  # one clock on one machine
+        return min(times)
+
+    return {"inside": fastest((0, 1)), "across": fastest((0, 2)), "both": fastest((0, 2), (1, 3))}
+
+
+@needs_namespaces
+def test_ranks_of_a_node_are_near_and_nodes_are_far():
+    output, error = start("t.seconds_of_all_reduces, ()", ranks=4).communicate(timeout=120)
+    seconds = eval(output)
+    assert seconds["across"] / seconds["inside"] > 5, (output, error)
+    assert seconds["both"] / seconds["across"] > 1.4, (output, error)  # they share the link
+    # A bound that load cannot break: what a token bucket of 256 KiB lets through at this rate.
+    assert seconds["across"] >= (8e6 - 2**18) / testbed.link_bytes_per_second(LINK)
+
+
+def places():
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "OASES_TESTBED_LINK")
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [os.environ[name] for name in names])
+    return everyone
+
+
+@needs_namespaces
+def test_ranks_can_tell_where_they_are():
+    run = start("t.places, ()", nodes=3, ranks=6)
+    output, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
+    where = f"{LINK} between 3 nodes"
+    assert eval(output) == [[str(r), str(r % 2), "2", str(r // 2), "3", where] for r in range(6)]
+
+
+def stumble_on_the_last():
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise KeyError("a bug")
+    dist.barrier()
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("call", "code", "says"),
+    [
+        ("test_ranks.refuse, ()", 2, ["oases: error: steps 0 is too few\n"]),
+        (
+            "t.stumble_on_the_last, ()",
+            1,
+            ["KeyError: 'a bug'", "oases: rank 1 failed:", "oases: rank 1 ended with exit code 1; the run is over"],
+        ),
+        (
+            "test_ranks.dies_in_mid_step, (1,)",
+            1,
+            ["waited for all_reduce of ", "; rank 1 is gone", "rank 1 ended with signal SIGKILL; the run is over"],
+        ),
+        (
+            "test_ranks.dies_in_mid_step, (0,)",
+            1,
+            ["waited for all_reduce of ", "; rank 0 is gone", "rank 0 ended with signal SIGKILL; the run is over"],
+        ),
+    ],
+    ids=["mistake", "bug", "kill on node 1", "kill on node 0"],
+)
+def test_a_rank_that_fails_ends_the_run(call, code, says):
+    mark = uuid.uuid4().hex
+    run = start(call, MARK=mark)
+    _, error = run.communicate(timeout=120)
+    assert run.returncode == code, error
+    for text in says:
+        assert text in error, error
+    assert error.count("Traceback") == ("KeyError" in error), error
+    wait_until_gone(mark)
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("when", "how"),
+    [
+        ("training", "SIGINT to the group"),
+        ("training", "SIGTERM"),
+        ("training", "SIGKILL"),
+        ("starting", "SIGINT to the group"),
+        ("starting", "SIGKILL"),
+    ],
+)
+def test_nothing_is_left(when, how, tmp_path):
+    ready, mark, links = tmp_path / "ready", uuid.uuid4().hex, sorted(os.listdir("/sys/class/net"))
+    run = start(f"test_ranks.tells_when_training, ({str(ready)!r},)", MARK=mark)
+    while not (
+        ready.exists() or (when == "starting" and any("spawn_main" in command for command in with_mark(mark)))
+    ):
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.1)
+    number = signal.Signals[how.split()[0]]
+    os.killpg(run.pid, number) if "group" in how else os.kill(run.pid, number)
+    _, error = run.communicate(timeout=60)
+    wait_until_gone(mark)
+    assert sorted(os.listdir("/sys/class/net")) == links
+    if number == signal.SIGKILL:
+        assert run.returncode == -number
+    else:
+        assert run.returncode == 130
+        assert "oases: interrupted" in error
+        assert "Traceback" not in error
+
+
+def test_mistakes(monkeypatch):
+    with pytest.raises(UsageError, match=r"4 ranks .* --nodes 3; counts that do: 1, 2, 4"):
+        Nodes(3, LINK).ranks_per_node(4)
+    with pytest.raises(UsageError, match=r"--nodes must be between 1 and 250, got 251"):
+        Nodes(251, LINK).ranks_per_node(251)
+    monkeypatch.delenv(testbed.INSIDE, raising=False)
+    with pytest.raises(UsageError, match=rf"this process is in none; .* --link {LINK} --nodes 2"):
+        run_ranks(refuse, (), RankOptions(4, nodes=Nodes(2, LINK)))
