@@ -93,7 +93,7 @@ class GradientAverage:
         with average.overlapped():
             model.loss(last_micro_batch).backward()      # sent bucket by bucket; averages when the block ends
 
-    parameters: (parameters, group) for each part of the model, in the order of its forward pass; parts of one group
+    parts: (parameters, group) for each part of the model, in the order of its forward pass; parts of one group
     are sent together, those without a group or with a group of one stay as they are. Make it once the model is where
     it stays: hooks hang on its parameters. bucket_bytes: how much is sent at once.
     """
