@@ -1,4 +1,4 @@
-"""Predicted beside measured: profiles this machine, then runs schedules and compares each with its simulation."""
+"""Predicted beside measured: profiles this machine, runs schedules and compares each step with its simulation."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from oases.errors import UsageError
 from oases.models.timed import TimedBlock, TimedSeconds
-from oases.parallel.chain import PlannedStack
 from oases.parallel.average import GradientAverage
+from oases.parallel.chain import PlannedStack
 from oases.parallel.group import ProcessGroup, group_size
 from oases.parallel.mesh import Mesh
 from oases.planner.choose import rank_plans, seconds_of

@@ -1,8 +1,9 @@
-"""The command `oases`: demo, train, bench, profile. Every command takes --json FILE; mistakes exit with 2."""
+"""The command `oases`: demo, train, bench, profile, plan. Every command takes --json FILE; mistakes exit with 2."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 (a rank failed) or 2 (a mistake in what was given)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        options = _parser().parse_args(given)
+        options = _parser(given).parse_args(given)
         require_writable("--json", options.json)
         options.run(options, given)
     except (UsageError, ScheduleError) as error:
@@ -36,13 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fail(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
 
 
-def _parser() -> argparse.ArgumentParser:
-    from oases.cli import bench, profile, run  # deferred: their configurations need torch
+_COMMANDS = {"demo": "run", "train": "run", "bench": "bench", "profile": "profile", "plan": "plan"}
+"""The module of each command, in the order of the help."""
 
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the command given, or of all: what needs torch is imported only where it is asked for."""
     parser = Parser(prog="oases", description="Overlapped tensor parallelism for PyTorch.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and what was built, and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    run.add(commands)
-    bench.add(commands)
-    profile.add(commands)
+    asked = given[0] if given else ""
+    for module in dict.fromkeys([_COMMANDS[asked]] if asked in _COMMANDS else _COMMANDS.values()):
+        importlib.import_module(f"oases.cli.{module}").add(commands)
     return parser

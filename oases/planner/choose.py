@@ -205,6 +205,14 @@ def _refusal(runs: Runs, world: int, global_batch: int, capacity: int) -> str:
         again = Runs(model, runs.hardware, replace(runs.space, recompute=True))
         if _least_bytes(again, world, global_batch, capacity) <= capacity:
             changes.append("recomputation (leave out --no-recompute)")
+    if True not in runs.space.zero:
+        again = Runs(model, runs.hardware, replace(runs.space, zero=(False, True)))
+        if _least_bytes(again, world, global_batch, capacity) <= capacity:
+            changes.append("a sharded optimizer (leave out --no-zero)")
+    if model.dtype == "float32" and "bfloat16" in runs.hardware.device.flops_per_second and not runs.hardware.blocks:
+        again = Runs(replace(model, dtype="bfloat16"), runs.hardware, runs.space)
+        if _least_bytes(again, world, global_batch, capacity) <= capacity:
+            changes.append("bfloat16 instead of float32")
     for ranks in (world * 2**power for power in range(1, 7)):
         if _least_bytes(runs, ranks, global_batch, capacity) <= capacity:
             changes.append(f"{ranks} devices instead of {world}")

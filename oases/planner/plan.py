@@ -9,16 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
-from oases.schedule import GENERATORS, Schedule, generate
+from oases.schedule import GENERATORS, PIPELINES, Schedule, generate
 from oases.simulator.model import ModelShape
 
 VERSION = 1
 FORMAT = "oases plan"
 BUCKET_BYTES = 16 * 2**20
 """Gradients of about so many bytes are summed over the replicas at once: early, and enough to use the link well."""
+
+
+generated = lru_cache(maxsize=512)(generate)
+"""As `generate`, remembered: a search asks for the same lists many times."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Segment:
 
     def generated(self) -> Schedule:
         """The list of ops that the segment's stack runs."""
-        return generate(self.schedule, self.num_blocks, self.sub_batches, self.recomputed_layers)
+        return generated(self.schedule, self.num_blocks, self.sub_batches, self.recomputed_layers)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,13 @@ class Plan:
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
+        for name in ("world", "ranks_per_node", "global_batch", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"plan: {name} must be at least 1, got {getattr(self, name)}")
+        if not self.stages:
+            raise UsageError("plan: it has no stage; give at least 1")
+        if self.pipeline not in PIPELINES:
+            raise UsageError(f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PIPELINES)}")
         blocks = sum(stage.num_blocks for stage in self.stages)
         if blocks != self.model.num_blocks:
             raise UsageError(f"plan: its stages hold {blocks} blocks, the model has {self.model.num_blocks}")
@@ -98,6 +111,14 @@ class Plan:
             raise UsageError(f"{where}: heads, hidden or vocabulary do not divide by tp {segment.tp}")
         if segment.schedule not in GENERATORS:
             raise UsageError(f"{where}: unknown schedule {segment.schedule!r}; known are {', '.join(GENERATORS)}")
+        layers = (segment.num_blocks + 1) // 2
+        if not 0 <= segment.recomputed_layers <= layers:
+            raise UsageError(
+                f"{where}: recomputed_layers must be from 0 to the {layers} layers of its segment, got "
+                f"{segment.recomputed_layers}"
+            )
+        if segment.sub_batches < 1:
+            raise UsageError(f"{where}: sub_batches must be at least 1, got {segment.sub_batches}")
         samples = self.samples(segment.tp)
         if samples < 1 or samples != int(samples):
             raise UsageError(
@@ -123,8 +144,8 @@ class Plan:
         return next(iter(degrees)) if len(degrees) == 1 else None
 
     def text(self) -> str:
-        """The plan in a line, e.g. "stage 0: 14 blocks tp 2 (oases@2), 34 blocks tp 4 (oases@2); 1 micro-batch"."""
-        stages = []
+        """The plan in a line, e.g. "14 blocks tp 2 x dp 4 (oases@2) -> 34 blocks tp 4 x dp 2 (oases@2); 1 micro-batch"."""
+        runs: list[tuple[int, str]] = []
         for stage in self.stages:
             parts = []
             for segment in stage.segments:
@@ -132,8 +153,16 @@ class Plan:
                 name = f"{segment.schedule}@{segment.sub_batches}" if segment.sub_batches > 1 else segment.schedule
                 replicas = self.stage_ranks // segment.tp
                 parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{again})")
-            stages.append(" -> ".join(parts))
-        names = [f"stage {number}: {text}" for number, text in enumerate(stages)] if len(stages) > 1 else stages
+            text = " -> ".join(parts)
+            if runs and runs[-1][1] == text:
+                runs[-1] = (runs[-1][0] + 1, text)
+            else:
+                runs.append((1, text))
+        names, first = [], 0
+        for many, text in runs:
+            numbers = f"stage {first}" if many == 1 else f"stages {first}-{first + many - 1}"
+            names.append(f"{numbers}: {text}" if len(self.stages) > 1 else text)
+            first += many
         counts = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
         return "; ".join([*names, counts, *(["sharded optimizer"] if self.zero else [])])
 
@@ -163,6 +192,17 @@ class Plan:
             prediction = _made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
         model = _made(ModelShape, body.get("model"), "model")
         return _made(Plan, {**body, "stages": stages, "model": model, "prediction": prediction}, "plan")
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file. UsageError where it cannot be read or is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"plan {str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"plan {str(path)!r} is not UTF-8 text: {error.reason}") from error
+    return Plan.from_json(text)
 
 
 def _listed(data: Any, name: str, where: Any) -> list[Any]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 from oases.planner.memory import embedding_segment, head_bytes, stage_parameters, stage_state_bytes
+from oases.planner.pieces import StagePieces, course
 from oases.planner.plan import BUCKET_BYTES, Plan, Prediction, Segment
 from oases.schedule import generate_pipeline
 from oases.simulator.engine import run
@@ -22,9 +24,9 @@ from oases.simulator.stack import stack_costs
 from oases.simulator.timeline import Timeline
 
 LARGEST_PROGRAM = 2_000
-"""Instructions, unless every op is to be seen. In larger programs a pass that repeats is simulated once, and
-is a piece from then on. Nothing is lost: a stage's passes do not overlap, and the last one, with its sums, is whole.
-"""
+"""Instructions, unless every op is to be seen. In larger programs a pass that repeats is a piece of its own."""
+MOST_PIECES = 4_096
+"""Stages that are remembered."""
 _ADAM_BYTES = 28
 """Moved per fp32 parameter by the optimizer: reads weight, gradient and two moments, writes all but the gradient."""
 
@@ -74,11 +76,18 @@ class Predictor:
         self.stack_only = stack_only
         # Plans that a search compares differ in few segments.
         self.lowered = lru_cache(maxsize=512)(partial(_Lowered.of, hardware))
+        self.contention = {name: hardware.link(name).contention for name in ("node", "cluster")}
+        self._pieces: dict[tuple[Any, ...], StagePieces] = {}
 
     def predict(self, plan: Plan) -> Prediction:
         """Seconds of a step, what of them is exposed communication and bubble, and peak memory by stage."""
-        timeline = self.timeline(plan)
         stages = range(len(plan.stages))
+        if plan.micro_batches > 1:
+            found = course(plan.pipeline, plan.micro_batches, [self.pieces(plan, number) for number in stages])
+            return Prediction(
+                found.seconds, max(found.exposed), max(found.bubbles) if len(stages) > 1 else 0.0, found.peak_bytes
+            )
+        timeline = self.timeline(plan)
         slowest = max(stages, key=timeline.exposed)
         return Prediction(
             step_seconds=timeline.total_seconds,
@@ -86,6 +95,15 @@ class Predictor:
             bubble_seconds=max(timeline.bubble(stage) for stage in stages) if len(plan.stages) > 1 else 0.0,
             memory_bytes=tuple(timeline.peak_bytes(stage) for stage in stages),
         )
+
+    def pieces(self, plan: Plan, number: int) -> StagePieces:
+        """The passes of a stage, simulated once for all stages that are alike."""
+        stage = _StageModel(self, plan, number, told_apart=False)
+        if stage.key not in self._pieces:
+            if len(self._pieces) >= MOST_PIECES:
+                self._pieces.clear()
+            self._pieces[stage.key] = stage.pieces()
+        return self._pieces[stage.key]
 
     def with_prediction(self, plan: Plan) -> Plan:
         """The plan with what is predicted of it."""
@@ -111,32 +129,9 @@ class Predictor:
         return Program(
             plan.text(),
             tuple((*rank, *stage.finish()) for rank, stage in zip(ranks, stages, strict=True)),
-            {name: self.hardware.link(name).contention for name in ("node", "cluster")},
+            self.contention,
             tuple(stage_state_bytes(plan, number) for number in range(len(plan.stages))),
         )
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A pass as one piece. exposed: seconds of it in which compute waits. Bytes: kept after it, and at its peak."""
-
-    seconds: float
-    exposed: float
-    kept: int
-    peak: int
-
-    @staticmethod
-    def of(stage: _StageModel, *passes: list[Instruction]) -> _Piece:
-        """Simulate passes one after the other, alone."""
-        contention = {name: stage.hardware.link(name).contention for name in ("node", "cluster")}
-        timeline = run(Program("", (tuple(op for some in passes for op in some),), contention))
-        last = timeline.held[-1].num_bytes
-        return _Piece(timeline.total_seconds, timeline.exposed(0), last, timeline.peak_bytes(0))
-
-    def instructions(self, name: str, allocates: int, frees: int) -> list[Instruction]:
-        """The same time, the same wait and the same bytes again."""
-        waits: list[Instruction] = [Start(name, "exposed", self.exposed), Wait(name)] if self.exposed > 0 else []
-        return [Compute(name, self.seconds - max(0.0, self.exposed), allocates, frees), *waits]
 
 
 class _StageModel:
@@ -154,30 +149,41 @@ class _StageModel:
         self.first_block = sum(stage.num_blocks for stage in plan.stages[:number])
         self.segments = plan.stages[number].segments
         self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
+        self.last = 0 if plan.pipeline == "gpipe" else plan.micro_batches - 1
 
     def passes(self, *, pieces: bool) -> StagePasses:
         """pieces: every pass but the last backward pass as one piece, as a simulation of it alone says."""
         seconds = self._message_seconds()
         if not pieces:
             return StagePasses(self.forward, self.backward, message_seconds=seconds)
-        both = _Piece.of(self, self.forward(0), self._backward_alone(0))
-        forward = _Piece.of(self, self.forward(0))
-        backward = _Piece(
-            both.seconds - forward.seconds, both.exposed - forward.exposed, both.peak - forward.kept, both.peak
-        )
-        last = self.plan.micro_batches - 1
+        found = self.predictor.pieces(self.plan, self.number)
+        forward, backward = found.forward, found.backward
         return StagePasses(
             lambda m: forward.instructions(f"F {self.number}.{m}", forward.kept, 0),
             lambda m: (
                 self.backward(m)
-                if m == last
+                if m == self.last
                 else backward.instructions(f"B {self.number}.{m}", backward.kept, backward.peak)
             ),
             message_seconds=seconds,
         )
 
-    def _backward_alone(self, m: int) -> list[Instruction]:
-        return self._backward(m, gradients=False)
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All that the stage's passes depend on."""
+        plan = self.plan
+        return (
+            self.model, self.segments, self.first_block % 2, self.is_first, self.is_last, len(plan.stages) > 1,
+            plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, embedding_segment(plan).tp,
+        )  # fmt: skip
+
+    def pieces(self) -> StagePieces:
+        """The passes, each simulated alone."""
+        return StagePieces.of(
+            self.predictor.contention, self.forward(0), self._backward(0, gradients=False),
+            self._backward(0, gradients=True), list(self.finish()), self._message_seconds(),
+            stage_state_bytes(self.plan, self.number),
+        )  # fmt: skip
 
     def _message_seconds(self) -> float:
         tp = self.segments[-1].tp
@@ -211,8 +217,8 @@ class _StageModel:
         return ops
 
     def backward(self, m: int) -> list[Instruction]:
-        """Of one micro-batch; the last one starts the sums of the gradients."""
-        return self._backward(m, gradients=m == self.plan.micro_batches - 1)
+        """Of one micro-batch; the last one to run starts the sums of the gradients."""
+        return self._backward(m, gradients=m == self.last)
 
     def _backward(self, m: int, *, gradients: bool) -> list[Instruction]:
         ops: list[Instruction] = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from oases.planner.plan import generated
 from oases.planner.space import Space
-from oases.schedule import WHOLE, generate
+from oases.schedule import WHOLE
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware
 from oases.simulator.lowering import lower
@@ -61,7 +62,7 @@ class Runs:
 
     def _stack_seconds(self, key: tuple[int, float, bool], name: str, sub_batches: int, layers: int) -> float:
         tp, samples, again = key
-        schedule = generate(name, 2 * layers, sub_batches, "full" if again else "none")
+        schedule = generated(name, 2 * layers, sub_batches, "full" if again else "none")
         kinds = [self.model.kind_of(b) for b in range(2 * layers)]
         costs = stack_costs(self.hardware, self.model, kinds, tp, samples, schedule)
         forward, backward = lower(schedule, costs)

@@ -38,6 +38,7 @@ class SettingSearch:
         self.capacity = capacity
         self.predictor = predictor
         self.degrees = setting.degrees(runs.model, runs.hardware, runs.space)
+        self._nodes: dict[tuple[BlockKind, State, float], float] = {}
 
     @cached_property
     def states(self) -> tuple[State, ...]:
@@ -79,6 +80,12 @@ class SettingSearch:
         )
 
     def _node_seconds(self, kind: BlockKind, state: State, gradients: float) -> float:
+        key = (kind, state, gradients)
+        if key not in self._nodes:
+            self._nodes[key] = self._node_seconds_of(*key)
+        return self._nodes[key]
+
+    def _node_seconds_of(self, kind: BlockKind, state: State, gradients: float) -> float:
         tp, _ = state
         shares = {each: self._weight_in_layer(each, tp) for each in KINDS}
         share = shares[kind] / sum(shares.values())
@@ -176,14 +183,19 @@ class SettingSearch:
     def _plan_with(self, states: tuple[State, ...], gradients: float, capacity: float) -> Plan:
         chosen: list[tuple[State, ...]] = []
         solved: dict[tuple[int, int, bool], tuple[State, ...]] = {}
+        unbound: dict[int, tuple[State, ...]] = {}  # of the stages between the ends; later ones hold less
         first = 0
         for number, count in enumerate(stage_sizes(self.model, self.setting.stages)):
             blocks = range(first, first + count)
             ends = number in (0, self.setting.stages - 1)
             key = (count, self.setting.in_flight(number), ends)
+            if key not in solved and not ends and count in unbound:
+                solved[key] = unbound[count]
             if key not in solved:
-                places = self.solve(blocks, key[1], states, capacity, gradients).places
-                solved[key] = tuple(states[place] for place in places)
+                found = self.solve(blocks, key[1], states, capacity, gradients)
+                solved[key] = tuple(states[place] for place in found.places)
+                if not found.binds and not ends:
+                    unbound[count] = solved[key]
             chosen.append(solved[key])
             first += count
         return self.predictor.with_prediction(self.plan_of(tuple(chosen)))

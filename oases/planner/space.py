@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from oases.errors import UsageError
-from oases.schedule import generate_pipeline
+from oases.schedule.pipeline import in_flight
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
 
@@ -62,7 +62,7 @@ class Setting:
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches that a stage holds at once."""
-        return generate_pipeline(self.pipeline, self.stages, self.micro_batches).in_flight(stage)
+        return in_flight(self.pipeline, self.stages, self.micro_batches, stage)
 
 
 def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: int, space: Space) -> Iterator[Setting]:

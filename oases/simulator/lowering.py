@@ -115,8 +115,9 @@ class _Memory:
             if ("R", *place) not in schedule.recomputed:
                 return size.kept, 0  # y comes, and x is among what is kept
             return size.unit, size.unit if place in schedule.remade_inputs else 0
-        if op.kind in ("C", "RC"):  # out in the place of y
-            return size.unit, size.unit
+        if op.kind in ("C", "RC"):  # out in the place of y; made again for nobody, it goes at once
+            read = op.kind == "C" or (op.block + 1, op.sub_batch) in schedule.remade_inputs
+            return size.unit, size.unit if read else 2 * size.unit
         if op.kind == "R":
             whole = size.unit if op in schedule.starts else 0
             return size.kept - size.unit + whole, 0

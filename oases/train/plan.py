@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
 from oases.parallel.mesh import require_runnable
-from oases.planner.plan import Plan
+from oases.planner.plan import Plan, read_plan
 from oases.train.config import TrainConfig, require_bytes, sizes_of
 from oases.train.data import VOCABULARY, TextCorpus
 
+__all__ = ["check", "config_for", "read_plan", "require_fit"]
+
 _SIZES = ("hidden", "layers", "heads", "sequence")
 _SAID = ("schedule", "sub_batches", "recompute")
-
-
-def read_plan(path: str | Path) -> Plan:
-    """The plan in a file. UsageError where it cannot be read or is none."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"plan {str(path)!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"plan {str(path)!r} is not UTF-8 text: {error.reason}") from error
-    return Plan.from_json(text)
 
 
 def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
