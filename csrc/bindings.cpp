@@ -76,7 +76,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("rank", &OverlapScheduler::rank)
       .def_property_readonly("size", &OverlapScheduler::size)
       .def("all_reduce", &OverlapScheduler::all_reduce, py::arg("tensor"), py::arg("label") = "",
-           py::call_guard<py::gil_scoped_release>())
+           py::arg("largest") = false, py::call_guard<py::gil_scoped_release>())
       .def("all_gather", &OverlapScheduler::all_gather, py::arg("output"), py::arg("input"),
            py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
       .def("reduce_scatter", &OverlapScheduler::reduce_scatter, py::arg("output"), py::arg("input"),
@@ -89,7 +89,8 @@ PYBIND11_MODULE(_C, module) {
       .def("totals", &OverlapScheduler::totals, py::call_guard<py::gil_scoped_release>())
       .def("reset_totals", &OverlapScheduler::reset_totals, py::call_guard<py::gil_scoped_release>())
       .def("waiting_for", &OverlapScheduler::waiting_for)
-      .def("halt", &OverlapScheduler::halt, py::arg("failure"), py::call_guard<py::gil_scoped_release>())
+      .def("halt", &OverlapScheduler::halt, py::arg("failure"), py::arg("out_of_memory") = false,
+           py::call_guard<py::gil_scoped_release>())
       .def("fill", &OverlapScheduler::fill, py::arg("collective"), py::arg("whole"),
            py::call_guard<py::gil_scoped_release>())
       .def("drain", &OverlapScheduler::drain, py::arg("patience_seconds"),

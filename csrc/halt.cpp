@@ -10,13 +10,14 @@
 
 namespace oases {
 
-Standing OverlapScheduler::halt(const std::string& failure) {
+Standing OverlapScheduler::halt(const std::string& failure, bool out_of_memory) {
   const std::lock_guard<std::mutex> lock(issuing_);
   Standing standing;
   standing.newly = state_ == State::running;
   if (standing.newly) {
     state_ = State::halted;
     failure_ = failure;
+    out_of_memory_ = out_of_memory;
   }
   standing.started = started_;
   standing.last.assign(last_.begin(), last_.end());
@@ -34,15 +35,19 @@ void OverlapScheduler::fill(const std::string& collective, const at::Tensor& who
   ticket->record_.collective = collective;
   ticket->record_.label = "nothing, for a rank that failed";
   at::Tensor flat = whole.view(-1);
-  at::Tensor part = collective == "all_reduce" ? flat : flat.new_zeros({flat.numel() / size_});
+  at::Tensor part = collective.rfind("all_reduce", 0) == 0 ? flat : flat.new_zeros({flat.numel() / size_});
   ticket->tensors_ = {flat, part};
   const std::lock_guard<std::mutex> lock(issuing_);
   start(ticket, whole, [&]() -> c10::intrusive_ptr<c10d::Work> {
     if (collective == "all_gather") return group()->_allgather_base(flat, part);
     if (collective == "reduce_scatter") return group()->_reduce_scatter_base(part, flat);
-    TORCH_CHECK(collective == "all_reduce", "no collective is called '", collective, "'");
+    c10d::AllreduceOptions options;
+    if (collective == "all_reduce_max")
+      options.reduceOp = c10d::ReduceOp::MAX;
+    else
+      TORCH_CHECK(collective == "all_reduce", "no collective is called '", collective, "'");
     std::vector<at::Tensor> tensors{flat};
-    return group()->allreduce(tensors);
+    return group()->allreduce(tensors, options);
   });
 }
 
@@ -108,14 +113,16 @@ std::string OverlapScheduler::acknowledge() {
 void OverlapScheduler::stop(std::unique_lock<std::mutex>& lock, const std::string& at) {
   end_halt(lock);
   const std::string failure = failure_, broken = broken_;
+  const bool out_of_memory = out_of_memory_;
   lock.unlock();
   {
     const std::lock_guard<std::mutex> waiting(mutex_);
     waiting_for_.clear();
   }
-  TORCH_CHECK_WITH(DistBackendError, false, "rank ", rank_, " stopped at ", at, ": ", failure,
-                   broken.empty() ? "" : "; group '", broken.empty() ? "" : name_,
-                   broken.empty() ? "" : "' was aborted: ", broken);
+  std::string message = c10::str("rank ", rank_, " stopped at ", at, ": ", failure);
+  if (!broken.empty()) message += c10::str("; group '", name_, "' was aborted: ", broken);
+  TORCH_CHECK_WITH(OutOfMemoryError, !out_of_memory, message);
+  TORCH_CHECK_WITH(DistBackendError, false, message);
 }
 
 void OverlapScheduler::check() {

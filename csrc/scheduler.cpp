@@ -115,10 +115,13 @@ void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Te
   in_flight_.push_back(ticket);
 }
 
-std::shared_ptr<Ticket> OverlapScheduler::all_reduce(const at::Tensor& tensor, const std::string& label) {
-  return issue("all_reduce", tensor, {tensor}, label, [&] {
+std::shared_ptr<Ticket> OverlapScheduler::all_reduce(const at::Tensor& tensor, const std::string& label,
+                                                     bool largest) {
+  return issue(largest ? "all_reduce_max" : "all_reduce", tensor, {tensor}, label, [&] {
     std::vector<at::Tensor> tensors{tensor};
-    return group()->allreduce(tensors);
+    c10d::AllreduceOptions options;
+    if (largest) options.reduceOp = c10d::ReduceOp::MAX;
+    return group()->allreduce(tensors, options);
   });
 }
 

@@ -24,7 +24,7 @@ double monotonic_seconds();
 
 // What one collective cost. Times are monotonic seconds; 0 means "not yet".
 struct TicketRecord {
-  std::string collective;  // "all_reduce", "all_gather" or "reduce_scatter"
+  std::string collective;  // "all_reduce", "all_reduce_max", "all_gather" or "reduce_scatter"
   std::string label;       // what the caller calls it, e.g. the schedule op "F 3.1"
   int64_t bytes = 0;       // of the whole (gathered or unreduced) tensor
   double issued = 0;       // when the collective was handed to the backend
@@ -91,8 +91,9 @@ class OverlapScheduler {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Sums `tensor` over the group, in place. The tensor must be contiguous.
-  std::shared_ptr<Ticket> all_reduce(const at::Tensor& tensor, const std::string& label = "");
+  // Sums `tensor` over the group, in place, or takes the largest. The tensor must be contiguous.
+  std::shared_ptr<Ticket> all_reduce(const at::Tensor& tensor, const std::string& label = "",
+                                     bool largest = false);
   // Fills `output` (size() times as large) with every rank's `input`, in rank order.
   std::shared_ptr<Ticket> all_gather(const at::Tensor& output, const at::Tensor& input,
                                      const std::string& label = "");
@@ -117,8 +118,9 @@ class OverlapScheduler {
   // After a rank failed, a thread on every rank brings the collectives of all to one end, in this order; the
   // protocol is in oases/parallel/failure.py. The main thread takes no part: its calls throw from halt() on.
   //
-  // No collective starts from here on; whoever wants one waits for resume() and is told `failure`.
-  Standing halt(const std::string& failure);
+  // No collective starts from here on; whoever wants one waits for resume() and is told `failure`, as an
+  // OutOfMemoryError if it is one and a DistBackendError otherwise.
+  Standing halt(const std::string& failure, bool out_of_memory = false);
   // Starts, with zeros, what another rank started: `whole` is the gathered or unreduced tensor.
   void fill(const std::string& collective, const at::Tensor& whole);
   // Waits until nothing is under way and gives the tickets up; otherwise returns what went wrong, and keeps
@@ -169,6 +171,7 @@ class OverlapScheduler {
   std::condition_variable resumed_;
   State state_ = State::running;
   std::string failure_, broken_;
+  bool out_of_memory_ = false;
   int64_t failures_ = 0;
   int64_t started_ = 0;
   std::deque<Started> last_;                       // the last of those started

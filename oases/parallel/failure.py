@@ -9,8 +9,8 @@ is all that a step without failures pays. It then
 3. waits for that, and for the others' word that it is so with them. Nobody's numbers are used.
 
 Main threads take no part and are not interrupted. One that waits inside a collective or for the device gets out when
-that collective ends; its next call of the scheduler raises, or the one it is in. Afterwards all ranks have started
-the same collectives, and the group can be used again.
+that collective ends; its next call of the scheduler raises, or the one it is in, in a stack or outside of one.
+Afterwards all ranks have started the same collectives, and the group can be used again.
 
 Where this cannot be done (a rank does not answer, a collective is under way that went not by the scheduler, memory is
 out even for zeros), the threads abort the process group as the last resort. Errors are raised even then: NCCL's abort
@@ -127,7 +127,7 @@ class Watch:
     def fail(self, failure: Failure) -> str:
         """Tell every rank; return when the collectives have ended: "", or why the group was aborted."""
         key = self._key("failure")  # before the halt, which another rank's failure may have begun and ended
-        if self.scheduler.halt(str(failure)).newly:
+        if self.scheduler.halt(str(failure), failure.out_of_memory).newly:
             try:
                 self._store.compare_set(key, "", json.dumps(asdict(failure)))
                 lost = "" if self._thread.is_alive() else "the group's store was lost before"
@@ -142,7 +142,7 @@ class Watch:
         """Raise what another rank raised, if this one has not heard of it yet."""
         try:
             self.scheduler.check()
-        except dist.DistBackendError as error:
+        except RuntimeError as error:
             raise self.error() from error
 
     def error(self) -> FailedRankError:
@@ -169,7 +169,7 @@ class Watch:
 
     def _settle(self) -> None:
         self.failure = Failure(**json.loads(self._store.get(self._key("failure"))))
-        standing = self.scheduler.halt(str(self.failure))
+        standing = self.scheduler.halt(str(self.failure), self.failure.out_of_memory)
         try:
             try:
                 self._bring_to_one_end(standing)
@@ -259,7 +259,8 @@ def _innermost(store: dist.Store) -> dist.Store:
 class Guard:
     """Around the ops of one call of a stack: what they raise is raised on every rank, with the op's place.
 
-    watch: None for a group of one. forget: lets go of the call's tensors, so that others can use their memory.
+    watch: None for a group of one, where only what runs out of memory is given its place. forget: lets go of the
+    call's tensors, so that others can use their memory.
     """
 
     def __init__(self, schedule: Schedule, label: str, watch: Watch | None, forget: Callable[[], None]) -> None:
@@ -286,6 +287,8 @@ class Guard:
         if isinstance(error, dist.DistBackendError):
             return  # a link or a rank is gone; that is no op's failure
         failure = self._described(error, watch.rank if watch is not None else 0)
+        if watch is None and not failure.out_of_memory:
+            return  # nobody else to tell: the block's own error says it best
         self._forget()
         if failure.out_of_memory:
             traceback.clear_frames(trace)  # they hold tensors, too
