@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.parallel.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
-
-BUCKET_BYTES = 16 * 2**20
-"""Gradients of about so many bytes are sent at once: few enough to start early, enough to use the link well."""
+from oases.planner.plan import BUCKET_BYTES
 
 
 class _Bucket:

@@ -114,7 +114,7 @@ class Hardware:
         return self._by_rates(model, kind, tp, samples)
 
     def pass_overhead(
-        self, model: ModelShape, tp: int, samples: float, sub_batches: int, layers: int | None = None
+        self, model: ModelShape, tp: int, samples: float, sub_batches: int, layers: float | None = None
     ) -> tuple[float, float]:
         """Seconds of the forward and of the backward pass of a stack of `layers` layers outside its ops.
 
