@@ -147,3 +147,70 @@ TEST(OverlapScheduler, LostRankIsAnErrorThatNamesWhatWasWaitedFor) {
   });
   EXPECT_NE(message.find("rank 0 waited for all_reduce of F 3.1 (4000 bytes"), std::string::npos) << message;
 }
+
+// What the threads of oases/parallel/failure.py do, with the ranks' places exchanged in memory.
+TEST(OverlapScheduler, AHaltBringsRanksThatAreApartToOneEnd) {
+  std::atomic<int> halted{0}, ended{0};
+  std::vector<oases::Standing> standings(3);
+  run_ranks(3, [&](int rank, const Group& group, const std::string&) {
+    OverlapScheduler scheduler(group);
+    const auto tensor = filled(1);
+    scheduler.wait(scheduler.all_reduce(tensor, "before"));
+    std::thread thread;
+    std::string told;
+    {
+      std::vector<std::shared_ptr<oases::Ticket>> tickets;
+      // Rank 0 fails here, rank 1 has started one more collective and rank 2 two, and waits for the first.
+      const auto whole = at::empty({3, 1000}), part = filled(rank);
+      if (rank > 0) tickets.push_back(scheduler.all_reduce(filled(1), "F 1.0"));
+      if (rank > 1) tickets.push_back(scheduler.all_gather(whole, part, "C 1.0"));
+      thread = std::thread([&, rank] {
+        standings[rank] = scheduler.halt("rank 0 failed");
+        EXPECT_TRUE(standings[rank].newly);
+        EXPECT_FALSE(scheduler.halt("again").newly);
+        ++halted;
+        while (halted < 3) std::this_thread::yield();
+        EXPECT_EQ(standings[rank].started, 1 + rank);
+        EXPECT_EQ(standings[rank].foreign, standings[0].foreign);
+        for (int64_t k = standings[rank].started; k < standings[2].started; ++k) {
+          const auto& started = standings[2].last[k];
+          scheduler.fill(started.collective, at::zeros({started.numel}, started.dtype));
+        }
+        EXPECT_EQ(scheduler.drain(20), "");
+        ++ended;
+        while (ended < 3) std::this_thread::yield();
+        scheduler.resume();
+      });
+      if (rank == 0) {
+        while (halted < 3) std::this_thread::yield();
+        EXPECT_EQ(scheduler.acknowledge(), "");
+      } else {
+        told = message_of([&] { scheduler.wait(tickets.back()); });
+      }
+    }
+    thread.join();
+    if (rank > 0) {
+      EXPECT_NE(told.find("rank 0 failed"), std::string::npos) << told;
+    }
+    EXPECT_EQ(scheduler.failures(), 1);
+    scheduler.check();
+    const auto after = filled(rank);
+    scheduler.wait(scheduler.all_reduce(after, "after"));
+    EXPECT_TRUE(at::equal(after, filled(3)));
+  });
+}
+
+TEST(OverlapScheduler, AfterABrokenHaltNothingStarts) {
+  run_ranks(2, [](int, const Group& group, const std::string&) {
+    OverlapScheduler scheduler(group);
+    scheduler.halt("rank 1 failed");
+    scheduler.resume("rank 0 is gone");
+    for (int k = 0; k < 2; ++k) {
+      const auto message = message_of([&] { scheduler.all_reduce(filled(1), "F 0.0"); });
+      EXPECT_NE(message.find("rank 1 failed"), std::string::npos) << message;
+      EXPECT_NE(message.find("was aborted: rank 0 is gone"), std::string::npos) << message;
+    }
+    scheduler.renew();
+    scheduler.wait(scheduler.all_reduce(filled(1), "F 0.0"));
+  });
+}

@@ -3,20 +3,20 @@
 
 #include <cmath>
 
+#include "host_device.h"
 #include "kernels.h"
-#include "philox.h"
 
 namespace oases {
 
 // gelu(x) = x Phi(x), Phi exact (erf) or by its tanh approximation.
-OASES_BOTH float gelu_tanh_argument(float x) { return 0.7978845608f * (x + 0.044715f * x * x * x); }
+OASES_HOST_DEVICE float gelu_tanh_argument(float x) { return 0.7978845608f * (x + 0.044715f * x * x * x); }
 
-OASES_BOTH float gelu_of(Gelu kind, float x) {
+OASES_HOST_DEVICE float gelu_of(Gelu kind, float x) {
   const float twice_phi = kind == Gelu::tanh ? tanhf(gelu_tanh_argument(x)) : erff(x * 0.7071067812f);
   return 0.5f * x * (1.0f + twice_phi);
 }
 
-OASES_BOTH float gelu_slope(Gelu kind, float x) {
+OASES_HOST_DEVICE float gelu_slope(Gelu kind, float x) {
   // Both are flat there in fp32, and powers of x would overflow further out.
   if (fabsf(x) > 12.0f) return x > 0 ? 1.0f : 0.0f;
   if (kind == Gelu::tanh) {
@@ -27,11 +27,11 @@ OASES_BOTH float gelu_slope(Gelu kind, float x) {
   return 0.5f * (1.0f + erff(x * 0.7071067812f)) + x * 0.3989422804f * expf(-0.5f * x * x);
 }
 
-OASES_BOTH float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
+OASES_HOST_DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-OASES_BOTH float silu_of(float x) { return x * sigmoid_of(x); }
+OASES_HOST_DEVICE float silu_of(float x) { return x * sigmoid_of(x); }
 
-OASES_BOTH float silu_slope(float x) {
+OASES_HOST_DEVICE float silu_slope(float x) {
   const float s = sigmoid_of(x);
   return s * (1.0f + x * (1.0f - s));
 }

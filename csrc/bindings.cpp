@@ -56,6 +56,18 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("waited", &oases::Ticket::waited)
       .def_property_readonly("record", &oases::Ticket::record);
 
+  py::class_<oases::Started>(module, "Started", "A collective that was started.")
+      .def_readonly("collective", &oases::Started::collective)
+      .def_readonly("numel", &oases::Started::numel)
+      .def_readonly("dtype", &oases::Started::dtype)
+      .def_readonly("device", &oases::Started::device);
+
+  py::class_<oases::Standing>(module, "Standing", "Where a rank stood when it was halted.")
+      .def_readonly("newly", &oases::Standing::newly)
+      .def_readonly("started", &oases::Standing::started)
+      .def_readonly("foreign", &oases::Standing::foreign)
+      .def_readonly("last", &oases::Standing::last);
+
   py::class_<OverlapScheduler, std::shared_ptr<OverlapScheduler>>(
       module, "OverlapScheduler",
       "Starts the collectives of one process group early and waits for them late.")
@@ -64,7 +76,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("rank", &OverlapScheduler::rank)
       .def_property_readonly("size", &OverlapScheduler::size)
       .def("all_reduce", &OverlapScheduler::all_reduce, py::arg("tensor"), py::arg("label") = "",
-           py::call_guard<py::gil_scoped_release>())
+           py::arg("largest") = false, py::call_guard<py::gil_scoped_release>())
       .def("all_gather", &OverlapScheduler::all_gather, py::arg("output"), py::arg("input"),
            py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
       .def("reduce_scatter", &OverlapScheduler::reduce_scatter, py::arg("output"), py::arg("input"),
@@ -76,7 +88,19 @@ PYBIND11_MODULE(_C, module) {
       .def("take_records", &OverlapScheduler::take_records, py::call_guard<py::gil_scoped_release>())
       .def("totals", &OverlapScheduler::totals, py::call_guard<py::gil_scoped_release>())
       .def("reset_totals", &OverlapScheduler::reset_totals, py::call_guard<py::gil_scoped_release>())
-      .def("waiting_for", &OverlapScheduler::waiting_for);
+      .def("waiting_for", &OverlapScheduler::waiting_for)
+      .def("halt", &OverlapScheduler::halt, py::arg("failure"), py::arg("out_of_memory") = false,
+           py::call_guard<py::gil_scoped_release>())
+      .def("fill", &OverlapScheduler::fill, py::arg("collective"), py::arg("whole"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("drain", &OverlapScheduler::drain, py::arg("patience_seconds"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("resume", &OverlapScheduler::resume, py::arg("broken") = "",
+           py::call_guard<py::gil_scoped_release>())
+      .def("acknowledge", &OverlapScheduler::acknowledge, py::call_guard<py::gil_scoped_release>())
+      .def("check", &OverlapScheduler::check, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("failures", &OverlapScheduler::failures)
+      .def("renew", &OverlapScheduler::renew, py::call_guard<py::gil_scoped_release>());
 
   module.def(
       "lonely_backend",

@@ -12,7 +12,7 @@ namespace oases {
 
 // Bytes whose bits one block, or one task on CPU, counts and lists.
 constexpr int64_t kBytesPerTile = 1024;
-OASES_HOST_DEVICE inline int64_t bitmap_bytes(int64_t rows) { return rows / 8 + (rows % 8 != 0); }
+OASES_HOST_DEVICE int64_t bitmap_bytes(int64_t rows) { return rows / 8 + (rows % 8 != 0); }
 inline int64_t bitmap_tiles(int64_t rows) { return (bitmap_bytes(rows) + kBytesPerTile - 1) / kBytesPerTile; }
 
 namespace cuda {

@@ -9,7 +9,7 @@
 namespace oases {
 
 // Moves every bit of the input into every bit of the output: the finaliser of splitmix64, a bijection.
-OASES_HOST_DEVICE inline uint64_t mix(uint64_t word) {
+OASES_HOST_DEVICE uint64_t mix(uint64_t word) {
   word += 0x9e3779b97f4a7c15ULL;
   word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9ULL;
   word = (word ^ (word >> 27)) * 0x94d049bb133111ebULL;
@@ -17,20 +17,20 @@ OASES_HOST_DEVICE inline uint64_t mix(uint64_t word) {
 }
 
 // One hash function for every pair of a seed and a row.
-OASES_HOST_DEVICE inline uint64_t hash_of(int64_t key, int64_t row, int64_t seed) {
+OASES_HOST_DEVICE uint64_t hash_of(int64_t key, int64_t row, int64_t seed) {
   const uint64_t salt = mix(static_cast<uint64_t>(seed) + mix(static_cast<uint64_t>(row)));
   return mix(static_cast<uint64_t>(key) ^ salt);
 }
 
 // The upper bits of a hash, scaled to [0, columns).
-OASES_HOST_DEVICE inline int64_t column_of(uint64_t hash, int64_t columns) {
+OASES_HOST_DEVICE int64_t column_of(uint64_t hash, int64_t columns) {
   return static_cast<int64_t>((static_cast<unsigned __int128>(hash) * static_cast<uint64_t>(columns)) >> 64);
 }
 
 // The lowest bit of a hash, as a sign: independent of the column, which the upper bits make.
-OASES_HOST_DEVICE inline float sign_of(uint64_t hash) { return hash & 1 ? -1.0f : 1.0f; }
+OASES_HOST_DEVICE float sign_of(uint64_t hash) { return hash & 1 ? -1.0f : 1.0f; }
 
 // What tells a cell that holds one key from a cell that holds several. No row of a sketch is numbered -1.
-OASES_HOST_DEVICE inline uint64_t check_of(int64_t key, int64_t seed) { return hash_of(key, -1, seed); }
+OASES_HOST_DEVICE uint64_t check_of(int64_t key, int64_t seed) { return hash_of(key, -1, seed); }
 
 }  // namespace oases

@@ -1,8 +1,9 @@
-// Marks functions that host and device share; the compiler of the host sees nothing of it.
+// Marks functions that host and device share, inline on both; the compiler of the host sees nothing else of
+// it.
 #pragma once
 
 #ifdef __CUDACC__
-#define OASES_HOST_DEVICE __host__ __device__
+#define OASES_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#define OASES_HOST_DEVICE
+#define OASES_HOST_DEVICE inline
 #endif

@@ -7,21 +7,21 @@
 
 namespace oases {
 
-OASES_HOST_DEVICE inline float lesser(float a, float b) { return b < a ? b : a; }
-OASES_HOST_DEVICE inline float greater(float a, float b) { return a < b ? b : a; }
+OASES_HOST_DEVICE float lesser(float a, float b) { return b < a ? b : a; }
+OASES_HOST_DEVICE float greater(float a, float b) { return a < b ? b : a; }
 
-OASES_HOST_DEVICE inline float median(float a, float b, float c) {
+OASES_HOST_DEVICE float median(float a, float b, float c) {
   return greater(lesser(a, b), lesser(greater(a, b), c));
 }
 
-OASES_HOST_DEVICE inline float median(float a, float b, float c, float d, float e) {
+OASES_HOST_DEVICE float median(float a, float b, float c, float d, float e) {
   // Of the two pairs, the least and the greatest of all four cannot be the median of five.
   return median(greater(lesser(a, b), lesser(c, d)), lesser(greater(a, b), greater(c, d)), e);
 }
 
 // Of 1, 3 or 5 numbers; NaN if one of them is NaN, so that a bad gradient cannot hide.
 template <int count>
-OASES_HOST_DEVICE inline float median_of(const float* x) {
+OASES_HOST_DEVICE float median_of(const float* x) {
   static_assert(count == 1 || count == 3 || count == 5);
   for (int i = 0; i < count; ++i) {
     if (x[i] != x[i]) return x[i];

@@ -13,8 +13,8 @@ namespace oases {
 constexpr int64_t kKeyLimit = int64_t{1} << 48;
 
 // The key of a cell that holds nothing but copies of one key; else -1.
-OASES_HOST_DEVICE inline int64_t only_key(const int64_t* header, int64_t third, int64_t column,
-                                          int64_t columns, int64_t seed) {
+OASES_HOST_DEVICE int64_t only_key(const int64_t* header, int64_t third, int64_t column, int64_t columns,
+                                   int64_t seed) {
   const int64_t* cell = header + (third * columns + column) * 3;
   const int64_t count = cell[0], keys = cell[1];
   if (count <= 0 || keys < 0 || keys % count != 0) return -1;

@@ -7,11 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define OASES_BOTH __host__ __device__ __forceinline__
-#else
-#define OASES_BOTH inline
-#endif
+#include "host_device.h"
 
 namespace oases {
 
@@ -19,7 +15,7 @@ struct Words {
   uint32_t a, b, c, d;
 };
 
-OASES_BOTH Words philox(uint64_t key, uint64_t counter) {
+OASES_HOST_DEVICE Words philox(uint64_t key, uint64_t counter) {
   Words x{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0};
   uint32_t key_low = static_cast<uint32_t>(key), key_high = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
@@ -37,14 +33,16 @@ struct Dropout {
   uint64_t threshold;               // a word below it keeps its number; 2^32 keeps all
   float scale;
 
-  OASES_BOTH bool active() const { return threshold != (uint64_t{1} << 32); }
+  OASES_HOST_DEVICE bool active() const { return threshold != (uint64_t{1} << 32); }
   // The words of columns 4 * four ... 4 * four + 3.
-  OASES_BOTH Words words(uint64_t row, uint64_t four) const {
+  OASES_HOST_DEVICE Words words(uint64_t row, uint64_t four) const {
     return philox(seed, (first_row + row) * fours + four);
   }
-  OASES_BOTH float apply(uint32_t word, float value) const { return word < threshold ? value * scale : 0.0f; }
+  OASES_HOST_DEVICE float apply(uint32_t word, float value) const {
+    return word < threshold ? value * scale : 0.0f;
+  }
   // One column, where columns do not come in fours.
-  OASES_BOTH float apply_at(uint64_t row, uint64_t column, float value) const {
+  OASES_HOST_DEVICE float apply_at(uint64_t row, uint64_t column, float value) const {
     const Words w = words(row, column / 4);
     const uint32_t which = static_cast<uint32_t>(column % 4);
     return apply(which == 0 ? w.a : which == 1 ? w.b : which == 2 ? w.c : w.d, value);

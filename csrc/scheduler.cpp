@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 // torch 2.13 renames the two _base collectives; 2.11 and 2.12 know only these names.
@@ -21,6 +22,11 @@ void record_event(std::optional<c10::Event>& event, c10::Device device) {
   event.emplace(device.type(), c10::EventFlag::BACKEND_DEFAULT);  // this flag keeps the time
   event->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
+}  // namespace
+
+namespace {
+// Collectives by which ranks may be apart and still be brought together again.
+constexpr size_t kRemembered = 1024;
 }  // namespace
 
 struct Ticket::Finish {
@@ -76,9 +82,10 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(
     return ticket;
   }
   if (!counted.is_cpu()) record_event(ticket->at_issue_, counted.device());
-  ticket->work_ = start();
-  TORCH_CHECK(ticket->work_, collective, " of ", label, ": the backend of group '", name_,
-              "' returned no work to wait for");
+  std::unique_lock<std::mutex> lock(issuing_);
+  if (state_ != State::running) stop(lock, c10::str(collective, " of ", label));
+  this->start(ticket, counted, start);
+  lock.unlock();
   if (counted.is_cpu()) {
     try {
       ticket->work_->getFuture()->addCallback(
@@ -91,10 +98,30 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(
   return ticket;
 }
 
-std::shared_ptr<Ticket> OverlapScheduler::all_reduce(const at::Tensor& tensor, const std::string& label) {
-  return issue("all_reduce", tensor, {tensor}, label, [&] {
+// With issuing_ held.
+void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted,
+                             const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+  const TicketRecord& record = ticket->record_;
+  ticket->work_ = start();
+  TORCH_CHECK(ticket->work_, record.collective, " of ", record.label, ": the backend of group '", name_,
+              "' returned no work to wait for");
+  ++started_;
+  last_.push_back({record.collective, counted.numel(), counted.scalar_type(), counted.device()});
+  if (last_.size() > kRemembered) last_.pop_front();
+  // What an exception left behind unwaited goes when it has ended.
+  while (!in_flight_.empty() && in_flight_.front().use_count() == 1 &&
+         in_flight_.front()->work_->isCompleted())
+    in_flight_.pop_front();
+  in_flight_.push_back(ticket);
+}
+
+std::shared_ptr<Ticket> OverlapScheduler::all_reduce(const at::Tensor& tensor, const std::string& label,
+                                                     bool largest) {
+  return issue(largest ? "all_reduce_max" : "all_reduce", tensor, {tensor}, label, [&] {
     std::vector<at::Tensor> tensors{tensor};
-    return group()->allreduce(tensors);
+    c10d::AllreduceOptions options;
+    if (largest) options.reduceOp = c10d::ReduceOp::MAX;
+    return group()->allreduce(tensors, options);
   });
 }
 
@@ -123,10 +150,30 @@ std::shared_ptr<Ticket> OverlapScheduler::reduce_scatter(const at::Tensor& outpu
   return ticket;
 }
 
+// Waits, and looks up once a second whether the group was given up: gloo has no abort that would end the
+// wait.
+void OverlapScheduler::wait_on_host(c10d::Work& work) {
+  constexpr std::chrono::milliseconds look_up{1000};
+  while (true) {
+    const double before = monotonic_seconds();
+    try {
+      work.wait(look_up);
+      return;
+    } catch (const std::exception&) {
+      // Out of time, or has it failed? Not every work can say whether it has ended, but waiting again can.
+      if (work.isCompleted() || monotonic_seconds() - before < 0.9) throw;
+    }
+    const std::lock_guard<std::mutex> lock(issuing_);
+    TORCH_CHECK(state_ != State::broken, broken_);
+  }
+}
+
 void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
   TicketRecord& record = ticket->record_;
   TORCH_CHECK(!ticket->waited_, record.collective, " of ", record.label,
               " was waited for already; a ticket is good for one wait");
+  TORCH_CHECK(!ticket->given_up_, record.collective, " of ", record.label,
+              " was given up when a rank failed; call the stack again");
   ticket->waited_ = true;
   record.waited_from = monotonic_seconds();
   const bool on_cpu = ticket->tensors_.front().is_cpu();
@@ -140,13 +187,22 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
     const auto device = ticket->tensors_.front().device();
     if (!on_cpu) record_event(ticket->before_wait_, device);
     try {
-      ticket->work_->wait();
+      if (on_cpu)
+        wait_on_host(*ticket->work_);
+      else
+        ticket->work_->wait();
     } catch (const std::exception& error) {
+      std::unique_lock<std::mutex> halting(issuing_);
+      if (state_ != State::running) stop(halting, name);
       // waiting_for_ stays set: it is what the run died of.
       TORCH_CHECK_WITH(DistBackendError, false, "rank ", rank_, " waited for ", name,
                        ", which failed: ", error.what());
     }
     if (!on_cpu) record_event(ticket->after_wait_, device);
+    std::unique_lock<std::mutex> halting(issuing_);
+    if (state_ != State::running) stop(halting, name);  // zeros may have been summed here
+    const auto place = std::find(in_flight_.begin(), in_flight_.end(), ticket);
+    if (place != in_flight_.end()) in_flight_.erase(place);
   }
   record.blocked_for = monotonic_seconds() - record.waited_from;
   if (ticket->finish_->at == 0.0) ticket->finish_->at = monotonic_seconds();

@@ -6,6 +6,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 
+#include <condition_variable>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -22,7 +24,7 @@ double monotonic_seconds();
 
 // What one collective cost. Times are monotonic seconds; 0 means "not yet".
 struct TicketRecord {
-  std::string collective;  // "all_reduce", "all_gather" or "reduce_scatter"
+  std::string collective;  // "all_reduce", "all_reduce_max", "all_gather" or "reduce_scatter"
   std::string label;       // what the caller calls it, e.g. the schedule op "F 3.1"
   int64_t bytes = 0;       // of the whole (gathered or unreduced) tensor
   double issued = 0;       // when the collective was handed to the backend
@@ -55,8 +57,25 @@ class Ticket {
   TicketRecord record_;
   std::shared_ptr<Finish> finish_;
   bool waited_ = false;
+  bool given_up_ = false;
   // Accelerators only: on the compute stream at issue and around the wait; read when totals are asked for.
   std::optional<c10::Event> at_issue_, before_wait_, after_wait_;
+};
+
+// A collective as a rank that did not start it must know it, to start it after all.
+struct Started {
+  std::string collective;
+  int64_t numel;  // of the whole (gathered or unreduced) tensor
+  at::ScalarType dtype;
+  c10::Device device;
+};
+
+// Where a rank stood when it was halted: collectives started here, those that others started on the group
+// meanwhile (by the backend's own count, 0 where it has none), and the last ones of the former.
+struct Standing {
+  bool newly = false;  // halted by this call
+  int64_t started = 0, foreign = 0;
+  std::vector<Started> last;
 };
 
 // Issues the collectives of one process group in the order of the calls. Not for use by several threads
@@ -72,8 +91,9 @@ class OverlapScheduler {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Sums `tensor` over the group, in place. The tensor must be contiguous.
-  std::shared_ptr<Ticket> all_reduce(const at::Tensor& tensor, const std::string& label = "");
+  // Sums `tensor` over the group, in place, or takes the largest. The tensor must be contiguous.
+  std::shared_ptr<Ticket> all_reduce(const at::Tensor& tensor, const std::string& label = "",
+                                     bool largest = false);
   // Fills `output` (size() times as large) with every rank's `input`, in rank order.
   std::shared_ptr<Ticket> all_gather(const at::Tensor& output, const at::Tensor& input,
                                      const std::string& label = "");
@@ -95,12 +115,39 @@ class OverlapScheduler {
   // What the calling thread is waiting for right now, or "" (read by the signal handler of a dying run).
   std::string waiting_for() const;
 
+  // After a rank failed, a thread on every rank brings the collectives of all to one end, in this order; the
+  // protocol is in oases/parallel/failure.py. The main thread takes no part: its calls throw from halt() on.
+  //
+  // No collective starts from here on; whoever wants one waits for resume() and is told `failure`, as an
+  // OutOfMemoryError if it is one and a DistBackendError otherwise.
+  Standing halt(const std::string& failure, bool out_of_memory = false);
+  // Starts, with zeros, what another rank started: `whole` is the gathered or unreduced tensor.
+  void fill(const std::string& collective, const at::Tensor& whole);
+  // Waits until nothing is under way and gives the tickets up; otherwise returns what went wrong, and keeps
+  // the tensors, which the backend may still use.
+  std::string drain(double patience_seconds);
+  // Ends the halt. The main thread's next call throws, once; for ever where `broken` says what went wrong.
+  void resume(const std::string& broken = "");
+  // What the main thread calls where it has been told by other means: waits for resume(); returns `broken`.
+  std::string acknowledge();
+  // Throws if halted.
+  void check();
+  // Failures that the main thread was told of, the same number on every rank between two steps.
+  int64_t failures() const;
+  // For a new group that took the name of a destroyed one.
+  void renew();
+
  private:
   OverlapScheduler(std::string name, int rank, int size);
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
   std::shared_ptr<Ticket> issue(const char* collective, const at::Tensor& counted,
                                 std::vector<at::Tensor> tensors, const std::string& label,
                                 const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
+  void start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted,
+             const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
+  void wait_on_host(c10d::Work& work);
+  void end_halt(std::unique_lock<std::mutex>& lock);
+  [[noreturn]] void stop(std::unique_lock<std::mutex>& lock, const std::string& at);
   void settle();  // read the events of waited accelerator tickets into the totals; blocks until they happened
   void account(const TicketRecord& record);
 
@@ -117,6 +164,18 @@ class OverlapScheduler {
   std::vector<std::shared_ptr<Ticket>> unsettled_;
   mutable std::mutex mutex_;  // guards all of the above but group_: totals may be read from another thread
   std::string waiting_for_;
+
+  enum class State { running, halted, settled, broken };
+  mutable std::mutex
+      issuing_;  // guards what follows; held while a collective starts, so that a halt counts it
+  std::condition_variable resumed_;
+  State state_ = State::running;
+  std::string failure_, broken_;
+  bool out_of_memory_ = false;
+  int64_t failures_ = 0;
+  int64_t started_ = 0;
+  std::deque<Started> last_;                       // the last of those started
+  std::deque<std::shared_ptr<Ticket>> in_flight_;  // not yet waited for
 };
 
 }  // namespace oases

@@ -62,6 +62,27 @@ def kept(row: dict[str, Any]) -> str:
     return f"{row['kept_units']:.2f}" + ("" if formula is None else f" ({formula})")
 
 
+def planner_table(result: dict[str, Any]) -> Table:
+    """The result of a planner benchmark."""
+    table = Table(title="forward + backward of the stack, measured and simulated", title_justify="left")
+    for name in ("link", "model", "recompute", "schedule"):
+        table.add_column(name, no_wrap=True)
+    for name in ("measured", "predicted", "error"):
+        table.add_column(name, justify="right")
+    for run in result["runs"]:
+        sizes = "x".join(str(run[name]) for name in ("hidden", "layers", "sequence", "batch"))
+        measured, predicted = run["measured_seconds"], run["predicted_seconds"]
+        table.add_row(
+            run["link"].removeprefix("over a link of "), sizes, run["recompute"], run["schedule"],
+            f"{1e3 * measured:.0f} ms", f"{1e3 * predicted:.0f} ms", f"{100 * (predicted / measured - 1):+.1f} %",
+        )  # fmt: skip
+    table.caption = (
+        f"error: median {percent(result['median_error'])}, worst {percent(result['worst_error'])}; of "
+        f"{result['pairs']} pairs more than 5 % apart {percent(result['pairs_ordered_right'])} are in the right order"
+    )
+    return table
+
+
 def overlap_table(result: dict[str, Any]) -> Table:
     """The result of an overlap benchmark."""
     table = Table(title="forward + backward of the stack, medians of one interleaved run", title_justify="left")

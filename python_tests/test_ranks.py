@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
@@ -80,6 +81,36 @@ def test_a_rank_that_dies_is_named_by_the_others(size):
     assert "; rank 1 is gone" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert seconds < 45  # start included; the others must end within 30 s
+
+
+def runs_out_of_memory(victim):
+    """What every rank says of a step in which one of them ran out of memory, and the loss of the step after it."""
+    trainer = Trainer(TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=1000))
+    trainer.step()
+    block = trainer.model.stack.blocks[3]
+    combine = block.combine
+    if dist.get_rank() == victim:
+        block.combine = raise_out_of_memory
+    said = ""
+    try:
+        trainer.step()
+    except torch.OutOfMemoryError as error:
+        said = str(error)
+    block.combine = combine
+    everyone = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    return everyone, trainer.step()
+
+
+def raise_out_of_memory(x, y):
+    raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_runs_out_of_memory_is_named_by_all_and_training_goes_on(size):
+    done, _ = run_script(f"print(*t.run_ranks(t.runs_out_of_memory, (1,), t.RankOptions({size})))")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rank 1 ran out of memory at C 3.") == size, done.stdout
 
 
 def dawdles(seconds):

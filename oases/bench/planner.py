@@ -60,7 +60,9 @@ class PlannerBenchConfig:
         return [rate.strip() for rate in self.links.split(",") if rate.strip()]
 
 
-def run_planner_bench(config: PlannerBenchConfig, around: Surroundings, show_progress: bool) -> list[dict[str, Any]]:
+def run_planner_bench(
+    config: PlannerBenchConfig, around: Surroundings, show_progress: bool
+) -> tuple[list[dict[str, Any]], Hardware]:
     """Profile and measure every shape behind the link at hand; to be called by every rank.
 
     Each shape is measured right after its blocks were profiled, as machines drift.
@@ -89,7 +91,8 @@ def run_planner_bench(config: PlannerBenchConfig, around: Surroundings, show_pro
                 }
                 for name, row in measured["schedules"].items()
             ]  # fmt: skip
-    return runs
+    assert known is not None
+    return runs, known
 
 
 def _named(config: OverlapConfig) -> str:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +23,14 @@ from oases.cli.options import (
     speaks,
     write_json,
 )
+from oases.errors import UsageError
 
 
 def add(commands: Any) -> None:
     """Add it to the command line."""
     from oases.bench.overlap import OverlapConfig
+    from oases.bench.planner import PlannerBenchConfig
+    from oases.bench.plans import PlansBenchConfig
 
     bench = command(commands, "bench", "measure what is hidden on this machine")
     benches = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Parser)
@@ -31,6 +38,16 @@ def add(commands: Any) -> None:
     add_options(overlap, OverlapConfig())
     add_ranks(overlap, link=None)
     overlap.set_defaults(run=_bench_overlap)
+    planner = command(benches, "planner", "steps as the simulator predicts them beside steps as they are measured")
+    add_options(planner, PlannerBenchConfig())
+    add_ranks(planner, link=None)
+    planner.add_argument("--profile", metavar="FILE", help="write the profile that was measured there")
+    planner.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # of a run over several links
+    planner.set_defaults(run=_bench_planner)
+    plans = command(benches, "plans", "every feasible plan of a small model measured, beside the planner's choice")
+    add_options(plans, PlansBenchConfig())
+    add_ranks(plans, link=None, tp=4)
+    plans.set_defaults(run=_bench_plans)
     gpu = command(
         benches, "gpu", "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed"
     )
@@ -52,6 +69,75 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
         return
     result["config"] |= {"link": options.link, "nodes": options.nodes}
     console.print(overlap_table(result))
+    write_json(options.json, result)
+
+
+def _bench_planner(options: argparse.Namespace, given: Sequence[str]) -> None:
+    """With --link behind that link; without, behind each of --links in turn, in a process of its own."""
+    from oases.bench.planner import PlannerBenchConfig, compare, run_planner_bench
+    from oases.profile.run import Surroundings
+    from oases.ranks import run_ranks
+    from oases.simulator.hardware_file import write
+    from oases.terminal import console, planner_table
+
+    require_writable("--profile", options.profile)
+    config = configured(PlannerBenchConfig, options)
+    config.models()
+    if options.link is None and options.backend == "gloo":
+        runs = [run for rate in config.link_rates() for run in _planned_behind(rate, options, given)]
+    else:
+        joined = behind_link(options, given)
+        console.print(f"{options.tp} ranks {joined}")
+        ranks = rank_options(options, "cpu")
+        around = Surroundings(joined, True, ranks.backend.alone)
+        runs, hardware = run_ranks(run_planner_bench, (config, around, True), ranks)
+        if options.profile is not None and speaks():
+            write(hardware, options.profile)
+    if not speaks():
+        return
+    result = compare(runs)
+    if not options.part:
+        console.print(planner_table(result))
+    write_json(options.json, result)
+
+
+def _planned_behind(rate: str, options: argparse.Namespace, given: Sequence[str]) -> list[dict[str, Any]]:
+    """The runs of this command behind one link, run by a process that can go behind it."""
+    if options.profile is not None:
+        raise UsageError("--profile keeps the profile of one link; give that link with --link")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "runs.json"
+        command = [sys.executable, "-m", "oases", *given, "--link", rate, "--part", "--json", str(path)]
+        ended = subprocess.run(command, check=False)
+        if ended.returncode != 0:
+            sys.exit(ended.returncode)
+        found: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
+    return found
+
+
+def _bench_plans(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.plans import PlansBenchConfig, run_plans_bench
+    from oases.ranks import run_ranks
+    from oases.terminal import console, percent
+
+    config = configured(PlansBenchConfig, options)
+    config.model()
+    joined = behind_link(options, given)
+    console.print(f"{options.tp} ranks {joined}; compute is emulated, what is sent is sent")
+    ranks = rank_options(options, "cpu")
+    shaped = options.link is not None or ranks.backend.name == "sim"
+    result = run_ranks(run_plans_bench, (config, shaped, True), ranks)
+    if not speaks():
+        return
+    choice, best = result["choice"], result["best"]
+    console.print(
+        f"{result['num_feasible']} of {result['num_plans']} plans fit {result['budget_bytes'] / 2**20:.0f} MiB\n"
+        f"choice  {1e3 * choice['seconds']:.0f} ms (predicted {1e3 * choice['predicted_seconds']:.0f}): "
+        f"{choice['plan']}\nbest    {1e3 * best['seconds']:.0f} ms: {best['plan']}\n"
+        f"the choice takes {result['choice_over_best']:.3f} of the best; best uniform plans: "
+        + ", ".join(f"tp {tp} {1e3 * s:.0f} ms" for tp, s in result["best_uniform_seconds"].items())
+        + f"; predictions are off by {percent(result['median_error'])} (median)", soft_wrap=True,
+    )  # fmt: skip
     write_json(options.json, result)
 
 

@@ -77,8 +77,9 @@ def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
         print("oases: interrupted", file=sys.stderr)
         _nothing_written(options)
         sys.exit(130)
-    except SystemExit:
-        _nothing_written(options)
+    except SystemExit as exit:
+        if exit.code != 2:  # a mistake in what was given speaks for itself
+            _nothing_written(options)
         raise
     return hardware
 

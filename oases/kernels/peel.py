@@ -95,7 +95,7 @@ def pack_values(support: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     support: int64 [s], ascending, as `peel_decode` returns it; keys: int64 [m], all of them in support; values:
     [m, n]. Returns [s, n] of the dtype of values, zero where this rank has no value. Values of one key are added up,
     on CUDA in no fixed order; where keys come once each, it is deterministic. ValueError for a key that is not in
-    support.
+    support; to know, a CUDA call waits for the device.
     """
     places = torch.searchsorted(support, keys)
     known = places < support.shape[0]

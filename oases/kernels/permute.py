@@ -28,7 +28,8 @@ def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Te
 
     x: float32, float16 or bfloat16 [tokens, n]; expert_ids: as for `histogram`, with its errors. Returns rows
     [tokens * k, n], source int64 [tokens * k], the slot of each row, and counts int64 [num_experts], the rows of each
-    expert. The gradient of x is the sum over the k rows of a token, taken in fp32.
+    expert. The gradient of x is the sum over the k rows of a token, taken in fp32. A CUDA call waits for the device,
+    to check the ids; its backward pass does not.
     """
     rows, source, counts = torch.ops.oases.permute(x, expert_ids, num_experts)
     return rows, source, counts

@@ -14,12 +14,12 @@ from torch import Tensor
 from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
 
 
-def all_reduce(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
-    """Sum `x` over the group, in place and without a gradient; returns `x`."""
+def all_reduce(x: Tensor, process_group: ProcessGroup | None, label: str, *, largest: bool = False) -> Tensor:
+    """Sum `x` over the group, or take the largest, in place and without a gradient; returns `x`."""
     if group_size(process_group) > 1:
         assert process_group is not None
         scheduler = scheduler_of(process_group)
-        scheduler.wait(scheduler.all_reduce(x, label))
+        scheduler.wait(scheduler.all_reduce(x, label, largest))
     return x
 
 

@@ -77,7 +77,12 @@ class _Call:
 
     def finish_block(self, block: int) -> list[Tensor | None]:
         """Run to the end of `block`; return the gradients of `handed_over_by(block)`."""
+        with self.execution.guard:
+            return self._finish_block(block)
+
+    def _finish_block(self, block: int) -> list[Tensor | None]:
         self.execution.run_backward_of(block)
+        self.execution.guard.doing = f"the gradients of block {block}"
         replicated = self._summed(block + 1) if block + 1 < len(self._blocks) else []
         partial, combine = self.execution.gradients_of(block)
         shares = [name for name in self._replicated[block] if name in partial]
@@ -103,8 +108,9 @@ class _Call:
 
     def finish(self) -> tuple[Tensor, list[Tensor | None]]:
         """Run the rest; return the input's gradient and those of `handed_over_by_entry()`."""
-        grad = self.execution.run_backward_rest()
-        replicated = self._summed(0)
+        with self.execution.guard:
+            grad = self.execution.run_backward_rest()
+            replicated = self._summed(0)
         if self._tuning is not None:
             synchronize(grad.device)
             self._tuning.note(self._seconds + time.perf_counter())

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oases.parallel.failure import Guard, Watch
 from oases.parallel.graphs import Gradients, Graph, Method
 from oases.parallel.randomness import Extent, Randomness
 from oases.parallel.weight_gradient import PutOff, putting_off
@@ -59,8 +60,8 @@ class Tokens:
 class Execution:
     """Runs `schedule` over the blocks on one batch. Made once per call of a stack.
 
-    tokens: what this rank holds between blocks. spans: list to append (op, start, end) of every compute op and wait
-    to, in what `clock` gives.
+    tokens: what this rank holds between blocks. watch: tells the other ranks of an op that fails. spans: list to
+    append (op, start, end) of every compute op and wait to, in what `clock` gives.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class Execution:
         differentiable: bool,
         randomness: Randomness,
         tokens: Tokens,
+        watch: Watch | None = None,
         spans: list[tuple[str, Any, Any]] | None = None,
         clock: Callable[[], Any] = time.perf_counter,
     ) -> None:
+        self.guard = Guard(schedule, wire.label, watch, self._forget)
         self._methods = methods
         self._schedule = schedule
         self._wire = wire
@@ -122,8 +125,10 @@ class Execution:
 
     def run_forward(self) -> Tensor:
         """Run the forward ops; return the output, [batch, ...] in the order of the input."""
-        self._run(self._schedule.forward)
-        return self._joined([self._outputs.pop(s) for s in range(self._schedule.num_sub_batches)])
+        with self.guard:
+            self._run(self._schedule.forward)
+            self.guard.doing = "the output"
+            return self._joined([self._outputs.pop(s) for s in range(self._schedule.num_sub_batches)])
 
     def begin_backward(self, grad: Tensor) -> None:
         """Take the gradient of the output."""
@@ -151,6 +156,7 @@ class Execution:
     def run_backward_rest(self) -> Tensor:
         """Run what is left; return the gradient of the input."""
         self._run_backward_to(len(self._backward))
+        self.guard.doing = "the gradient of the input"
         grad = self._joined([self._total_gradient(0, s) for s in range(self._schedule.num_sub_batches)])
         return self._wire.gather(grad, "gradient of the input") if self._tokens.size > 1 else grad
 
@@ -164,6 +170,24 @@ class Execution:
             shares[name] = shares[name].add_(gradient) if name in shares else gradient
         return shares, {}
 
+    def _forget(self) -> None:
+        """After a failure: let go of every tensor."""
+        for held in (
+            self._x,
+            self._h,
+            self._y,
+            self._to_gather,
+            self._outputs,
+            self._g,
+            self._grad_y,
+            self._residual,
+        ):
+            held.clear()
+        for graphs in (self._prepare, self._partial, self._combine, self._put_off):
+            graphs.clear()
+        self._gradients = [({}, {}) for _ in self._methods]
+        self._wire.forget()
+
     def _joined(self, parts: list[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self._dim)
 
@@ -173,6 +197,7 @@ class Execution:
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
+            self.guard.doing = op
             if op.kind in STARTS:
                 self._start(op, (op.block, op.sub_batch))
                 continue

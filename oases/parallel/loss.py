@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,8 +27,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, process_group: ProcessGroup) -> Tensor:
         part = logits.shape[-1]
         logits = _at_least_float(logits)
-        largest = logits.amax(-1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=process_group)
+        largest = all_reduce(logits.amax(-1), process_group, "cross-entropy", largest=True)
         exponentials = (logits - largest.unsqueeze(-1)).exp_()
         local = targets - group_rank(process_group) * part
         mine = (local >= 0) & (local < part) & ~ignored

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from oases._C import OverlapScheduler
 from oases.errors import OverlapError
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
 from oases.parallel.delivery import deliver
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.execution import Execution, Methods, Tokens
+from oases.parallel.failure import watch_of
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
 from oases.parallel.randomness import Randomness, hash_of
 from oases.parallel.statistics import report
@@ -115,7 +117,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.first_block, self.replica = 0, 0
         """Of a stack that is a part of a model, or has a share of the batch: which, for its random numbers."""
         self._seed: int | None = None
-        self._agreed: set[Schedule] = set()
+        self._agreed: set[tuple[Schedule, int]] = set()  # with the failures before
         self._calls = 0
         self.spans: list[tuple[str, Any, Any]] | None = None
         """Set to a list to have (op, start, end) of every compute op and wait appended, as `clock` gives them."""
@@ -216,11 +218,12 @@ class OverlappedStack(HoldsGroup, nn.Module):
         """Before a schedule's first run: every rank must run the same list, or sums would mix; one seed for all."""
         group = self.process_group
         mine = (schedule.name, schedule.num_sub_batches, hash_of(format_schedule(schedule)), str(self.wire_dtype))
-        everyone: list[Any] = [(mine, torch.initial_seed())]
+        said = (mine, torch.initial_seed(), self._calls)
+        everyone: list[Any] = [said]
         if group is not None and self.tensor_parallel > 1:
             everyone *= self.tensor_parallel
-            dist.all_gather_object(everyone, (mine, torch.initial_seed()), group=group)
-        for rank, (theirs, _) in enumerate(everyone):
+            dist.all_gather_object(everyone, said, group=group)
+        for rank, (theirs, *_) in enumerate(everyone):
             if theirs != everyone[0][0]:
                 first = everyone[0][0]
                 raise ScheduleError(
@@ -230,7 +233,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
                     + "; all ranks of a group must run the same list"
                 )
         self._seed = everyone[0][1] if self._seed is None else self._seed
-        self._agreed.add(schedule)
+        self._calls = max(calls for *_, calls in everyone)  # after a failure some ranks may be a call ahead
 
     def _require_overlap(self) -> None:
         """Raise OverlapError if this stack's communication cannot, or did not, run under compute."""
@@ -258,8 +261,14 @@ class OverlappedStack(HoldsGroup, nn.Module):
         schedule = self._schedule_for(x)
         tracked = [x, *self.parameters()]
         differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
-        if schedule not in self._agreed:
+        watch = None
+        if isinstance(scheduler, OverlapScheduler):
+            watch = watch_of(cast(ProcessGroup, self.process_group), scheduler, x.device)
+            watch.check()
+        failures = 0 if watch is None else watch.scheduler.failures
+        if (schedule, failures) not in self._agreed:
             self._agree(schedule)
+            self._agreed.add((schedule, failures))
         assert self._seed is not None
         self._calls += 1
         rank, size = group_rank(self.process_group), self.tensor_parallel
@@ -281,6 +290,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 first_sample=self.replica * x.shape[0],
             ),
             tokens=Tokens(rank, size) if schedule.sequence_parallel else Tokens(),
+            watch=watch,
             spans=self.spans,
             clock=self.clock,
         )

@@ -75,21 +75,25 @@ class Wire:
         self._schedule = schedule
         self._size = size
         self._dtype = wire_dtype
-        self._label = label
+        self.label = label
         self._flights: dict[Op, _Flight] = {}
 
     def start(self, op: Op, tensor: Tensor) -> None:
         """Start the collective `op` on what its compute op made. An all-reduce overwrites `tensor` if it can."""
-        describe = f"{op.carried} ({self._label}, line {self._schedule.lines[op]} of {self._schedule.name})"
+        describe = f"{op.carried} ({self.label}, line {self._schedule.lines[op]} of {self._schedule.name})"
         self._flights[op.carried] = getattr(self, f"_{op.kind}")(tensor, describe)
 
     def wait(self, op: Op) -> Tensor:
         """Wait for the collective that carries `op.of`; return its result in the type that was given."""
         return self._landed(self._flights.pop(op.carried))
 
+    def forget(self) -> None:
+        """Let go of what is under way; the scheduler holds what backends still write to."""
+        self._flights.clear()
+
     def gather(self, part: Tensor, what: str) -> Tensor:
         """Join the ranks' parts of a sequence now."""
-        return self._landed(self._all_gather(part, f"{what} of {self._label}"))
+        return self._landed(self._all_gather(part, f"{what} of {self.label}"))
 
     def _landed(self, flight: _Flight) -> Tensor:
         self._scheduler.wait(flight.ticket)

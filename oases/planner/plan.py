@@ -19,6 +19,8 @@ from oases.simulator.model import ModelShape
 
 VERSION = 1
 FORMAT = "oases plan"
+BUCKET_BYTES = 16 * 2**20
+"""Gradients of about so many bytes are summed over the replicas at once: early, and enough to use the link well."""
 
 
 generated = lru_cache(maxsize=512)(generate)

@@ -6,19 +6,19 @@ last micro-batch's backward pass has made them, under the backward pass of the b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from oases.planner.memory import embedding_segment, head_bytes, stage_parameters, stage_state_bytes
 from oases.planner.pieces import Course, StagePieces, course
-from oases.planner.plan import Plan, Prediction, Segment
+from oases.planner.plan import BUCKET_BYTES, Plan, Prediction, Segment
 from oases.schedule import generate_pipeline
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware
 from oases.simulator.lowering import StagePasses, lower, lower_pipeline
-from oases.simulator.model import KINDS, ModelShape
+from oases.simulator.model import ModelShape
 from oases.simulator.program import Compute, Instruction, Program, Start, Wait
 from oases.simulator.stack import stack_costs
 from oases.simulator.timeline import Timeline
@@ -29,6 +29,21 @@ MOST_PIECES = 4_096
 """Stages that are remembered."""
 _ADAM_BYTES = 28
 """Moved per fp32 parameter by the optimizer: reads weight, gradient and two moments, writes all but the gradient."""
+
+
+_AT_THE_END = (-1, -1)
+"""In the place of a (segment, block): behind the whole backward pass."""
+
+
+def _buckets(lane: Sequence[tuple[tuple[int, int], int]]) -> Iterator[tuple[tuple[int, int], int]]:
+    """(place, bytes) of each part -> (place that fills it, bytes) of each bucket."""
+    used, last = 0, lane[0][0]
+    for place, num_bytes in lane:
+        if used and used + num_bytes > BUCKET_BYTES:
+            yield last, used
+            used = 0
+        used, last = used + num_bytes, place
+    yield last, used
 
 
 @dataclass(frozen=True)
@@ -208,13 +223,14 @@ class _StageModel:
 
     def _backward(self, m: int, *, gradients: bool) -> list[Instruction]:
         ops: list[Instruction] = []
+        starts = self._gradient_starts() if gradients else {}
         if self.is_last and self.with_ends:
             ops += self._head(m, "head backward", 2)
             last, own = self.segments[-1].tp, embedding_segment(self.plan).tp
             ops += self._resharded(f"{self._prefix(m)}head backward", own, last)
         for index in reversed(range(len(self.segments))):
             lowered = self._lowered(index, m)
-            ops += self._with_gradients(index, lowered) if gradients else lowered.backward
+            ops += self._with_gradients(index, lowered, starts) if gradients else lowered.backward
             if index:
                 degrees = self.segments[index].tp, self.segments[index - 1].tp
                 ops += self._resharded(f"{self._prefix(m)}backward {index}", *degrees)
@@ -222,9 +238,9 @@ class _StageModel:
 
     def finish(self) -> Iterator[Instruction]:
         """After the last micro-batch: the sums of gradients, and the optimizer."""
-        for index, segment in enumerate(self.segments):
-            if self.plan.stage_ranks > segment.tp:
-                yield from (Wait(f"gradients {index}.{b}") for b in range(segment.num_blocks))
+        starts = self._gradient_starts()
+        yield from starts.get(_AT_THE_END, ())
+        yield from (Wait(start.name) for lane in starts.values() for start in lane)
         if not self.with_ends:
             return
         for part, (parameters, replicas) in enumerate(stage_parameters(self.plan, self.number)):
@@ -236,21 +252,41 @@ class _StageModel:
                 seconds = self.hardware.collective_seconds("all_gather", replicas, num_bytes, stride)
                 yield from self._exposed(f"parameters {part}", self.hardware.link_of(replicas, stride), seconds)
 
-    def _with_gradients(self, index: int, lowered: _Lowered) -> Iterator[Instruction]:
-        """The backward pass, with the sum over the replicas started behind the last op that makes a block's."""
-        segment = self.segments[index]
-        replicas = self.plan.stage_ranks // segment.tp
-        first = self.first_block + sum(earlier.num_blocks for earlier in self.segments[:index])
-        link = self.hardware.link_of(replicas, segment.tp)
-        seconds = {}
-        for kind in KINDS:
-            num_bytes = self.model.block_parameters(kind, segment.tp) * self.model.element_bytes
-            seconds[kind] = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, segment.tp)
+    def _with_gradients(
+        self, index: int, lowered: _Lowered, starts: Mapping[tuple[int, int], list[Start]]
+    ) -> Iterator[Instruction]:
+        """The backward pass of a segment, with sums over the replicas started behind what makes the last of them."""
         for at, instruction in enumerate(lowered.backward):
             yield instruction
-            block = lowered.behind.get(at)
-            if block is not None and replicas > 1:
-                yield Start(f"gradients {index}.{block}", link, seconds[self.model.kind_of(first + block)])
+            yield from starts.get((index, lowered.behind.get(at, -1)), ())
+
+    def _gradient_starts(self) -> dict[tuple[int, int], list[Start]]:
+        """The sums of gradients, in buckets, by the (segment, block) whose gradients fill each.
+
+        Segments of one degree fill their buckets together, from the last block to the first; behind them comes the
+        embedding, in the lane of its degree.
+        """
+        lanes: dict[int, list[tuple[tuple[int, int], int]]] = {}
+        for index in reversed(range(len(self.segments))):
+            segment = self.segments[index]
+            first = self.first_block + sum(earlier.num_blocks for earlier in self.segments[:index])
+            for block in reversed(range(segment.num_blocks)):
+                size = self.model.block_parameters(self.model.kind_of(first + block), segment.tp)
+                lanes.setdefault(segment.tp, []).append(((index, block), size * self.model.element_bytes))
+        if self.with_ends and (self.is_first or self.is_last):
+            tp = embedding_segment(self.plan).tp
+            size = self.model.embedding_parameters(tp) * self.model.element_bytes
+            lanes.setdefault(tp, []).append((_AT_THE_END, size))
+        starts: dict[tuple[int, int], list[Start]] = {}
+        for tp, lane in lanes.items():
+            replicas = self.plan.stage_ranks // tp
+            if replicas == 1:
+                continue
+            link = self.hardware.link_of(replicas, tp)
+            for number, (place, num_bytes) in enumerate(_buckets(lane)):
+                seconds = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
+                starts.setdefault(place, []).append(Start(f"gradients tp {tp} bucket {number}", link, seconds))
+        return starts
 
     def _resharded(self, name: str, before: int, after: int) -> Iterator[Instruction]:
         """Where the degree grows, ranks gather the samples of the replicas that become one; else they keep a part."""

@@ -1,4 +1,7 @@
-"""Times work where it is done: on the CPU by its clock, on an accelerator by events in its stream."""
+"""Times work where it is done: on the CPU by its clock, on an accelerator by events in its stream.
+
+What is measured by events has not run on a GPU yet.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from oases.profile.groups import slowest
 from oases.schedule import generate
 from oases.simulator.program import Contention
 
-_CHAIN = 0.2
+_CHAIN = 0.1
 """Seconds of compute that are timed at once: much more than it takes to start and stop."""
 _BUFFERS = 4
 _LEAST_BYTES = 1 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -43,8 +44,9 @@ def measure_device(config: ProfileConfig) -> Device:
     """Rates with all ranks at work at once; every rank must call this."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     clock = Clock(device)
-    # Ranks of one machine share its memory; with LOCAL_WORLD_SIZE unset all ranks are on it.
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    ranks_here = hosts.count(socket.gethostname())  # they share its memory, whatever nodes they stand for
     size = _PRODUCT[config.device]
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     flops = 2 * size**3 / _seconds(clock, lambda: a @ b, config.iterations)

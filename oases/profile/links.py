@@ -1,4 +1,4 @@
-"""What collectives take alone, by size: the slowest rank's median."""
+"""What collectives take without compute, by size, one after another: the slowest rank's median."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ LEAST_LARGEST = 1 << 20
 """Bytes: bandwidth cannot be told from start-up by less."""
 NUM_SIZES = 6
 _BUDGET = 2.0
-"""Seconds for the repetitions of one collective of one size; a slow link gets fewer of them, but two."""
-_CHEAP, _MOST = 0.2, 30
-"""Short ones are disturbed most: up to so many repetitions of them in so many seconds, whatever was asked for."""
+"""Seconds for the repetitions of one collective of one size; a slow link gets fewer of them."""
+_TRAIN_BYTES, _TRAIN_SECONDS = 1 << 20, 0.1
+"""Collectives follow one another until so much was sent, or so long. Many links let a burst pass at once after a
+rest, which in a training step there is not; what comes before the trains that count uses it up."""
 
 
 def sizes(config: ProfileConfig) -> list[int]:
@@ -51,18 +52,21 @@ class LinkBench:
         dtype = DTYPES[self.config.dtype]
         elements = -(-num_bytes // dtype.itemsize // probe.ranks) * probe.ranks
         run = self._prepared(probe, collective, elements)
-        self._once(run)  # connections are made by the first one
-        first = self._once(run)
-        wanted = max(self.config.iterations, min(_MOST, int(_CHEAP / first)))
-        repetitions = max(2, min(wanted, int(_BUDGET / first)))
-        times = [first, *(self._once(run) for _ in range(repetitions - 1))]
+        self._train(run, 1)  # connections are made by the first one
+        one = self._train(run, 1)
+        count = max(1, min(-(-_TRAIN_BYTES // num_bytes), int(_TRAIN_SECONDS / one)))
+        first = self._train(run, count)
+        repetitions = max(1, min(self.config.iterations, int(_BUDGET / first)))
+        times = [self._train(run, count) / count for _ in range(repetitions)]
         return Sample(collective, probe.ranks, elements * dtype.itemsize, median(times))
 
-    def _once(self, run: Callable[[], Any]) -> float:
+    def _train(self, run: Callable[[], Any], count: int) -> float:
+        """Seconds of `count` of them, one after another."""
         self._clock.synchronize()
         dist.barrier()
         start = self._clock.mark()
-        run()
+        for _ in range(count):
+            run()
         end = self._clock.mark()
         self._clock.synchronize()
         return slowest(self._clock.seconds(start, end))

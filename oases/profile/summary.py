@@ -22,8 +22,7 @@ def summary(hardware: Hardware) -> Iterator[str | Table]:
         f"{1e6 * device.launch_seconds:.1f} us"
     )
     yield _links_table(hardware)
-    if hardware.blocks:
-        yield _blocks_table(hardware)
+    yield from _blocks_tables(hardware)
     if hardware.overheads:
         yield _overheads_table(hardware)
 
@@ -45,29 +44,36 @@ def _links_table(hardware: Hardware) -> Table:
     return table
 
 
-def _blocks_table(hardware: Hardware) -> Table:
-    table = _table(
-        "blocks, milliseconds", ("block", "shape"), "samples", "F", "C", "R", "R whole", "BC", "B", "W",
-        "GFLOP/s", "halves",
-    )  # fmt: skip
+def _blocks_tables(hardware: Hardware) -> Iterator[Table]:
+    """One per shape and degree."""
     by_key = {block.key: block for block in hardware.blocks}
-    for block in sorted(hardware.blocks, key=lambda block: (*block.key[1:6], block.kind, block.samples)):
-        t = block.times
-        shown = (
-            t.forward, t.combine, t.recompute, t.recompute_whole, t.combine_backward, t.backward, t.weight_gradient,
+    shapes = sorted({block.key[1:6] for block in hardware.blocks})
+    for shape in shapes:
+        hidden, heads, sequence, dtype, tp = shape
+        table = _table(
+            f"hidden {hidden}, {heads} heads, sequence {sequence}, {dtype}, tp {tp}: milliseconds of each op",
+            ("block",), "samples", "F", "C", "R", "R whole", "BC", "B", "W", "GFLOP/s", "halves",
         )  # fmt: skip
-        half = by_key.get((*block.key[:-1], block.samples / 2))
-        table.add_row(
-            block.kind, f"{block.hidden} x {block.sequence}, tp {block.tp}", f"{block.samples:g}",
-            *(f"{1e3 * seconds:.2f}" for seconds in shown), f"{_flops(block) / 1e9:.0f}",
-            "-" if half is None else f"{2 * _step(half.times) / _step(t):.2f} x",
-        )  # fmt: skip
-    table.caption = (
-        "F forward, C combine, R recomputed without and with its last product, BC backward of C, B rest of the "
-        "backward pass, W weight gradients\nGFLOP/s: products of forward and backward pass; halves: two "
-        "sub-batches of half the samples beside the whole"
-    )
-    return table
+        for block in sorted(hardware.blocks, key=lambda block: (block.kind, block.samples)):
+            if block.key[1:6] == shape:
+                half = by_key.get((*block.key[:-1], block.samples / 2))
+                halves = "-" if half is None else f"{2 * _step(half.times) / _step(block.times):.2f}"
+                rate = f"{_flops(block) / 1e9:.0f}"
+                table.add_row(block.kind, f"{block.samples:g}", *_milliseconds(block.times), rate, halves)
+        if shape == shapes[-1]:
+            table.caption = (
+                "F forward, C combine, R recomputed without and with its last product, BC backward of C, B rest of "
+                "the backward pass, W weight gradients\nGFLOP/s: products of forward and backward pass; halves: time "
+                "of two sub-batches of half the samples over that of the whole"
+            )
+        yield table
+
+
+def _milliseconds(t: BlockTimes) -> Iterator[str]:
+    for seconds in (
+        t.forward, t.combine, t.recompute, t.recompute_whole, t.combine_backward, t.backward, t.weight_gradient,
+    ):  # fmt: skip
+        yield f"{1e3 * seconds:.2f}"
 
 
 def _overheads_table(hardware: Hardware) -> Table:

@@ -114,12 +114,12 @@ class Hardware:
         return self._by_rates(model, kind, tp, samples)
 
     def pass_overhead(
-        self, model: ModelShape, tp: int, samples: float, sub_batches: int, layers: int | None = None
+        self, model: ModelShape, tp: int, samples: float, sub_batches: int, layers: float | None = None
     ) -> tuple[float, float]:
         """Seconds of the forward and of the backward pass of a stack of `layers` layers outside its ops.
 
-        By the measurement nearest in sub-batches, then in samples. Nearly all of it is work per block and sub-batch
-        and none per byte, so it grows with the layers alone. Zeros where nothing was measured.
+        By the measurement nearest in sub-batches, then in samples. Nearly all of it is work per block, sub-batch and
+        parameter and little per sample, so it is taken to grow with the layers. Zeros where nothing was measured.
         """
         shape = (model.hidden, model.heads, model.sequence, model.dtype, tp)
         found = [o for o in self.overheads if (o.hidden, o.heads, o.sequence, o.dtype, o.tp) == shape]

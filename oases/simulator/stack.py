@@ -26,4 +26,5 @@ def stack_costs(
         sizes=tuple(sizes[kind] for kind in kinds),
         link=link,
         contention=hardware.link(link).contention,
+        overhead=hardware.pass_overhead(model, tp, samples, schedule.num_sub_batches, len(kinds) / 2),
     )

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from oases.errors import UsageError
 from oases.models.gpt import GPT
+from oases.parallel.average import GradientAverage
 from oases.parallel.collectives import all_reduce
-from oases.parallel.data import GradientAverage
 from oases.parallel.gradients import clip_grad_norm
 from oases.parallel.group import ProcessGroup, group_size, resolve
 from oases.parallel.mesh import Mesh

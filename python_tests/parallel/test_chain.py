@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack, ParallelDropout
+from oases.parallel.average import GradientAverage
 from oases.parallel.chain import PlannedStack
-from oases.parallel.data import GradientAverage
 from oases.parallel.linear import shard
 from oases.parallel.mesh import Mesh
 from oases.parallel.sharding import holders, sharded_parameters

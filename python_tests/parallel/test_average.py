@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from oases.parallel.data import GradientAverage
+from oases.parallel.average import GradientAverage
 from oases.parallel.group import scheduler_of
 from oases.parallel.mesh import Mesh
 

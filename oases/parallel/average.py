@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.parallel.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
-
-BUCKET_BYTES = 16 * 2**20
-"""Gradients of about so many bytes are sent at once: few enough to start early, enough to use the link well."""
+from oases.planner.plan import BUCKET_BYTES
 
 
 class _Bucket:
@@ -95,7 +93,7 @@ class GradientAverage:
         with average.overlapped():
             model.loss(last_micro_batch).backward()      # sent bucket by bucket; averages when the block ends
 
-    parameters: (parameters, group) for each part of the model, in the order of its forward pass; parts of one group
+    parts: (parameters, group) for each part of the model, in the order of its forward pass; parts of one group
     are sent together, those without a group or with a group of one stay as they are. Make it once the model is where
     it stays: hooks hang on its parameters. bucket_bytes: how much is sent at once.
     """

@@ -1,0 +1,148 @@
+// What OverlapScheduler does after a rank failed, on a thread of its own; see the header.
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "scheduler.h"
+
+// As in scheduler.cpp.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+namespace oases {
+
+Standing OverlapScheduler::halt(const std::string& failure, bool out_of_memory) {
+  const std::lock_guard<std::mutex> lock(issuing_);
+  Standing standing;
+  standing.newly = state_ == State::running;
+  if (standing.newly) {
+    state_ = State::halted;
+    failure_ = failure;
+    out_of_memory_ = out_of_memory;
+  }
+  standing.started = started_;
+  standing.last.assign(last_.begin(), last_.end());
+  try {
+    standing.foreign = static_cast<int64_t>(group()->getSequenceNumberForGroup()) - started_;
+  } catch (const c10::Error&) {
+    // Counting is optional in c10d; without it a foreign collective under way shows as a drain that does not
+    // end.
+  }
+  return standing;
+}
+
+void OverlapScheduler::fill(const std::string& collective, const at::Tensor& whole) {
+  auto ticket = std::make_shared<Ticket>();
+  ticket->record_.collective = collective;
+  ticket->record_.label = "nothing, for a rank that failed";
+  at::Tensor flat = whole.view(-1);
+  at::Tensor part = collective.rfind("all_reduce", 0) == 0 ? flat : flat.new_zeros({flat.numel() / size_});
+  ticket->tensors_ = {flat, part};
+  const std::lock_guard<std::mutex> lock(issuing_);
+  start(ticket, whole, [&]() -> c10::intrusive_ptr<c10d::Work> {
+    if (collective == "all_gather") return group()->_allgather_base(flat, part);
+    if (collective == "reduce_scatter") return group()->_reduce_scatter_base(part, flat);
+    c10d::AllreduceOptions options;
+    if (collective == "all_reduce_max")
+      options.reduceOp = c10d::ReduceOp::MAX;
+    else
+      TORCH_CHECK(collective == "all_reduce", "no collective is called '", collective, "'");
+    std::vector<at::Tensor> tensors{flat};
+    return group()->allreduce(tensors, options);
+  });
+}
+
+std::string OverlapScheduler::drain(double patience_seconds) {
+  struct UnderWay {
+    std::string name;
+    c10::intrusive_ptr<c10d::Work> work;
+    bool on_cpu;
+  };
+  std::vector<UnderWay> under_way;
+  {
+    const std::lock_guard<std::mutex> lock(issuing_);
+    for (const auto& ticket : in_flight_)
+      under_way.push_back({c10::str(ticket->record_.collective, " of ", ticket->record_.label), ticket->work_,
+                           ticket->tensors_.front().is_cpu()});
+  }
+  const double end = monotonic_seconds() + patience_seconds;
+  for (const auto& [name, work, on_cpu] : under_way) {
+    if (on_cpu) {
+      // Not every work on the CPU can say whether it has ended: gloo's reduce-scatter cannot.
+      const double left = std::max(0.0, end - monotonic_seconds());
+      try {
+        work->wait(std::chrono::milliseconds(1 + static_cast<int64_t>(1e3 * left)));
+      } catch (const std::exception& error) {
+        return c10::str(name, " did not end: ", error.what());
+      }
+      continue;
+    }
+    while (!work->isCompleted()) {  // wait() would make a stream wait, not this thread
+      if (monotonic_seconds() > end) return name + " did not end";
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    if (!work->isSuccess()) return name + " failed";
+  }
+  const std::lock_guard<std::mutex> lock(issuing_);
+  for (const auto& ticket : in_flight_) ticket->given_up_ = true;
+  in_flight_.clear();
+  return "";
+}
+
+void OverlapScheduler::resume(const std::string& broken) {
+  {
+    const std::lock_guard<std::mutex> lock(issuing_);
+    broken_ = broken;
+    state_ = broken.empty() ? State::settled : State::broken;
+  }
+  resumed_.notify_all();
+}
+
+// The main thread learns of the failure. With issuing_ held.
+void OverlapScheduler::end_halt(std::unique_lock<std::mutex>& lock) {
+  resumed_.wait(lock, [this] { return state_ != State::halted; });
+  ++failures_;
+  if (state_ == State::settled) state_ = State::running;
+}
+
+std::string OverlapScheduler::acknowledge() {
+  std::unique_lock<std::mutex> lock(issuing_);
+  end_halt(lock);
+  return broken_;
+}
+
+void OverlapScheduler::stop(std::unique_lock<std::mutex>& lock, const std::string& at) {
+  end_halt(lock);
+  const std::string failure = failure_, broken = broken_;
+  const bool out_of_memory = out_of_memory_;
+  lock.unlock();
+  {
+    const std::lock_guard<std::mutex> waiting(mutex_);
+    waiting_for_.clear();
+  }
+  std::string message = c10::str("rank ", rank_, " stopped at ", at, ": ", failure);
+  if (!broken.empty()) message += c10::str("; group '", name_, "' was aborted: ", broken);
+  TORCH_CHECK_WITH(OutOfMemoryError, !out_of_memory, message);
+  TORCH_CHECK_WITH(DistBackendError, false, message);
+}
+
+void OverlapScheduler::check() {
+  std::unique_lock<std::mutex> lock(issuing_);
+  if (state_ != State::running) stop(lock, "the start of a call");
+}
+
+int64_t OverlapScheduler::failures() const {
+  const std::lock_guard<std::mutex> lock(issuing_);
+  return failures_;
+}
+
+void OverlapScheduler::renew() {
+  const std::lock_guard<std::mutex> lock(issuing_);
+  state_ = State::running;
+  failure_.clear();
+  broken_.clear();
+  failures_ = started_ = 0;
+  last_.clear();
+  in_flight_.clear();
+}
+
+}  // namespace oases

@@ -1,0 +1,224 @@
+"""Every feasible plan of a small model measured, and the planner's choice among them.
+
+More ranks than cores, so compute is emulated: blocks take set times (`TimedBlock`), as an imaginary device would, and
+what is sent between the ranks is sent. Links are measured first; the planner knows nothing else of this machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from oases.errors import UsageError
+from oases.models.timed import TimedBlock, TimedSeconds
+from oases.parallel.average import GradientAverage
+from oases.parallel.chain import PlannedStack
+from oases.parallel.group import ProcessGroup, group_size
+from oases.parallel.mesh import Mesh
+from oases.planner.choose import rank_plans, seconds_of
+from oases.planner.plan import Plan, Segment, Stage
+from oases.planner.predict import Predictor
+from oases.planner.space import Space, settings
+from oases.profile.config import ProfileConfig
+from oases.profile.groups import probes, ranks_per_node, slowest
+from oases.profile.links import LinkBench, collectives_of, sizes
+from oases.simulator.hardware import Device, Hardware, MeasuredBlock
+from oases.simulator.links import Sample, fit_link
+from oases.simulator.model import KINDS, ModelShape
+from oases.simulator.program import Contention
+from oases.terminal import progress
+from oases.train.config import option
+
+FINALISTS = 6
+"""The fastest plans of the first round, which are measured again in turns with the planner's choice."""
+
+
+@dataclass(frozen=True)
+class PlansBenchConfig:
+    """The model, and the device that its compute is emulated for."""
+
+    hidden: int = option(256, "width of the model, features")
+    layers: int = option(2, "transformer layers; every block may have any degree, so plans grow as 3 ** (2 layers)")
+    sequence: int = option(128, "tokens per sample")
+    global_batch: int = option(16, "samples of one optimizer step")
+    flops: float = option(2e10, "FLOP/s of the emulated device")
+    memory_share: float = option(
+        0.8, "memory of the emulated device, as a share of what the plan that holds most would need"
+    )
+    iterations: int = option(7, "interleaved repetitions of the finalists; the first round takes two")
+
+    def model(self) -> ModelShape:
+        """Its shape. UsageError for one that cannot be."""
+        if not 0 < self.memory_share <= 1:
+            raise UsageError(f"--memory-share must be above 0 and at most 1, got {self.memory_share}")
+        if not 1e6 <= self.flops <= 1e15:
+            raise UsageError(f"--flops must be between 1e6 and 1e15, got {self.flops}")
+        return ModelShape(self.hidden, self.layers, max(1, self.hidden // 64), self.sequence, vocabulary=256)
+
+
+def emulated(config: PlansBenchConfig, links: dict[str, list[Sample]], per_node: int) -> Hardware:
+    """The emulated device behind the measured links. Sleeping compute and a link do not slow each other down."""
+    device = Device("emulated", 1 << 34, {"float32": config.flops}, config.flops / 4, 2e-4)
+    fitted = {scope: fit_link(samples, Contention()) for scope, samples in links.items()}
+    cluster = fitted.get("cluster") or fitted["node"]
+    plain = Hardware("emulated", device, per_node, fitted.get("node", cluster), cluster)
+    model, rows = config.model(), []
+    for kind, tp, samples in itertools.product(KINDS, (1, 2, 4, 8), (1.0, 64.0)):
+        t = plain.block_times(model, kind, tp, samples)
+        # A timed block runs whole when it runs again, and does C's backward in its own.
+        times = replace(
+            t, recompute=t.forward, recompute_whole=t.forward, combine_backward=0.0,
+            backward=t.backward + t.combine_backward,
+        )  # fmt: skip
+        rows.append(MeasuredBlock(kind, model.hidden, model.heads, model.sequence, model.dtype, tp, samples, times))
+    return replace(plain, blocks=tuple(rows))
+
+
+def space() -> Space:
+    """What is measured, and what the planner may choose from."""
+    return Space(schedules=("oases", "fine_grained"), sub_batches=(2,), micro_batches=(1, 2), zero=(False,))
+
+
+def every_plan(hardware: Hardware, model: ModelShape, world: int, global_batch: int) -> Iterator[Plan]:
+    """All mixes of degrees, overlapped and not, everything computed again and nothing, in each setting."""
+    for setting in settings(model, hardware, world, global_batch, space()):
+        degrees = setting.degrees(model, hardware, space())
+        for mix in itertools.product(degrees, repeat=model.num_blocks):
+            runs = [(tp, len(list(run))) for tp, run in itertools.groupby(mix)]
+            for (name, subs), again in itertools.product((("oases", 2), ("fine_grained", 1)), (False, True)):
+                segments = tuple(
+                    Segment(
+                        count, tp, *((name, subs) if tp > 1 and setting.samples(tp) >= subs else ("fine_grained", 1)),
+                        recomputed_layers=(count + 1) // 2 if again else 0,
+                    )
+                    for tp, count in runs
+                )  # fmt: skip
+                yield Plan(
+                    model, world, hardware.ranks_per_node, global_batch, setting.micro_batches, (Stage(segments),)
+                )
+
+
+class PlansBench:
+    """Measures plans on the ranks of the default group."""
+
+    def __init__(self, config: PlansBenchConfig, hardware: Hardware, mesh: Mesh) -> None:
+        self.hardware = hardware
+        self.model = config.model()
+        self.mesh = mesh
+
+    def runner(self, plan: Plan) -> Any:
+        """One optimizer step's forward and backward passes and sums of gradients, as a function."""
+        stack = PlannedStack(plan, self._block, self.mesh)
+        average = GradientAverage(stack.parts())
+        samples = int(plan.samples(stack.first_degree))
+        x = torch.ones(samples, self.model.sequence, self.model.hidden)
+
+        def step() -> None:
+            for _ in range(plan.micro_batches - 1):
+                stack(x.clone().requires_grad_()).sum().backward()
+            with average.overlapped():
+                stack(x.clone().requires_grad_()).sum().backward()
+            stack.zero_grad()
+
+        return step
+
+    def _block(self, number: int, group: ProcessGroup | None) -> TimedBlock:
+        kind, tp = self.model.kind_of(number), group_size(group)
+
+        def seconds(samples: float) -> TimedSeconds:
+            times = self.hardware.block_times(self.model, kind, tp, samples)
+            return TimedSeconds(**{item.name: getattr(times, item.name) for item in fields(TimedSeconds)})
+
+        return TimedBlock(seconds, num_parameters=self.model.block_parameters(kind, tp))
+
+    def seconds(self, step: Any) -> float:
+        """Of one step, the slowest rank's."""
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        return slowest(time.perf_counter() - start)
+
+    def median(self, plan: Plan, times: int) -> float:
+        """Median of some steps, after one that warms up."""
+        step = self.runner(plan)
+        self.seconds(step)
+        return statistics.median(self.seconds(step) for _ in range(times))
+
+
+def run_plans_bench(config: PlansBenchConfig, shaped: bool, show_progress: bool) -> dict[str, Any]:
+    """Measure on the default group; to be called by every rank."""
+    world, visible = dist.get_world_size(), show_progress and dist.get_rank() == 0
+    model, per_node = config.model(), ranks_per_node(world, shaped=shaped)
+    hardware = emulated(config, _links(config, per_node, visible), per_node)
+    predictor = Predictor(hardware, stack_only=True)
+    plans = [predictor.with_prediction(p) for p in every_plan(hardware, model, world, config.global_batch)]
+    budget = int(config.memory_share * max(_bytes(plan) for plan in plans))
+    feasible = [plan for plan in plans if _bytes(plan) <= budget]
+    ranked = rank_plans(
+        model, hardware, world, config.global_batch, budget=budget, space=space(), predictor=predictor
+    )
+    bench = PlansBench(config, hardware, Mesh({s.tp for p in plans for s in p.stages[0].segments}))
+    measured: list[tuple[float, Plan]] = []
+    with progress("plans", len(feasible), visible) as advance:
+        for done, plan in enumerate(feasible, start=1):
+            measured.append((bench.median(plan, 2), plan))
+            advance(done)
+    measured.sort(key=lambda pair: pair[0])
+    final = _finals(bench, [ranked[0], *(plan for _, plan in measured[:FINALISTS])], config.iterations)
+    best = min(range(len(final)), key=final.__getitem__)
+    uniform = {plan.uniform_tp: seconds for seconds, plan in reversed(measured) if plan.uniform_tp is not None}
+    errors = [abs(seconds_of(plan) / seconds - 1) for seconds, plan in measured]
+    return {
+        "config": {item.name: getattr(config, item.name) for item in fields(config)} | {"world": world},
+        "budget_bytes": budget, "num_plans": len(plans), "num_feasible": len(feasible),
+        "choice": {"plan": ranked[0].text(), "seconds": final[0], "predicted_seconds": seconds_of(ranked[0])},
+        "best": {"plan": ([ranked[0]] + [p for _, p in measured[:FINALISTS]])[best].text(), "seconds": final[best]},
+        "choice_over_best": final[0] / final[best],
+        "best_uniform_seconds": {str(tp): seconds for tp, seconds in sorted(uniform.items())},
+        "median_error": statistics.median(errors), "worst_error": max(errors),
+        "plans": [
+            {"plan": plan.text(), "seconds": seconds, "predicted_seconds": seconds_of(plan)}
+            for seconds, plan in measured
+        ],
+    }  # fmt: skip
+
+
+def _bytes(plan: Plan) -> int:
+    assert plan.prediction is not None
+    return max(plan.prediction.memory_bytes)
+
+
+def _finals(bench: PlansBench, plans: list[Plan], iterations: int) -> list[float]:
+    """Medians of interleaved steps: what disturbs the machine disturbs all alike."""
+    steps = [bench.runner(plan) for plan in plans]
+    times: list[list[float]] = [[] for _ in plans]
+    for iteration in range(iterations + 1):
+        for step, found in zip(steps, times, strict=True):
+            seconds = bench.seconds(step)
+            if iteration > 0:
+                found.append(seconds)
+    return [statistics.median(found) for found in times]
+
+
+def _links(config: PlansBenchConfig, per_node: int, visible: bool) -> dict[str, list[Sample]]:
+    profile = ProfileConfig(hidden=config.hidden, heads=1, sequence=config.sequence, batch=config.global_batch)
+    bench, found = LinkBench(profile), dict[str, list[Sample]]()
+    jobs = [
+        (probe, collective, size)
+        for probe in probes(per_node)
+        for collective in collectives_of(probe)
+        for size in sizes(profile)
+        if collective in ("all_reduce", "all_gather")
+    ]
+    with progress("links", len(jobs), visible) as advance:
+        for done, (probe, collective, size) in enumerate(jobs, start=1):
+            found.setdefault(probe.scope, []).append(bench.sample(probe, collective, size))
+            advance(done)
+    return found
