@@ -20,6 +20,7 @@ from oases.planner.throughput import throughput
 from oases.schedule import GENERATORS, PIPELINES, WHOLE
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
+from oases.simulator.quantities import bytes_text, seconds_text
 
 MAX_STAGES = 64
 """Pipeline stages that a search looks at."""
@@ -193,7 +194,7 @@ def _print_timeline(plan: Plan, predictor: Predictor) -> None:
 
 
 def _write_page(path: Path, plan: Plan, predictor: Predictor, hardware: Hardware, capacity: int) -> str:
-    from oases.cli.strategy import bytes_text, seconds_text, title
+    from oases.cli.strategy import title
     from oases.planner.excerpt import excerpt
     from oases.simulator.drawing import draw_timelines
     from oases.simulator.page import Section, write_page

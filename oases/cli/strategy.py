@@ -11,33 +11,10 @@ from oases.planner.explain import Rival
 from oases.planner.plan import Plan, Segment
 from oases.planner.throughput import Throughput, throughput
 from oases.simulator.hardware import Hardware
+from oases.simulator.quantities import bytes_text, count_text, rate_text, seconds_text
 
 MOST_ROWS = 12
 """Stages beyond which neighbours that run alike share a row."""
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds with three digits and the unit that suits them."""
-    if seconds >= 100:
-        return f"{seconds:.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms"
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Bytes in GiB, or MiB where they are few."""
-    if num_bytes >= 2**30 / 2:
-        return f"{num_bytes / 2**30:.1f} GiB"
-    return f"{num_bytes / 2**20:.0f} MiB"
-
-
-def rate_text(number: float) -> str:
-    """A rate with about three digits, as 1 234 567 is read worse than 1.23 M."""
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if number >= 10 * size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
 
 
 def plan_table(plan: Plan, capacity: int) -> Table:
@@ -65,17 +42,10 @@ def title(plan: Plan) -> str:
     stages = f"{len(plan.stages)} pipeline stages ({plan.pipeline}), " if len(plan.stages) > 1 else ""
     micro = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
     return (
-        f"{plan.model.name} ({_parameters(plan.model.num_parameters)} parameters, {plan.model.dtype}) on "
+        f"{plan.model.name} ({count_text(plan.model.num_parameters)} parameters, {plan.model.dtype}) on "
         f"{plan.world} devices: {stages}{micro} of {plan.global_batch // plan.micro_batches} samples"
         f"{', optimizer sharded' if plan.zero else ''}"
     )
-
-
-def _parameters(count: int) -> str:
-    for unit, size in (("trillion", 1e12), ("billion", 1e9)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1e6:.3g} million"
 
 
 def _blocks(segment: Segment, first: int, one: bool) -> str:

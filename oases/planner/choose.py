@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from heapq import heappop, heappush
 
 from oases.errors import UsageError
 from oases.planner.memory import usable_bytes
@@ -15,11 +16,16 @@ from oases.planner.search import SettingSearch
 from oases.planner.space import Setting, Space, settings
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
+from oases.simulator.quantities import bytes_text, count_text
 
 IMPROVED = 2
 """How many of the best plans are improved in small steps."""
 STEPS = 3000
 """Small steps that are tried, divided by the model's blocks: a step of a large model gains little and takes long."""
+
+
+OVER = 1.0
+"""Power of its share of the memory by which a plan that does not fit is put back."""
 
 
 BORDER = 0.004
@@ -81,12 +87,12 @@ def rank_plans(
 
 def ranked(found: dict[Plan, Plan]) -> list[Plan]:
     """By predicted time of a step; every border between degrees has to pay for itself."""
+    return sorted(found.values(), key=_cost)
 
-    def key(plan: Plan) -> float:
-        borders = sum(len(stage.segments) - 1 for stage in plan.stages)
-        return seconds_of(plan) * (1 + BORDER) ** borders
 
-    return sorted(found.values(), key=key)
+def _cost(plan: Plan) -> float:
+    borders = sum(len(stage.segments) - 1 for stage in plan.stages)
+    return seconds_of(plan) * (1 + BORDER) ** borders
 
 
 def seconds_of(plan: Plan) -> float:
@@ -100,24 +106,28 @@ def _setting_of(plan: Plan) -> Setting:
 
 
 def _improved(plan: Plan, search: SettingSearch, predictor: Predictor, capacity: int) -> Plan:
-    """The best plan that single steps lead to: borders moved, schedules and degrees of segments changed."""
-    tried = {plan}
-    while True:
-        better = plan
-        for changed in _neighbours(plan, search):
+    """The best plan that single steps lead to: borders moved, schedules and degrees of segments changed.
+
+    Steps go on from the best plan that has not been left yet, from one that does not fit as well: what makes it fit
+    may be the next step.
+    """
+    best, tried = plan, {replace(plan, prediction=None)}
+    ahead = [(0.0, 0, plan)]
+    while ahead:
+        _, _, base = heappop(ahead)
+        for changed in _neighbours(base, search):
             if changed in tried:
                 continue
             if len(tried) > STEPS // plan.model.num_blocks:
-                return better
+                return best
             tried.add(changed)
             candidate = predictor.with_prediction(changed)
             assert candidate.prediction is not None
-            fits = max(candidate.prediction.memory_bytes) <= capacity
-            if fits and seconds_of(candidate) < (1 - 1e-4) * seconds_of(better):
-                better = candidate
-        if better is plan:
-            return plan
-        plan = better
+            over = max(1.0, max(candidate.prediction.memory_bytes) / capacity)
+            if over == 1.0 and _cost(candidate) < (1 - 1e-4) * _cost(best):
+                best = candidate
+            heappush(ahead, (_cost(candidate) * over**OVER, len(tried), candidate))
+    return best
 
 
 def _neighbours(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
@@ -220,11 +230,13 @@ def _refusal(runs: Runs, world: int, global_batch: int, capacity: int) -> str:
         if batch >= 1 and _least_bytes(runs, world, batch, capacity) <= capacity:
             changes.append(f"a global batch of {batch} instead of {global_batch}")
             break
-    changes.append(f"{least / 2**30:.1f} GiB per device")
+    unit = 2**30 if least >= 2**30 else 2**20
+    needed = bytes_text(least if math.isinf(least) else math.ceil(10 * least / unit) * unit / 10)
+    changes.append(f"{needed} per device")
     return (
-        f"no plan fits: {model.name} with {model.num_parameters / 1e9:.2f} billion parameters on {world} devices "
-        f"needs at least {least / 2**30:.1f} GiB on each, and {capacity / 2**30:.1f} GiB may be filled. It would fit "
-        "with: " + "; or ".join(changes)
+        f"no plan fits: {model.name} with {count_text(model.num_parameters)} parameters on {world} devices needs at "
+        f"least {needed} on each, and {bytes_text(capacity)} may be filled. It would fit with: "
+        + "; or ".join(changes)
     )
 
 

@@ -121,12 +121,14 @@ class SettingSearch:
         """Held besides what each block holds: embedding and head, what is on the wire, a block computed again."""
         tp, _ = state
         samples = self.setting.samples(tp)
-        held = in_flight_bytes(self.model, tp, samples, self.run_of(state).sub_batches)
+        in_flight = in_flight_bytes(self.model, tp, samples, self.run_of(state).sub_batches)
+        held = in_flight
         if blocks.start == 0 or blocks.stop == self.model.num_blocks:
             parameters, replicas = self.model.embedding_parameters(tp), self.setting.stage_ranks // tp
             held += state_bytes(self.model, parameters, replicas, zero=self.setting.zero)
         if blocks.stop == self.model.num_blocks:
-            held += head_bytes(self.model, tp, samples)
+            # The head's logits are gone before a block is computed again.
+            held += max(0, head_bytes(self.model, tp, samples) - in_flight)
         return held
 
     def plan_of(self, states: tuple[tuple[State, ...], ...]) -> Plan:

@@ -1,0 +1,135 @@
+"""The chosen plan against every plan there is, the budget, and what a refusal says."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from oases.errors import UsageError
+from oases.planner import NoPlanError, Plan, Predictor, Segment, Space, Stage, plan, rank_plans
+from oases.planner.choose import BORDER, seconds_of
+from oases.simulator.cluster import cluster_called
+from oases.simulator.model import ModelShape
+from oases.simulator.program import Contention
+
+MODEL = ModelShape(hidden=1024, layers=2, heads=16, sequence=512, vocabulary=4096, name="small")
+WORLD, BATCH = 4, 16
+SPACE = Space(degrees=(1, 2, 4), schedules=("oases",), sub_batches=(2,), micro_batches=(1,), zero=(False,))
+GIB = 2**30
+
+
+def hardware(link_scale=1.0, contention=1.0):
+    found, _ = cluster_called("4x3090")
+    link = replace(
+        found.node, bytes_per_second=link_scale * found.node.bytes_per_second,
+        contention=Contention(contention, contention),
+    )  # fmt: skip
+    return replace(found, node=link)
+
+
+def every_plan():
+    """All mixes of degrees over the blocks, with every number of recomputed layers in each segment."""
+    for degrees in itertools.product(SPACE.degrees, repeat=MODEL.num_blocks):
+        runs = [(tp, len(list(run))) for tp, run in itertools.groupby(degrees)]
+        for layers in itertools.product(*(range((count + 1) // 2 + 1) for _, count in runs)):
+            segments = tuple(
+                Segment(count, tp, *(("fine_grained", 1) if tp == 1 else ("oases", 2)), again)
+                for (tp, count), again in zip(runs, layers, strict=True)
+            )
+            yield Plan(MODEL, WORLD, 4, BATCH, 1, (Stage(segments),))
+
+
+@pytest.mark.parametrize("link_scale", [0.1, 1.0, 20.0])
+@pytest.mark.parametrize("share", [None, 0.85, 0.7])
+@pytest.mark.parametrize("contention", [1.0, 1.3])
+def test_the_chosen_plan_is_the_best_of_all(link_scale, share, contention):
+    """share: of the memory of the fastest plan without a budget."""
+    cluster = hardware(link_scale, contention)
+    predictor = Predictor(cluster)
+    everyone = [predictor.with_prediction(each) for each in every_plan()]
+    fastest = min(everyone, key=seconds_of)
+    budget = None if share is None else int(share * max(fastest.prediction.memory_bytes))
+    fitting = [each for each in everyone if budget is None or max(each.prediction.memory_bytes) <= budget]
+    chosen = rank_plans(MODEL, cluster, WORLD, BATCH, budget=budget, space=SPACE)[0]
+    assert budget is None or max(chosen.prediction.memory_bytes) <= budget
+
+    def cost(each):  # a border between degrees has to pay for itself
+        return seconds_of(each) * (1 + BORDER) ** (len(each.stages[0].segments) - 1)
+
+    best = min(fitting, key=cost)
+    near = seconds_of(chosen) <= 1.005 * seconds_of(best) or cost(chosen) <= 1.005 * cost(best)
+    assert near, f"{chosen.text()} chosen, {best.text()} is better"
+
+
+def test_plans_are_ranked_and_predicted_as_the_predictor_says():
+    cluster = hardware()
+    plans = rank_plans(MODEL, cluster, WORLD, BATCH, budget=2 * GIB)
+    predictor = Predictor(cluster)
+    for each in plans:
+        assert each.prediction == predictor.predict(replace(each, prediction=None))
+        assert max(each.prediction.memory_bytes) <= 2 * GIB
+    assert seconds_of(plans[0]) <= 1.02 * min(map(seconds_of, plans))
+
+
+def test_progress_is_told():
+    told = []
+    rank_plans(
+        MODEL, hardware(), WORLD, BATCH, space=SPACE, on_setting=lambda done, total: told.append((done, total))
+    )
+    assert told
+    assert [done for done, _ in told] == list(range(1, len(told) + 1))
+    assert all(done <= total for done, total in told)
+
+
+def test_a_refusal_names_what_would_fit():
+    space = Space(degrees=(1, 2), recompute=False, zero=(False,), micro_batches=(1,))
+    given = {"world": WORLD, "global_batch": 64, "budget": 5 * GIB // 4, "space": space}
+    with pytest.raises(
+        NoPlanError, match=r"no plan fits: small with 29\.9 million parameters on 4 devices"
+    ) as caught:
+        rank_plans(MODEL, hardware(), **given)
+    remedies = {
+        "recomputation (leave out --no-recompute)": {"space": replace(space, recompute=True)},
+        "a global batch of 32 instead of 64": {"global_batch": 32},
+        "8 devices instead of 4": {"world": 8},
+    }
+    offered = [remedy for remedy in remedies if remedy in str(caught.value)]
+    assert len(offered) == 3, caught.value
+    assert "GiB per device" in str(caught.value)
+    for remedy in offered:
+        found = rank_plans(MODEL, hardware(), **(given | remedies[remedy]))
+        assert max(found[0].prediction.memory_bytes) <= 5 * GIB // 4
+
+
+ONE_WAY = Space(degrees=(1,), micro_batches=(2,))
+
+
+@pytest.mark.parametrize(
+    ("switched_off", "remedy"),
+    [
+        ({"recompute": False}, "recomputation (leave out --no-recompute)"),
+        ({"zero": (False,)}, "a sharded optimizer (leave out --no-zero)"),
+    ],
+)
+def test_a_refusal_offers_what_was_switched_off(switched_off, remedy):
+    smallest = Plan(MODEL, WORLD, 4, 32, 2, (Stage((Segment(4, 1, "fine_grained", 1, 2),)),), zero=True)
+    needs = max(Predictor(hardware()).predict(smallest).memory_bytes)
+    found = rank_plans(MODEL, hardware(), WORLD, 32, budget=int(1.02 * needs), space=ONE_WAY)
+    assert max(found[0].prediction.memory_bytes) <= 1.02 * needs
+    with pytest.raises(NoPlanError) as caught:
+        rank_plans(MODEL, hardware(), WORLD, 32, budget=int(1.02 * needs), space=replace(ONE_WAY, **switched_off))
+    assert remedy in str(caught.value)
+
+
+def test_a_batch_that_cannot_be_cut():
+    with pytest.raises(UsageError, match="no way to cut 1 samples and the model's 15 heads over 4 ranks"):
+        rank_plans(replace(MODEL, hidden=960, heads=15), hardware(), WORLD, 1)
+
+
+def test_plan_takes_models_and_clusters_by_name():
+    found = plan("gpt-125m", "2x3090", global_batch=4, sequence=256)
+    assert (found.world, found.global_batch, found.model.sequence) == (2, 4, 256)
+    with pytest.raises(UsageError, match="unknown model 'gpt-0'"):
+        plan("gpt-0", "2x3090", global_batch=4)
+    with pytest.raises(UsageError, match="model int has no hidden, layers, heads, sequence"):
+        plan(3, "2x3090", global_batch=4)

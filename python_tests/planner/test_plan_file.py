@@ -1,0 +1,101 @@
+"""Plans as files: what is written is read back; what is wrong is named."""
+
+import json
+
+import pytest
+
+from oases.errors import UsageError
+from oases.planner.plan import Plan, Prediction, Segment, Stage, read_plan
+from oases.simulator.model import ModelShape
+
+MODEL = ModelShape(hidden=64, layers=4, heads=4, sequence=32, vocabulary=256)
+STAGES = (
+    Stage((Segment(3, 2, "oases", 2, 1), Segment(1, 4, "sync", 1))),
+    Stage((Segment(4, 1, "fine_grained", 1),)),
+)
+PLAN = Plan(MODEL, 8, 4, 16, 2, STAGES, True, "gpipe", Prediction(1.5, 0.5, 0.25, (100, 200)))
+
+
+@pytest.mark.parametrize("plan", [PLAN, Plan(MODEL, 1, 1, 1, 1, (Stage((Segment(8, 1, "sync", 1),)),))])
+def test_what_is_written_is_read_back(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    assert read_plan(path) == plan
+
+
+def test_a_plan_in_a_line():
+    assert PLAN.text() == (
+        "stage 0: 3 blocks tp 2 x dp 2 (oases@2, 1 layers recomputed) -> 1 blocks tp 4 x dp 1 (sync); "
+        "stage 1: 4 blocks tp 1 x dp 4 (fine_grained); 2 micro-batches; sharded optimizer"
+    )
+    alike = Plan(MODEL, 4, 4, 8, 4, tuple(Stage((Segment(2, 1, "sync", 1),)) for _ in range(4)))
+    assert alike.text() == "stages 0-3: 2 blocks tp 1 x dp 1 (sync); 4 micro-batches"
+
+
+def without(name):
+    def change(data):
+        del data[name]
+
+    return change
+
+
+def put(*path_and_value):
+    *path, name, value = path_and_value
+
+    def change(data):
+        for step in path:
+            data = data[step]
+        data[name] = value
+
+    return change
+
+
+SEGMENT = ("stages", 0, "segments", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("format", "x"), "no oases plan"),
+        (put("version", 2), "version 2 is unknown"),
+        (without("world"), "world"),
+        (put("worlds", 3), "unknown field 'worlds'"),
+        (put("world", "8"), "world must be int, got '8'"),
+        (put("zero", 1), "zero must be bool, got 1"),
+        (put("stages", {}), "no list 'stages'"),
+        (put("stages", []), "no stage"),
+        (put("stages", 0, {}), "no list 'segments'"),
+        (put("model", None), "model must be an object"),
+        (put("model", "heads", 5), "hidden 64 does not divide by 5 heads"),
+        (put("model", "colour", "red"), "unknown field 'colour'"),
+        (put(*SEGMENT, "tp", 3), "tp 3 does not fit its 4 ranks"),
+        (put(*SEGMENT, "schedule", "nosuch"), "unknown schedule 'nosuch'"),
+        (put(*SEGMENT, "num_blocks", 2), "its stages hold 7 blocks, the model has 8"),
+        (put(*SEGMENT, "recomputed_layers", 3), "recomputed_layers must be from 0 to the 2 layers .*, got 3"),
+        (put(*SEGMENT, "recomputed_layers", -1), "recomputed_layers .*, got -1"),
+        (put(*SEGMENT, "sub_batches", 0), "sub_batches must be at least 1, got 0"),
+        (put(*SEGMENT, "sub_batches", 9), "cannot be cut into 9 sub-batches"),
+        (put("micro_batches", 0), "micro_batches must be at least 1, got 0"),
+        (put("micro_batches", 3), "16 samples in 3 micro-batches do not divide"),
+        (put("world", 9), "2 stages do not divide 9 ranks"),
+        (put("world", -8), "world must be at least 1, got -8"),
+        (put("pipeline", "nosuch"), "unknown pipeline 'nosuch'; known are gpipe, one_f_one_b"),
+        (put("prediction", "memory_bytes", 3), "no list 'memory_bytes'"),
+    ],
+)
+def test_what_is_wrong_is_named(change, message):
+    data = json.loads(PLAN.to_json())
+    change(data)
+    with pytest.raises(UsageError, match=message):
+        Plan.from_json(json.dumps(data))
+
+
+def test_files_that_are_no_plan(tmp_path):
+    for text, message in (("{", "not JSON"), ("[]", "no oases plan"), ("3", "no oases plan")):
+        with pytest.raises(UsageError, match=message):
+            Plan.from_json(text)
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_plan(tmp_path / "nowhere.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
+        read_plan(tmp_path / "binary")

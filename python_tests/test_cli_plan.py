@@ -1,0 +1,230 @@
+"""The commands plan and simulate: what they write, and mistakes, which exit with 2 and name the value."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from plotly.offline import get_plotlyjs
+
+from oases import cli
+from oases.planner.plan import Plan, read_plan
+
+MODEL = ["--hidden", "256", "--heads", "4", "--layers", "2", "--sequence", "128", "--vocabulary", "512"]
+GIVEN = [*MODEL, "--cluster", "4x3090", "--global-batch", "16"]
+PROFILE = {
+    "sequence": 128, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 4, "gpus_per_server": 4,
+    "rows": [
+        {
+            "hidden": 256, "tp": tp, "batch": batch, "attention_forward_ms": batch / tp,
+            "attention_backward_ms": 2 * batch / tp, "mlp_forward_ms": batch / tp, "mlp_backward_ms": 2 * batch / tp,
+            "all_reduce_ms": 0.1 * batch, "runtime_memory_mib": 100,
+        }
+        for tp in (1, 2, 4) for batch in (1, 2, 4, 8, 16)
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE))
+    return str(path)
+
+
+@pytest.fixture
+def planned(tmp_path):
+    path = tmp_path / "plan.json"
+    cli.main(["plan", *GIVEN, "--json", str(path)])
+    return str(path)
+
+
+def fails(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2, error
+    assert error.startswith("oases: error: ")
+    assert error.count("\n") == 1, "one line, no traceback"
+    return error
+
+
+def test_plan_writes_what_train_executes(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    cli.main(["plan", *GIVEN, "--json", str(path)])
+    plan = Plan.from_json(path.read_text())
+    assert (plan.world, plan.global_batch, plan.model.hidden) == (4, 16, 256)
+    assert plan.prediction.step_seconds > 0
+    text = capsys.readouterr().out
+    for part in (
+        "tokens/s",
+        "samples/s",
+        "exposed communication",
+        "bubbles",
+        "model FLOPs utilisation",
+        "recomputed",
+    ):
+        assert part in text
+    assert f"oases train --plan {path}" in " ".join(text.split())
+
+
+def test_explain_says_what_others_lose(capsys):
+    cli.main(["plan", *GIVEN, "--explain"])
+    text = capsys.readouterr().out
+    assert "the same, synchronous" in text
+    assert re.search(r"\d ms|next to nothing", text)
+
+
+def test_plan_for_a_profile_and_within_limits(profile, tmp_path):
+    path = tmp_path / "plan.json"
+    sizes = ["--hidden", "256", "--heads", "4", "--layers", "2", "--sequence", "128"]
+    cli.main(
+        ["plan", *sizes, "--profile", profile, "--world", "4", "--global-batch", "16", "--degrees", "2",
+         "--micro-batches", "1,2", "--no-zero", "--no-recompute", "--memory", "23GiB", "--json", str(path)]
+    )  # fmt: skip
+    plan = read_plan(path)
+    assert plan.uniform_tp == 2
+    assert plan.micro_batches in (1, 2)
+    assert not plan.zero
+    assert all(segment.recomputed_layers == 0 for segment in plan.stages[0].segments)
+
+
+def test_simulate_a_plan(planned, tmp_path, capsys):
+    path = tmp_path / "result.json"
+    cli.main(["simulate", "--plan", planned, "--cluster", "4x3090", "--json", str(path)])
+    result, plan = json.loads(path.read_text()), read_plan(planned)
+    assert result["step_seconds"] == plan.prediction.step_seconds
+    assert result["memory_bytes"] == max(plan.prediction.memory_bytes)
+    assert result["fits"]
+    assert result["stages"] == [
+        {"exposed_seconds": result["exposed_seconds"], "bubble_seconds": 0.0, "memory_bytes": result["memory_bytes"]}
+    ]
+    assert result["tokens_per_second"] == pytest.approx(128 * 16 / result["step_seconds"])
+    assert "rank 0 compute |" in capsys.readouterr().out
+
+
+def test_simulate_by_hand_with_page_and_trace(tmp_path, capsys):
+    page, trace, result = (tmp_path / name for name in ("page.html", "trace.json", "result.json"))
+    cli.main(
+        ["simulate", *GIVEN, "--tp", "2", "--stages", "2", "--micro-batches", "4", "--schedule", "cross_pass",
+         "--sub-batches", "2", "--recompute", "full", "--zero", "--pipeline", "gpipe", "--html", str(page), "--trace",
+         str(trace), "--json", str(result)]
+    )  # fmt: skip
+    plan = json.loads(result.read_text())["plan"]
+    assert plan["pipeline"] == "gpipe"
+    segment = {"num_blocks": 2, "tp": 2, "schedule": "cross_pass", "sub_batches": 2, "recomputed_layers": 1}
+    assert plan["stages"] == [{"segments": [segment]}] * 2
+    assert len(json.loads(result.read_text())["stages"]) == 2
+    text = page.read_text()
+    assert "stage 1 compute" in text
+    assert "memory" in text
+    assert "http" not in text.replace(get_plotlyjs(), ""), "the page must open without a network"
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "stage 1 compute |" in capsys.readouterr().out
+
+
+def test_simulate_searches_pipelines(tmp_path):
+    path = tmp_path / "result.json"
+    cli.main(["simulate", *GIVEN, "--degrees", "1", "--memory", "60MiB", "--json", str(path)])
+    result = json.loads(path.read_text())
+    assert len(result["plan"]["stages"]) == 2, "one device holds no whole model of this size"
+    assert result["fits"]
+
+
+def test_neither_command_needs_torch():
+    code = (
+        "import sys; from oases.cli import main\n"
+        f"main(['plan', *{GIVEN!r}]); main(['simulate', *{GIVEN!r}, '--tp', '2'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--model", "gpt-0", *GIVEN[10:]], ["'gpt-0'", "gpt-1.3b", "--hidden"]),
+        (["--model", "gpt-125m", "--hidden", "64", *GIVEN[10:]], ["leave out --hidden"]),
+        (["--hidden", "64", *GIVEN[10:]], ["--layers, --heads, --sequence is missing"]),
+        ([*GIVEN, "--hidden", "250"], ["hidden 250", "4 heads"]),
+        ([*GIVEN, "--layers", "0"], ["layers", "got 0"]),
+        ([*GIVEN, "--dtype", "int8"], ["'int8'", "bfloat16"]),
+        ([*MODEL, "--cluster", "4xnosuch", "--global-batch", "8"], ["'nosuch'", "3090"]),
+        ([*MODEL, "--cluster", "many", "--global-batch", "8"], ["'many'", "COUNTxNAME"]),
+        ([*MODEL, "--cluster", "6x3090", "--global-batch", "8"], ["6 ranks", "nodes of 4", "4x3090 or 8x3090"]),
+        ([*MODEL, "--global-batch", "8"], ["--cluster", "neither is given"]),
+        ([*GIVEN, "--profile", "x"], ["both are given"]),
+        ([*GIVEN, "--world", "4"], ["leave out --world 4"]),
+        ([*MODEL, "--profile", "/nowhere", "--world", "2", "--global-batch", "8"], ["'/nowhere' is no file"]),
+        ([*MODEL, "--cluster", "4x3090"], ["--global-batch N"]),
+        ([*GIVEN, "--global-batch", "0"], ["--global-batch", "got 0"]),
+        ([*GIVEN, "--global-batch", "x"], ["--global-batch", "'x'"]),
+        ([*GIVEN, "--memory", "24"], ["--memory", "'24'", "24GiB"]),
+        ([*GIVEN, "--memory", "lots"], ["--memory", "'lots'", "24GiB"]),
+        ([*GIVEN, "--memory", "24Gbit"], ["'24Gbit'"]),
+        ([*GIVEN, "--memory", "0GiB"], ["'0GiB'", "below a mebibyte"]),
+        ([*GIVEN, "--degrees", "1,x"], ["--degrees", "'1,x'"]),
+        ([*GIVEN, "--degrees", "0"], ["--degrees", "'0'"]),
+        ([*GIVEN, "--degrees", "3"], ["16 samples", "4 ranks", "degrees that the model allows are 1, 2, 4"]),
+        ([*GIVEN, "--micro-batches", "-1"], ["--micro-batches"]),
+        ([*GIVEN, "--memory", "2MiB"], ["no plan fits", "MiB may be filled", "It would fit with", "MiB per device"]),
+        ([*GIVEN, "--json", "/nowhere/x.json"], ["'/nowhere/x.json'", "folder does not exist"]),
+    ],
+)
+def test_mistakes(capsys, command, arguments, parts):
+    error = fails(capsys, command, *arguments)
+    for part in parts:
+        assert part in error
+
+
+def test_an_infeasible_budget_names_the_smallest_changes(capsys):
+    error = fails(capsys, "plan", *GIVEN, "--degrees", "1", "--memory", "20MiB", "--no-recompute")
+    assert "recomputation (leave out --no-recompute)" in error
+    cli.main(["plan", *GIVEN, "--degrees", "1", "--memory", "20MiB"])
+    enough = re.search(r"([\d.]+ MiB) per device", error)[1].replace(" ", "")
+    cli.main(["plan", *GIVEN, "--degrees", "1", "--memory", enough, "--no-recompute"])
+
+
+def test_profiles_that_do_not_do(capsys, profile, tmp_path):
+    given = [*MODEL[:8], "--profile", profile, "--global-batch", "8"]
+    assert "give --world N" in fails(capsys, "plan", *given)
+    assert "--world", "got 0" in fails(capsys, "plan", *given, "--world", "0")
+    assert "do not fill nodes of 4" in fails(capsys, "plan", *given, "--world", "6")
+    assert "--ranks-per-node" in fails(capsys, "plan", *given, "--world", "4", "--ranks-per-node", "0")
+    assert "no way to cut" in fails(capsys, "plan", *given, "--hidden", "512", "--world", "4")
+    (tmp_path / "bad.json").write_text("{")
+    error = fails(capsys, "simulate", *MODEL, "--profile", str(tmp_path / "bad.json"), "--world", "2", *GIVEN[12:])
+    assert "is not JSON" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--plan", "/nowhere", "--cluster", "4x3090"], ["'/nowhere'", "cannot be read"]),
+        (["--plan", "PLAN", "--cluster", "8x3090"], ["is for 4 devices", "the cluster has 8"]),
+        (["--plan", "PLAN", "--cluster", "4x3090", "--tp", "2"], ["leave out --tp"]),
+        (["--plan", "PLAN", *GIVEN[10:]], ["leave out --global-batch"]),
+        ([*GIVEN, "--tp", "0"], ["--tp", "got 0"]),
+        ([*GIVEN, "--tp", "3"], ["--tp 3", "4 devices"]),
+        ([*GIVEN, "--tp", "2", "--no-zero"], ["--tp", "leave out --no-zero"]),
+        ([*GIVEN, "--stages", "3"], ["--stages 3", "4 devices"]),
+        ([*GIVEN, "--stages", "4"], ["--stages 4", "2 layers"]),
+        ([*GIVEN, "--stages", "2", "--micro-batches", "3"], ["3 micro-batches", "no whole number"]),
+        ([*GIVEN, "--stages", "2", "--micro-batches", "2,4"], ["2,4", "one number"]),
+        ([*GIVEN, "--schedule", "nosuch"], ["'nosuch'", "oases"]),
+        ([*GIVEN, "--sub-batches", "0"], ["--sub-batches", "got 0"]),
+        ([*GIVEN, "--sub-batches", "64"], ["64 sub-batches"]),
+        ([*GIVEN, "--recompute", "some"], ["'some'", "none, full"]),
+        ([*GIVEN, "--recompute", "3"], ["recomputed_layers", "got 3"]),
+        ([*GIVEN, "--pipeline", "nosuch"], ["'nosuch'", "gpipe"]),
+        ([*GIVEN, "--html", "/nowhere/x.html"], ["--html", "folder does not exist"]),
+        ([*GIVEN, "--trace", "/nowhere/x.json"], ["--trace", "folder does not exist"]),
+    ],
+)
+def test_mistakes_of_simulate(capsys, planned, arguments, parts):
+    capsys.readouterr()
+    error = fails(capsys, "simulate", *(planned if each == "PLAN" else each for each in arguments))
+    for part in parts:
+        assert part in error
