@@ -107,3 +107,17 @@ def overlap_table(result: dict[str, Any]) -> Table:
     if "auto" in result["schedules"]:
         table.caption += f"\nauto chose {result['schedules']['auto']['chosen']}"
     return table
+
+
+def predictions_table(result: dict[str, Any]) -> Table:
+    """Measured and predicted steps of an overlap benchmark."""
+    table = Table(title="predicted beside measured", title_justify="left")
+    table.add_column("schedule")
+    for name in ("measured", "predicted", "error"):
+        table.add_column(name, justify="right")
+    for name, row in result["schedules"].items():
+        table.add_row(
+            name, f"{1e3 * row['step_seconds']:.0f} ms", f"{1e3 * row['predicted_seconds']:.0f} ms",
+            f"{100 * row['prediction_error']:+.1f} %",
+        )  # fmt: skip
+    return table

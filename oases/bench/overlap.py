@@ -304,10 +304,14 @@ def run_overlap_bench(config: OverlapConfig, show_progress: bool) -> dict[str, A
     require_agreement(settings(config))
     group = dist.group.WORLD
     assert group is not None
-    bench = OverlapBench(config, group)
+    return measured(OverlapBench(config, group), show_progress)
+
+
+def measured(bench: OverlapBench, show_progress: bool) -> dict[str, Any]:
+    """The result of a benchmark, with progress shown on the first rank."""
     visible = show_progress and dist.get_rank() == 0
     if bench.tuning is not None and bench.tuning.choice is None:
         with progress("choosing", bench.tuning.num_steps, visible) as advance:
             bench.choose(advance)
-    with progress("measuring", config.iterations, visible) as advance:
+    with progress("measuring", bench.config.iterations, visible) as advance:
         return bench.measure(advance)

@@ -12,13 +12,11 @@ import torch.distributed as dist
 
 from oases.bench.config import OverlapConfig
 from oases.bench.overlap import OverlapBench
+from oases.bench.simulated import predicted
 from oases.errors import UsageError
 from oases.profile.config import ProfileConfig
 from oases.profile.run import Surroundings, run_profile
-from oases.simulator import simulate
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import ModelShape
-from oases.simulator.stack import stack_costs
 from oases.terminal import progress
 from oases.train.config import option
 
@@ -101,11 +99,7 @@ def _named(config: OverlapConfig) -> str:
 
 def predicted_seconds(config: OverlapConfig, name: str, hardware: Hardware, tp: int) -> float:
     """What the simulator says of a schedule of an overlap benchmark."""
-    schedule, _ = config.contestant(name)
-    model = ModelShape(config.hidden, config.layers, config.heads, config.sequence, dtype=config.dtype)
-    kinds = [model.kind_of(block) for block in range(model.num_blocks)]
-    costs = stack_costs(hardware, model, kinds, tp, config.batch, schedule)
-    return simulate(schedule, costs).total_seconds
+    return predicted(config, config.contestant(name)[0], hardware, tp).total_seconds
 
 
 def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -37,6 +37,8 @@ def add(commands: Any) -> None:
     overlap = command(benches, "overlap", "schedules beside compute alone and communication alone, interleaved")
     add_options(overlap, OverlapConfig())
     add_ranks(overlap, link=None)
+    overlap.add_argument("--simulate", metavar="PROFILE", help="predict every step too, from this profile")
+    overlap.add_argument("--html", metavar="FILE", help="with --simulate: draw measured and predicted steps there")
     overlap.set_defaults(run=_bench_overlap)
     planner = command(benches, "planner", "steps as the simulator predicts them beside steps as they are measured")
     add_options(planner, PlannerBenchConfig())
@@ -62,6 +64,11 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     config = configured(OverlapConfig, options)
     config.check(options.tp)
+    if options.simulate is not None:
+        _bench_simulated(config, options, given)
+        return
+    if options.html is not None:
+        raise UsageError(f"--html {options.html} draws measured steps beside predicted ones; give --simulate PROFILE")
     link = behind_link(options, given)
     console.print(f"{options.tp} ranks {link}")
     result = run_ranks(run_overlap_bench, (config, True), rank_options(options, config.device))
@@ -69,6 +76,29 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
         return
     result["config"] |= {"link": options.link, "nodes": options.nodes}
     console.print(overlap_table(result))
+    write_json(options.json, result)
+
+
+def _bench_simulated(config: Any, options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.simulated import check, run_simulated_bench, write_comparison
+    from oases.ranks import run_ranks
+    from oases.simulator.hardware_file import read_hardware
+    from oases.terminal import console, overlap_table, predictions_table
+
+    require_writable("--html", options.html)
+    hardware = read_hardware(Path(options.simulate))
+    check(config, hardware, options.tp)
+    link = behind_link(options, given)
+    console.print(f"{options.tp} ranks {link}")
+    result, steps = run_ranks(run_simulated_bench, (config, hardware, True), rank_options(options, config.device))
+    if not speaks():
+        return
+    result["config"] |= {"link": options.link, "nodes": options.nodes, "profile": hardware.name}
+    console.print(overlap_table(result))
+    console.print(predictions_table(result))
+    if options.html is not None:
+        write_comparison(Path(options.html), result, steps, hardware)
+        console.print(f"written to {options.html}", soft_wrap=True)
     write_json(options.json, result)
 
 

@@ -1,0 +1,74 @@
+"""Measured steps beside predicted ones, on two ranks and a profile of made-up times."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from oases import cli
+from oases.bench.overlap import OverlapConfig
+from oases.bench.simulated import check, run_simulated_bench, write_comparison
+from oases.errors import UsageError
+from oases.simulator.cost import BlockTimes
+from oases.simulator.hardware import Device, Hardware, MeasuredBlock
+from oases.simulator.hardware_file import write
+from oases.simulator.links import LinkModel
+from oases.testing import RankPool
+
+CONFIG = OverlapConfig(hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=1, schedules="sync,oases@2")
+TIMES = BlockTimes(1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0)
+LINK = LinkModel(0.0, 1e6)
+HARDWARE = Hardware(
+    "made up", Device("CPU", 2**30, {"float32": 1e9}, 1e9), 2, LINK, LINK,
+    tuple(MeasuredBlock(kind, 32, 4, 8, "float32", 2, 4.0, TIMES) for kind in ("attention", "mlp")),
+)  # fmt: skip
+
+
+def run():
+    return run_simulated_bench(CONFIG, HARDWARE, False)
+
+
+def test_every_schedule_has_a_prediction_and_two_timelines(two_ranks: RankPool, tmp_path: Path) -> None:
+    result, steps = two_ranks.run(run)[0]
+    sent = 4 * 8 * 32 * 4 / 1e6  # seconds of an all-reduce
+    assert result["schedules"]["sync"]["predicted_seconds"] == pytest.approx(4 * 3.0 + 8 * sent)
+    row = result["schedules"]["oases@2"]
+    assert row["prediction_error"] == pytest.approx(row["predicted_seconds"] / row["step_seconds"] - 1)
+    assert [step.name for step in steps] == ["sync", "oases@2"]
+    for step in steps:
+        assert {rank for rank, _ in step.measured.lanes} == {0, 1}
+        assert step.predicted.lanes == [(0, "compute"), (0, "link")]
+    path = tmp_path / "page.html"
+    write_comparison(path, result, steps, HARDWARE)
+    page = path.read_text()
+    for part in ("oases@2, measured", "oases@2, predicted", "predicted from the profile made up"):
+        assert part in page
+
+
+def test_what_cannot_be_predicted() -> None:
+    check(CONFIG, HARDWARE, 2)
+    with pytest.raises(UsageError, match=r"'oases:bfloat16' sends another type .* leave out its suffix"):
+        check(replace(CONFIG, schedules="oases:bfloat16"), HARDWARE, 2)
+    with pytest.raises(UsageError, match=r"'made up' holds no attention block of hidden 64, .* measure it with"):
+        check(replace(CONFIG, hidden=64), HARDWARE, 2)
+
+
+def fails(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "overlap", *arguments])
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_command(capfd, tmp_path) -> None:
+    profile, result, page = (tmp_path / name for name in ("profile.json", "result.json", "page.html"))
+    write(HARDWARE, profile)
+    sizes = "--hidden 32 --heads 4 --layers 2 --sequence 8 --batch 4 --iterations 1".split()  # noqa: SIM905
+    cli.main(["bench", "overlap", *sizes, "--simulate", str(profile), "--html", str(page), "--json", str(result)])
+    assert json.loads(result.read_text())["schedules"]["oases"]["predicted_seconds"] > 0
+    assert "predicted beside measured" in capfd.readouterr().out
+    assert page.is_file()
+    assert "give --simulate PROFILE" in fails(capfd, "--html", str(page))
+    assert "'/nowhere' is no file" in fails(capfd, "--simulate", "/nowhere")
+    assert "holds no attention block" in fails(capfd, "--simulate", str(profile))
