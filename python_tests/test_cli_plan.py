@@ -9,6 +9,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from oases import cli
+from oases.planner import choose
 from oases.planner.plan import Plan, read_plan
 
 MODEL = ["--hidden", "256", "--heads", "4", "--layers", "2", "--sequence", "128", "--vocabulary", "512"]
@@ -24,6 +25,11 @@ PROFILE = {
         for tp in (1, 2, 4) for batch in (1, 2, 4, 8, 16)
     ],
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(choose, "STEPS", 40)
 
 
 @pytest.fixture

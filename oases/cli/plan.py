@@ -8,13 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from oases.cli.options import command
+from oases.cli.options import command, require_writable, write_json
 from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
+from oases.errors import UsageError
 from oases.planner.choose import rank_plans
 from oases.planner.memory import usable_bytes
 from oases.planner.plan import Plan
 from oases.planner.predict import Predictor
 from oases.planner.space import Space
+from oases.planner.sweep import Problem, as_data, sweep
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
 
@@ -28,6 +30,10 @@ def add(commands: Any) -> None:
     add_cluster(plan)
     add_limits(plan)
     plan.add_argument("--explain", action="store_true", help="show the best plans of other kinds and what they lose")
+    plan.add_argument(
+        "--sweep", metavar="DIR",
+        help="instead of one plan: step time against link speed, degree and model size, as pictures and JSON there",
+    )  # fmt: skip
     plan.set_defaults(run=_plan)
 
 
@@ -66,6 +72,9 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console
 
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
+    if options.sweep is not None:
+        _sweep(options, Problem(model, hardware, world, batch, options.memory, space_of(options)))
+        return
     plans, predictor = searched(model, hardware, world, batch, options.memory, space_of(options))
     best, capacity = plans[0], usable_bytes(hardware, options.memory)
     console.print(title(best), soft_wrap=True)
@@ -79,3 +88,39 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
         console.print(
             f"written to {options.json}; execute it with: oases train --plan {options.json}", soft_wrap=True
         )
+
+
+def _sweep(options: argparse.Namespace, problem: Problem) -> None:
+    """Pictures and numbers of a sweep, in a folder that is made if it is not there."""
+    from oases.planner.curves import write_curves, write_png
+    from oases.terminal import console, progress
+
+    folder = Path(options.sweep)
+    if options.explain:
+        raise UsageError(f"--sweep {options.sweep} draws many plans; leave out --explain, or --sweep")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--sweep {options.sweep!r} is no folder; give one, it need not exist")
+    folder.mkdir(exist_ok=True)
+    paths = {kind: folder / f"sweep.{kind}" for kind in ("png", "html", "json")}
+    for path in paths.values():
+        require_writable("--sweep", str(path))
+    with ExitStack() as stack:
+        bars: list[Any] = []
+
+        def advance(done: int, total: int) -> None:
+            if not bars:
+                bars.append(stack.enter_context(progress("planning", total)))
+            bars[0](done)
+
+        panels = sweep(problem, advance)
+    if all(point.step_seconds is None for panel in panels for each in panel.points.values() for point in each):
+        raise UsageError(panels[0].points["planner"][0].plan)
+    title = (
+        f"{problem.model.name} on {problem.world} x {problem.hardware.name}, {problem.global_batch} samples a step"
+    )
+    write_png(paths["png"], f"{title}: predicted", panels)
+    write_curves(paths["html"], title, "Predicted, not measured.", panels)
+    data = as_data(problem, panels)
+    write_json(str(paths["json"]), data)
+    write_json(options.json, data)
+    console.print("written to " + ", ".join(map(str, paths.values())), soft_wrap=True)

@@ -53,7 +53,8 @@ class Runs:
             return [("fine_grained", 1)]  # nothing is sent, so nothing is cut
         whole = [(name, 1) for name in self.space.schedules if name in WHOLE]
         counts = [count for count in self.space.sub_batches if count <= samples]
-        return whole + [(name, s) for name in self.space.schedules if name not in WHOLE for s in counts]
+        cut = [(name, s) for name in self.space.schedules if name not in WHOLE for s in counts]
+        return whole + cut or [("fine_grained", 1)]  # what cannot be cut runs whole
 
     def _simulated(self, key: tuple[int, float, bool], name: str, sub_batches: int) -> Run:
         short, long = (self._stack_seconds(key, name, sub_batches, layers) for layers in _LAYERS)
