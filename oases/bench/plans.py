@@ -88,6 +88,7 @@ def space() -> Space:
 
 def every_plan(hardware: Hardware, model: ModelShape, world: int, global_batch: int) -> Iterator[Plan]:
     """All mixes of degrees, overlapped and not, everything computed again and nothing, in each setting."""
+    listed: set[Plan] = set()
     for setting in settings(model, hardware, world, global_batch, space()):
         degrees = setting.degrees(model, hardware, space())
         for mix in itertools.product(degrees, repeat=model.num_blocks):
@@ -100,9 +101,12 @@ def every_plan(hardware: Hardware, model: ModelShape, world: int, global_batch: 
                     )
                     for tp, count in runs
                 )  # fmt: skip
-                yield Plan(
+                plan = Plan(
                     model, world, hardware.ranks_per_node, global_batch, setting.micro_batches, (Stage(segments),)
                 )
+                if plan not in listed:  # of degree 1, overlapped or not is the same
+                    listed.add(plan)
+                    yield plan
 
 
 class PlansBench:

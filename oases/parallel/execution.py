@@ -238,6 +238,8 @@ class Execution:
             self._h[place] = h
         if keep:  # R makes graph and notes anew; what it must know is whether y is a product nobody else reads
             put_off.forget_unless_last(y)
+        else:
+            put_off.forget()
         if not self._differentiable:
             del self._put_off[place]
         self._set_parts(self._y, place, y)
@@ -246,6 +248,7 @@ class Execution:
         put_off = self._put_off[place]
         whole = Op("R", *place) in self._schedule.starts
         y = self._run_partial(place, self._h.pop(place), putting_off(put_off, skip_last=not whole), graph=True)
+        put_off.forget()
         if whole:
             self._set_parts(self._y, place, y)
 

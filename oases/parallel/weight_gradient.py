@@ -66,8 +66,13 @@ class PutOff:
 
     def note(self, output: Tensor) -> Tensor:
         """Count one call and remember its output."""
-        self._calls, self._last_output = self._calls + 1, output
+        # Detached: the graph of an output holds this object, and a circle through a graph is never collected.
+        self._calls, self._last_output = self._calls + 1, output.detach()
         return output
+
+    def forget(self) -> None:
+        """After a forward pass whose last product is of no more interest: let its memory go."""
+        self._last_output = None
 
     def forget_unless_last(self, result: Tensor) -> None:
         """After a forward pass: its last product may be skipped next time if it made `result` and is whole there."""

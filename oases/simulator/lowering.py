@@ -74,7 +74,10 @@ class _Lowering:
     def backward(self) -> Iterator[Instruction]:
         if self._schedule.backward:
             yield from self._overhead("enter backward", self._costs.overhead[1])
-        yield from map(self._lowered, self._schedule.backward)
+            yield from map(self._lowered, self._schedule.backward)
+            # The gradient of the stack's input is the caller's.
+            handed = self._schedule.num_sub_batches * self._costs.bytes_of(0).unit
+            yield from [Compute(f"{self._prefix}leave", 0.0, 0, handed)] if handed else []
 
     def _overhead(self, name: str, seconds: float) -> Iterator[Instruction]:
         if seconds:
@@ -112,9 +115,10 @@ class _Memory:
         size, place = self._costs.bytes_of(op.block), (op.block, op.sub_batch)
         schedule = self._schedule
         if op.kind == "F":
+            entry = 0 if op.block else size.unit  # the stack's input; other blocks' came with C
             if ("R", *place) not in schedule.recomputed:
-                return size.kept, 0  # y comes, and x is among what is kept
-            return size.unit, size.unit if place in schedule.remade_inputs else 0
+                return entry + size.kept, 0  # y comes, and x is among what is kept
+            return entry + size.unit, size.unit if place in schedule.remade_inputs else 0
         if op.kind in ("C", "RC"):  # out in the place of y; made again for nobody, it goes at once
             read = op.kind == "C" or (op.block + 1, op.sub_batch) in schedule.remade_inputs
             return size.unit, size.unit if read else 2 * size.unit

@@ -1,5 +1,7 @@
 """What the executor computes, keeps and draws: recomputation, dropout, shared memory, graphs of the user's own."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -158,3 +160,20 @@ class Computed(Mlp):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_blocks_with_graphs_of_their_own(two_ranks, kind, recompute):
     two_ranks.run(check_exact, 3, "oases", 2, 4, recompute, kind)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["sync", "cross_pass", "oases"])
+def test_a_step_leaves_no_tensor_behind(schedule, recompute):
+    """What a graph holds must not hold the graph: no garbage collector sees such a circle."""
+    stack = make_stack(plain_blocks(2), None, schedule=schedule, recompute=recompute)
+    x = torch.randn(4, 8, WIDTH, dtype=torch.float64)
+
+    def tensors_after_a_step():
+        stack.zero_grad()
+        stack(x.clone().requires_grad_()).square().sum().backward()
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+    first = [tensors_after_a_step() for _ in range(2)][-1]
+    assert [tensors_after_a_step() for _ in range(3)][-1] == first
