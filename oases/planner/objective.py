@@ -31,7 +31,7 @@ def published_plan(
     ]  # fmt: skip
     if not possible:
         raise UsageError(
-            f"the published objective cuts a replica's batch in two, and {global_batch} samples on {world} ranks leave "
+            f"the published objective cuts a replica's batch in two; {global_batch} samples on {world} ranks leave "
             f"no degree of {', '.join(map(str, wanted))} with 2 of them; give a larger --global-batch"
         )
     times = _times(model, hardware, world, global_batch, possible)
