@@ -16,7 +16,7 @@ from oases.planner.memory import usable_bytes
 from oases.planner.objective import published_plan
 from oases.planner.plan import Plan
 from oases.planner.predict import Predictor
-from oases.planner.space import Space
+from oases.planner.space import Space, require_runnable
 from oases.planner.sweep import Problem, as_data, sweep
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
@@ -77,6 +77,7 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console
 
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
+    require_runnable(model)
     if options.objective == "published":
         _refuse_published(options)
     if options.sweep is not None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from oases.errors import UsageError
-from oases.planner.choose import NoPlanError, rank_plans
+from oases.planner.choose import rank_plans
 from oases.planner.plan import Plan, Prediction, Segment, Stage
 from oases.planner.predict import Predictor
-from oases.planner.space import Space
+from oases.planner.refusal import NoPlanError
+from oases.planner.space import Space, require_runnable
 from oases.simulator.cluster import cluster_called
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape, model_called
@@ -38,6 +39,7 @@ def plan(
     shape = shape_of(model)
     if sequence is not None:
         shape = replace(shape, sequence=sequence)
+    require_runnable(shape)
     hardware, world = cluster_called(cluster) if isinstance(cluster, str) else cluster
     return rank_plans(shape, hardware, world, global_batch, budget=budget, space=space)[0]
 

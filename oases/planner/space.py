@@ -13,6 +13,18 @@ from oases.simulator.model import ModelShape
 RUNNABLE_STAGES = 1
 """Pipeline stages that the runtime executes. Longer pipelines can be simulated; a search leaves them out."""
 
+RUNNABLE_DTYPES = ("float32",)
+"""Types that the trainer trains in. Models of others can be simulated."""
+
+
+def require_runnable(model: ModelShape) -> None:
+    """Raise UsageError for a model that no plan could be executed for."""
+    if model.dtype not in RUNNABLE_DTYPES:
+        raise UsageError(
+            f"model: a plan in {model.dtype} cannot be executed yet, only in {', '.join(RUNNABLE_DTYPES)}; oases "
+            "simulate predicts it"
+        )
+
 
 @dataclass(frozen=True)
 class Space:
