@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -117,8 +117,8 @@ class PlansBench:
         self.model = config.model()
         self.mesh = mesh
 
-    def runner(self, plan: Plan) -> Any:
-        """One optimizer step's forward and backward passes and sums of gradients, as a function."""
+    def runner(self, plan: Plan) -> tuple[Callable[[], None], GradientAverage]:
+        """One optimizer step's forward and backward passes and sums of gradients, as a function, and the sums."""
         stack = PlannedStack(plan, self._block, self.mesh)
         average = GradientAverage(stack.parts())
         samples = int(plan.samples(stack.first_degree))
@@ -131,7 +131,7 @@ class PlansBench:
                 stack(x.clone().requires_grad_()).sum().backward()
             stack.zero_grad()
 
-        return step
+        return step, average
 
     def _block(self, number: int, group: ProcessGroup | None) -> TimedBlock:
         kind, tp = self.model.kind_of(number), group_size(group)
@@ -142,7 +142,7 @@ class PlansBench:
 
         return TimedBlock(seconds, num_parameters=self.model.block_parameters(kind, tp))
 
-    def seconds(self, step: Any) -> float:
+    def seconds(self, step: Callable[[], None]) -> float:
         """Of one step, the slowest rank's."""
         dist.barrier()
         start = time.perf_counter()
@@ -151,9 +151,11 @@ class PlansBench:
 
     def median(self, plan: Plan, times: int) -> float:
         """Median of some steps, after one that warms up."""
-        step = self.runner(plan)
+        step, average = self.runner(plan)
         self.seconds(step)
-        return statistics.median(self.seconds(step) for _ in range(times))
+        median = statistics.median(self.seconds(step) for _ in range(times))
+        average.remove()  # its hooks hold the parameters
+        return median
 
 
 def run_plans_bench(config: PlansBenchConfig, shaped: bool, show_progress: bool) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def _bytes(plan: Plan) -> int:
 
 def _finals(bench: PlansBench, plans: list[Plan], iterations: int) -> list[float]:
     """Medians of interleaved steps: what disturbs the machine disturbs all alike."""
-    steps = [bench.runner(plan) for plan in plans]
+    steps = [bench.runner(plan)[0] for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
     for iteration in range(iterations + 1):
         for step, found in zip(steps, times, strict=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oases.cli.options import command, require_writable, write_json
-from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
+from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, published_rows
 from oases.errors import UsageError
 from oases.planner.choose import rank_plans
 from oases.planner.memory import usable_bytes
@@ -85,8 +85,16 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
         return
     if options.objective == "published":
         predictor = Predictor(hardware)
-        chosen = published_plan(model, hardware, world, batch, budget=options.memory, degrees=options.degrees or ())
-        plans = [predictor.with_prediction(chosen)]
+        choice = published_plan(
+            model, hardware, world, batch, budget=options.memory, degrees=options.degrees or (),
+            rows=published_rows(options.profile),
+        )  # fmt: skip
+        plans = [predictor.with_prediction(choice.plan)]
+        uniform = ", ".join(f"tp {tp} {1e3 * seconds:.1f} ms" for tp, seconds in choice.uniform_seconds.items())
+        console.print(
+            f"by the published objective {1e3 * choice.seconds:.1f} ms a step, solved in {choice.solve_seconds:.2f} s"
+            f"; one degree throughout, whether it fits or not: {uniform}", soft_wrap=True,
+        )  # fmt: skip
     else:
         plans, predictor = searched(model, hardware, world, batch, options.memory, space_of(options))
     best, capacity = plans[0], usable_bytes(hardware, options.memory)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from oases.errors import UsageError
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware
 from oases.simulator.model import ELEMENT_BYTES, MODELS, ModelShape, model_called
+from oases.simulator.published import is_published
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZES = ("hidden", "layers", "heads")
@@ -23,7 +26,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(MODELS)
     parser.add_argument("--model", metavar="NAME", help=f"a model by name: {known}; or give its sizes")
     for name, text in {
-        "hidden": "width of the model, features", "layers": "transformer layers", "heads": "attention heads",
+        "hidden": "width of the model, features", "layers": "transformer layers",
+        "heads": "attention heads (default: hidden / 64)",
         "sequence": "tokens per sample", "vocabulary": "tokens that are told apart (default: 50304)",
     }.items():  # fmt: skip
         more = " (default: the model's)" if name == "sequence" else ""
@@ -75,12 +79,20 @@ def model_of(options: argparse.Namespace) -> ModelShape:
         if both:
             raise UsageError(f"--model {options.model} has its sizes; leave out {', '.join(both)}, or --model")
         return replace(model_called(options.model), **given)
+    if "hidden" in given:
+        given.setdefault("heads", max(1, int(given["hidden"]) // 64))
     missing = [f"--{name}" for name in (*_SIZES, "sequence") if name not in given]
     if missing:
         raise UsageError(
             f"which model? {', '.join(missing)} is missing; give it, or --model with one of {', '.join(MODELS)}"
         )
     return ModelShape(**given)
+
+
+def published_rows(profile: str | None) -> list[dict[str, Any]]:
+    """The rows of a profile that is a file of published block times; none of any other."""
+    data = json.loads(Path(profile).read_text(encoding="utf-8")) if profile is not None else {}
+    return data["rows"] if is_published(data) else []
 
 
 def cluster_of(options: argparse.Namespace, world: int | None = None) -> tuple[Hardware, int]:

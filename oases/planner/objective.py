@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from oases.errors import UsageError
 from oases.planner.memory import head_bytes, state_bytes
-from oases.planner.paper import USABLE, PublishedTimes, best_degrees
+from oases.planner.paper import USABLE, PublishedTimes, best_degrees, objective
 from oases.planner.plan import Plan, Segment, Stage
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import KINDS, ModelShape
 
 
+@dataclass(frozen=True)
+class PublishedChoice:
+    """A plan and what the published objective says of it: seconds of a step, and of each degree throughout."""
+
+    plan: Plan
+    seconds: float
+    uniform_seconds: dict[int, float]
+    solve_seconds: float
+
+
 def published_plan(
     model: ModelShape, hardware: Hardware, world: int, global_batch: int, *,
-    budget: int | None = None, degrees: Sequence[int] = (),
-) -> Plan:  # fmt: skip
+    budget: int | None = None, degrees: Sequence[int] = (), rows: Sequence[Mapping[str, Any]] = (),
+) -> PublishedChoice:  # fmt: skip
     """The plan that the published objective likes best: every layer computed again, one micro-batch, two sub-batches.
 
     budget: bytes that a rank may fill; None takes the share of the device that the paper takes. degrees: to choose
-    from; empty means all that fit. Raises UsageError where none does.
+    from; empty means all that fit. rows: of a file of published block times, whose all-reduces and memory of the
+    runtime are then taken as they are. Raises UsageError where no degree fits.
     """
     wanted = degrees or [2**power for power in range(world.bit_length())]
     possible = [
@@ -34,11 +47,16 @@ def published_plan(
             f"the published objective cuts a replica's batch in two; {global_batch} samples on {world} ranks leave "
             f"no degree of {', '.join(map(str, wanted))} with 2 of them; give a larger --global-batch"
         )
-    times = _times(model, hardware, world, global_batch, possible)
+    if rows:
+        times = PublishedTimes.from_rows([r for r in rows if r["tp"] in possible], model.hidden, world, global_batch)
+    else:
+        times = _times(model, hardware, world, global_batch, possible)
     found = best_degrees(times, model, hardware.device.memory_bytes if budget is None else budget / USABLE)
     runs = [(int(str(tp)), len(list(run))) for tp, run in groupby(found.states)]
     segments = tuple(Segment(count, tp, "oases", 2, (count + 1) // 2) for tp, count in runs)
-    return Plan(model, world, hardware.ranks_per_node, global_batch, 1, (Stage(segments),))
+    plan = Plan(model, world, hardware.ranks_per_node, global_batch, 1, (Stage(segments),))
+    uniform = {tp: objective(times, [tp] * model.num_blocks) for tp in times.degrees}
+    return PublishedChoice(plan, found.cost, uniform, found.seconds)
 
 
 def _times(
