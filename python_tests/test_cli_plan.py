@@ -170,7 +170,7 @@ def test_neither_command_needs_torch():
     [
         (["--model", "gpt-0", *GIVEN[10:]], ["'gpt-0'", "gpt-1.3b", "--hidden"]),
         (["--model", "gpt-125m", "--hidden", "64", *GIVEN[10:]], ["leave out --hidden"]),
-        (["--hidden", "64", *GIVEN[10:]], ["--layers, --heads, --sequence is missing"]),
+        (["--hidden", "64", *GIVEN[10:]], ["--layers, --sequence is missing"]),
         ([*GIVEN, "--hidden", "250"], ["hidden 250", "4 heads"]),
         ([*GIVEN, "--layers", "0"], ["layers", "got 0"]),
         ([*GIVEN, "--dtype", "int8"], ["'int8'", "bfloat16"]),
