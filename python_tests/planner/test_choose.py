@@ -133,3 +133,14 @@ def test_plan_takes_models_and_clusters_by_name():
         plan("gpt-0", "2x3090", global_batch=4)
     with pytest.raises(UsageError, match="model int has no hidden, layers, heads, sequence"):
         plan(3, "2x3090", global_batch=4)
+
+
+def test_degrees_that_do_not_nest_are_refused():
+    with pytest.raises(UsageError, match="degrees 2 and 3 do not nest.*; give degrees of which one divides the next"):
+        Space(degrees=(3, 2))
+
+
+@pytest.mark.parametrize("name", ["degrees", "sub_batches", "micro_batches"])
+def test_what_is_chosen_from_counts_something(name):
+    with pytest.raises(UsageError, match=f"{name} must be whole numbers of at least 1, got 0"):
+        Space(**{name: (1, 0)})
