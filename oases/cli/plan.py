@@ -128,7 +128,7 @@ def _sweep(options: argparse.Namespace, problem: Problem) -> None:
     folder = Path(options.sweep)
     if options.explain:
         raise UsageError(f"--sweep {options.sweep} draws many plans; leave out --explain, or --sweep")
-    if folder.exists() and not folder.is_dir():
+    if not options.sweep or (folder.exists() and not folder.is_dir()):
         raise UsageError(f"--sweep {options.sweep!r} is no folder; give one, it need not exist")
     folder.mkdir(exist_ok=True)
     paths = {kind: folder / f"sweep.{kind}" for kind in ("png", "html", "json")}
