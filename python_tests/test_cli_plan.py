@@ -251,3 +251,15 @@ def test_mistakes_of_simulate(capsys, planned, arguments, parts):
     error = fails(capsys, "simulate", *(planned if each == "PLAN" else each for each in arguments))
     for part in parts:
         assert part in error
+
+
+@pytest.mark.parametrize("option", ["--schedule", "--recompute", "--pipeline"])
+def test_an_empty_value_is_not_the_default(option, capsys):
+    assert "''" in fails(capsys, "simulate", *GIVEN, option, "")
+
+
+def test_an_empty_path_or_a_huge_batch_is_refused(capsys):
+    assert "hardware profile" in fails(capsys, "profile", "--convert", "", "--json", "profile.json")
+    assert "--sweep '' is no folder" in fails(capsys, "plan", *GIVEN, "--sweep", "")
+    assert "--global-batch must be at most" in fails(capsys, "plan", *GIVEN[:-1], str(10**20))
+    assert "do not nest" in fails(capsys, "plan", *GIVEN, "--degrees", "2,3")

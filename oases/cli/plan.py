@@ -78,10 +78,11 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
     require_runnable(model)
+    space = space_of(options)
     if options.objective == "published":
         _refuse_published(options)
     if options.sweep is not None:
-        _sweep(options, Problem(model, hardware, world, batch, options.memory, space_of(options)))
+        _sweep(options, Problem(model, hardware, world, batch, options.memory, space))
         return
     if options.objective == "published":
         predictor = Predictor(hardware)
@@ -96,7 +97,7 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
             f"; one degree throughout, whether it fits or not: {uniform}", soft_wrap=True,
         )  # fmt: skip
     else:
-        plans, predictor = searched(model, hardware, world, batch, options.memory, space_of(options))
+        plans, predictor = searched(model, hardware, world, batch, options.memory, space)
     best, capacity = plans[0], usable_bytes(hardware, options.memory)
     console.print(title(best), soft_wrap=True)
     console.print(plan_table(best, capacity))
@@ -127,7 +128,7 @@ def _sweep(options: argparse.Namespace, problem: Problem) -> None:
     folder = Path(options.sweep)
     if options.explain:
         raise UsageError(f"--sweep {options.sweep} draws many plans; leave out --explain, or --sweep")
-    if folder.exists() and not folder.is_dir():
+    if not options.sweep or (folder.exists() and not folder.is_dir()):
         raise UsageError(f"--sweep {options.sweep!r} is no folder; give one, it need not exist")
     folder.mkdir(exist_ok=True)
     paths = {kind: folder / f"sweep.{kind}" for kind in ("png", "html", "json")}

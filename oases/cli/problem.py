@@ -14,7 +14,7 @@ from oases.errors import UsageError
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware
-from oases.simulator.model import ELEMENT_BYTES, MODELS, ModelShape, model_called
+from oases.simulator.model import ELEMENT_BYTES, LARGEST, MODELS, ModelShape, model_called
 from oases.simulator.published import is_published
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -128,7 +128,10 @@ def batch_of(options: argparse.Namespace) -> int:
     """Samples of a step."""
     if options.global_batch is None:
         raise UsageError("how many samples make one optimizer step? Give --global-batch N")
-    return require_count("--global-batch", options.global_batch)
+    batch = require_count("--global-batch", options.global_batch)
+    if batch > LARGEST:
+        raise UsageError(f"--global-batch must be at most {LARGEST}, got {batch}")
+    return batch
 
 
 def require_count(name: str, value: int) -> int:

@@ -36,9 +36,9 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.profile.summary import summary
     from oases.terminal import console
 
-    if options.json is None and (options.convert or options.append):
+    if options.json is None and (options.convert is not None or options.append):
         raise UsageError(f"--{'convert' if options.convert else 'append'} needs --json FILE, where the profile is")
-    hardware = read_hardware(options.convert) if options.convert else _measured(options, given)
+    hardware = read_hardware(options.convert) if options.convert is not None else _measured(options, given)
     if not speaks():
         return
     if options.name:

@@ -156,7 +156,7 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
         raise UsageError(f"--stages {stages} does not divide {world} devices, or exceeds the {model.layers} layers")
     if (world // stages) % tp:
         raise UsageError(f"--tp {tp} does not divide the {world // stages} devices of a stage")
-    schedule = options.schedule or "oases"
+    schedule = "oases" if options.schedule is None else options.schedule
     samples = batch * tp / (world // stages * micro[0])
     if samples < 1 or samples != int(samples):
         raise UsageError(
@@ -165,7 +165,7 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
         )
     default = 1 if schedule in WHOLE else min(2, int(samples))
     sub_batches = default if options.sub_batches is None else require_count("--sub-batches", options.sub_batches)
-    again = options.recompute or "none"
+    again = "none" if options.recompute is None else options.recompute
     if again not in ("none", "full") and not again.isdecimal():
         raise UsageError(f"--recompute {again!r} is neither none, full nor a number of layers of each stage")
     sizes = stage_sizes(model, stages)
@@ -176,7 +176,7 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
         made.append(Stage((Segment(blocks, tp, schedule, sub_batches, layers),)))
     return Plan(
         model, world, hardware.ranks_per_node, batch, micro[0], tuple(made), bool(options.zero),
-        options.pipeline or "one_f_one_b",
+        "one_f_one_b" if options.pipeline is None else options.pipeline,
     )  # fmt: skip
 
 

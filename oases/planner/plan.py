@@ -7,6 +7,7 @@ a segment of degree t runs R / t replicas, each on its share of the samples.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -15,7 +16,7 @@ from typing import Any
 
 from oases.errors import UsageError
 from oases.schedule import GENERATORS, PIPELINES, Schedule, generate
-from oases.simulator.model import ModelShape
+from oases.simulator.model import LARGEST, ModelShape
 
 VERSION = 1
 FORMAT = "oases plan"
@@ -86,8 +87,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("world", "ranks_per_node", "global_batch", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"plan: {name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value < 1:
+                raise UsageError(f"plan: {name} must be at least 1, got {value}")
+            if value > LARGEST:
+                raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
         if not self.stages:
             raise UsageError("plan: it has no stage; give at least 1")
         if self.pipeline not in PIPELINES:
@@ -175,8 +179,8 @@ class Plan:
         """Read a plan. UsageError names the field that is missing, unknown or of another type."""
         try:
             data = json.loads(text)
-        except ValueError as error:
-            raise UsageError(f"plan: not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"plan: not JSON: {error}; write one with: oases plan --json FILE") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UsageError(f"plan: the file is no {FORMAT}; write one with: oases plan --json FILE")
         if data.get("version") != VERSION:
@@ -190,12 +194,32 @@ class Plan:
         if isinstance(prediction, dict):
             memory = tuple(_listed(prediction, "memory_bytes", "prediction"))
             prediction = _made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
+        elif prediction is not None:
+            raise UsageError(f"plan: prediction must be an object or null, got {prediction!r}")
         model = _made(ModelShape, body.get("model"), "model")
-        return _made(Plan, {**body, "stages": stages, "model": model, "prediction": prediction}, "plan")
+        plan: Plan = _made(Plan, {**body, "stages": stages, "model": model, "prediction": prediction}, "plan")
+        if plan.prediction is not None:
+            _check_prediction(plan.prediction, len(stages))
+        return plan
+
+
+def _check_prediction(prediction: Prediction, stages: int) -> None:
+    for name in ("step_seconds", "exposed_seconds", "bubble_seconds"):
+        value = getattr(prediction, name)
+        if not 0 <= value < math.inf:
+            raise UsageError(f"plan: prediction: {name} must be finite and at least 0, got {value!r}")
+    memory = prediction.memory_bytes
+    if len(memory) != stages or not all(type(each) is int and each >= 0 for each in memory):
+        raise UsageError(
+            f"plan: prediction: memory_bytes must be a whole number of at least 0 for each of {stages} stages, got "
+            f"{list(memory)!r}"
+        )
 
 
 def read_plan(path: str | Path) -> Plan:
     """The plan in a file. UsageError where it cannot be read or is none."""
+    if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may never end
+        raise UsageError(f"plan {str(path)!r} is no file; write one with: oases plan --json FILE")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -315,7 +315,7 @@ class _StageModel:
         tp = embedding_segment(self.plan).tp
         samples = self.plan.samples(tp)
         flops = 2.0 * samples * model.sequence * model.hidden * model.vocabulary / tp
-        rate = device.flops_per_second[model.dtype]
+        rate = device.rate(model.dtype)
         held = head_bytes(model, tp, samples)
         seconds = products * flops / rate + held / device.bytes_per_second
         allocates, frees = (held, 0) if products == 1 else (0, held)

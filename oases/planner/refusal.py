@@ -57,4 +57,6 @@ def _least_bytes(runs: Runs, world: int, global_batch: int, capacity: int) -> fl
     except UsageError:
         return math.inf
     predictor = Predictor(runs.hardware)
-    return min(SettingSearch(setting, runs, capacity, predictor).smallest_bytes() for setting in options)
+    searches = [SettingSearch(setting, runs, capacity, predictor) for setting in options]
+    lightest = min(searches, key=SettingSearch.smallest_bytes)
+    return max(lightest.smallest_bytes(), lightest.peak_of_lightest())

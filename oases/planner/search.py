@@ -167,14 +167,26 @@ class SettingSearch:
             first += count
         return most
 
+    def peak_of_lightest(self) -> float:
+        """The simulated peak of the choice that holds the least; infinite where there is none."""
+        try:
+            plan = self._plan_with(self.states, 0.0, self.smallest_bytes())
+        except InfeasibleError:
+            return np.inf
+        assert plan.prediction is not None
+        return max(plan.prediction.memory_bytes)
+
     def _fitting(self, states: tuple[State, ...], gradients: float) -> Plan | None:
         """A plan whose simulated peak is within the capacity; what the closed form leaves out is taken off first."""
         capacity = float(self.capacity)
         for _ in range(4):
             try:
                 plan = self._plan_with(states, gradients, capacity)
-            except InfeasibleError:
-                return None
+            except InfeasibleError as error:
+                if error.smallest_weight > self.capacity or capacity == error.smallest_weight:
+                    return None
+                capacity = error.smallest_weight  # too much was taken off: the lightest choice is left to try
+                continue
             assert plan.prediction is not None
             over = max(plan.prediction.memory_bytes) - self.capacity
             if over <= 0:

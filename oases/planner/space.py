@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from math import isqrt
 
 from oases.errors import UsageError
 from oases.schedule.pipeline import in_flight
@@ -37,6 +39,18 @@ class Space:
     zero: tuple[bool, ...] = (False, True)
     recompute: bool = True
     max_stages: int = RUNNABLE_STAGES
+
+    def __post_init__(self) -> None:
+        for name in ("degrees", "sub_batches", "micro_batches"):
+            for value in getattr(self, name):
+                if not isinstance(value, int) or value < 1:
+                    raise UsageError(f"{name} must be whole numbers of at least 1, got {value!r}")
+        for smaller, larger in pairwise(sorted(self.degrees)):
+            if larger % smaller:
+                raise UsageError(
+                    f"degrees {smaller} and {larger} do not nest, so samples could not be handed on whole between "
+                    "their blocks; give degrees of which one divides the next, such as 1,2,4"
+                )
 
 
 @dataclass(frozen=True)
@@ -92,13 +106,19 @@ def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: in
                     found = True
                     yield setting
     if not found:
+        asked = "".join(
+            f"; asked for are {what} {', '.join(map(str, values))}"
+            for what, values in (("degrees", space.degrees), ("micro-batches", space.micro_batches))
+            if values
+        )
         known = [tp for tp in range(1, world + 1) if model.fits_degree(tp)]
         raise UsageError(
             f"no way to cut {global_batch} samples and the model's {model.heads} heads over {world} ranks: degrees "
             f"that the model allows are {', '.join(map(str, known))}, and each replica needs a whole number of "
-            f"samples; profile {hardware.name!r} holds {hardware.measured_shapes() or 'no blocks, but rates'}"
+            f"samples{asked}; profile {hardware.name!r} holds {hardware.measured_shapes() or 'no blocks, but rates'}"
         )
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    low = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]

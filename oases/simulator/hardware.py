@@ -23,6 +23,15 @@ class Device:
     bytes_per_second: float
     launch_seconds: float = 0.0
 
+    def rate(self, dtype: str) -> float:
+        """FLOP/s in this dtype. UsageError where it is not known."""
+        if dtype not in self.flops_per_second:
+            raise UsageError(
+                f"device {self.name!r}: flops_per_second holds no {dtype}; it holds "
+                + ", ".join(self.flops_per_second)
+            )
+        return self.flops_per_second[dtype]
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBlock:
@@ -152,12 +161,7 @@ class Hardware:
 
     def _by_rates(self, model: ModelShape, kind: BlockKind, tp: int, samples: float) -> BlockTimes:
         device = self.device
-        rate = device.flops_per_second.get(model.dtype)
-        if rate is None:
-            raise UsageError(
-                f"device {device.name!r}: flops_per_second holds no {model.dtype}; it holds "
-                + ", ".join(device.flops_per_second)
-            )
+        rate = device.rate(model.dtype)
         column, core, row = (flops / rate for flops in model.product_flops(kind, tp, samples))
         unit = model.unit_bytes(samples) / device.bytes_per_second
         inner = (model.kept_bytes(kind, tp, samples) - 2 * model.unit_bytes(samples)) / device.bytes_per_second

@@ -47,7 +47,7 @@ def read_hardware(path_or_text: str | Path) -> Hardware:
     text, where = _text_of(path_or_text)
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} is not JSON: {error}; write one with: oases profile --json FILE") from error
     if is_published(data):
         hardware = from_published(data, where)
@@ -178,6 +178,8 @@ def _whole(least: int = 1, unit: str = "") -> Check:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             of = f" of {unit}" if unit else ""
             raise UsageError(f"{where} must be a whole number{of} of at least {least}, got {value!r}")
+        if value >= 2**63:
+            raise UsageError(f"{where} must be below 2^63, got {str(value)[:20]}...")
         return value
 
     return check

@@ -11,6 +11,11 @@ BlockKind = Literal["attention", "mlp"]
 KINDS: tuple[BlockKind, BlockKind] = ("attention", "mlp")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+LARGEST = 2**31 - 1
+"""Of any size or count: what is beyond it was mistyped."""
+MOST_LAYERS = 4096
+"""Beyond it a search would not end in time."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -29,6 +34,9 @@ class ModelShape:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"model: {name} must be a whole number of at least 1, got {value!r}")
+            most = MOST_LAYERS if name == "layers" else LARGEST
+            if value > most:
+                raise UsageError(f"model: {name} must be at most {most}, got {value}")
         if self.hidden % self.heads:
             raise UsageError(f"model: hidden {self.hidden} does not divide by {self.heads} heads")
         if self.dtype not in ELEMENT_BYTES:

@@ -9,7 +9,6 @@ null is what did not fit. all_reduce_ms is an all-reduce of the batch's activati
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from statistics import median
@@ -19,7 +18,7 @@ from oases.errors import UsageError
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
 from oases.simulator.links import LinkModel, Sample, fit_link
-from oases.simulator.model import ELEMENT_BYTES, KINDS, ModelShape
+from oases.simulator.model import ELEMENT_BYTES, KINDS, LARGEST, ModelShape
 from oases.simulator.program import Contention
 
 HEAD_WIDTH = 64
@@ -90,9 +89,12 @@ def _row(row: Any, where: str) -> dict[str, Any]:
             raise UsageError(f"{where}: field {name!r} is missing; give null for what did not fit")
         value = row[name]
         if value is not None and (
-            isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-9 <= value <= 3.6e6
         ):
-            raise UsageError(f"{where}: {name} must be a number of milliseconds above 0, or null, got {value!r}")
+            raise UsageError(
+                f"{where}: {name} must be a number of milliseconds above 0 and up to an hour, or null, got "
+                f"{str(value)[:40]}"
+            )
         found[name] = value
     return found
 
@@ -101,6 +103,8 @@ def _whole(data: Mapping[str, Any], name: str, where: str) -> int:
     value = data.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{where}: {name} must be a whole number of at least 1, got {value!r}")
+    if value > LARGEST:
+        raise UsageError(f"{where}: {name} must be at most {LARGEST}, got {str(value)[:20]}")
     return value
 
 

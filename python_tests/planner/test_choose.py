@@ -1,6 +1,7 @@
 """The chosen plan against every plan there is, the budget, and what a refusal says."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -133,3 +134,32 @@ def test_plan_takes_models_and_clusters_by_name():
         plan("gpt-0", "2x3090", global_batch=4)
     with pytest.raises(UsageError, match="model int has no hidden, layers, heads, sequence"):
         plan(3, "2x3090", global_batch=4)
+
+
+def test_degrees_that_do_not_nest_are_refused():
+    with pytest.raises(
+        UsageError, match=r"degrees 2 and 3 do not nest.*; give degrees of which one divides the next"
+    ):
+        Space(degrees=(3, 2))
+
+
+@pytest.mark.parametrize("name", ["degrees", "sub_batches", "micro_batches"])
+def test_what_is_chosen_from_counts_something(name):
+    with pytest.raises(UsageError, match=f"{name} must be whole numbers of at least 1, got 0"):
+        Space(**{name: (1, 0)})
+
+
+@pytest.mark.parametrize("batch", [8, 16])
+def test_what_a_refusal_promises_is_enough(batch):
+    model = ModelShape(hidden=512, layers=3, heads=4, sequence=128)
+    with pytest.raises(NoPlanError) as refused:
+        rank_plans(model, hardware(), WORLD, batch, budget=2**20)
+    promised = re.search(r"or ([\d.]+) MiB per device|with: ([\d.]+) MiB per device", str(refused.value))
+    assert promised is not None
+    rank_plans(model, hardware(), WORLD, batch, budget=round(float(promised[1] or promised[2]) * 2**20))
+
+
+def test_a_profile_without_the_rate_of_a_type_is_named():
+    rates = replace(hardware().device, flops_per_second={"bfloat16": 1e13})
+    with pytest.raises(UsageError, match="flops_per_second holds no float32; it holds bfloat16"):
+        rates.rate("float32")

@@ -81,6 +81,14 @@ SEGMENT = ("stages", 0, "segments", 0)
         (put("world", -8), "world must be at least 1, got -8"),
         (put("pipeline", "nosuch"), "unknown pipeline 'nosuch'; known are gpipe, one_f_one_b"),
         (put("prediction", "memory_bytes", 3), "no list 'memory_bytes'"),
+        (put("prediction", "memory_bytes", [1]), r"memory_bytes must be .* each of 2 stages, got \[1\]"),
+        (put("prediction", "memory_bytes", [1, "x"]), "memory_bytes must be a whole number"),
+        (put("prediction", "step_seconds", float("nan")), "step_seconds must be finite and at least 0, got nan"),
+        (put("prediction", "exposed_seconds", -1), "exposed_seconds must be finite and at least 0, got -1"),
+        (put("prediction", [1]), r"prediction must be an object or null, got \[1\]"),
+        (put("model", "sequence", 10**400), "sequence must be at most 2147483647"),
+        (put("model", "layers", 10**6), "layers must be at most 4096, got 1000000"),
+        (put("global_batch", 10**400), "global_batch must be at most 2147483647"),
     ],
 )
 def test_what_is_wrong_is_named(change, message):
@@ -99,3 +107,10 @@ def test_files_that_are_no_plan(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="is not UTF-8 text"):
         read_plan(tmp_path / "binary")
+
+
+def test_what_never_ends_is_no_plan(tmp_path):
+    with pytest.raises(UsageError, match="'/dev/zero' is no file"):
+        read_plan("/dev/zero")
+    with pytest.raises(UsageError, match="plan: not JSON: maximum recursion"):
+        Plan.from_json("[" * 200_000)

@@ -248,3 +248,23 @@ def test_small_clusters_and_names():
             cluster_called(name)
         for part in parts:
             assert part in str(caught.value)
+
+
+def test_what_is_nested_too_deep_or_too_large_is_named():
+    with pytest.raises(UsageError, match="is not JSON: maximum recursion"):
+        read_hardware("[" * 200_000)
+    body = data()
+    body["device"]["memory_bytes"] = 10**400
+    with pytest.raises(UsageError, match="memory_bytes must be below 2"):
+        read_hardware(json.dumps(body))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("hidden", 10**400), ("mlp_forward_ms", 10**400), ("mlp_forward_ms", 1e-320)]
+)
+def test_published_values_beyond_reason_are_named(name, value):
+    times = {f"{kind}_{way}_ms": 1.0 for kind in ("attention", "mlp") for way in ("forward", "backward")}
+    row = {"hidden": 64, "tp": 1, "batch": 1, **times, "all_reduce_ms": 1.0, name: value}
+    head = {"sequence": 8, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 2, "gpus_per_server": 2}
+    with pytest.raises(UsageError, match=rf"rows\[0\]: {name} must be"):
+        read_hardware(json.dumps({**head, "rows": [row]}))
