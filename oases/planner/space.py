@@ -15,6 +15,8 @@ from oases.simulator.model import ModelShape
 RUNNABLE_STAGES = 1
 """Pipeline stages that the runtime executes. Longer pipelines can be simulated; a search leaves them out."""
 
+MOST_MICRO_BATCHES = 4096
+"""Of one optimizer step, unless more are asked for."""
 RUNNABLE_DTYPES = ("float32",)
 """Types that the trainer trains in. Models of others can be simulated."""
 
@@ -96,7 +98,7 @@ def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: in
     stage_counts = [s for s in _divisors(world) if s <= min(space.max_stages, model.layers)]
     found = False
     for stages in stage_counts:
-        for micro in space.micro_batches or _divisors(global_batch):
+        for micro in space.micro_batches or _micro_batches(global_batch):
             if stages > 1 and micro < stages:
                 continue
             for zero in space.zero:
@@ -117,6 +119,11 @@ def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: in
             f"that the model allows are {', '.join(map(str, known))}, and each replica needs a whole number of "
             f"samples{asked}; profile {hardware.name!r} holds {hardware.measured_shapes() or 'no blocks, but rates'}"
         )
+
+
+def _micro_batches(global_batch: int) -> list[int]:
+    """Those tried where none is asked for; many small ones lose against fewer large ones long before the bound."""
+    return [d for d in range(1, min(global_batch, MOST_MICRO_BATCHES) + 1) if global_batch % d == 0]
 
 
 def _divisors(number: int) -> list[int]:
