@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import resources
 
 from oases.errors import UsageError
 from oases.simulator.hardware import Device, Hardware
-from oases.simulator.hardware_file import read_hardware
+from oases.simulator.hardware_fields import hardware_of
 
 
 def known_clusters() -> list[str]:
@@ -52,4 +53,4 @@ def shipped_device(words: str) -> Device | None:
 
 def _shipped(name: str) -> Hardware:
     text = resources.files("oases.simulator").joinpath("clusters", f"{name}.json").read_text(encoding="utf-8")
-    return read_hardware(text)
+    return hardware_of(json.loads(text), f"cluster {name!r}")
