@@ -53,10 +53,10 @@ def predicted(recompute):
 def test_activations_are_those_that_the_allocator_sees(two_ranks, recompute):
     (real, gradients), model = two_ranks.run(measured, recompute)[0], predicted(recompute)
     for name in SCHEDULES:
-        assert model[name][0] == pytest.approx(real[name][0], rel=0.1), (name, model, real)
-        # At the peak some of the gradients are there; the planner counts all of them, in the state.
-        least, most = 0.85 * (real[name][1] - gradients), 1.1 * real[name][1]
-        assert least <= model[name][1] <= most, (name, model, real)
+        assert model[name][0] == pytest.approx(real[name][0], rel=0.01), (name, model, real)
+        # The planner counts all gradients, in the state; at the peak some of them are not there yet. So what it says
+        # is never too little, and not much too much.
+        assert 1.0 <= (model[name][1] + gradients) / real[name][1] <= 1.3, (name, model, real)
 
 
 def test_parameters_of_a_model_are_those_of_the_gpt():
