@@ -1,10 +1,56 @@
-"""Which parameters of a model are cut over the tensor-parallel group, and where."""
+"""Which parameters of a model are cut over the tensor-parallel group, and how."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a whole tensor is cut over the ranks of a group: along `dim`, each of its segments by itself.
+
+    segments: lengths along `dim`, which sum to the whole. A fused product of queries, keys and values has three, so
+    that every rank gets a part of each. A segment of n goes to rank r of t as [n * r // t, n * (r + 1) // t): parts
+    of a vocabulary that does not divide differ by one.
+    """
+
+    dim: int
+    segments: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The whole length along `dim`."""
+        return sum(self.segments)
+
+    def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """[start, stop) in the whole tensor of what `rank` holds, one range per segment, in the order of its part."""
+        found, first = [], 0
+        for length in self.segments:
+            found.append((first + length * rank // ranks, first + length * (rank + 1) // ranks))
+            first += length
+        return found
+
+    def take(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """The part of `rank`; a view where there is one segment. ValueError for a tensor of another length."""
+        if whole.shape[self.dim] != self.size:
+            raise ValueError(
+                f"a tensor of shape {tuple(whole.shape)} has {whole.shape[self.dim]} along dimension {self.dim}, where "
+                f"{self.size} are to be cut over {ranks} ranks"
+            )
+        parts = [whole.narrow(self.dim, first, last - first) for first, last in self.ranges(rank, ranks)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from every rank's part, in rank order."""
+        by_rank = [
+            part.split([last - first for first, last in self.ranges(rank, len(parts))], self.dim)
+            for rank, part in enumerate(parts)
+        ]
+        return torch.cat([piece for segment in zip(*by_rank, strict=True) for piece in segment], self.dim)
 
 
 def sharded_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, int]]:
@@ -17,6 +63,21 @@ def sharded_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, int]]
         parameter = getattr(child, name)
         found.setdefault(id(parameter), (f"{prefix}.{name}" if prefix else name, parameter, dim))
     return list(found.values())
+
+
+def cuts(module: nn.Module) -> dict[int, Cut]:
+    """How each cut parameter is cut, by the id of the parameter.
+
+    The lengths along `shard_dims` are those of `shard_segments` where a module has that attribute, by the name of the
+    parameter; else every rank holds as much as this one.
+    """
+    found: dict[int, Cut] = {}
+    for _, child, name, dim in _cut(module):
+        parameter = getattr(child, name)
+        whole = parameter.shape[dim] * getattr(child, "tensor_parallel", 1)
+        segments = getattr(child, "shard_segments", {}).get(name, (whole,))
+        found.setdefault(id(parameter), Cut(dim, tuple(segments)))
+    return found
 
 
 def holders(module: nn.Module) -> dict[int, nn.Module]:
