@@ -38,8 +38,8 @@ class Cut:
         """The part of `rank`; a view where there is one segment. ValueError for a tensor of another length."""
         if whole.shape[self.dim] != self.size:
             raise ValueError(
-                f"a tensor of shape {tuple(whole.shape)} has {whole.shape[self.dim]} along dimension {self.dim}, where "
-                f"{self.size} are to be cut over {ranks} ranks"
+                f"a tensor of shape {tuple(whole.shape)} has {whole.shape[self.dim]} along dimension {self.dim}, "
+                f"where {self.size} are to be cut over {ranks} ranks"
             )
         parts = [whole.narrow(self.dim, first, last - first) for first, last in self.ranges(rank, ranks)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
