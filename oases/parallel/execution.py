@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 
 from oases.parallel.failure import Guard, Watch
 from oases.parallel.graphs import Gradients, Graph, Method
-from oases.parallel.randomness import Extent, Randomness
+from oases.parallel.randomness import Randomness
+from oases.parallel.sub_batches import SubBatches
 from oases.parallel.weight_gradient import PutOff, putting_off
 from oases.parallel.wire import Wire
 from oases.schedule import Op, Schedule, ScheduleError
@@ -45,23 +45,11 @@ class Methods:
         self.combine = Method(block, "combine")
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """This rank's part of the sequence under sequence parallelism: the `rank`-th of `size`."""
-
-    rank: int = 0
-    size: int = 1
-
-    def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of [batch, tokens, ...], a view."""
-        return whole if self.size == 1 else whole.chunk(self.size, dim=1)[self.rank]
-
-
 class Execution:
     """Runs `schedule` over the blocks on one batch. Made once per call of a stack.
 
-    tokens: what this rank holds between blocks. watch: tells the other ranks of an op that fails. spans: list to
-    append (op, start, end) of every compute op and wait to, in what `clock` gives.
+    cut: how the batch is cut. watch: tells the other ranks of an op that fails. spans: list to append (op, start,
+    end) of every compute op and wait to, in what `clock` gives.
     """
 
     def __init__(
@@ -73,7 +61,7 @@ class Execution:
         *,
         differentiable: bool,
         randomness: Randomness,
-        tokens: Tokens,
+        cut: SubBatches,
         watch: Watch | None = None,
         spans: list[tuple[str, Any, Any]] | None = None,
         clock: Callable[[], Any] = time.perf_counter,
@@ -86,7 +74,7 @@ class Execution:
         if differentiable and not schedule.backward:
             raise ScheduleError(f"schedule '{schedule.name}' has no backward pass, and gradients were asked for")
         self._randomness = randomness
-        self._tokens = tokens
+        self._cut = cut
         self._spans = spans
         self._clock = clock
         self._backward: tuple[Op, ...] = schedule.backward
@@ -111,24 +99,15 @@ class Execution:
         # Stand-ins and their gradients, apart for what runs before the sum over ranks and after it.
         self._parameters = [(m.partial.stand_ins(), m.combine.stand_ins()) for m in methods]
         self._gradients: list[tuple[Gradients, Gradients]] = [({}, {}) for _ in methods]
-        self._shape = x.shape
-        self._dim = 0 if schedule.along == "batch" else 1
-        parts = x.detach().tensor_split(schedule.num_sub_batches, dim=self._dim)
-        self._sizes = [part.shape[self._dim] for part in parts]
-        self._extents = [self._extent(s) for s in range(schedule.num_sub_batches)]
-        for s, part in enumerate(parts):
-            self._h[0, s], self._x[0, s] = part, tokens.part(part)
-
-    def _extent(self, s: int) -> Extent:
-        first = sum(self._sizes[:s])
-        return Extent(0, self._shape[0], first, self._shape[1]) if self._dim else Extent(first, self._sizes[s])
+        for s, part in enumerate(cut.split(x.detach())):
+            self._h[0, s], self._x[0, s] = part, cut.tokens.part(part)
 
     def run_forward(self) -> Tensor:
         """Run the forward ops; return the output, [batch, ...] in the order of the input."""
         with self.guard:
             self._run(self._schedule.forward)
             self.guard.doing = "the output"
-            return self._joined([self._outputs.pop(s) for s in range(self._schedule.num_sub_batches)])
+            return self._cut.join([self._outputs.pop(s) for s in range(self._cut.number)])
 
     def begin_backward(self, grad: Tensor) -> None:
         """Take the gradient of the output."""
@@ -137,8 +116,8 @@ class Execution:
                 "the backward pass of this OverlappedStack call was run already; its graphs are freed as it "
                 "goes, so call the stack again for a second backward pass"
             )
-        for s, part in enumerate(grad.split(self._sizes, dim=self._dim)):
-            self._g[self._schedule.num_blocks, s] = self._tokens.part(part)
+        for s, part in enumerate(self._cut.split(grad)):
+            self._g[self._schedule.num_blocks, s] = self._cut.tokens.part(part)
 
     def run_backward_of(self, block: int) -> None:
         """Run on to the last op that makes gradients of `block`, and start the collective that follows it."""
@@ -157,14 +136,14 @@ class Execution:
         """Run what is left; return the gradient of the input."""
         self._run_backward_to(len(self._backward))
         self.guard.doing = "the gradient of the input"
-        grad = self._joined([self._total_gradient(0, s) for s in range(self._schedule.num_sub_batches)])
-        return self._wire.gather(grad, "gradient of the input") if self._tokens.size > 1 else grad
+        grad = self._cut.join([self._total_gradient(0, s) for s in range(self._cut.number)])
+        return self._wire.gather(grad, "gradient of the input") if self._cut.tokens.size > 1 else grad
 
     def gradients_of(self, block: int) -> tuple[Gradients, Gradients]:
         """Gradients by parameter name: this rank's shares of sums over the ranks, and whole ones."""
         self._parameters[block] = ({}, {})
         (shares, whole), self._gradients[block] = self._gradients[block], ({}, {})
-        if self._tokens.size == 1:
+        if self._cut.tokens.size == 1:
             return shares, whole
         for name, gradient in whole.items():  # of this rank's tokens alone
             shares[name] = shares[name].add_(gradient) if name in shares else gradient
@@ -187,9 +166,6 @@ class Execution:
             graphs.clear()
         self._gradients = [({}, {}) for _ in self._methods]
         self._wire.forget()
-
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self._dim)
 
     def _run_backward_to(self, end: int) -> None:
         begin, self._position = self._position, max(end, self._position)
@@ -255,7 +231,7 @@ class Execution:
     def _run_partial(self, place: Place, h: Tensor, noting: AbstractContextManager[None], *, graph: bool) -> Tensor:
         block, s = place
         method, parameters = self._methods[block].partial, self._parameters[block][0]
-        extent = Extent(0, self._shape[0]) if block in self._schedule.joint else self._extents[s]
+        extent = self._cut.whole_extent() if block in self._schedule.joint else self._cut.extent(s)
         with noting, self._randomness.of("partial", block, s, extent):
             if not graph:
                 return method.run(parameters, h)
@@ -269,7 +245,7 @@ class Execution:
         block, _ = place
         if block not in self._schedule.joint:
             return parts.pop(place)
-        return self._joined([parts.pop((block, s)) for s in range(self._schedule.num_sub_batches)])
+        return self._cut.join([parts.pop((block, s)) for s in range(self._cut.number)])
 
     def _set_parts(self, parts: dict[Place, Tensor], place: Place, whole: Tensor) -> None:
         """The opposite of `_take_parts`."""
@@ -277,7 +253,7 @@ class Execution:
         if block not in self._schedule.joint:
             parts[place] = whole
             return
-        for s, part in enumerate(whole.split(self._sizes, dim=self._dim)):
+        for s, part in enumerate(self._cut.split(whole)):
             parts[block, s] = part
 
     # --- what follows the sum ---
@@ -295,7 +271,7 @@ class Execution:
         """Run combine and hand its result to the next block, or to the output."""
         block, s = place
         method, parameters, y = self._methods[block].combine, self._parameters[block][1], self._y.pop(place)
-        with self._randomness.of("combine", block, s, self._extent_of_part(s)):
+        with self._randomness.of("combine", block, s, self._cut.extent_between(s)):
             if graph:
                 out, self._combine[place] = method.record(parameters, x, y)
                 out = out.detach()
@@ -322,18 +298,11 @@ class Execution:
         method, parameters = self._methods[block].prepare, self._parameters[block][0]
         if method is None:
             return x
-        with self._randomness.of("prepare", block, s, self._extent_of_part(s)):
+        with self._randomness.of("prepare", block, s, self._cut.extent_between(s)):
             if not graph:
                 return method.run(parameters, x)
             h, self._prepare[place] = method.record(parameters, x)
         return h.detach()
-
-    def _extent_of_part(self, s: int) -> Extent:
-        """What this rank's tensors of a sub-batch hold between the blocks."""
-        rank, size = self._tokens.rank, self._tokens.size
-        if size == 1:
-            return self._extents[s]
-        return replace(self._extents[s], first_token=rank * (self._shape[1] // size), of_tokens=self._shape[1])
 
     # --- backward ---
 

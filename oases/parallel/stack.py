@@ -17,11 +17,12 @@ from oases.errors import OverlapError
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
 from oases.parallel.delivery import deliver
 from oases.parallel.dropout import adopt_dropouts
-from oases.parallel.execution import Execution, Methods, Tokens
+from oases.parallel.execution import Execution, Methods
 from oases.parallel.failure import watch_of
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
 from oases.parallel.randomness import Randomness, hash_of
 from oases.parallel.statistics import report
+from oases.parallel.sub_batches import SubBatches, Tokens
 from oases.parallel.wire import Scheduler, Silence, Wire
 from oases.schedule import (
     Recompute,
@@ -289,7 +290,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 first_block=self.first_block,
                 first_sample=self.replica * x.shape[0],
             ),
-            tokens=Tokens(rank, size) if schedule.sequence_parallel else Tokens(),
+            cut=SubBatches(x.shape, schedule, Tokens(rank, size) if schedule.sequence_parallel else Tokens()),
             watch=watch,
             spans=self.spans,
             clock=self.clock,
