@@ -36,11 +36,13 @@ class _Product:
     bias: Tensor | None
     x: Tensor
     grad: Tensor
+    transposed: bool
 
     def add_to(self, sums: dict[int, Tensor]) -> None:
         if self.weight.requires_grad:
             known = sums.get(id(self.weight))
-            sums[id(self.weight)] = self.grad.t() @ self.x if known is None else known.addmm_(self.grad.t(), self.x)
+            rows, columns = (self.x, self.grad) if self.transposed else (self.grad, self.x)
+            sums[id(self.weight)] = rows.t() @ columns if known is None else known.addmm_(rows.t(), columns)
         if self.bias is not None and self.bias.requires_grad:
             known = sums.get(id(self.bias))
             sums[id(self.bias)] = self.grad.sum(0) if known is None else known.add_(self.grad.sum(0))
@@ -112,18 +114,23 @@ def putting_off(put_off: PutOff, *, skip_last: bool = False) -> Iterator[None]:
 
 class _PuttingOff(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: PutOff, skipped: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: PutOff, skipped: bool, transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.put_off = bias, put_off
+        ctx.bias, ctx.put_off, ctx.transposed = bias, put_off, transposed
         if skipped:
-            return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0])  # a shape without memory
-        return F.linear(x, weight, bias)
+            features = weight.shape[1 if transposed else 0]
+            return x.new_empty(()).expand(*x.shape[:-1], features)  # a shape without memory
+        return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        ctx.put_off.notes.append(_Product(weight, ctx.bias, x.flatten(0, -2), grad.flatten(0, -2)))
-        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None, None
+        note = _Product(weight, ctx.bias, x.flatten(0, -2), grad.flatten(0, -2), ctx.transposed)
+        ctx.put_off.notes.append(note)
+        back = weight.t() if ctx.transposed else weight
+        return (grad @ back if ctx.needs_input_grad[0] else None), None, None, None, None, None
 
 
 def active_put_off(*parameters: Tensor | None) -> PutOff | None:
@@ -137,9 +144,14 @@ def active_put_off(*parameters: Tensor | None) -> PutOff | None:
     return put_off if not checkpointed and put_off.takes(*parameters) else None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, whose weight gradient is put off inside `putting_off`."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+    """`F.linear`, whose weight gradient is put off inside `putting_off`.
+
+    [..., in] -> [..., out]; weight: [out, in], or [in, out] where it is transposed, as in GPT-2's Conv1D. Its
+    gradient has its layout.
+    """
     put_off = active_put_off(weight, bias)
     if put_off is None or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, weight, bias)  # autocast's casts are autograd's business: it then keeps the whole
-    return put_off.note(_PuttingOff.apply(x, weight, bias, put_off, put_off.skips_next))
+        # Autocast's casts are autograd's business: it then keeps the whole.
+        return F.linear(x, weight.t() if transposed else weight, bias)
+    return put_off.note(_PuttingOff.apply(x, weight, bias, put_off, put_off.skips_next, transposed))

@@ -1,0 +1,95 @@
+"""Linears whose weight gradients are put off: both layouts of the weight against plain autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from oases import OverlappedStack
+from oases.parallel.weight_gradient import PutOff, linear, putting_off
+
+
+def operands(transposed):
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    weight = torch.randn(4, 6, dtype=torch.float64) if transposed else torch.randn(6, 4, dtype=torch.float64)
+    return [each.requires_grad_() for each in (x, weight, torch.randn(6, dtype=torch.float64))]
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_in_the_layout_of_the_weight(transposed, with_bias):
+    x, weight, bias = operands(transposed)
+    grads = torch.randn(2, 3, 5, 6, dtype=torch.float64)
+    expected = x @ (weight if transposed else weight.t()) + (bias if with_bias else 0)
+    wanted = [x, weight, bias] if with_bias else [x, weight]
+    x_grad, *gradients = torch.autograd.grad(expected, wanted, grads[0] + grads[1])
+    put_off = PutOff(wanted[1:])
+    with putting_off(put_off):
+        results = [linear(x, weight, bias if with_bias else None, transposed=transposed) for _ in grads]
+    torch.testing.assert_close(results[0], expected)
+    found = [
+        torch.autograd.grad(result, [x, weight], grad, allow_unused=True)
+        for result, grad in zip(results, grads, strict=True)
+    ]
+    assert all(early is None for _, early in found), "the weight gradient is put off"
+    torch.testing.assert_close(found[0][0] + found[1][0], x_grad)
+    sums = {}
+    put_off.add_to(sums)
+    for parameter, gradient in zip(wanted[1:], gradients, strict=True):
+        torch.testing.assert_close(sums[id(parameter)], gradient)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_outside_of_putting_off_autograd_computes_it(transposed):
+    x, weight, bias = operands(transposed)
+    linear(x, weight, bias, transposed=transposed).sum().backward()
+    assert weight.grad.shape == weight.shape
+    torch.testing.assert_close(weight.grad.sum(), x.detach().sum() * 6)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_last_product_may_be_left_out(transposed):
+    x, weight, bias = operands(transposed)
+    put_off = PutOff([weight, bias])
+    with putting_off(put_off):
+        first = linear(x, weight, bias, transposed=transposed)
+    put_off.forget_unless_last(first)
+    with putting_off(put_off, skip_last=True):
+        skipped = linear(x, weight, bias, transposed=transposed)
+    put_off.forget()
+    assert skipped.shape == first.shape
+    assert skipped.untyped_storage().nbytes() == x.element_size(), "nobody computed it"
+    grad = torch.randn_like(first)
+    (mine,) = torch.autograd.grad(skipped, [x], grad)
+    (expected,) = torch.autograd.grad(first, [x], grad)
+    torch.testing.assert_close(mine, expected)
+
+
+class Conv1D(nn.Module):
+    """An MLP with weights [in, out], as GPT-2 has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 8, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(8, 4, dtype=torch.float64))
+
+    def partial(self, x):
+        return linear(F.gelu(linear(x, self.up, transposed=True)), self.down, transposed=True)
+
+    def combine(self, x, y):
+        return x + y
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass"])
+def test_transposed_weights_in_a_stack(schedule, recompute):
+    stack = OverlappedStack([Conv1D(), Conv1D()], schedule=schedule, recompute=recompute)
+    x = torch.randn(3, 2, 4, dtype=torch.float64)
+    expected = x
+    for block in stack.blocks:
+        expected = expected + F.gelu(expected @ block.up) @ block.down
+    parameters = list(stack.parameters())
+    gradients = torch.autograd.grad(expected.square().sum(), parameters)
+    stack(x).square().sum().backward()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
