@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.parallel.failure import Guard, Watch
-from oases.parallel.graphs import Gradients, Graph, Method
+from oases.parallel.graphs import Gradients, Graph, Leaves, Method
 from oases.parallel.randomness import Randomness
 from oases.parallel.sub_batches import SubBatches
 from oases.parallel.weight_gradient import PutOff, putting_off
@@ -97,8 +97,7 @@ class Execution:
         self._combine: dict[Place, Graph] = {}
         self._put_off: dict[Place, PutOff] = {}
         # Stand-ins and their gradients, apart for what runs before the sum over ranks and after it.
-        self._parameters = [(m.partial.stand_ins(), m.combine.stand_ins()) for m in methods]
-        self._gradients: list[tuple[Gradients, Gradients]] = [({}, {}) for _ in methods]
+        self._leaves = [(m.partial.leaves(), m.combine.leaves()) for m in methods]
         for s, part in enumerate(cut.split(x.detach())):
             self._h[0, s], self._x[0, s] = part, cut.tokens.part(part)
 
@@ -141,8 +140,8 @@ class Execution:
 
     def gradients_of(self, block: int) -> tuple[Gradients, Gradients]:
         """Gradients by parameter name: this rank's shares of sums over the ranks, and whole ones."""
-        self._parameters[block] = ({}, {})
-        (shares, whole), self._gradients[block] = self._gradients[block], ({}, {})
+        shares, whole = (leaves.sums for leaves in self._leaves[block])
+        self._leaves[block] = (Leaves(), Leaves())
         if self._cut.tokens.size == 1:
             return shares, whole
         for name, gradient in whole.items():  # of this rank's tokens alone
@@ -164,7 +163,7 @@ class Execution:
             held.clear()
         for graphs in (self._prepare, self._partial, self._combine, self._put_off):
             graphs.clear()
-        self._gradients = [({}, {}) for _ in self._methods]
+        self._leaves = [(Leaves(), Leaves()) for _ in self._methods]
         self._wire.forget()
 
     def _run_backward_to(self, end: int) -> None:
@@ -207,7 +206,7 @@ class Execution:
     def _do_F(self, op: Op, place: Place) -> None:  # noqa: N802
         again = ("R", *place) in self._schedule.recomputed
         keep = self._differentiable and again
-        put_off = self._put_off[place] = PutOff(self._parameters[op.block][0].values())
+        put_off = self._put_off[place] = PutOff(self._leaves[op.block][0].tensors.values())
         h = self._take_parts(self._h, place)
         y = self._run_partial(place, h, putting_off(put_off), graph=self._differentiable and not again)
         if keep and place not in self._schedule.remade_inputs:
@@ -230,12 +229,12 @@ class Execution:
 
     def _run_partial(self, place: Place, h: Tensor, noting: AbstractContextManager[None], *, graph: bool) -> Tensor:
         block, s = place
-        method, parameters = self._methods[block].partial, self._parameters[block][0]
+        method, leaves = self._methods[block].partial, self._leaves[block][0]
         extent = self._cut.whole_extent() if block in self._schedule.joint else self._cut.extent(s)
         with noting, self._randomness.of("partial", block, s, extent):
             if not graph:
-                return method.run(parameters, h)
-            y, self._partial[place] = method.record(parameters, h)
+                return method.run(leaves, h)
+            y, self._partial[place] = method.record(leaves, h)
         # The sum is written over y. Should a graph have saved y itself, this makes autograd refuse to use it.
         torch.autograd.graph.increment_version(y)
         return y.detach()
@@ -270,13 +269,13 @@ class Execution:
     def _combined(self, op: Op, place: Place, x: Tensor, *, graph: bool) -> None:
         """Run combine and hand its result to the next block, or to the output."""
         block, s = place
-        method, parameters, y = self._methods[block].combine, self._parameters[block][1], self._y.pop(place)
+        method, leaves, y = self._methods[block].combine, self._leaves[block][1], self._y.pop(place)
         with self._randomness.of("combine", block, s, self._cut.extent_between(s)):
             if graph:
-                out, self._combine[place] = method.record(parameters, x, y)
+                out, self._combine[place] = method.record(leaves, x, y)
                 out = out.detach()
             else:
-                out = method.run(parameters, x, y)
+                out = method.run(leaves, x, y)
         following = (block + 1, s)
         last = block + 1 == self._schedule.num_blocks
         if op.kind == "RC" and following not in self._schedule.remade_inputs:
@@ -295,13 +294,13 @@ class Execution:
     def _prepared(self, place: Place, x: Tensor, *, graph: bool) -> Tensor:
         """What F of `place` reads of x; the same thing, unless the block is halved."""
         block, s = place
-        method, parameters = self._methods[block].prepare, self._parameters[block][0]
+        method, leaves = self._methods[block].prepare, self._leaves[block][0]
         if method is None:
             return x
         with self._randomness.of("prepare", block, s, self._cut.extent_between(s)):
             if not graph:
-                return method.run(parameters, x)
-            h, self._prepare[place] = method.record(parameters, x)
+                return method.run(leaves, x)
+            h, self._prepare[place] = method.record(leaves, x)
         return h.detach()
 
     # --- backward ---
@@ -309,8 +308,7 @@ class Execution:
     def _do_BC(self, op: Op, place: Place) -> None:  # noqa: N802
         block, s = place
         total = self._total_gradient(block + 1, s)
-        graph, parameters = self._combine.pop(place), self._parameters[block][1]
-        residual, grad_y = graph.differentiate(total, parameters, self._gradients[block][1])
+        residual, grad_y = self._combine.pop(place).differentiate(total, self._leaves[block][1])
         if residual is not None:
             self._residual[place] = residual
         if grad_y is None:
@@ -325,12 +323,12 @@ class Execution:
         if place not in self._apart:
             self._do_BC(op, place)
         grad_y = self._take_parts(self._grad_y, place)
-        graph, parameters = self._partial.pop(place), self._parameters[block][0]
-        (g,) = graph.differentiate(grad_y, parameters, self._gradients[block][0])
+        put_off = self._put_off[place]
+        (g,) = self._partial.pop(place).differentiate(grad_y, self._leaves[block][0], put_off=put_off)
         if g is None:
             raise RuntimeError(f"block {block}: partial(x) does not depend on x; it must be differentiable in x")
         # The sum over ranks is written over g; it must not be memory that others still read.
-        noted = (note.grad for note in self._put_off[place].notes)
+        noted = (note.grad for note in put_off.notes)
         readers = [grad_y, *self._residual.values(), *self._g.values(), *noted]
         shared = {t.untyped_storage().data_ptr() for t in readers}
         self._set_parts(self._g, place, g.clone() if g.untyped_storage().data_ptr() in shared else g)
@@ -338,8 +336,8 @@ class Execution:
             self._do_W(op, place)
 
     def _do_W(self, op: Op, place: Place) -> None:  # noqa: N802
-        names = {id(stand_in): name for name, stand_in in self._parameters[op.block][0].items()}
-        sums = self._gradients[op.block][0]
+        leaves = self._leaves[op.block][0]
+        names, sums = {id(stand_in): name for name, stand_in in leaves.tensors.items()}, leaves.sums
         by_id = {number: sums[name] for number, name in names.items() if name in sums}
         self._put_off.pop(place).add_to(by_id)
         sums.update({names[number]: gradient for number, gradient in by_id.items()})
@@ -349,8 +347,7 @@ class Execution:
         place = (block, sub_batch)
         g, residual = self._g.pop(place), self._residual.pop(place, None)
         if place in self._prepare:
-            graph, parameters = self._prepare.pop(place), self._parameters[block][0]
-            (through,) = graph.differentiate(g, parameters, self._gradients[block][0])
+            (through,) = self._prepare.pop(place).differentiate(g, self._leaves[block][0])
             if through is None:
                 raise RuntimeError(f"block {block}: prepare(x) does not depend on x; it must be differentiable in x")
             return through if residual is None else through + residual

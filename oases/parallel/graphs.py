@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,8 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from oases.parallel.weight_gradient import PutOff
+
 Gradients = dict[str, Tensor]
-"""By the name of the parameter within its block's Method."""
+"""By the name of the leaf: of a parameter, that within its block's Method."""
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Where graphs end that are not to run on into the caller's: stand-ins, and the sums of their gradients."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    sums: Gradients = field(default_factory=dict)
 
 
 # By block: its methods, compiled with the options that the block was compiled with.
@@ -64,19 +75,24 @@ class Graph:
         self._root = root
         self._inputs = inputs
 
-    def differentiate(self, grad: Tensor, parameters: dict[str, Tensor], sums: Gradients) -> list[Tensor | None]:
-        """Run it backward: gradients of its inputs; those of `parameters` are added to `sums`."""
-        wanted = {name: p for name, p in parameters.items() if p.requires_grad}
-        inputs: list[Any] = [*self._inputs, *wanted.values()]
+    def differentiate(self, grad: Tensor, *leaves: Leaves, put_off: PutOff | None = None) -> list[Tensor | None]:
+        """Run it backward: gradients of its inputs; those of `leaves` are added to their sums.
+
+        put_off: where this graph notes what it puts off.
+        """
+        wanted = [(part.sums, n, t) for part in leaves for n, t in part.tensors.items() if t.requires_grad]
+        inputs: list[Any] = [*self._inputs, *(tensor for _, _, tensor in wanted)]
         found = torch.autograd.grad([self._root], inputs, [grad], allow_unused=True)
-        own = {t.untyped_storage().data_ptr() for t in (grad, *found[: len(self._inputs)]) if t is not None}
-        for name, gradient in zip(wanted, found[len(self._inputs) :], strict=True):
+        noted = [] if put_off is None else [note.grad for note in put_off.notes]
+        read = (grad, *found[: len(self._inputs)], *noted)
+        own = {t.untyped_storage().data_ptr() for t in read if t is not None}
+        for (sums, name, _), gradient in zip(wanted, found[len(self._inputs) :], strict=True):
             if gradient is None:
                 continue
             if name in sums:
                 sums[name].add_(gradient)
                 continue
-            # Autograd may hand one tensor to two parameters, or an expanded one: sums need memory of their own.
+            # Autograd may hand one tensor to two leaves, or an expanded one: sums need memory of their own.
             memory = gradient.untyped_storage().data_ptr()
             fresh = memory not in own and gradient.is_contiguous()
             own.add(memory)
@@ -102,22 +118,22 @@ class Method(nn.Module):
         result: Tensor = method(*args)
         return result
 
-    def run(self, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor:
-        """Call the method on `parameters` without recording a graph."""
+    def run(self, leaves: Leaves, *inputs: Any) -> Tensor:
+        """Call the method on the parameters `leaves` without recording a graph."""
         with torch.no_grad():
-            result: Tensor = torch.func.functional_call(self, parameters, inputs)
+            result: Tensor = torch.func.functional_call(self, leaves.tensors, inputs)
         return result
 
-    def record(self, parameters: dict[str, Tensor], *inputs: Tensor) -> tuple[Tensor, Graph]:
-        """Call the method on `parameters`; return its result, still part of the graph, and the graph."""
+    def record(self, leaves: Leaves, *inputs: Tensor, values: tuple[Any, ...] = ()) -> tuple[Tensor, Graph]:
+        """Call the method on the parameters `leaves`; return its result, still part of the graph, and the graph.
+
+        values: further arguments; tensors among them that are to get gradients are leaves themselves.
+        """
         with torch.enable_grad():
             sources = tuple(_Source.apply(_anchor, data) for data in inputs)
-            result: Tensor = torch.func.functional_call(self, parameters, sources)
+            result: Tensor = torch.func.functional_call(self, leaves.tensors, (*sources, *values))
         return result, Graph(get_gradient_edge(result), [get_gradient_edge(source) for source in sources])
 
-    def stand_ins(self) -> dict[str, Tensor]:
-        """Fresh stand-ins of all parameters, by name."""
-        return {
-            name: parameter.detach().requires_grad_(parameter.requires_grad)
-            for name, parameter in self.named_parameters()
-        }
+    def leaves(self) -> Leaves:
+        """Fresh stand-ins of all parameters, by name, without gradients."""
+        return Leaves({name: p.detach().requires_grad_(p.requires_grad) for name, p in self.named_parameters()})

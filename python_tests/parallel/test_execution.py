@@ -177,3 +177,28 @@ def test_a_step_leaves_no_tensor_behind(schedule, recompute):
 
     first = [tensors_after_a_step() for _ in range(2)][-1]
     assert [tensors_after_a_step() for _ in range(3)][-1] == first
+
+
+class ReadTwice(Mlp):
+    """The gradient of `shift` is the very tensor that the put-off weight gradient of `up` will read."""
+
+    def __init__(self, norm, up, down):
+        super().__init__(norm, up, down)
+        self.shift = nn.Parameter(torch.zeros(1, 3, 32, dtype=torch.float64))
+
+    def partial(self, x):
+        return self.down.partial(self.up.partial(x) + self.shift)
+
+
+def test_sums_are_not_written_over_what_is_put_off():
+    blocks = plain_blocks(2)
+    stack = make_stack(blocks, None, ReadTwice, sub_batches=3)
+    x = torch.randn(3, 3, WIDTH, dtype=torch.float64)
+    expected = x
+    for _, up, down in blocks:
+        expected = expected + down(up(expected))
+    expected.square().sum().backward()
+    stack(x).square().sum().backward()
+    for block, (_, up, _) in zip(stack.blocks, blocks, strict=True):
+        torch.testing.assert_close(block.up.weight.grad, up.weight.grad)
+        torch.testing.assert_close(block.shift.grad.sum((0, 1)), up.bias.grad)
