@@ -2,6 +2,7 @@
 
 from oases.parallel.dropout import ParallelDropout
 from oases.parallel.embedding import OverlappedEmbedding
+from oases.parallel.inputs import BlockInputs
 from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.parallel.loss import parallel_cross_entropy
 from oases.parallel.sharding import sharded_parameters
@@ -10,6 +11,7 @@ from oases.parallel.statistics import Report, report
 from oases.parallel.styles import OverlappedColwiseParallel, OverlappedRowwiseParallel
 
 __all__ = [
+    "BlockInputs",
     "OverlappedColumnLinear",
     "OverlappedColwiseParallel",
     "OverlappedEmbedding",

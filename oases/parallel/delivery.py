@@ -24,14 +24,14 @@ from oases.parallel.wire import Scheduler, Silence
 def deliver(
     blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, x: Tensor, tuning: Tuning | None
 ) -> Tensor:
-    """Run the forward pass of `execution` on `x`, differentiable in `x` and the parameters of `blocks`.
+    """Run the forward pass of `execution` on `x`, differentiable in `x`, its inputs and the parameters of `blocks`.
 
     tuning: takes the time of this call's forward and backward pass.
     """
     call = _Call(blocks, execution, scheduler, tuning)
     if not x.requires_grad:
         x = x.detach().requires_grad_()  # so that the entry's backward, which ends the schedule, is called
-    token = _Entry.apply(call, x, *call.handed_over_by_entry())
+    token = _Entry.apply(call, x, *call.handed_over_by_entry(), *execution.inputs.tensors)
     for b in range(len(blocks)):
         token = _Block.apply(call, b, token, *call.handed_over_by(b))
     return cast(Tensor, _Exit.apply(call, token))
@@ -92,6 +92,9 @@ class _Call:
             label = f"replicated gradients of block {block}"
             self._pending = (self.scheduler.all_reduce(flat, label), flat, shares)
         self._shares, self._whole = partial, combine
+        inputs = self.execution.inputs
+        if block == inputs.lowest_reader:  # the rest of the backward pass hides these sums
+            inputs.start_sums(self.scheduler, "gradients of block inputs")
         return [self._gradient(name) for name in self._sharded[block]] + replicated
 
     def run_forward(self, device: torch.device) -> None:
@@ -107,14 +110,14 @@ class _Call:
         self.execution.begin_backward(grad)
 
     def finish(self) -> tuple[Tensor, list[Tensor | None]]:
-        """Run the rest; return the input's gradient and those of `handed_over_by_entry()`."""
+        """Run the rest; return the gradient of `x` and those of `handed_over_by_entry()` and of the inputs."""
         with self.execution.guard:
             grad = self.execution.run_backward_rest()
-            replicated = self._summed(0)
+            others = self._summed(0) + self.execution.inputs.gradients(self.scheduler)
         if self._tuning is not None:
             synchronize(grad.device)
             self._tuning.note(self._seconds + time.perf_counter())
-        return grad, replicated
+        return grad, others
 
     @contextmanager
     def _timed(self, device: torch.device) -> Iterator[None]:
@@ -149,15 +152,15 @@ class _Call:
 
 class _Entry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *replicated: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _Call, x: Tensor, *others: Tensor) -> Tensor:
         ctx.call = call
         call.run_forward(x.device)
         return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
-        grad, replicated = ctx.call.finish()
-        return None, grad, *replicated
+        grad, others = ctx.call.finish()
+        return None, grad, *others
 
 
 class _Block(torch.autograd.Function):

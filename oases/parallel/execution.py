@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from oases.parallel.failure import Guard, Watch
 from oases.parallel.graphs import Gradients, Graph, Leaves, Method
+from oases.parallel.inputs import Inputs
 from oases.parallel.randomness import Randomness
 from oases.parallel.sub_batches import SubBatches
 from oases.parallel.weight_gradient import PutOff, putting_off
@@ -48,8 +49,8 @@ class Methods:
 class Execution:
     """Runs `schedule` over the blocks on one batch. Made once per call of a stack.
 
-    cut: how the batch is cut. watch: tells the other ranks of an op that fails. spans: list to append (op, start,
-    end) of every compute op and wait to, in what `clock` gives.
+    cut: how the batch is cut. inputs: what the blocks read besides `x`. watch: tells the other ranks of an op that
+    fails. spans: list to append (op, start, end) of every compute op and wait to, in what `clock` gives.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Execution:
         differentiable: bool,
         randomness: Randomness,
         cut: SubBatches,
+        inputs: Inputs,
         watch: Watch | None = None,
         spans: list[tuple[str, Any, Any]] | None = None,
         clock: Callable[[], Any] = time.perf_counter,
@@ -75,6 +77,7 @@ class Execution:
             raise ScheduleError(f"schedule '{schedule.name}' has no backward pass, and gradients were asked for")
         self._randomness = randomness
         self._cut = cut
+        self.inputs = inputs
         self._spans = spans
         self._clock = clock
         self._backward: tuple[Op, ...] = schedule.backward
@@ -164,6 +167,7 @@ class Execution:
         for graphs in (self._prepare, self._partial, self._combine, self._put_off):
             graphs.clear()
         self._leaves = [(Leaves(), Leaves()) for _ in self._methods]
+        self.inputs.forget()
         self._wire.forget()
 
     def _run_backward_to(self, end: int) -> None:
@@ -229,12 +233,12 @@ class Execution:
 
     def _run_partial(self, place: Place, h: Tensor, noting: AbstractContextManager[None], *, graph: bool) -> Tensor:
         block, s = place
-        method, leaves = self._methods[block].partial, self._leaves[block][0]
+        method, leaves, values = self._methods[block].partial, self._leaves[block][0], self.inputs.values(block, s)
         extent = self._cut.whole_extent() if block in self._schedule.joint else self._cut.extent(s)
         with noting, self._randomness.of("partial", block, s, extent):
             if not graph:
-                return method.run(leaves, h)
-            y, self._partial[place] = method.record(leaves, h)
+                return method.run(leaves, h, *values)
+            y, self._partial[place] = method.record(leaves, h, values=values)
         # The sum is written over y. Should a graph have saved y itself, this makes autograd refuse to use it.
         torch.autograd.graph.increment_version(y)
         return y.detach()
@@ -269,13 +273,14 @@ class Execution:
     def _combined(self, op: Op, place: Place, x: Tensor, *, graph: bool) -> None:
         """Run combine and hand its result to the next block, or to the output."""
         block, s = place
-        method, leaves, y = self._methods[block].combine, self._leaves[block][1], self._y.pop(place)
+        method, leaves, values = self._methods[block].combine, self._leaves[block][1], self.inputs.values(block, s)
+        y = self._y.pop(place)
         with self._randomness.of("combine", block, s, self._cut.extent_between(s)):
             if graph:
-                out, self._combine[place] = method.record(leaves, x, y)
+                out, self._combine[place] = method.record(leaves, x, y, values=values)
                 out = out.detach()
             else:
-                out = method.run(leaves, x, y)
+                out = method.run(leaves, x, y, *values)
         following = (block + 1, s)
         last = block + 1 == self._schedule.num_blocks
         if op.kind == "RC" and following not in self._schedule.remade_inputs:
@@ -294,13 +299,13 @@ class Execution:
     def _prepared(self, place: Place, x: Tensor, *, graph: bool) -> Tensor:
         """What F of `place` reads of x; the same thing, unless the block is halved."""
         block, s = place
-        method, leaves = self._methods[block].prepare, self._leaves[block][0]
+        method, leaves, values = self._methods[block].prepare, self._leaves[block][0], self.inputs.values(block, s)
         if method is None:
             return x
         with self._randomness.of("prepare", block, s, self._cut.extent_between(s)):
             if not graph:
-                return method.run(leaves, x)
-            h, self._prepare[place] = method.record(leaves, x)
+                return method.run(leaves, x, *values)
+            h, self._prepare[place] = method.record(leaves, x, values=values)
         return h.detach()
 
     # --- backward ---
@@ -308,7 +313,8 @@ class Execution:
     def _do_BC(self, op: Op, place: Place) -> None:  # noqa: N802
         block, s = place
         total = self._total_gradient(block + 1, s)
-        residual, grad_y = self._combine.pop(place).differentiate(total, self._leaves[block][1])
+        graph, leaves = self._combine.pop(place), self._leaves[block][1]
+        residual, grad_y = graph.differentiate(total, leaves, self.inputs.whole(block, s))
         if residual is not None:
             self._residual[place] = residual
         if grad_y is None:
@@ -319,12 +325,12 @@ class Execution:
             self._grad_y[place] = grad_y
 
     def _do_B(self, op: Op, place: Place) -> None:  # noqa: N802
-        block, _ = place
+        block, s = place
         if place not in self._apart:
             self._do_BC(op, place)
         grad_y = self._take_parts(self._grad_y, place)
-        put_off = self._put_off[place]
-        (g,) = self._partial.pop(place).differentiate(grad_y, self._leaves[block][0], put_off=put_off)
+        graph, leaves, put_off = self._partial.pop(place), self._leaves[block][0], self._put_off[place]
+        (g,) = graph.differentiate(grad_y, leaves, self.inputs.shares(block, s), put_off=put_off)
         if g is None:
             raise RuntimeError(f"block {block}: partial(x) does not depend on x; it must be differentiable in x")
         # The sum over ranks is written over g; it must not be memory that others still read.
@@ -347,7 +353,8 @@ class Execution:
         place = (block, sub_batch)
         g, residual = self._g.pop(place), self._residual.pop(place, None)
         if place in self._prepare:
-            (through,) = self._prepare.pop(place).differentiate(g, self._leaves[block][0])
+            graph, leaves = self._prepare.pop(place), self._leaves[block][0]
+            (through,) = graph.differentiate(g, leaves, self.inputs.shares(block, sub_batch))
             if through is None:
                 raise RuntimeError(f"block {block}: prepare(x) does not depend on x; it must be differentiable in x")
             return through if residual is None else through + residual

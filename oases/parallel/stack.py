@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -20,6 +20,7 @@ from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.execution import Execution, Methods
 from oases.parallel.failure import watch_of
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
+from oases.parallel.inputs import BlockInputs, Inputs, differentiable
 from oases.parallel.randomness import Randomness, hash_of
 from oases.parallel.statistics import report
 from oases.parallel.sub_batches import SubBatches, Tokens
@@ -78,7 +79,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
         all-reduces and its neighbours' then hide under it.
     require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError
         where nothing overlaps.
-    Input and output: [batch, ...], the same on every rank. Gradients of sharded parameters (`shard_dims` of
+    Input and output: [batch, ...], the same on every rank. What blocks read besides (a mask, a position bias) is
+    given to a call as one `BlockInputs` per block. Gradients of sharded parameters (`shard_dims` of
     their module) stay this rank's; those of replicated ones are summed over the group where they are shares.
     Raises ValueError for a batch smaller than the number of sub-batches, ScheduleError for a bad schedule.
     Source: arXiv 2305.16121.
@@ -151,10 +153,16 @@ class OverlappedStack(HoldsGroup, nn.Module):
     def _laid_out(self, schedule: Schedule) -> Schedule:
         return sequence_parallel(schedule) if self.sequence_parallel and self.tensor_parallel > 1 else schedule
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, ...] -> [batch, ...]."""
+    def forward(self, x: Tensor, inputs: Sequence[BlockInputs] | None = None) -> Tensor:
+        """[batch, ...] -> [batch, ...].
+
+        inputs: what each block reads besides, one for each. Tensors among it that require grad get gradients: in
+        `partial` each rank has its share of them, in `combine` they are whole. ValueError where they do not fit the
+        blocks or the batch, or sub-batches are parts of the sequence.
+        """
         refuse_capture(x)
-        tuning = self._tuning(x) if self._tunings is not None else None
+        given = self._checked(inputs)
+        tuning = self._tuning(x, given) if self._tunings is not None else None
         if tuning is not None:
             self.schedule = tuning.current
         scheduler: Scheduler = Silence()
@@ -162,15 +170,21 @@ class OverlappedStack(HoldsGroup, nn.Module):
             scheduler = scheduler_of(cast(ProcessGroup, self.process_group))
         if self.require_overlap and (tuning is None or tuning.choice is not None):
             self._require_overlap()
-        return self.run(x, scheduler, tuning)
+        return self.run(x, scheduler, tuning, given)
 
-    def _tuning(self, x: Tensor) -> Tuning:
+    def _checked(self, inputs: Sequence[BlockInputs] | None) -> Sequence[BlockInputs]:
+        """The inputs, nothing where no block reads any."""
+        if inputs is not None and len(inputs) != len(self.blocks):
+            raise ValueError(f"{len(inputs)} BlockInputs were given to {len(self.blocks)} blocks; give one for each")
+        return inputs if inputs is not None and any(each.values for each in inputs) else ()
+
+    def _tuning(self, x: Tensor, inputs: Sequence[BlockInputs]) -> Tuning:
         assert self._tunings is not None
+        joint = self.joint_blocks if self._can_cut_tokens(x, 4, inputs) else None
         sizes = [tuple(parameter.shape) for parameter in self.parameters()]
-        asked = repr((self._asked, len(self.blocks), sizes, self.sequence_parallel, self.joint_blocks))
+        asked = repr((self._asked, len(self.blocks), sizes, self.sequence_parallel, joint))
         key = cache_key(asked, x.shape, x.dtype, self.process_group)
         if key not in self._tunings:
-            joint = self.joint_blocks if self._can_cut_tokens(x, 4) else None
             schedules = candidates(len(self.blocks), x.shape[0], *self._asked, joint)
             among = labelled([self._laid_out(schedule) for schedule in schedules])
             self._tunings[key] = Tuning(among, self.process_group, key, has_off=not schedules[0].overlaps)
@@ -181,17 +195,17 @@ class OverlappedStack(HoldsGroup, nn.Module):
         """The blocks that need every token at once."""
         return frozenset(b for b, block in enumerate(self.blocks) if not getattr(block, "token_wise", False))
 
-    def _can_cut_tokens(self, x: Tensor, parts: int) -> bool:
-        some = len(self.joint_blocks) < len(self.blocks)
+    def _can_cut_tokens(self, x: Tensor, parts: int, inputs: Sequence[BlockInputs]) -> bool:
+        some = len(self.joint_blocks) < len(self.blocks) and not inputs
         return some and not self.sequence_parallel and x.dim() > 2 and x.shape[1] >= parts
 
     def _along_sequence(self, parts: int, recompute: Recompute) -> Schedule:
         return along_sequence(len(self.blocks), parts, self.joint_blocks, recompute)
 
-    def _schedule_for(self, x: Tensor) -> Schedule:
+    def _schedule_for(self, x: Tensor, inputs: Sequence[BlockInputs]) -> Schedule:
         """The schedule, or for a batch too small to cut the same with parts of the sequence for sub-batches.
 
-        Raises ValueError where `x` cannot be cut as it asks.
+        Raises ValueError where `x` and `inputs` cannot be cut as it asks.
         """
         schedule, parts = self.schedule, self.schedule.num_sub_batches
         if schedule.sequence_parallel and (x.dim() < 3 or x.shape[1] % self.tensor_parallel):
@@ -202,14 +216,19 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if schedule.along == "sequence":
             if x.dim() < 3 or x.shape[1] < parts:
                 raise ValueError(f"an input of shape {tuple(x.shape)} cannot be cut into {parts} parts of a sequence")
+            if inputs:
+                raise ValueError(
+                    f"schedule '{schedule.name}' cuts along the sequence, and nobody can tell how the blocks' inputs "
+                    "are to be cut with it; use a schedule that cuts the batch"
+                )
             return schedule
         if x.shape[0] >= parts:
             return schedule
-        if schedule.name != "oases" or not self._can_cut_tokens(x, parts):
+        if schedule.name != "oases" or not self._can_cut_tokens(x, parts, inputs):
             raise ValueError(
                 f"a batch of {x.shape[0]} cannot be cut into {parts} sub-batches; use a larger batch or fewer "
                 "sub_batches, or with schedule='oases' let blocks that treat tokens independently say token_wise = "
-                "True to be cut along the sequence"
+                "True to be cut along the sequence, which blocks with inputs cannot be"
             )
         if schedule not in self._by_tokens:
             self._by_tokens[schedule] = self._along_sequence(parts, schedule.recomputed_layers)
@@ -254,14 +273,23 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if why is not None:
             raise OverlapError(f"overlap is required, but {why} (stack {self.number}; see oases.report())")
 
-    def run(self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        scheduler: Scheduler,
+        tuning: Tuning | None = None,
+        inputs: Sequence[BlockInputs] = (),
+    ) -> Tensor:
         """Forward with collectives by `scheduler`; `Silence()` measures the compute alone.
 
-        tuning: takes the time of this call's forward and backward pass.
+        tuning: takes the time of this call's forward and backward pass. inputs: as for `forward`, or none at all.
         """
-        schedule = self._schedule_for(x)
-        tracked = [x, *self.parameters()]
-        differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
+        schedule = self._schedule_for(x, inputs)
+        rank, size = group_rank(self.process_group), self.tensor_parallel
+        tracked = [x, *self.parameters(), *differentiable(inputs)]
+        with_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
+        cut = SubBatches(x.shape, schedule, Tokens(rank, size) if schedule.sequence_parallel else Tokens())
+        held = Inputs(inputs, cut, with_gradients=with_gradients)
         watch = None
         if isinstance(scheduler, OverlapScheduler):
             watch = watch_of(cast(ProcessGroup, self.process_group), scheduler, x.device)
@@ -272,14 +300,13 @@ class OverlappedStack(HoldsGroup, nn.Module):
             self._agreed.add((schedule, failures))
         assert self._seed is not None
         self._calls += 1
-        rank, size = group_rank(self.process_group), self.tensor_parallel
         halves = [schedule.sequence_parallel and b > 0 and _is_halved(block) for b, block in enumerate(self.blocks)]
         execution = Execution(
             [Methods(block, halved=halved) for block, halved in zip(self.blocks, halves, strict=True)],
             schedule,
             Wire(scheduler, schedule, size, self.wire_dtype, f"stack {self.number}"),
             x,
-            differentiable=differentiable,
+            differentiable=with_gradients,
             randomness=Randomness(
                 self._seed,
                 self._calls,
@@ -290,12 +317,13 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 first_block=self.first_block,
                 first_sample=self.replica * x.shape[0],
             ),
-            cut=SubBatches(x.shape, schedule, Tokens(rank, size) if schedule.sequence_parallel else Tokens()),
+            cut=cut,
+            inputs=held,
             watch=watch,
             spans=self.spans,
             clock=self.clock,
         )
-        if not differentiable:
+        if not with_gradients:
             return execution.run_forward()
         return deliver(self.blocks, execution, scheduler, x, tuning)
 
