@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
@@ -77,8 +78,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
         and product(h) -> y, has the first run on that part. combine and prepare must treat tokens independently.
     A batch smaller than sub_batches is cut along the sequence where a block says token_wise = True (an MLP): its
         all-reduces and its neighbours' then hide under it.
-    require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError
-        where nothing overlaps.
+    require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError where nothing overlaps.
+    layer_of: each block's layer, and name: what the stack is, both for `oases.report()`; without, two blocks are a
+        layer.
     Input and output: [batch, ...], the same on every rank. What blocks read besides (a mask, a position bias) is
     given to a call as one `BlockInputs` per block. Gradients of sharded parameters (`shard_dims` of
     their module) stay this rank's; those of replicated ones are summed over the group where they are shares.
@@ -97,6 +99,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
         wire_dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
         require_overlap: bool = False,
+        layer_of: Sequence[int] | None = None,
+        name: str = "",
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -105,9 +109,15 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if wire_dtype is not None and not wire_dtype.is_floating_point:
             raise ValueError(f"wire_dtype must be a floating-point type, got {wire_dtype}")
         for index, block in enumerate(self.blocks):
-            for name in ("partial", "combine"):
-                if not callable(getattr(block, name, None)):
-                    raise ValueError(f"block {index} ({type(block).__name__}) has no method {name}()")
+            for method in ("partial", "combine"):
+                if not callable(getattr(block, method, None)):
+                    raise ValueError(f"block {index} ({type(block).__name__}) has no method {method}()")
+        if layer_of is not None and len(layer_of) != len(self.blocks):
+            raise ValueError(f"layer_of has {len(layer_of)} entries for {len(self.blocks)} blocks; give one for each")
+        if not re.fullmatch(r"[\w .-]*", name):
+            raise ValueError(f"name must be of letters, digits, spaces and any of _.-, got {name!r}")
+        self.layer_of = None if layer_of is None else tuple(layer_of)
+        self.name = name
         self.process_group = resolve(process_group)
         _refuse_mixing(self.blocks)
         adopt_dropouts(self.blocks)
@@ -126,6 +136,11 @@ class OverlappedStack(HoldsGroup, nn.Module):
         """Set to a list to have (op, start, end) of every compute op and wait appended, as `clock` gives them."""
         self.clock: Callable[[], Any] = time.perf_counter
         """What spans are taken with. An accelerator works behind the host: there, one that records an event."""
+
+    @property
+    def label(self) -> str:
+        """What errors and statistics call this stack."""
+        return f"stack {self.number} {self.name}".rstrip()
 
     def run_as(
         self,
@@ -266,12 +281,12 @@ class OverlappedStack(HoldsGroup, nn.Module):
             if self._tunings is not None:
                 why += "; it was chosen because it measured fastest here"
         elif self._calls >= 4:
-            rows = [row for row in report(self.process_group).stacks if row.where == f"stack {self.number}"]
+            rows = [row for row in report(self.process_group).stacks if row.where == self.label]
             if rows and rows[0].hidden is not None and rows[0].hidden < 0.01:
                 waited, busy = rows[0].blocked_seconds, rows[0].link_seconds
                 why = f"the compute waited {waited:.2f} s for {busy:.2f} s of communication"
         if why is not None:
-            raise OverlapError(f"overlap is required, but {why} (stack {self.number}; see oases.report())")
+            raise OverlapError(f"overlap is required, but {why} ({self.label}; see oases.report())")
 
     def run(
         self,
@@ -304,7 +319,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         execution = Execution(
             [Methods(block, halved=halved) for block, halved in zip(self.blocks, halves, strict=True)],
             schedule,
-            Wire(scheduler, schedule, size, self.wire_dtype, f"stack {self.number}"),
+            Wire(scheduler, schedule, size, self.wire_dtype, self.label, self.layer_of),
             x,
             differentiable=with_gradients,
             randomness=Randomness(

@@ -16,7 +16,10 @@ import torch.distributed as dist
 from oases.build import described
 from oases.parallel.group import scheduler_of
 
-_OP = re.compile(r"(?P<kind>F|C|R|RC|BC|B) (?P<block>\d+)\.\d+ \(stack (?P<stack>\d+), ")
+_OP = re.compile(
+    r"(?P<kind>F|C|R|RC|BC|B) (?P<block>\d+)\.\d+ \((?P<stack>stack (?P<number>\d+)[^,]*), "
+    r"(layer (?P<layer>\d+), )?"
+)
 
 
 @dataclass
@@ -107,7 +110,8 @@ def report(process_group: dist.ProcessGroup | None = None) -> Report:
         if match is None:
             others.setdefault(label, Row(label)).add(totals)
             continue
-        stack, layer = int(match["stack"]), int(match["block"]) // 2
-        stacks.setdefault(match["stack"], Row(f"stack {stack}")).add(totals)
-        layers.setdefault((stack, layer), Row(f"  stack {stack} layer {layer}")).add(totals)
+        stack, number = match["stack"], int(match["number"])
+        layer = int(match["block"]) // 2 if match["layer"] is None else int(match["layer"])
+        stacks.setdefault(stack, Row(stack)).add(totals)
+        layers.setdefault((number, layer), Row(f"  {stack} layer {layer}")).add(totals)
     return Report(list(stacks.values()), [row for _, row in sorted(layers.items())], list(others.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,22 +65,30 @@ class Wire:
     """The collectives of one call of a stack. Sequences are dimension 1 and are cut into `size` parts.
 
     wire_dtype: what floating-point tensors travel in; None is their own. label: the stack's name in errors and
-    statistics.
+    statistics. layer_of: each block's layer, for the statistics; None where a layer is two blocks.
     """
 
     def __init__(
-        self, scheduler: Scheduler, schedule: Schedule, size: int, wire_dtype: torch.dtype | None, label: str
+        self,
+        scheduler: Scheduler,
+        schedule: Schedule,
+        size: int,
+        wire_dtype: torch.dtype | None,
+        label: str,
+        layer_of: Sequence[int] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._schedule = schedule
         self._size = size
         self._dtype = wire_dtype
         self.label = label
+        self._layer_of = layer_of
         self._flights: dict[Op, _Flight] = {}
 
     def start(self, op: Op, tensor: Tensor) -> None:
         """Start the collective `op` on what its compute op made. An all-reduce overwrites `tensor` if it can."""
-        describe = f"{op.carried} ({self.label}, line {self._schedule.lines[op]} of {self._schedule.name})"
+        layer = "" if self._layer_of is None else f"layer {self._layer_of[op.block]}, "
+        describe = f"{op.carried} ({self.label}, {layer}line {self._schedule.lines[op]} of {self._schedule.name})"
         self._flights[op.carried] = getattr(self, f"_{op.kind}")(tensor, describe)
 
     def wait(self, op: Op) -> Tensor:

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from test_stack import WIDTH, make_stack, plain_blocks
@@ -65,3 +66,35 @@ def test_nothing_sent():
 def test_labels():
     assert names_op("B 12.1 (stack 0, line 3 of oases)")
     assert not names_op("row forward")
+    assert names_op("F 3.0 (stack 2 decoder, layer 3, line 7 of sync)")
+
+
+def check_layers():
+    scheduler = scheduler_of(dist.group.WORLD)
+    scheduler.reset_totals()
+    x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    named = make_stack(plain_blocks(3), dist.group.WORLD, layer_of=[0, 0, 1], name="t5 decoder")
+    joint = make_stack(plain_blocks(2), dist.group.WORLD, layer_of=range(2))
+    for stack in (named, joint, named):
+        stack(x).sum().backward()
+    found = oases.report()
+    assert [row.where for row in found.stacks] == [f"stack {named.number} t5 decoder", f"stack {joint.number}"]
+    return {row.where: row.collectives for row in found.layers}, named.number, joint.number
+
+
+def test_layers_as_they_are_given(two_ranks):
+    """Per block and step: two sub-batches, two passes."""
+    for layers, named, joint in two_ranks.run(check_layers):
+        assert layers == {
+            f"  stack {named} t5 decoder layer 0": 2 * 2 * 4,
+            f"  stack {named} t5 decoder layer 1": 2 * 4,
+            f"  stack {joint} layer 0": 4,
+            f"  stack {joint} layer 1": 4,
+        }
+
+
+def test_bad_layers_and_names():
+    with pytest.raises(ValueError, match="layer_of has 1 entries for 2 blocks"):
+        make_stack(plain_blocks(2), None, layer_of=[0])
+    with pytest.raises(ValueError, match=r"name must be of letters, .* got 'a, b'"):
+        make_stack(plain_blocks(2), None, name="a, b")
