@@ -23,7 +23,7 @@ from oases.parallel.failure import watch_of
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
 from oases.parallel.inputs import BlockInputs, Inputs, differentiable
 from oases.parallel.randomness import Randomness, hash_of
-from oases.parallel.statistics import report
+from oases.parallel.statistics import WHOLE_BATCH, report
 from oases.parallel.sub_batches import SubBatches, Tokens
 from oases.parallel.wire import Scheduler, Silence, Wire
 from oases.schedule import (
@@ -77,14 +77,16 @@ class OverlappedStack(HoldsGroup, nn.Module):
         hide best from three sub-batches on. A block that gives the two halves of partial, prepare(x) -> h (its norm)
         and product(h) -> y, has the first run on that part. combine and prepare must treat tokens independently.
     A batch smaller than sub_batches is cut along the sequence where a block says token_wise = True (an MLP): its
-        all-reduces and its neighbours' then hide under it.
+        all-reduces and its neighbours' then hide under it. Otherwise small_batch says what happens: "refuse" raises,
+        "whole" runs it by the schedule sync with the same recomputation; its collectives have a row of their own,
+        "stack 0, whole batch", in `oases.report()`.
     require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError where nothing overlaps.
     layer_of: each block's layer, and name: what the stack is, both for `oases.report()`; without, two blocks are a
         layer.
     Input and output: [batch, ...], the same on every rank. What blocks read besides (a mask, a position bias) is
     given to a call as one `BlockInputs` per block. Gradients of sharded parameters (`shard_dims` of
     their module) stay this rank's; those of replicated ones are summed over the group where they are shares.
-    Raises ValueError for a batch smaller than the number of sub-batches, ScheduleError for a bad schedule.
+    Raises ValueError for a batch that cannot be cut, ScheduleError for a bad schedule.
     Source: arXiv 2305.16121.
     """
 
@@ -98,6 +100,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         recompute: Recompute = "none",
         wire_dtype: torch.dtype | None = None,
         sequence_parallel: bool = False,
+        small_batch: Literal["refuse", "whole"] = "refuse",
         require_overlap: bool = False,
         layer_of: Sequence[int] | None = None,
         name: str = "",
@@ -106,6 +109,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.blocks = nn.ModuleList(blocks)
         if sub_batches != "auto" and sub_batches < 1:
             raise ValueError(f"sub_batches must be at least 1 or 'auto', got {sub_batches}")
+        if small_batch not in ("refuse", "whole"):
+            raise ValueError(f"small_batch must be 'refuse' or 'whole', got {small_batch!r}")
         if wire_dtype is not None and not wire_dtype.is_floating_point:
             raise ValueError(f"wire_dtype must be a floating-point type, got {wire_dtype}")
         for index, block in enumerate(self.blocks):
@@ -123,6 +128,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         adopt_dropouts(self.blocks)
         self.sequence_parallel = sequence_parallel
         self.wire_dtype = wire_dtype
+        self.small_batch = small_batch
         self.require_overlap = require_overlap or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
         self.run_as(schedule, sub_batches, recompute)
         self.number = next(_numbers)
@@ -150,7 +156,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
     ) -> None:
         """Change the schedule for the calls to come."""
         self._tunings: dict[str, Tuning] | None = None
+        # What takes the place of a schedule for batches too small for it.
         self._by_tokens: dict[Schedule, Schedule] = {}
+        self._whole: dict[Schedule, Schedule] = {}
         if isinstance(schedule, Schedule):
             validate(schedule)
             if schedule.num_blocks != len(self.blocks):
@@ -184,7 +192,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if self.tensor_parallel > 1:
             scheduler = scheduler_of(cast(ProcessGroup, self.process_group))
         if self.require_overlap and (tuning is None or tuning.choice is not None):
-            self._require_overlap()
+            self._require_overlap(self._schedule_for(x, given))
         return self.run(x, scheduler, tuning, given)
 
     def _checked(self, inputs: Sequence[BlockInputs] | None) -> Sequence[BlockInputs]:
@@ -218,8 +226,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
         return along_sequence(len(self.blocks), parts, self.joint_blocks, recompute)
 
     def _schedule_for(self, x: Tensor, inputs: Sequence[BlockInputs]) -> Schedule:
-        """The schedule, or for a batch too small to cut the same with parts of the sequence for sub-batches.
+        """The schedule, or what takes its place for a batch too small to cut.
 
+        That is the same with parts of the sequence for sub-batches, or with small_batch="whole" the batch in one.
         Raises ValueError where `x` and `inputs` cannot be cut as it asks.
         """
         schedule, parts = self.schedule, self.schedule.num_sub_batches
@@ -240,10 +249,16 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if x.shape[0] >= parts:
             return schedule
         if schedule.name != "oases" or not self._can_cut_tokens(x, parts, inputs):
+            if self.small_batch == "whole" and x.shape[0] > 0:
+                if schedule not in self._whole:
+                    whole = generate("sync", len(self.blocks), 1, schedule.recomputed_layers)
+                    self._whole[schedule] = self._laid_out(whole)
+                return self._whole[schedule]
             raise ValueError(
                 f"a batch of {x.shape[0]} cannot be cut into {parts} sub-batches; use a larger batch or fewer "
-                "sub_batches, or with schedule='oases' let blocks that treat tokens independently say token_wise = "
-                "True to be cut along the sequence, which blocks with inputs cannot be"
+                "sub_batches, let small_batch='whole' run it uncut, or with schedule='oases' let blocks that treat "
+                "tokens independently say token_wise = True to be cut along the sequence, which blocks with inputs "
+                "cannot be"
             )
         if schedule not in self._by_tokens:
             self._by_tokens[schedule] = self._along_sequence(parts, schedule.recomputed_layers)
@@ -270,13 +285,12 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self._seed = everyone[0][1] if self._seed is None else self._seed
         self._calls = max(calls for *_, calls in everyone)  # after a failure some ranks may be a call ahead
 
-    def _require_overlap(self) -> None:
-        """Raise OverlapError if this stack's communication cannot, or did not, run under compute."""
+    def _require_overlap(self, schedule: Schedule) -> None:
+        """Raise OverlapError if communication by `schedule` cannot, or this stack's did not, run under compute."""
         why = None
         if self.tensor_parallel == 1:
             why = "the group has one rank, so nothing is communicated"
-        elif not self.schedule.overlaps:
-            schedule = self.schedule
+        elif not schedule.overlaps:
             why = f"schedule '{schedule.name}' with {schedule.num_sub_batches} sub-batches overlaps nothing"
             if self._tunings is not None:
                 why += "; it was chosen because it measured fastest here"
@@ -300,6 +314,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         tuning: takes the time of this call's forward and backward pass. inputs: as for `forward`, or none at all.
         """
         schedule = self._schedule_for(x, inputs)
+        runs_whole = any(schedule is whole for whole in self._whole.values())
         rank, size = group_rank(self.process_group), self.tensor_parallel
         tracked = [x, *self.parameters(), *differentiable(inputs)]
         with_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
@@ -319,7 +334,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         execution = Execution(
             [Methods(block, halved=halved) for block, halved in zip(self.blocks, halves, strict=True)],
             schedule,
-            Wire(scheduler, schedule, size, self.wire_dtype, self.label, self.layer_of),
+            Wire(scheduler, schedule, size, self.wire_dtype, self.label + WHOLE_BATCH * runs_whole, self.layer_of),
             x,
             differentiable=with_gradients,
             randomness=Randomness(

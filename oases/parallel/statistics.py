@@ -16,9 +16,11 @@ import torch.distributed as dist
 from oases.build import described
 from oases.parallel.group import scheduler_of
 
+WHOLE_BATCH = ", whole batch"
+"""Behind a stack's label where it ran a batch too small for its sub-batches in one piece."""
 _OP = re.compile(
-    r"(?P<kind>F|C|R|RC|BC|B) (?P<block>\d+)\.\d+ \((?P<stack>stack (?P<number>\d+)[^,]*), "
-    r"(layer (?P<layer>\d+), )?"
+    r"(?P<kind>F|C|R|RC|BC|B) (?P<block>\d+)\.\d+ \((?P<stack>stack (?P<number>\d+)[^,]*)"
+    rf"(?P<whole>{WHOLE_BATCH})?, (layer (?P<layer>\d+), )?"
 )
 
 
@@ -49,7 +51,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `oases.report()` returns; prints as a table, below it what the extension was built with."""
+    """What `oases.report()` returns; prints as a table, below it what the extension was built with.
+
+    stacks: one row each, and one more for batches too small for its sub-batches, which ran whole. others: collectives
+    of no stack's schedule.
+    """
 
     stacks: list[Row]
     layers: list[Row]
@@ -112,6 +118,7 @@ def report(process_group: dist.ProcessGroup | None = None) -> Report:
             continue
         stack, number = match["stack"], int(match["number"])
         layer = int(match["block"]) // 2 if match["layer"] is None else int(match["layer"])
-        stacks.setdefault(stack, Row(stack)).add(totals)
+        calls = stack + (match["whole"] or "")
+        stacks.setdefault(calls, Row(calls)).add(totals)
         layers.setdefault((number, layer), Row(f"  {stack} layer {layer}")).add(totals)
     return Report(list(stacks.values()), [row for _, row in sorted(layers.items())], list(others.values()))

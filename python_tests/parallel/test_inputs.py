@@ -314,3 +314,17 @@ def test_bad_inputs():
     stack.run_as(along_sequence(2, 2, frozenset({0, 1})))
     with pytest.raises(ValueError, match="cuts along the sequence, and nobody can tell how the blocks' inputs"):
         stack(owned["x"], good)
+
+
+def test_a_small_batch_with_inputs_is_not_cut_along_the_sequence():
+    """Token-wise blocks would be, if they read nothing besides."""
+    blocks = plain_blocks([CrossAttention, Mlp])
+    blocks[1].token_wise = True
+    owned = leaves(1)
+    x, inputs = owned["x"], inputs_of(blocks, owned)
+    stack = make_stack(blocks, None)
+    with pytest.raises(ValueError, match="batch of 1 cannot be cut into 2 sub-batches"):
+        stack(x, inputs)
+    check([CrossAttention, Mlp], 1, {"small_batch": "whole"})
+    stack = make_stack([blocks[1]] * 2, None)
+    torch.testing.assert_close(stack(x, [BlockInputs()] * 2), make_stack([blocks[1]] * 2, None, sub_batches=1)(x))

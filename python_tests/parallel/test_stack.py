@@ -9,10 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import oases
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack
+from oases.errors import OverlapError
+from oases.parallel.group import scheduler_of
 from oases.parallel.linear import shard
 from oases.parallel.sharding import sharded_parameters
 from oases.schedule import GENERATORS, ScheduleError, generate, parse_schedule
+from oases.schedule import sequence_parallel as make_sequence_parallel
 
 WIDTH = 16
 
@@ -289,6 +293,8 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match=rf"'1.norm' \(LayerNorm\) {reason}"):
             make_stack(blocks, None)
     blocks = plain_blocks(2)
+    with pytest.raises(ValueError, match="small_batch must be 'refuse' or 'whole', got 'pad'"):
+        make_stack(blocks, None, small_batch="pad")
     with pytest.raises(ValueError, match="sub_batches must be at least 1"):
         make_stack(blocks, None, sub_batches=0)
     with pytest.raises(ValueError, match=r"Linear\) has no method partial"):
@@ -315,3 +321,41 @@ def test_a_schedule_without_backward_pass_cannot_train():
         stack(x)
     with pytest.raises(ScheduleError, match="'forward_only' has no backward pass"):
         stack(x)
+
+
+def check_whole(schedule, recompute, sequence_parallel):
+    """A batch that is large enough is cut as ever; a smaller one runs whole, and the report tells."""
+    group = dist.group.WORLD
+    scheduler_of(group).reset_totals()
+    blocks = plain_blocks(4)
+    options = {"schedule": schedule, "sub_batches": 3, "recompute": recompute}
+    stack = make_stack(blocks, group, small_batch="whole", sequence_parallel=sequence_parallel, **options)
+    for batch in (1, 3, 2):
+        x, grad = torch.randn(2, batch, 4, WIDTH, dtype=torch.float64)
+        compare(stack, blocks, group, x, grad)
+    with pytest.raises(ValueError, match="batch of 0 cannot be cut into 3 sub-batches"):
+        stack(torch.randn(0, 4, WIDTH, dtype=torch.float64))
+    rows = {row.where: row.collectives for row in oases.report().stacks}
+    assert set(rows) == {f"stack {stack.number}", f"stack {stack.number}, whole batch"}
+    alike = generate("sync", 4, 1, recompute)
+    each = len((make_sequence_parallel(alike) if sequence_parallel else alike).collectives)
+    assert rows[f"stack {stack.number}, whole batch"] == 2 * each
+    assert len(oases.report().layers) == 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full", 1])
+@pytest.mark.parametrize("schedule", ["oases", "cross_pass"])
+def test_small_batches_may_run_whole(two_ranks, schedule, recompute, sequence_parallel):
+    two_ranks.run(check_whole, schedule, recompute, sequence_parallel)
+
+
+def check_whole_overlaps_nothing():
+    stack = make_stack(plain_blocks(2), dist.group.WORLD, small_batch="whole", require_overlap=True)
+    stack(torch.randn(2, 4, WIDTH, dtype=torch.float64))
+    with pytest.raises(OverlapError, match="schedule 'sync' with 1 sub-batches overlaps nothing"):
+        stack(torch.randn(1, 4, WIDTH, dtype=torch.float64))
+
+
+def test_a_batch_run_whole_is_no_overlap(two_ranks):
+    two_ranks.run(check_whole_overlaps_nothing)
