@@ -12,7 +12,9 @@ _PUBLIC = {
     "OverlappedRowLinear": "oases.parallel",
     "OverlappedStack": "oases.parallel",
     "ParallelDropout": "oases.parallel",
+    "ParallelSpec": "oases.partition",
     "parallel_cross_entropy": "oases.parallel",
+    "parallelize": "oases.partition",
     "plan": "oases.planner",
     "report": "oases.parallel",
     "Trainer": "oases.train",
@@ -27,10 +29,12 @@ __all__ = [
     "OverlappedRowwiseParallel",
     "OverlappedStack",
     "ParallelDropout",
+    "ParallelSpec",
     "TrainConfig",
     "Trainer",
     "__version__",
     "parallel_cross_entropy",
+    "parallelize",
     "plan",
     "report",
 ]
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
         parallel_cross_entropy,
         report,
     )
+    from oases.partition import ParallelSpec, parallelize
     from oases.planner import plan
     from oases.train import TrainConfig, Trainer
 

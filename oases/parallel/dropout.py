@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.parallel.randomness import whole_batch_mask
@@ -35,20 +36,27 @@ class ParallelDropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """[batch, ...] -> the same shape; kept values are scaled by 1 / (1 - p)."""
-        if not self.training or self.p == 0 or torch.compiler.is_compiling() or _checkpointed():
+        if not self.training or self.p == 0:
             return super().forward(input)
         cut: int | Literal["whole", "unknown"] = "whole" if self._cut_is_known else "unknown"
         if self.shard_dim is not None:
             cut = self.shard_dim
-        mask = whole_batch_mask(input, 1 - self.p, cut)
-        if mask is None:
-            return super().forward(input)
-        scaled = mask.div_(1 - self.p) if self.p < 1 else mask
-        return input.mul_(scaled) if self.inplace else input * scaled
+        return masked(input, self.p, cut, inplace=self.inplace)
 
     def extra_repr(self) -> str:
         """As `nn.Dropout`, and how the input is cut."""
         return f"{super().extra_repr()}, shard_dim={self.shard_dim}"
+
+
+def masked(x: Tensor, p: float, cut: int | Literal["whole", "unknown"], *, inplace: bool = False) -> Tensor:
+    """`F.dropout` with the mask of the uncut model where that can be had; `cut` as `whole_batch_mask` takes it."""
+    mask = None
+    if not torch.compiler.is_compiling() and not _checkpointed():
+        mask = whole_batch_mask(x, 1 - p, cut)
+    if mask is None:
+        return F.dropout(x, p, inplace=inplace)
+    scaled = mask.div_(1 - p) if p < 1 else mask
+    return x.mul_(scaled) if inplace else x * scaled
 
 
 def adopt_dropouts(blocks: nn.Module) -> None:

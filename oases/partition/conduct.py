@@ -1,0 +1,59 @@
+"""What every call of a parallelized model does first and last: no cache of keys, and the same draws on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from oases.parallel.group import ProcessGroup, group_name, group_of, group_size
+from oases.partition.layers import takes
+
+
+class Conduct:
+    """Hooks of a model.
+
+    Keys and values are not cached unless the caller asks (layers that run together then say why they cannot). In
+    training, what draws random numbers around the layers, such as the dropout of embeddings, draws the same on all
+    ranks, whatever their seeds are: what is whole must stay the same everywhere. The caller's generator is left as it
+    was.
+    """
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
+        self._group = group_name(group)
+        self._caches = takes(model, "use_cache")
+        self._seed: int | None = None
+        self._calls = 0
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._caches and kwargs.get("use_cache") is None:
+            kwargs = {**kwargs, "use_cache": False}
+        if model.training and self._group:
+            cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+            self._before.append((torch.get_rng_state(), cuda))
+            torch.manual_seed(self._next())
+        return args, kwargs
+
+    def _end(self, model: nn.Module, args: Any, result: Any) -> None:
+        if self._before:
+            cpu, cuda = self._before.pop()
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+
+    def _next(self) -> int:
+        """The seed of this call, the same on all ranks: that of the first rank when the model first trained."""
+        if self._seed is None:
+            group = group_of(self._group)
+            said: list[Any] = [torch.initial_seed()] * max(1, group_size(group))
+            if group is not None:
+                dist.all_gather_object(said, torch.initial_seed(), group=group)
+            self._seed = said[0]
+        self._calls += 1
+        return zlib.crc32(f"{self._seed} {self._calls}".encode())

@@ -1,0 +1,152 @@
+"""`parallelize`: a model as its author wrote it becomes one that trains under overlapped tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from oases.errors import UsageError
+from oases.parallel.group import ProcessGroup
+from oases.parallel.mesh import Mesh
+from oases.partition.conduct import Conduct
+from oases.partition.export import UnsplittableError, leaves, twin_of
+from oases.partition.kinds import kinds_of
+from oases.partition.layers import LayerList, made_up_inputs, observe
+from oases.partition.mesh import placed
+from oases.partition.operations import Place
+from oases.partition.ownership import cut_parameters
+from oases.partition.program import Kind, Program
+from oases.partition.report import LayersReport, PartitionReport
+from oases.partition.runner import Layer, Runner
+from oases.partition.spec import ParallelSpec
+from oases.partition.whole import WholeForward
+from oases.planner.plan import Plan
+from oases.schedule import Schedule
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh | Mesh | ProcessGroup | None = None,
+    plan: Plan | None = None,
+    schedule: str | Schedule = "oases",
+    spec: ParallelSpec | None = None,
+    weights: str | Path | Mapping[str, Tensor] | None = None,
+    **stack_options: Any,
+) -> nn.Module:
+    """Cut a model over the ranks of a mesh, in place, and return it.
+
+    model: of transformers, or any nn.Module, unedited, on every rank the same; on `meta` where `weights` are given.
+    mesh: a DeviceMesh (of several dimensions the one named "tp"), a process group, or None for the default group.
+    plan: of `oases.plan`; its schedule and recomputation are taken. schedule: as in OverlappedStack; "layers" hides
+    communication inside each layer alone, and keeps the results of layers for who reads them.
+    spec: what cannot be inferred of the model. weights: a folder or file of safetensors, or a mapping of whole
+    tensors, of which this rank reads its parts. stack_options: others of OverlappedStack, such as sub_batches.
+
+    What is column-parallel, row-parallel and vocabulary-parallel is found from the model's graph, its layers are cut
+    at their all-reduces and run as an OverlappedStack behind the author's own loop over them; what cannot be cut
+    stays as it is. `model.oases_partition` says all of it. Parameters keep their names; those that are cut hold this
+    rank's part. Gradients, loss and logits are those of the whole model.
+    Raises UsageError where sizes do not divide (with the degrees that do), where the model cannot be run on inputs
+    without data, where weights are quantised, or of a plan for another model. Source: arXiv 2206.04959, section 4.
+    """
+    spec = spec or ParallelSpec()
+    group, options = placed(mesh, plan, schedule, stack_options)
+    _refuse_quantised(model)
+    if getattr(model, "oases_partition", None) is not None:
+        raise UsageError(f"{type(model).__name__} was parallelized before; build the model anew")
+    place = Place.of(group)
+    report = PartitionReport(type(model).__name__, place.ranks)
+    twin = twin_of(model)
+    lists = observe(twin, spec.inputs or made_up_inputs(model))
+    if spec.layers is not None:
+        missing = set(spec.layers) - {each.name for each in lists}
+        if missing:
+            raise UsageError(f"spec.layers names {sorted(missing)}; lists found: {[each.name for each in lists]}")
+        lists = [each for each in lists if each.name in spec.layers]
+    found = [(each, kinds_of(each, spec, place)) for each in lists]
+    _require_divisible(
+        [(each.name, kind) for each, kinds in found for kind in kinds if isinstance(kind, Kind)], place
+    )
+    for each, kinds in found:
+        report.layers.append(_install(model, each, kinds, group, options))
+    Conduct(model, group)
+    object.__setattr__(model, "oases_partition", report)
+    return model
+
+
+def _install(
+    model: nn.Module,
+    found: LayerList,
+    kinds: list[Kind | UnsplittableError],
+    group: ProcessGroup | None,
+    options: dict[str, Any],
+) -> LayersReport:
+    """Cut the layers of one list and put what runs them in the place of their forward."""
+    modules = list(model.get_submodule(found.name).children()) if found.name else [model]
+    report = LayersReport(found.name, len(modules), "replicated")
+    cut = [kind for kind in kinds if isinstance(kind, Kind)]
+    reasons = [str(kind) for kind in kinds if isinstance(kind, UnsplittableError)]
+    report.reason = found.broken or (reasons[0] if reasons else "")
+    programs: list[Program] = []
+    if len(cut) == len(kinds) and not found.broken and options["schedule"] != "layers":
+        programs = [
+            _sample(kind, call, at) for kind, call, at in zip(cut, found.calls, found.activations, strict=True)
+        ]
+        report.reason = next((program.reason for program in programs if program.blocks is None), "")
+    for module, kind in zip(modules, kinds, strict=True):
+        if isinstance(kind, Kind):
+            cut_parameters(module, kind.cuts, group)
+    if programs and not report.reason:
+        layers = [Layer(m, k, at) for m, k, at in zip(modules, cut, found.activations, strict=True)]
+        runner = Runner(found.name, layers, programs, group, **options)
+        runner.install()
+        report.runs, report.schedule = "across layers", str(runner.stack.schedule.name)
+        report.blocks_per_layer = len(runner.stack.blocks) // len(layers)
+    else:
+        for module, kind in zip(modules, kinds, strict=True):
+            if isinstance(kind, Kind):
+                module.forward = WholeForward(module, kind)
+                report.runs = "inside layers"
+        if options["schedule"] == "layers":
+            report.reason = report.reason or "schedule='layers' was asked for"
+    for kind in cut[:1]:
+        report.column, report.row = list(kind.columns), list(kind.rows)
+        report.replicated = [name for name, _ in kind.twin.named_parameters() if name not in kind.cuts]
+        report.refused, report.degrees = dict(kind.structure.refused), kind.structure.degrees
+    return report
+
+
+def _sample(kind: Kind, call: Any, at: int) -> Program:
+    flat, tree = leaves(call.args, call.kwargs)
+    return kind.program(flat, tree, at, call.module.training, flat[at].device)
+
+
+def _require_divisible(kinds: list[tuple[str, Kind]], place: Place) -> None:
+    """Raise UsageError, with the degrees that fit, unless all lengths that are cut divide by the degree."""
+    wrong = dict.fromkeys(
+        f"{length} ({name}.*.{of})"
+        for name, kind in kinds
+        for length, of in kind.structure.limits.items()
+        if length % place.ranks
+    )
+    if wrong:
+        fits = sorted(set.intersection(*(set(kind.structure.degrees) for _, kind in kinds)))
+        raise UsageError(
+            f"the tensor-parallel degree {place.ranks} does not divide these numbers of heads or features: "
+            f"{', '.join(wrong)}; degrees that fit this model: {', '.join(map(str, fits))}"
+        )
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        raise UsageError(
+            f"{type(model).__name__} has quantised weights, which cannot be trained; load it unquantised"
+        )
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise UsageError(f"{name} is of type {parameter.dtype}, a quantised weight; load the model unquantised")

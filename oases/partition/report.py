@@ -1,0 +1,63 @@
+"""What the partitioner did with a model: what is cut, how its layers run, and why something is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class LayersReport:
+    """One list of layers. runs: "across layers", "inside layers" or "replicated"; reason: why not across layers."""
+
+    name: str
+    layers: int
+    runs: str
+    schedule: str = ""
+    blocks_per_layer: int = 0
+    reason: str = ""
+    column: list[str] = field(default_factory=list)
+    row: list[str] = field(default_factory=list)
+    replicated: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    degrees: list[int] = field(default_factory=list)
+
+
+@dataclass
+class PartitionReport:
+    """What `parallelize` found and did; `model.oases_partition`. Prints as a table."""
+
+    model: str
+    tensor_parallel: int
+    layers: list[LayersReport] = field(default_factory=list)
+    vocabulary: list[str] = field(default_factory=list)
+    replicated: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}, tensor parallel over {self.tensor_parallel}"]
+        for each in self.layers:
+            how = "replicated" if each.runs == "replicated" else f"overlapped {each.runs}"
+            if each.schedule:
+                how += f", schedule {each.schedule}, {each.blocks_per_layer} sums per layer"
+            lines.append(f"{each.name}: {each.layers} layers, {how}")
+            if each.reason:
+                lines.append(f"  because: {each.reason}")
+            lines.extend(_named("  column-parallel", each.column))
+            lines.extend(_named("  row-parallel", each.row))
+            lines.extend(_named("  replicated", each.replicated))
+            lines.extend(f"  {name} stays whole: {why}" for name, why in each.refused.items())
+        lines.extend(_named("vocabulary-parallel", self.vocabulary))
+        lines.extend(_named("replicated elsewhere", self.replicated))
+        lines.extend(self.notes)
+        return "\n".join(lines)
+
+
+def _named(what: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    return [f"{what}: {', '.join(names)}"] if names else []

@@ -1,0 +1,188 @@
+"""The layers of a model as one stack, behind the author's own loop over them.
+
+The author's code calls layer after layer. Each call but the last is noted and answered with a `Pending`, which has
+a shape and no data; the last runs all of them by the schedule. So masks, tables and flags reach each layer as its
+author passes them, and the code around the layers stays the author's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from oases.parallel.group import ProcessGroup
+from oases.parallel.inputs import BlockInputs
+from oases.parallel.stack import OverlappedStack
+from oases.partition.block import Call, GraphBlock, value_of
+from oases.partition.cutting import Piece
+from oases.partition.export import UnsplittableError, leaves
+from oases.partition.program import Kind, Program
+from oases.partition.splitter import ABSENT
+
+
+class Pending(Tensor):
+    """What a layer returns before the last one has run: a shape, whose data nobody can read yet."""
+
+    origin: str
+
+    @staticmethod
+    def of(x: Tensor, where: str) -> Pending:
+        """In the place of a tensor like `x`."""
+        found: Pending = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Pending, x.shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
+        )
+        found.origin = where
+        return found
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Its shape and type can be asked for; anything else cannot be had."""
+        name = getattr(function, "__name__", "")
+        if name in ("__get__", "__set__", "size", "dim", "is_floating_point", "is_complex", "element_size", "numel"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        where = next(each.origin for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Pending))
+        raise RuntimeError(
+            f"{where} has no result of its own: its layers run together, overlapped, when the last one is called, "
+            f"and something called {name or function}() on it; leave out output_hidden_states and the like, or give "
+            "parallelize() schedule='layers', which hides communication inside each layer alone"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Never reached by way of torch's functions."""
+        raise RuntimeError(f"{function} on the result of a layer that has not run yet")
+
+
+class Layer:
+    """One layer behind the author's loop. activation: the place of its hidden states among the leaves of a call."""
+
+    def __init__(self, module: nn.Module, kind: Kind, activation: int) -> None:
+        self.module = module
+        self.kind = kind
+        self.activation = activation
+
+    def program(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
+        """The program for a call, `x` in the place of its activation."""
+        found = [*found[: self.activation], x, *found[self.activation + 1 :]]
+        return self.kind.program(found, tree, self.activation, self.module.training, x.device)
+
+
+class Runner:
+    """A list of layers that run as one OverlappedStack.
+
+    layers: in the order of their calls. name: that of the list in the model. programs: one of each layer, for a
+    sample call, whose blocks the stack has. Options are those of OverlappedStack.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layers: Sequence[Layer],
+        programs: Sequence[Program],
+        group: ProcessGroup | None,
+        **options: Any,
+    ) -> None:
+        self.name = name
+        self.layers = list(layers)
+        blocks: list[GraphBlock] = []
+        self.layer_of: list[int] = []
+        for index, (layer, program) in enumerate(zip(layers, programs, strict=True)):
+            assert program.blocks is not None
+            for number, pieces in enumerate(program.blocks):
+                reads = [*pieces.partial.reads, *pieces.combine.reads]
+                names = {program.exported.parameters[each] for each in reads if each in program.exported.parameters}
+                blocks.append(GraphBlock(layer.module, number, names, dict(layer.kind.cuts), group))
+                self.layer_of.append(index)
+        self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
+        self._calls: list[tuple[list[Any], pytree.TreeSpec]] = []
+        self._x: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def install(self) -> None:
+        """Put the runner behind the layers' forward."""
+        for index, layer in enumerate(self.layers):
+            layer.module.forward = self._forward_of(index)
+
+    def _forward_of(self, index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._called(index, args, kwargs)
+
+        return forward
+
+    def _called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found, tree = leaves(args, kwargs)
+        layer = self.layers[index]
+        x = found[layer.activation] if layer.activation < len(found) else None
+        if index == 0:
+            self._calls, self._x, self._pending = [], x, None
+        elif index != len(self._calls) or x is not self._pending:
+            got = "the result of another layer or of code in between" if isinstance(x, Tensor) else repr(x)
+            raise RuntimeError(
+                f"{self.name}.{index} was called with {got}, where its layers run together, one on the result of the "
+                "one before; give parallelize() schedule='layers', which hides communication inside each layer alone"
+            )
+        first = self._x
+        assert first is not None
+        self._calls.append((found, tree))
+        where = f"{self.name}.{index}"
+        program = layer.program(self._with(found, layer, first), tree, first)
+        if program.blocks is None:
+            raise UnsplittableError(f"{where}, called so: {program.reason}")
+        out: Tensor
+        if index + 1 == len(self.layers):
+            out = self._run()
+        else:
+            out = self._pending = Pending.of(first, where)
+        rest = [self._beside(each, layer, program, self._with(found, layer, first), where) for each in program.beside]
+        return pytree.tree_unflatten([out, *rest], program.exported.result)
+
+    def _beside(self, other: Any, layer: Layer, program: Program, found: list[Any], where: str) -> Any:
+        """One of a layer's other results: now, if it does not need the layers to have run."""
+        if other is ABSENT:
+            return Pending.of(found[layer.activation], f"{where}, of which this is another result,")
+        if not isinstance(other, Piece):
+            return other
+        x = found[layer.activation]
+        inputs = dict(zip(program.exported.inputs, found, strict=True))
+        read = [value_of(source, program.exported, layer.module, inputs, x.device) for source in other.reads]
+        return other.run(x, *read)
+
+    @staticmethod
+    def _with(found: list[Any], layer: Layer, x: Tensor) -> list[Any]:
+        return [*found[: layer.activation], x, *found[layer.activation + 1 :]]
+
+    def _run(self) -> Tensor:
+        x, calls = self._x, self._calls
+        assert x is not None
+        self._x, self._calls, self._pending = None, [], None
+        of_layer = [self._inputs(layer, x, *call) for layer, call in zip(self.layers, calls, strict=True)]
+        for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
+            assert isinstance(block, GraphBlock)
+            block.adopt(self.layers[index].module)
+        if any(layer.module.training != self.stack.training for layer in self.layers):
+            self.stack.train(self.layers[0].module.training)
+        found: Tensor = self.stack(x, [of_layer[index] for index in self.layer_of])
+        return found
+
+    def _inputs(self, layer: Layer, x: Tensor, found: list[Any], tree: pytree.TreeSpec) -> BlockInputs:
+        """What travels along to a layer's blocks."""
+        program = layer.program(found, tree, x)
+
+        def programs(part: Tensor, rest: tuple[Any, ...]) -> Program:
+            return layer.program(list(rest), tree, part)
+
+        flags = [
+            isinstance(leaf, Tensor)
+            and at != layer.activation
+            and program.per_sample(at, self._with(found, layer, x))
+            for at, leaf in enumerate(found)
+        ]
+        values = [None if at == layer.activation else leaf for at, leaf in enumerate(found)]
+        return BlockInputs((Call(layer.module, programs), *values), (False, *flags))
