@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
+from oases.parallel.sharding import Cut
 
 
 def all_reduce(x: Tensor, process_group: ProcessGroup | None, label: str, *, largest: bool = False) -> Tensor:
@@ -23,17 +24,31 @@ def all_reduce(x: Tensor, process_group: ProcessGroup | None, label: str, *, lar
     return x
 
 
-def all_gather_last(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
-    """Join every rank's [..., n] to [..., t * n], without a gradient."""
+def all_gather_cut(x: Tensor, cut: Cut, process_group: ProcessGroup | None, label: str) -> Tensor:
+    """Join every rank's part of what `cut` cuts, without a gradient.
+
+    Parts of unequal length are padded to the longest on the wire: a collective takes equal shapes.
+    """
     size = group_size(process_group)
     if size == 1:
         return x
     assert process_group is not None
+    held = [sum(last - first for first, last in cut.ranges(rank, size)) for rank in range(size)]
     x = x.contiguous()
+    if x.shape[cut.dim] < max(held):
+        filling = x.new_zeros(()).expand(x.narrow(cut.dim, 0, 1).shape)
+        x = torch.cat([x, *[filling] * (max(held) - x.shape[cut.dim])], cut.dim)
     parts = x.new_empty((size, *x.shape))
     scheduler = scheduler_of(process_group)
     scheduler.wait(scheduler.all_gather(parts, x, label))
-    return parts.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
+    if cut.dim == 0 and len(cut.segments) == 1 and min(held) == max(held):
+        return parts.flatten(0, 1)  # without a copy
+    return cut.join([part.narrow(cut.dim, 0, length) for part, length in zip(parts, held, strict=True)])
+
+
+def all_gather_last(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
+    """Join every rank's [..., n] to [..., t * n], without a gradient."""
+    return all_gather_cut(x, Cut(-1, (group_size(process_group) * x.shape[-1],)), process_group, label)
 
 
 def part_of_last(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
@@ -44,13 +59,14 @@ def part_of_last(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup) -> Tensor:
-        ctx.process_group = process_group
-        return all_gather_last(x, process_group, "gather output")
+    def forward(ctx: Any, x: Tensor, cut: Cut, process_group: ProcessGroup, label: str) -> Tensor:
+        ctx.cut, ctx.process_group = cut, process_group
+        return all_gather_cut(x.detach(), cut, process_group, label)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return part_of_last(grad, ctx.process_group).contiguous(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        rank, ranks = group_rank(ctx.process_group), group_size(ctx.process_group)
+        return ctx.cut.take(grad, rank, ranks).contiguous(), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -74,9 +90,14 @@ class _Reduce(torch.autograd.Function):
         return grad, None, None
 
 
-def gather(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
-    """Differentiable `all_gather_last`: part -> whole."""
-    return x if group_size(process_group) == 1 else _Gather.apply(x, process_group)
+def gather(
+    x: Tensor, process_group: ProcessGroup | None, cut: Cut | None = None, label: str = "gather output"
+) -> Tensor:
+    """Differentiable `all_gather_cut`: part -> whole. cut: even parts of the last dimension unless given."""
+    size = group_size(process_group)
+    if size == 1:
+        return x
+    return _Gather.apply(x, cut or Cut(-1, (size * x.shape[-1],)), process_group, label)
 
 
 def scatter(x: Tensor, process_group: ProcessGroup | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding: each rank holds an equal range of the table's rows.
+"""Vocabulary-parallel embedding: each rank holds a range of the table's rows.
 
 Looking up is free next to sending activations, so the cheaper of two exact ways is taken by bytes: sum the
 partial look-ups (2 x tokens x width on the wire), or gather the table (rows x width), as byte models want.
@@ -6,15 +6,16 @@ partial look-ups (2 x tokens x width on the wire), or gather the table (rows x w
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oases.parallel.collectives import reduce
-from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, resolve, scheduler_of, shard_size
+from oases.parallel.collectives import gather, reduce
+from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
 from oases.parallel.linear import shard
+from oases.parallel.sharding import Cut
 
 
 def require_range(what: str, indices: Tensor, size: int) -> None:
@@ -27,20 +28,24 @@ def require_range(what: str, indices: Tensor, size: int) -> None:
             raise IndexError(f"{what} {low if low < 0 else high} is out of range for a vocabulary of {size}")
 
 
-class _GatherTable(torch.autograd.Function):
-    """[rows / t, width] -> [rows, width]. Every rank sees every token, so each computes its own rows' gradient."""
+def look_up(
+    tokens: Tensor, weight: Tensor, rows: int, process_group: ProcessGroup, padding: int | None = None
+) -> Tensor:
+    """The rows of a table that is cut over the group, as `Cut(0, (rows,))` cuts it: [...] -> [..., width], whole.
 
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, process_group: ProcessGroup) -> Tensor:
-        ctx.process_group = process_group
-        scheduler = scheduler_of(process_group)
-        table = weight.new_empty((weight.shape[0] * scheduler.size, weight.shape[1]))
-        scheduler.wait(scheduler.all_gather(table, weight.detach().contiguous(), "embedding table"))
-        return table
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return shard(grad, 0, ctx.process_group).contiguous(), None
+    tokens: integers in [0, rows), the same on every rank. weight: this rank's rows, [about rows / t, width].
+    padding: the row that gets no gradient. Every rank sees every token, so each computes its own rows' gradient.
+    """
+    require_range("token", tokens, rows)
+    cut = Cut(0, (rows,))
+    if rows < 2 * tokens.numel():
+        return F.embedding(tokens, gather(weight, process_group, cut, "embedding table"), padding)
+    ((first, last),) = cut.ranges(group_rank(process_group), group_size(process_group))
+    mine = (tokens >= first) & (tokens < last)
+    if padding is not None:
+        padding = padding - first if first <= padding < last else None
+    found = F.embedding((tokens - first).where(mine, 0), weight, padding)
+    return reduce(found.where(mine.unsqueeze(-1), 0.0), process_group, "embedding")
 
 
 class OverlappedEmbedding(HoldsGroup, nn.Module):
@@ -87,14 +92,7 @@ class OverlappedEmbedding(HoldsGroup, nn.Module):
         if self.tensor_parallel == 1:
             return F.embedding(tokens, self.weight)
         assert self.process_group is not None
-        require_range("token", tokens, self.num_embeddings)
-        if self.num_embeddings < 2 * tokens.numel():
-            return F.embedding(tokens, _GatherTable.apply(self.weight, self.process_group))
-        rows = self.weight.shape[0]
-        local = tokens - group_rank(self.process_group) * rows
-        mine = (local >= 0) & (local < rows)
-        found = F.embedding(local.where(mine, 0), self.weight)
-        return reduce(found.where(mine.unsqueeze(-1), 0.0), self.process_group, "embedding")
+        return look_up(tokens, self.weight, self.num_embeddings, self.process_group)
 
     def extra_repr(self) -> str:
         """Whole sizes, then how they are cut."""

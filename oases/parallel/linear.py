@@ -92,13 +92,7 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
         return layer
 
     def _product(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        device = x.device.type
-        # Custom ops are not on autocast's lists; devices without autocast (meta) must not be asked for its state.
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x, weight, bias = under_autocast(x, self.weight, self.bias)
         return self._chunks.product(self.num_chunks, x, weight, bias, self._group_name, self.sequence_parallel)
 
     def extra_repr(self) -> str:
@@ -108,6 +102,16 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
             f"bias={self.bias is not None}, tensor_parallel={self.tensor_parallel}, "
             f"num_chunks={self.num_chunks}, sequence_parallel={self.sequence_parallel}"
         )
+
+
+def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands of a product in autocast's type, where it is on. Custom ops are not on its lists."""
+    device = x.device.type
+    # Devices without autocast (meta) must not be asked for its state.
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return x, weight, bias
 
 
 def shard(whole: Tensor, dim: int | None, process_group: ProcessGroup | None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from oases.parallel.collectives import all_reduce
 from oases.parallel.embedding import require_range
 from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
+from oases.parallel.sharding import Cut
 
 
 def _at_least_float(x: Tensor) -> Tensor:
@@ -23,43 +24,89 @@ def _at_least_float(x: Tensor) -> Tensor:
 
 
 class _ParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, process_group: ProcessGroup) -> Tensor:
-        part = logits.shape[-1]
-        logits = _at_least_float(logits)
-        largest = all_reduce(logits.amax(-1), process_group, "cross-entropy", largest=True)
-        exponentials = (logits - largest.unsqueeze(-1)).exp_()
-        local = targets - group_rank(process_group) * part
-        mine = (local >= 0) & (local < part) & ~ignored
-        local = local.where(mine, 0)
-        target_logit = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) - largest
-        sums = torch.stack([exponentials.sum(-1), target_logit.where(mine, 0.0)])
-        normalizer, target_logit = all_reduce(sums, process_group, "cross-entropy").unbind(0)
-        ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), local, mine, ignored)
-        return (normalizer.log() - target_logit).masked_fill(ignored, 0.0)
+    """Losses of single tokens: logits [..., part], targets and ignored [...] -> [...]."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        ignored: Tensor,
+        vocabulary: int,
+        smoothing: float,
+        process_group: ProcessGroup,
+    ) -> Tensor:
+        ((first, last),) = Cut(-1, (vocabulary,)).ranges(group_rank(process_group), group_size(process_group))
+        logits = _at_least_float(logits)
+        largest = all_reduce(logits.amax(-1), process_group, "cross-entropy", largest=True)
+        shifted = logits - largest.unsqueeze(-1)
+        mine = (targets >= first) & (targets < last) & ~ignored
+        local = (targets - first).where(mine, 0)
+        picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0.0)
+        # A smoothed target is the right token and a little of every token: of the mean of all logits.
+        terms = [shifted.sum(-1)] if smoothing else []
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(-1), picked, *terms])
+        normalizer, expected, *total = all_reduce(sums, process_group, "cross-entropy").unbind(0)
+        if smoothing:
+            expected = (1 - smoothing) * expected + (smoothing / vocabulary) * total[0]
+        ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), local, mine, ignored)
+        ctx.vocabulary, ctx.smoothing = vocabulary, smoothing
+        return (normalizer.log() - expected).masked_fill(ignored, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
         softmax, local, mine, ignored = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0.0)
-        one_hot = torch.zeros_like(softmax).scatter_(-1, local.unsqueeze(-1), mine.unsqueeze(-1).to(softmax.dtype))
-        return (softmax - one_hot) * grad.unsqueeze(-1), None, None, None
+        target = (ctx.smoothing - 1) * mine.unsqueeze(-1).to(softmax.dtype)
+        difference = softmax.scatter_add(-1, local.unsqueeze(-1), target)
+        if ctx.smoothing:
+            difference -= ctx.smoothing / ctx.vocabulary
+        return difference.mul_(grad.unsqueeze(-1)), None, None, None, None, None
 
 
 def parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, *, process_group: ProcessGroup | None = None, ignore_index: int = -100
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    process_group: ProcessGroup | None = None,
+    ignore_index: int = -100,
+    vocabulary: int | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Mean cross-entropy in nats over logits whose vocabulary is cut over the group.
+    """Cross-entropy in nats over logits whose vocabulary is cut over the group, as `F.cross_entropy` computes it.
 
     logits: [..., vocabulary / t], this rank's part; targets: [...], indices into the whole vocabulary, the same
-    on every rank; those equal to ignore_index do not count. Returns a scalar, the same on every rank.
+    on every rank; those equal to ignore_index do not count. vocabulary: the whole one's size where its parts are not
+    equal, as `Cut` cuts it. reduction: "mean" and "sum" return a scalar, "none" a loss per target, in float32 or
+    float64; the same on every rank. ValueError for shapes that do not fit and for another reduction.
     """
     group = resolve(process_group)
+    ranks = group_size(group)
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit targets of {tuple(targets.shape)}")
-    if group_size(group) == 1:
-        return F.cross_entropy(_at_least_float(logits).flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
+    if group is None or ranks == 1:
+        losses = F.cross_entropy(
+            _at_least_float(logits).flatten(0, -2) if targets.dim() else _at_least_float(logits),
+            targets.flatten() if targets.dim() else targets,
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+        )  # fmt: skip
+        return losses.reshape(targets.shape) if reduction == "none" else losses
+    vocabulary = logits.shape[-1] * ranks if vocabulary is None else vocabulary
+    ((first, last),) = Cut(-1, (vocabulary,)).ranges(group.rank(), ranks)
+    if logits.shape[-1] != last - first:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} are no part of a vocabulary of {vocabulary}: rank {group.rank()} "
+            f"of {ranks} holds {last - first}; give the whole vocabulary's size as vocabulary="
+        )
     ignored = targets == ignore_index
-    require_range("target", targets.masked_fill(ignored, 0), logits.shape[-1] * group_size(group))
-    losses: Tensor = _ParallelCrossEntropy.apply(logits, targets, ignored, group)
-    return losses.sum() / (~ignored).sum()
+    require_range("target", targets.masked_fill(ignored, 0), vocabulary)
+    losses = _ParallelCrossEntropy.apply(logits, targets, ignored, vocabulary, label_smoothing, group)
+    if reduction == "none":
+        return losses
+    return losses.sum() / (~ignored).sum() if reduction == "mean" else losses.sum()

@@ -4,7 +4,9 @@ import torch.distributed as dist
 from torch import nn
 
 from oases import OverlappedEmbedding
+from oases.parallel.embedding import look_up
 from oases.parallel.linear import shard
+from oases.parallel.sharding import Cut
 
 ROWS, WIDTH = 16, 6
 
@@ -31,6 +33,29 @@ def test_equals_embedding(two_ranks, num_tokens):
 def test_four_ranks(four_ranks):
     four_ranks.run(check, 2)
     four_ranks.run(check, 40)
+
+
+def check_uneven(rows, num_tokens, padding):
+    torch.manual_seed(0)
+    table = nn.Embedding(rows, WIDTH, padding_idx=padding)
+    cut, rank, ranks = Cut(0, (rows,)), dist.get_rank(), dist.get_world_size()
+    weight = cut.take(table.weight.detach(), rank, ranks).clone().requires_grad_()
+    tokens = torch.randint(rows, (2, num_tokens))
+    tokens[0, 0] = padding
+    grad = torch.randn(2, num_tokens, WIDTH)
+    expected = table(tokens)
+    expected.backward(grad)
+    y = look_up(tokens, weight, rows, dist.group.WORLD, padding)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    y.backward(grad)
+    torch.testing.assert_close(weight.grad, cut.take(table.weight.grad, rank, ranks))
+
+
+@pytest.mark.parametrize("padding", [0, 8, 16])
+@pytest.mark.parametrize("num_tokens", [3, 40], ids=["summed", "gathered"])
+def test_uneven_rows_and_a_padding_row(two_ranks, four_ranks, num_tokens, padding):
+    two_ranks.run(check_uneven, 17, num_tokens, padding)
+    four_ranks.run(check_uneven, 19, num_tokens, padding)
 
 
 def test_group_of_one():
