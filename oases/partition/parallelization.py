@@ -23,6 +23,7 @@ from oases.partition.program import Kind, Program
 from oases.partition.report import LayersReport, PartitionReport
 from oases.partition.runner import Layer, Runner
 from oases.partition.spec import ParallelSpec
+from oases.partition.vocabulary import shard_vocabulary
 from oases.partition.whole import WholeForward
 from oases.planner.plan import Plan
 from oases.schedule import Schedule
@@ -74,6 +75,7 @@ def parallelize(
     )
     for each, kinds in found:
         report.layers.append(_install(model, each, kinds, group, options))
+    _cut_vocabulary(model, spec, group, report)
     Conduct(model, group)
     object.__setattr__(model, "oases_partition", report)
     return model
@@ -119,6 +121,20 @@ def _install(
         report.replicated = [name for name, _ in kind.twin.named_parameters() if name not in kind.cuts]
         report.refused, report.degrees = dict(kind.structure.refused), kind.structure.degrees
     return report
+
+
+def _cut_vocabulary(
+    model: nn.Module, spec: ParallelSpec, group: ProcessGroup | None, report: PartitionReport
+) -> None:
+    vocabulary = spec.vocabulary_of(model)
+    if vocabulary is None or group is None:
+        return
+    try:
+        shard_vocabulary(model, vocabulary, group)
+    except ValueError as error:
+        report.notes.append(f"the vocabulary stays whole: {error}")
+    else:
+        report.vocabulary = [*vocabulary.tables, *vocabulary.heads]
 
 
 def _sample(kind: Kind, call: Any, at: int) -> Program:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import nn
+
+from oases.errors import UsageError
+from oases.partition.vocabulary import Vocabulary, find_vocabulary
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,26 @@ class ParallelSpec:
     vocabulary: str | None = None
     heads: tuple[str, ...] = ()
 
+    def vocabulary_of(self, model: nn.Module) -> Vocabulary | None:
+        """The tables and heads to cut. UsageError for names of other modules."""
+        if self.vocabulary == "":
+            return None
+        if self.vocabulary is None and not self.heads:
+            found = find_vocabulary(model)
+            cut = found is not None and not any(self.keeps_whole(f"{name}.weight") for name in found.tables)
+            return found if cut else None
+        table, heads = _module(model, self.vocabulary or "", nn.Embedding), {}
+        for name in self.heads:
+            heads[name] = _module(model, name, nn.Linear)
+        return Vocabulary(table.num_embeddings, {self.vocabulary or "": table}, heads)
+
     def keeps_whole(self, name: str) -> bool:
         """Whether a parameter is to stay whole."""
         return any(fnmatch(name, pattern) for pattern in self.replicate)
+
+
+def _module(model: nn.Module, name: str, kind: type[M]) -> M:
+    found = dict(model.named_modules()).get(name)
+    if not isinstance(found, kind):
+        raise UsageError(f"spec names {name!r}, which is {type(found).__name__} and not {kind.__name__}")
+    return found

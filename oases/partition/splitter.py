@@ -228,7 +228,7 @@ class Splitter:
         return length // self.ranks
 
     def cut(self, node: Any, dim: int, segments: Segments) -> fx.Node | None:
-        """The rank's node of a parameter that is cut; None for None. Not if another product cuts it in another way."""
+        """The rank's node of a parameter that is cut; None for None. Not if another product cuts it otherwise."""
         if node is None:
             return None
         name, cut = self.exported.parameters[node.name], Cut(dim, segments)
