@@ -28,6 +28,9 @@ class Conduct:
         self._seed: int | None = None
         self._calls = 0
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def begin(self, model: nn.Module) -> None:
+        """Put the hooks on the model."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 

@@ -89,13 +89,9 @@ def observe(model: nn.Module, inputs: Inputs) -> list[LayerList]:
                 calls[name].append(Called(layer, args, kwargs, result, sum(map(len, calls.values()))))
 
             handles.append(layer.register_forward_hook(note, with_kwargs=True))
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
         with running_without_data():
-            args, kwargs = inputs
-            if takes(model, "use_cache"):  # a pass for training keeps no keys and values
-                kwargs = {"use_cache": False, **kwargs}
-            args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: without_data(tensor, device), (args, kwargs))
+            args, kwargs = _complete(model, inputs)
             model(*args, **kwargs)
     except Exception as error:  # a stranger's forward raises what it likes
         raise UsageError(
@@ -106,6 +102,20 @@ def observe(model: nn.Module, inputs: Inputs) -> list[LayerList]:
         for handle in handles:
             handle.remove()
     return [_chained(name, list(module), calls[name]) for name, module in lists if calls[name]]
+
+
+def as_one_layer(model: nn.Module, inputs: Inputs) -> LayerList:
+    """A model without lists of layers, as a list of one that is the model itself."""
+    args, kwargs = _complete(model, inputs)
+    why = "the model has no list of layers that it calls one after the other"
+    return LayerList("", [Called(model, args, kwargs, None, 0)], [-1], why)
+
+
+def _complete(model: nn.Module, inputs: Inputs) -> Inputs:
+    """Without data, and for a pass that keeps no keys and values."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: without_data(tensor, device), inputs)
+    return args, {"use_cache": False, **kwargs} if takes(model, "use_cache") else kwargs
 
 
 def _alike(modules: Any) -> bool:

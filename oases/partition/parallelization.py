@@ -15,7 +15,7 @@ from oases.parallel.mesh import Mesh
 from oases.partition.conduct import Conduct
 from oases.partition.export import UnsplittableError, leaves, twin_of
 from oases.partition.kinds import kinds_of
-from oases.partition.layers import LayerList, made_up_inputs, observe
+from oases.partition.layers import LayerList, as_one_layer, made_up_inputs, observe
 from oases.partition.mesh import placed
 from oases.partition.operations import Place
 from oases.partition.ownership import cut_parameters
@@ -63,7 +63,10 @@ def parallelize(
     place = Place.of(group)
     report = PartitionReport(type(model).__name__, place.ranks)
     twin = twin_of(model)
-    lists = observe(twin, spec.inputs or made_up_inputs(model))
+    inputs = spec.inputs or made_up_inputs(model)
+    lists = observe(twin, inputs)
+    if not lists and not spec.layers:
+        lists = [as_one_layer(twin, inputs)]
     if spec.layers is not None:
         missing = set(spec.layers) - {each.name for each in lists}
         if missing:
@@ -73,10 +76,11 @@ def parallelize(
     _require_divisible(
         [(each.name, kind) for each, kinds in found for kind in kinds if isinstance(kind, Kind)], place
     )
+    conduct = Conduct(model, group)
     for each, kinds in found:
         report.layers.append(_install(model, each, kinds, group, options))
     _cut_vocabulary(model, spec, group, report)
-    Conduct(model, group)
+    conduct.begin(model)
     object.__setattr__(model, "oases_partition", report)
     return model
 
@@ -127,7 +131,7 @@ def _cut_vocabulary(
     model: nn.Module, spec: ParallelSpec, group: ProcessGroup | None, report: PartitionReport
 ) -> None:
     vocabulary = spec.vocabulary_of(model)
-    if vocabulary is None or group is None:
+    if vocabulary is None or group is None or isinstance(model.forward, WholeForward):
         return
     try:
         shard_vocabulary(model, vocabulary, group)

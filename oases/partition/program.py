@@ -157,7 +157,7 @@ class Kind:
             walk = self._walked(exported)
         blocks, others, reason = None, list[Any](), ""
         try:
-            name = None if activation is None else exported.inputs[activation]
+            name = None if activation is None or activation < 0 else exported.inputs[activation]
             if name is None:
                 raise UnsplittableError("it has no activation")
             blocks, others = cut(walk, name), beside(walk, name)

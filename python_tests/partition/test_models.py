@@ -1,0 +1,94 @@
+"""Unedited models of transformers under tensor parallelism against themselves in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from partition.zoo import MODELS, OTHERS, batch, build
+
+import oases
+from oases.parallel.sharding import cuts
+
+
+def whole(part, cut):
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    return cut.join(parts)
+
+
+def gradients_apart(model, parallel):
+    """The largest difference of a gradient, relative to the largest entry of it.
+
+    That of a bias of keys is zero but for rounding: there, relative to a thousandth of the largest of all.
+    """
+    known, worst = cuts(parallel), (0.0, "")
+    floor = 1e-3 * max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
+    theirs = dict(parallel.named_parameters())
+    for name, parameter in model.named_parameters():
+        got = theirs.pop(name)
+        if parameter.grad is None:
+            assert got.grad is None or not got.grad.any(), name
+            continue
+        gradient = whole(got.grad, known[id(got)]) if id(got) in known else got.grad
+        scale = max(parameter.grad.abs().max(), floor)
+        worst = max(worst, (float((gradient - parameter.grad).abs().max() / scale), name))
+    assert not theirs
+    return worst
+
+
+def trained_beside_itself(name, options):
+    model, parallel = build(name), build(name)
+    oases.parallelize(parallel, **options)
+    report = parallel.oases_partition
+    data = batch(name)
+    expected, got = model(**data), parallel(**data)
+    apart = float((got.logits - expected.logits).abs().max() / expected.logits.abs().max())
+    expected.loss.backward()
+    got.loss.backward()
+    gradients = gradients_apart(model, parallel)
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (parallel, model))
+    losses = []
+    for step in range(10):
+        data = batch(name, seed=step)
+        pair = []
+        for each, optimizer in ((model, theirs), (parallel, ours)):
+            optimizer.zero_grad()
+            loss = each(**data).loss
+            loss.backward()
+            optimizer.step()
+            pair.append(float(loss.detach()))
+        losses.append(pair)
+    rows = [(row.where, row.collectives, row.hidden) for row in oases.report().stacks]
+    return {"logits": apart, "gradients": gradients, "losses": losses, "report": report.json(), "rows": rows}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_the_promise(two_ranks, name):
+    for result in two_ranks.run(trained_beside_itself, name, {}):
+        assert result["logits"] <= 1e-5
+        assert result["gradients"][0] <= 1e-5, result["gradients"]
+        for expected, got in result["losses"]:
+            assert got == pytest.approx(expected, rel=1e-5)
+        lists = result["report"]["layers"]
+        assert [each["runs"] for each in lists] == ["across layers"] * len(lists)
+        assert all(each["schedule"] == "oases" for each in lists)
+        for each in lists:  # the stack's own account of it: collectives were in flight while others computed
+            assert any(each["name"] in where and collectives for where, collectives, _ in result["rows"])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_nobody_thought_of(two_ranks, name):
+    for result in two_ranks.run(trained_beside_itself, name, {}):
+        assert result["logits"] <= 1e-5
+        assert result["gradients"][0] <= 1e-5, result["gradients"]
+        for expected, got in result["losses"]:
+            assert got == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "layers"}, {"recompute": "full"}, {"schedule": "sync"}, {"sub_batches": 3}]
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "phi"])
+def test_other_ways_to_run(two_ranks, name, options):
+    for result in two_ranks.run(trained_beside_itself, name, options):
+        assert result["logits"] <= 1e-5
+        assert result["gradients"][0] <= 1e-5, result["gradients"]
