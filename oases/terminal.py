@@ -12,6 +12,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -121,3 +122,15 @@ def predictions_table(result: dict[str, Any]) -> Table:
             f"{100 * row['prediction_error']:+.1f} %",
         )  # fmt: skip
     return table
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner and the seconds since while work of unknown length goes on; where no terminal is, one line."""
+    if not console.is_terminal:
+        console.print(f"{what} ...", soft_wrap=True)
+        yield
+        return
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
+        bar.add_task(what, total=None)
+        yield

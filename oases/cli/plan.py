@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from oases.cli.graph import add_graph, require_no_graph, show_graph
 from oases.cli.options import command, require_writable, write_json
 from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, published_rows
 from oases.errors import UsageError
@@ -30,6 +31,7 @@ def add(commands: Any) -> None:
     add_model(plan)
     add_cluster(plan)
     add_limits(plan)
+    add_graph(plan)
     plan.add_argument("--explain", action="store_true", help="show the best plans of other kinds and what they lose")
     plan.add_argument(
         "--objective", choices=("simulated", "published"), default="simulated",
@@ -76,6 +78,10 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.planner.explain import rivals
     from oases.terminal import console
 
+    if options.graph is not None:
+        show_graph(options)
+        return
+    require_no_graph(options)
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
     require_runnable(model)
     space = space_of(options)

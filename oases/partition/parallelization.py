@@ -103,7 +103,7 @@ def _install(
         programs = [
             _sample(kind, call, at) for kind, call, at in zip(cut, found.calls, found.activations, strict=True)
         ]
-        report.reason = next((program.reason for program in programs if program.blocks is None), "")
+        report.reason = next((why for program in programs if (why := program.why_not_in_a_stack)), "")
     for module, kind in zip(modules, kinds, strict=True):
         if isinstance(kind, Kind):
             cut_parameters(module, kind.cuts, group)

@@ -99,9 +99,19 @@ class Program:
         if name is None or not tensors[leaf].dim():
             return False
         mine, batch = (nodes[each].meta["val"].shape[0] for each in (name, x))  # type: ignore[index]
-        if isinstance(batch, int) or isinstance(mine, int):
-            return isinstance(batch, int) and batch > 1 and mine == batch
-        return bool(mine.node.expr == batch.node.expr)
+        if isinstance(batch, int):
+            return batch > 1 and mine == batch
+        return not isinstance(mine, int) and bool(mine.node.expr == batch.node.expr)
+
+    @property
+    def why_not_in_a_stack(self) -> str:
+        """Why its blocks cannot run in sub-batches; empty where they can."""
+        if self.blocks is None:
+            return self.reason
+        assert self.activation is not None
+        name = self.exported.inputs[self.activation]
+        (x,) = (node for node in self.exported.graph.nodes if node.op == "placeholder" and node.name == name)
+        return "its graph is good for one batch size alone" if isinstance(x.meta["val"].shape[0], int) else ""
 
     def module(self) -> tuple[Any, tuple[str, ...]]:
         """The whole layer as a function with its sums in it, and the placeholders it reads."""

@@ -216,6 +216,9 @@ class Splitter:
         for source in node.all_input_nodes:
             of = of or source.meta.get("of", "")
         node.meta["of"] = of
+        like = node.meta.get("like")
+        if like is not None and not isinstance(like.meta["val"].shape[dim], int):
+            raise UnsplittableError(f"{like.name}: what is split is joined with a length that varies")
         for length in segments:
             self.limits.setdefault(length, of)
             self.local(length)

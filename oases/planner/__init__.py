@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 from oases.errors import UsageError
+from oases.graph.layer_graph import LayerGraph
+from oases.graph.shape import shape_of_graph
 from oases.planner.choose import rank_plans
 from oases.planner.plan import Plan, Prediction, Segment, Stage
 from oases.planner.predict import Predictor
@@ -32,11 +35,12 @@ def plan(
 ) -> Plan:
     """The fastest plan that fits, with what is predicted of it.
 
-    model: a ModelShape, the name of one ("gpt-1.3b"), or anything with hidden, layers, heads and sequence, such as a
-    GPTConfig. global_batch: samples of one optimizer step. sequence: tokens per sample, in place of the model's.
+    model: a ModelShape, the name of one ("gpt-1.3b"), anything with hidden, layers, heads and sequence, such as a
+    GPTConfig, a LayerGraph, or a model of transformers, which is traced; `shape_of_graph` says what is approximated
+    of these two. global_batch: samples of one optimizer step. sequence: tokens per sample, in place of the model's.
     budget: bytes that a rank may fill. Raises NoPlanError, which says what would fit, and UsageError.
     """
-    shape = shape_of(model)
+    shape = shape_of(model, sequence)
     if sequence is not None:
         shape = replace(shape, sequence=sequence)
     require_runnable(shape)
@@ -44,10 +48,16 @@ def plan(
     return rank_plans(shape, hardware, world, global_batch, budget=budget, space=space)[0]
 
 
-def shape_of(model: Any) -> ModelShape:
-    """The sizes of a model given in any way that `plan` takes."""
+def shape_of(model: Any, sequence: int | None = None) -> ModelShape:
+    """The sizes of a model given in any way that `plan` takes. sequence: tokens per sample, where it is traced."""
     if isinstance(model, ModelShape):
         return model
+    if isinstance(model, LayerGraph):
+        return shape_of_graph(model)
+    if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
+        from oases.graph.trace import trace
+
+        return shape_of_graph(trace(model, sequence=sequence))
     if isinstance(model, str):
         return model_called(model)
     names = ("hidden", "layers", "heads", "sequence", "vocabulary")

@@ -112,8 +112,13 @@ class Hardware:
     def block_times(self, model: ModelShape, kind: BlockKind, tp: int, samples: float) -> BlockTimes:
         """Times of one block's ops for a sub-batch of `samples`: as measured, or by the device's rates."""
         measured = self._measured.get((kind, model.hidden, model.heads, model.sequence, model.dtype, tp))
-        if measured is not None:
+        if measured is not None and model.is_gpt:
             return _between(measured, samples)
+        if self.blocks and not model.is_gpt:
+            raise UsageError(
+                f"profile {self.name!r} holds measured blocks of GPTs, and {model.name!r} has blocks of other widths;"
+                " give a cluster by name, or a profile without blocks"
+            )
         if self.blocks:
             raise UsageError(
                 f"profile {self.name!r} holds no {kind} block of hidden {model.hidden}, {model.heads} heads, "
@@ -140,8 +145,8 @@ class Hardware:
 
     def has_block(self, model: ModelShape, tp: int) -> bool:
         """Whether blocks of this model cut over `tp` ranks have times here."""
-        if not self.blocks:
-            return True
+        if not self.blocks or not model.is_gpt:
+            return True  # of another than a GPT, `block_times` says why it has none
         key = (model.hidden, model.heads, model.sequence, model.dtype, tp)
         return all((kind, *key) in self._measured for kind in ("attention", "mlp"))
 

@@ -19,7 +19,12 @@ MOST_LAYERS = 4096
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A GPT: `layers` times attention and an MLP of four times the width. sequence: tokens per sample."""
+    """A GPT: `layers` times attention and an MLP of four times the width. sequence: tokens per sample.
+
+    What differs from a GPT has fields of its own, 0 where it does not. head_size: features of a head. kv_heads: heads
+    of keys and values. mlp_width: features of the MLP's products on the side that is not `hidden`, summed: three
+    times the width of a gated MLP. tied: the head is the embedding's table.
+    """
 
     hidden: int
     layers: int
@@ -28,6 +33,10 @@ class ModelShape:
     vocabulary: int = 50304
     dtype: str = "float32"
     name: str = "gpt"
+    head_size: int = 0
+    kv_heads: int = 0
+    mlp_width: int = 0
+    tied: bool = True
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "sequence", "vocabulary"):
@@ -37,7 +46,13 @@ class ModelShape:
             most = MOST_LAYERS if name == "layers" else LARGEST
             if value > most:
                 raise UsageError(f"model: {name} must be at most {most}, got {value}")
-        if self.hidden % self.heads:
+        for name in ("head_size", "kv_heads", "mlp_width"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
+                raise UsageError(f"model: {name} must be a whole number from 0 to {LARGEST}, got {value!r}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise UsageError(f"model: {self.heads} heads do not divide by kv_heads {self.kv_heads}")
+        if not self.head_size and self.hidden % self.heads:
             raise UsageError(f"model: hidden {self.hidden} does not divide by {self.heads} heads")
         if self.dtype not in ELEMENT_BYTES:
             raise UsageError(f"model: unknown dtype {self.dtype!r}; known are {', '.join(ELEMENT_BYTES)}")
@@ -56,7 +71,23 @@ class ModelShape:
     def num_parameters(self) -> int:
         """Of the whole model, embeddings included."""
         blocks = self.layers * sum(self.block_parameters(kind, 1) for kind in KINDS)
-        return blocks + (self.vocabulary + self.sequence + 2) * self.hidden
+        return blocks + self.embedding_parameters(1)
+
+    @property
+    def is_gpt(self) -> bool:
+        """Whether its blocks are a GPT's, as those of measured profiles are."""
+        return self.inner_width("attention") == 4 * self.hidden and self.inner_width("mlp") == 8 * self.hidden
+
+    @property
+    def attended(self) -> int:
+        """Features of the queries, all heads together."""
+        return self.heads * self.head_size if self.head_size else self.hidden
+
+    def inner_width(self, kind: BlockKind) -> int:
+        """Features of a block's products on the side that is not `hidden`, summed: 4 and 8 times it in a GPT."""
+        if kind == "mlp":
+            return self.mlp_width or 8 * self.hidden
+        return 2 * self.attended + 2 * self.attended * (self.kv_heads or self.heads) // self.heads
 
     def kind_of(self, block: int) -> BlockKind:
         """What the block at this place is."""
@@ -64,17 +95,19 @@ class ModelShape:
 
     def fits_degree(self, tp: int) -> bool:
         """Whether heads, width and vocabulary can be cut over `tp` ranks."""
-        return not (self.heads % tp or self.hidden % tp or self.vocabulary % tp)
+        sizes = (self.heads, self.kv_heads, self.hidden, self.mlp_width, self.vocabulary)
+        return not any(size % tp for size in sizes)
 
     def block_parameters(self, kind: BlockKind, tp: int) -> int:
         """Parameters of one block on one of `tp` ranks: matrices are cut, norms and row-parallel biases are not."""
         h = self.hidden
-        cut = 4 * h * h + 3 * h if kind == "attention" else 8 * h * h + 4 * h
+        cut = h * self.inner_width(kind) + (3 if kind == "attention" else 4) * h
         return cut // tp + 3 * h
 
     def embedding_parameters(self, tp: int) -> int:
-        """Of embedding, positions and last norm on one of `tp` ranks; the table is cut over the vocabulary."""
-        return (self.vocabulary // tp + self.sequence + 2) * self.hidden
+        """Of embedding, positions, last norm and a head of its own on one of `tp` ranks; tables are cut by tokens."""
+        tables = 1 if self.tied else 2
+        return (tables * (self.vocabulary // tp) + self.sequence + 2) * self.hidden
 
     def unit_bytes(self, samples: float) -> int:
         """Of the activations between two blocks: samples x sequence x hidden."""
@@ -87,15 +120,19 @@ class ModelShape:
         queries, keys, values and what attention makes of them, or the MLP before and after its GELU.
         """
         unit = self.unit_bytes(samples)
-        inner = 4 if kind == "attention" else 8
-        return 2 * unit + inner * unit // tp
+        return 2 * unit + self.inner_width(kind) * unit // (self.hidden * tp)
 
     def product_flops(self, kind: BlockKind, tp: int, samples: float) -> tuple[float, float, float]:
-        """Floating-point operations of a forward pass: column-parallel, attention itself, row-parallel."""
-        tokens, h = samples * self.sequence, self.hidden
+        """Floating-point operations of a forward pass: column-parallel, attention itself, row-parallel.
+
+        Of an MLP's products, half are taken to be column-parallel; of a gated one, two thirds are.
+        """
+        tokens, h, inner = samples * self.sequence, self.hidden, self.inner_width(kind)
         if kind == "mlp":
-            return 8.0 * tokens * h * h / tp, 0.0, 8.0 * tokens * h * h / tp
-        return 6.0 * tokens * h * h / tp, 4.0 * tokens * self.sequence * h / tp, 2.0 * tokens * h * h / tp
+            return tokens * h * inner / tp, 0.0, tokens * h * inner / tp
+        attended = self.attended
+        core = 4.0 * tokens * self.sequence * attended / tp
+        return 2.0 * tokens * h * (inner - attended) / tp, core, 2.0 * tokens * h * attended / tp
 
 
 def _gpt(name: str, hidden: int, layers: int, heads: int, sequence: int = 1024) -> ModelShape:

@@ -39,6 +39,8 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
                 f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {_option(name)}, or make "
                 "a plan for it"
             )
+    if not (plan.model.is_gpt and plan.model.tied):
+        raise UsageError(f"plan: its model {plan.model.name!r} is no GPT, which is what this trains; plan for a GPT")
     if plan.model.dtype != "float32":
         raise UsageError(f"plan: its model computes in {plan.model.dtype}, training here in float32; plan for that")
     if plan.model.vocabulary < VOCABULARY:

@@ -97,12 +97,12 @@ def build(name, seed=0):
     return model.train()
 
 
-def batch(name, samples=4, length=10, seed=1):
+def batch(name, samples=4, length=10, seed=1, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     if name in ("vit", "dinov2", "swin"):
         size = 32 if name == "swin" else 16
         pixels = torch.randn(samples, 3, size, size, generator=generator)
-        return {"pixel_values": pixels, "labels": torch.arange(samples) % 2}
+        return {"pixel_values": pixels.to(dtype), "labels": torch.arange(samples) % 2}
     tokens = torch.randint(3, 90, (samples, length), generator=generator)
     mask = torch.ones_like(tokens)
     mask[1, length - 3 :] = 0  # a sample that is shorter

@@ -1,0 +1,221 @@
+"""A model's graph at the command line, for plan: read or traced, cut into shards or stages, shown and drawn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from oases.cli.options import require_writable
+from oases.cli.problem import cluster_of, require_count
+from oases.errors import UsageError
+from oases.graph.layer_graph import FORMAT, LARGEST_FILE, LayerGraph, read_graph
+from oases.graph.part import Part
+from oases.graph.shards import shards
+from oases.graph.stages import BALANCES, Stage, shared_parameters, split
+from oases.simulator.model import ELEMENT_BYTES
+
+_OF_GRAPHS = ("stages", "balance", "html")
+_OF_PLANS = (
+    "model", "hidden", "layers", "heads", "vocabulary", "global_batch", "memory", "degrees", "micro_batches",
+    "no_recompute", "no_zero", "explain", "sweep",
+)  # fmt: skip
+
+
+def add_graph(parser: argparse.ArgumentParser) -> None:
+    """The options that say which model's graph is to be shown instead of a plan, and how it is cut."""
+    parser.add_argument(
+        "--graph", metavar="MODEL",
+        help="instead of a plan: the graph of a model, a config.json of transformers, a folder with one, or the "
+        "JSON that --json writes; takes --sequence and --dtype, and balances by --cluster or --profile if given",
+    )  # fmt: skip
+    parser.add_argument("--stages", type=int, metavar="N", help="with --graph: cut it into pipeline stages")
+    parser.add_argument(
+        "--balance", metavar="HOW",
+        help=f"with --stages: by {', '.join(BALANCES)}, or the modules that stages begin with, joined by commas "
+        "(default: time)",
+    )  # fmt: skip
+    parser.add_argument("--html", metavar="FILE", help="with --graph: draw it, collapsed by layer, as a page there")
+
+
+def require_no_graph(options: argparse.Namespace) -> None:
+    """Raise UsageError for options that mean nothing without --graph."""
+    for name in _OF_GRAPHS:
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name} {getattr(options, name)} is of a graph; give --graph MODEL, or leave it out")
+
+
+def show_graph(options: argparse.Namespace) -> None:
+    """Print the shards or stages of the graph asked for, write and draw it."""
+    from oases.terminal import console
+
+    given = [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(options, name) not in (None, False)]
+    if given or options.objective != "simulated":
+        raise UsageError(
+            f"--graph shows a model's graph and makes no plan; leave out {', '.join(given or ['--objective'])}, or "
+            "plan for it in Python: oases.plan(graph, cluster, global_batch=N)"
+        )
+    if options.balance is not None and options.stages is None:
+        raise UsageError(f"--balance {options.balance} says how stages are cut; give --stages N too")
+    if options.stages is not None:
+        require_count("--stages", options.stages)
+    require_writable("--html", options.html)
+    timed = options.cluster is not None or options.profile is not None
+    hardware = cluster_of(options, world=1)[0] if timed else None
+    graph = _graph(options)
+    console.print(
+        f"{graph.name}: {len(graph.layers)} layers, {_millions(graph.num_parameters)} million parameters, "
+        f"{graph.flops / 1e9:,.1f} GFLOP a forward pass of {_inputs(graph)}", soft_wrap=True,
+    )  # fmt: skip
+    parts: Sequence[Part]
+    if options.stages is None:
+        parts, rows = shards(graph), _shard_rows(shards(graph))
+    else:
+        balance = options.balance or "time"
+        stages = split(
+            graph, options.stages, balance=balance if balance in BALANCES else balance.split(","), hardware=hardware
+        )
+        parts, rows = stages, _stage_rows(stages)
+    console.print(_table(rows))
+    for line in _remarks(parts):
+        console.print(line, soft_wrap=True)
+    if options.json is not None:
+        Path(options.json).write_text(graph.to_json(), encoding="utf-8")
+        console.print(f"written to {options.json}; read it with: oases plan --graph {options.json}", soft_wrap=True)
+    if options.html is not None:
+        from oases.graph.drawing import write_drawing
+
+        write_drawing(Path(options.html), graph, parts, rows)
+        console.print(f"drawn in {options.html}", soft_wrap=True)
+
+
+def _graph(options: argparse.Namespace) -> LayerGraph:
+    """Read, or traced from a configuration."""
+    path = Path(options.graph)
+    if path.is_dir():
+        path /= "config.json"
+    data = _read(path)
+    if data.get("format") == FORMAT:
+        for name in ("sequence", "dtype"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--graph {options.graph} has been traced; leave out --{name}, or trace it again")
+        return read_graph(path)
+    dtype = options.dtype or "float32"
+    if dtype not in ELEMENT_BYTES:
+        raise UsageError(f"unknown --dtype {dtype!r}; known are {', '.join(ELEMENT_BYTES)}")
+    if options.sequence is not None:
+        require_count("--sequence", options.sequence)
+    return _traced(data, dtype, options.sequence)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What the file holds: a configuration, or a graph."""
+    if not path.is_file():
+        raise UsageError(
+            f"--graph: {str(path)!r} is no file; give a config.json, a folder with one, or a graph's JSON"
+        )
+    if path.stat().st_size > LARGEST_FILE:
+        raise UsageError(
+            f"--graph: {str(path)!r} has over {LARGEST_FILE} bytes; give a config.json or a graph's JSON"
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError among them
+        raise UsageError(f"--graph: {str(path)!r} is not JSON: {error}; give a config.json or a graph's") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"--graph: {str(path)!r} holds no JSON object; give a config.json or a graph's JSON")
+    return data
+
+
+def _traced(data: dict[str, Any], dtype: str, sequence: int | None) -> LayerGraph:
+    from oases.graph.trace import trace
+    from oases.graph.trace.configuration import configured_model
+    from oases.terminal import working
+
+    with working(f"tracing {data.get('model_type')}"):
+        return trace(configured_model(data, dtype), sequence=sequence)
+
+
+def _inputs(graph: LayerGraph) -> str:
+    return ", ".join(f"{each.name} {'x'.join(map(str, each.shape))}" for each in graph.inputs) or "no inputs"
+
+
+def _shard_rows(parts: Sequence[Part]) -> list[tuple[str, ...]]:
+    """A row for each run of shards that are alike."""
+    rows: list[tuple[str, ...]] = [("shards", "what", "params (M)", "GFLOP", "MB written")]
+    first = 0
+    for _, run in groupby(parts, key=lambda part: (*_sizes(part), len(part.layers), part.embedding)):
+        same = list(run)
+        last = first + len(same) - 1
+        number = str(first) if last == first else f"{first}-{last}"
+        rows.append((number, _held(same[0].start, same[-1].stop, same[0]), *_sizes(same[0])))
+        first = last + 1
+    return rows
+
+
+def _stage_rows(stages: Sequence[Stage]) -> list[tuple[str, ...]]:
+    mean = sum(stage.cost for stage in stages) / len(stages)
+    rows: list[tuple[str, ...]] = [("stage", "what", "params (M)", "GFLOP", "MB written", "x mean", "sends", "along")]
+    for stage in stages:
+        handed = [value for value in stage.sends if not value.along]
+        along = [value for value in stage.sends if value.along]
+        rows.append(
+            (
+                str(stage.number), _held(stage.start, stage.stop, stage), *_sizes(stage),
+                f"{stage.cost / mean:.3f}" if mean else "-", _sent(handed), _sent(along),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _sent(values: Sequence[Any]) -> str:
+    if not values:
+        return "-"
+    return f"{len(values)}: {sum(value.num_bytes for value in values) / 1e6:,.1f} MB"
+
+
+def _held(start: int, stop: int, part: Part) -> str:
+    """The layers, or what lies outside of them. Layers of one list as a range."""
+    from oases.graph.drawing import name_of
+
+    layers = Part(part.graph, start, stop).layers
+    if not layers:
+        return name_of(part)
+    lists = []
+    for path, run in groupby(layers, key=lambda layer: layer.rpartition(".")[0]):
+        numbers = [layer.rpartition(".")[2] for layer in run]
+        where = f"{path}." if path else ""
+        lists.append(where + (numbers[0] if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"))
+    return ", ".join(lists)
+
+
+def _sizes(part: Part) -> tuple[str, str, str]:
+    return _millions(part.num_parameters), f"{part.flops / 1e9:,.2f}", f"{part.activation_bytes / 1e6:,.1f}"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.2f}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Any:
+    from rich.table import Table
+
+    table = Table()
+    for place, name in enumerate(rows[0]):
+        table.add_column(name, justify="left" if place < 2 else "right", no_wrap=name != "what", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
+
+
+def _remarks(parts: Sequence[Part]) -> list[str]:
+    """What a reader of the table has to know besides."""
+    stages = [part for part in parts if isinstance(part, Stage)]
+    return [
+        f"{' = '.join(each.names)} ({each.num_bytes / 1e6:,.1f} MB) is held by stages "
+        f"{', '.join(map(str, each.stages))}: its gradient has to be summed over them"
+        for each in shared_parameters(stages)
+    ]

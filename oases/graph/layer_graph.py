@@ -1,0 +1,282 @@
+"""The graph of a whole model as plain data: its ops in execution order, what they read, compute and write.
+
+Written and read as JSON, so a model is planned where neither it nor torch is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+from oases.errors import UsageError
+from oases.graph.fields import Record
+
+VERSION = 1
+FORMAT = "oases graph"
+LARGEST_FILE = 2**29
+"""Bytes of a graph's JSON; that of a model of 1000 layers has 20 MB."""
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex64": 8, "complex128": 16, "int64": 8, "int32": 4,
+    "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1, "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}  # fmt: skip
+_LAYER = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter, or a buffer, under one of its names. Names of one tensor share its `identity`."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    num_bytes: int
+    identity: int
+    buffer: bool = False
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor that the model is given."""
+
+    name: str
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op. inputs: names of the nodes and model inputs it reads, each once; parameters: buffers among them.
+
+    shapes, dtypes: of each of its outputs. module: the path of the module that called it, "" for the model itself.
+    flops: of the forward pass. bytes_out: what it writes, nothing where its output is a view of its input.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    module: str = ""
+    parameters: tuple[str, ...] = ()
+    flops: int = 0
+    bytes_out: int = 0
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A model: nodes in execution order, inputs, names of the outputs, parameters and buffers under all names."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+
+    def __post_init__(self) -> None:
+        self._check_parameters()
+        known: dict[str, str] = {}
+        for each in self.inputs:
+            _check_sizes(f"input {each.name!r}", each.shape, each.dtype)
+            _add(known, each.name, "input")
+        for node in self.nodes:
+            where = f"graph: node {node.name!r}"
+            for name in node.inputs:
+                if name not in known:
+                    raise UsageError(f"{where}: inputs: {name!r} is no model input and no node before it")
+            for name in node.parameters:
+                if name not in self.table:
+                    raise UsageError(f"{where}: parameters: {name!r} is not in the table of parameters")
+            _check_node(node)
+            _add(known, node.name, "node")
+        for name in self.outputs:
+            if name not in known:
+                raise UsageError(f"graph: outputs: {name!r} is no model input and no node")
+
+    def _check_parameters(self) -> None:
+        names: dict[str, str] = {}
+        first: dict[int, Parameter] = {}
+        for each in self.parameters:
+            where = f"parameter {each.name!r}"
+            _add(names, each.name, "parameter")
+            _check_sizes(where, each.shape, each.dtype)
+            if each.num_bytes != each.size * DTYPE_BYTES[each.dtype]:
+                raise UsageError(
+                    f"graph: {where}: num_bytes must be {each.size * DTYPE_BYTES[each.dtype]}, got {each.num_bytes}"
+                )
+            other = first.setdefault(each.identity, each)
+            if (other.shape, other.dtype) != (each.shape, each.dtype):
+                raise UsageError(
+                    f"graph: {where}: identity {each.identity} is that of {other.name!r}, of another shape or dtype"
+                )
+
+    @cached_property
+    def table(self) -> dict[str, Parameter]:
+        """Parameters and buffers by name."""
+        return {each.name: each for each in self.parameters}
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """The index of each node by its name."""
+        return {node.name: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[int, ...]]:
+        """The indices of the nodes that read each value, ascending; of inputs and nodes."""
+        found: dict[str, list[int]] = {name: [] for name in self._names()}
+        for index, node in enumerate(self.nodes):
+            for name in node.inputs:
+                found[name].append(index)
+        return {name: tuple(indices) for name, indices in found.items()}
+
+    def _names(self) -> Iterator[str]:
+        yield from (each.name for each in self.inputs)
+        yield from (node.name for node in self.nodes)
+
+    @cached_property
+    def value_bytes(self) -> dict[str, int]:
+        """Bytes of each value, views included; of inputs and nodes."""
+        sizes = {each.name: prod(each.shape) * DTYPE_BYTES[each.dtype] for each in self.inputs}
+        for node in self.nodes:
+            pairs = zip(node.shapes, node.dtypes, strict=True)
+            sizes[node.name] = sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in pairs)
+        return sizes
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The values that a gradient flows through: floating-point, and computed from a parameter."""
+        found: set[str] = set()
+        for node in self.nodes:
+            reads = any(not self.table[name].buffer for name in node.parameters)
+            if (reads or not found.isdisjoint(node.inputs)) and any("float" in dtype for dtype in node.dtypes):
+                found.add(node.name)
+        return frozenset(found)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones once, buffers not."""
+        return sum({each.identity: each.size for each in self.parameters if not each.buffer}.values())
+
+    @property
+    def flops(self) -> int:
+        """Of one forward pass."""
+        return sum(node.flops for node in self.nodes)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Written by one forward pass."""
+        return sum(node.bytes_out for node in self.nodes)
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of the modules in lists, in execution order, e.g. "model.layers.0"."""
+        return tuple(dict.fromkeys(layer for node in self.nodes if (layer := layer_of(node.module))))
+
+    def to_json(self) -> str:
+        """The graph as JSON that `from_json` reads back."""
+        return "".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """A node a line, so that a person and a diff can read it."""
+        yield f'{{"format": "{FORMAT}", "version": {VERSION}, "name": {json.dumps(self.name)}'
+        for field in ("inputs", "parameters", "nodes"):
+            lines = (f"\n {json.dumps(asdict(each))}" for each in getattr(self, field))
+            yield f',\n"{field}": [' + ",".join(lines) + "]"
+        yield f',\n"outputs": {json.dumps(self.outputs)}}}\n'
+
+    @staticmethod
+    def from_json(text: str) -> LayerGraph:
+        """Read a graph. UsageError names the field that is missing, unknown or of another type."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(
+                f"graph: not JSON: {error}; write one with: oases plan --graph MODEL --json FILE"
+            ) from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise UsageError(f"graph: this is no {FORMAT}; write one with: oases plan --graph MODEL --json FILE")
+        if data.get("version") != VERSION:
+            raise UsageError(f"graph: version {data.get('version')!r} is unknown; this oases reads version {VERSION}")
+        body = Record({key: value for key, value in data.items() if key not in ("format", "version")}, "graph")
+        return body.made(
+            LayerGraph,
+            name=body.text("name"),
+            inputs=tuple(
+                item.made(Input, name=item.text("name"), shape=item.counts("shape"), dtype=item.text("dtype"))
+                for item in body.records("inputs", "input")
+            ),
+            outputs=body.texts("outputs"),
+            parameters=tuple(
+                item.made(
+                    Parameter, name=item.text("name"), shape=item.counts("shape"), dtype=item.text("dtype"),
+                    num_bytes=item.count("num_bytes"), identity=item.count("identity"), buffer=item.flag("buffer"),
+                )
+                for item in body.records("parameters", "parameter")
+            ),
+            nodes=tuple(
+                item.made(
+                    Node, name=item.text("name"), op=item.text("op"), inputs=item.texts("inputs"),
+                    shapes=item.shapes("shapes"), dtypes=item.texts("dtypes"), module=item.text("module"),
+                    parameters=item.texts("parameters"), flops=item.count("flops"),
+                    bytes_out=item.count("bytes_out"),
+                )
+                for item in body.records("nodes", "node")
+            ),
+        )  # fmt: skip
+
+
+def layer_of(module: str) -> str | None:
+    """The first module in a list on a module's path: "model.layers.3" of "model.layers.3.mlp.act"; None without."""
+    match = _LAYER.match(module)
+    return match[0] if match else None
+
+
+def read_graph(path: str | Path) -> LayerGraph:
+    """The graph in a file. UsageError where it cannot be read or is none."""
+    target = Path(path)
+    if target.exists() and not target.is_file():  # a pipe or a device may never end
+        raise UsageError(f"graph {str(path)!r} is no file; write one with: oases plan --graph MODEL --json FILE")
+    try:
+        if target.stat().st_size > LARGEST_FILE:
+            raise UsageError(f"graph {str(path)!r} has over {LARGEST_FILE} bytes, more than any model's graph")
+        return LayerGraph.from_json(target.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"graph {str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"graph {str(path)!r} is not UTF-8 text: {error.reason}") from error
+
+
+def _add(known: dict[str, str], name: str, kind: str) -> None:
+    if name in known:
+        raise UsageError(f"graph: {kind} {name!r}: there is another {known[name]} of this name")
+    known[name] = kind
+
+
+def _check_node(node: Node) -> None:
+    where = f"node {node.name!r}"
+    if len(node.shapes) != len(node.dtypes):
+        raise UsageError(f"graph: {where}: {len(node.shapes)} shapes, but {len(node.dtypes)} dtypes")
+    for shape, dtype in zip(node.shapes, node.dtypes, strict=True):
+        _check_sizes(where, shape, dtype)
+    for field in ("flops", "bytes_out"):
+        if getattr(node, field) < 0:
+            raise UsageError(f"graph: {where}: {field} must be at least 0, got {getattr(node, field)}")
+
+
+def _check_sizes(where: str, shape: Shape, dtype: str) -> None:
+    if dtype not in DTYPE_BYTES:
+        raise UsageError(f"graph: {where}: unknown dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+    if any(size < 0 for size in shape):
+        raise UsageError(f"graph: {where}: sizes must be at least 0, got {list(shape)}")

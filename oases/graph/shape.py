@@ -1,0 +1,133 @@
+"""The sizes that the planner needs, read off a graph that is one stack of equal transformer layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oases.errors import UsageError
+from oases.graph.layer_graph import LayerGraph, Node, Parameter, layer_of
+from oases.graph.part import is_embedding
+from oases.simulator.model import ModelShape
+
+_ATTENTION = ("aten.scaled_dot_product_attention", "aten.softmax", "aten._softmax")
+
+
+def shape_of_graph(graph: LayerGraph) -> ModelShape:
+    """The ModelShape of a graph. UsageError names what does not fit where it is no stack of equal transformer layers.
+
+    Exact are the matrices of the layers and the FLOPs of their products and of attention, under grouped queries and
+    gated MLPs too, and whether the head is tied. Approximated, each by well under 1 % of a large model: biases, norms
+    and positions are counted as a GPT has them, and layers in front of the head (BERT's) are left out. An MLP's
+    products are taken as half column-, half row-parallel, and its activations as those on the side of its own width.
+    """
+    layers = _layers(graph)
+    first = next(iter(layers.values()))
+    width, length, vocabulary, table = _embedding(graph)
+    if first[-1].shapes[0][-1:] != (width,):
+        raise _unfit(graph, f"its embedding has {width} features, its layers make {first[-1].shapes[0][-1:]}")
+    heads, head_size, attention, mlp = _parts(graph, next(iter(layers)), first)
+    kv_heads = (_elements(attention) / width / head_size - 2 * heads) / 2
+    if kv_heads < 1 or kv_heads != int(kv_heads) or heads % kv_heads:
+        raise _unfit(
+            graph,
+            f"the products of its attention, {_shapes(attention)}, are no queries, keys, values and output of "
+            f"{heads} heads of {head_size}",
+        )
+    if not mlp or _elements(mlp) % width:
+        raise _unfit(graph, f"the products of its MLP, {_shapes(mlp)}, have no side of {width} features")
+    mlp_width = _elements(mlp) // width
+    return ModelShape(
+        hidden=width, layers=len(layers), heads=heads, sequence=length, vocabulary=vocabulary,
+        dtype=table.dtype, name=graph.name, head_size=0 if heads * head_size == width else head_size,
+        kv_heads=0 if kv_heads == heads else int(kv_heads), mlp_width=0 if mlp_width == 8 * width else mlp_width,
+        tied=_tied(graph, table),
+    )  # fmt: skip
+
+
+def _layers(graph: LayerGraph) -> dict[str, list[Node]]:
+    """The nodes of each layer. All are of one list, and alike in parameters and FLOPs."""
+    layers: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if layer := layer_of(node.module):
+            layers.setdefault(layer, []).append(node)
+    layers = {layer: nodes for layer, nodes in layers.items() if _matrices(graph, nodes)}
+    stacks = dict.fromkeys(layer.rpartition(".")[0] for layer in layers)
+    if len(stacks) != 1:
+        raise _unfit(graph, f"its layers are in {len(stacks)} lists: {', '.join(stacks) or 'none'}")
+    kinds = {
+        layer: (sorted(each.shape for each in _matrices(graph, nodes)), sum(node.flops for node in nodes))
+        for layer, nodes in layers.items()
+    }
+    (first, kind), *others = kinds.items()
+    odd = next((layer for layer, other in others if other != kind), None)
+    if odd is not None:
+        raise _unfit(graph, f"its layers {first} and {odd} have other parameters or FLOPs")
+    return layers
+
+
+def _embedding(graph: LayerGraph) -> tuple[int, int, int, Parameter]:
+    """Width, tokens per sample, vocabulary and table of the largest embedding of what the model is given."""
+    given = {each.name for each in graph.inputs}
+    found = []
+    for node in graph.nodes:
+        if is_embedding(graph, node) and not given.isdisjoint(node.inputs) and len(node.shapes[0]) == 3:
+            found += [(graph.table[name], node) for name in node.parameters]
+        elif not node.bytes_out and len(node.inputs) == 1 and node.inputs[0] in given:
+            given.add(node.name)  # a view of an input
+    if not found:
+        raise _unfit(graph, "it has no embedding of tokens")
+    table, node = max(found, key=lambda each: each[0].size)
+    return table.shape[1], node.shapes[0][1], table.shape[0], table
+
+
+def _parts(graph: LayerGraph, layer: str, nodes: Sequence[Node]) -> tuple[int, int, list[Parameter], list[Parameter]]:
+    """Heads, features of a head, and the matrices of a layer's attention and of its MLP.
+
+    Attention ends with the first product behind it that reads a matrix; what follows is the MLP.
+    """
+    places = [at for at, node in enumerate(nodes) if node.op in _ATTENTION and len(node.shapes[0]) == 4]
+    if len(places) != 1:
+        raise _unfit(graph, f"its layer {layer} has {len(places)} attentions over heads, one is needed")
+    place = places[0]
+    behind = [node for node in nodes[place:] if node.flops]
+    large = [each.name for each in _matrices(graph, nodes) if len(each.shape) > 2]
+    if large:
+        raise _unfit(graph, f"its layer has parameters of more than two dimensions: {', '.join(large)}")
+    end = next((at for at in range(place, len(nodes)) if _matrices(graph, [nodes[at]])), len(nodes) - 1)
+    _, heads, _, _ = nodes[place].shapes[0]
+    return heads, behind[0].shapes[0][-1], _matrices(graph, nodes[: end + 1]), _matrices(graph, nodes[end + 1 :])
+
+
+def _tied(graph: LayerGraph, table: Parameter) -> bool:
+    """Whether no product outside of the layers has a table of its own, of the embedding's size."""
+    ends = [node for node in graph.nodes if node.flops and not layer_of(node.module)]
+    return all(
+        each.identity == table.identity or each.size != table.size
+        for node in ends
+        for each in _matrices(graph, [node])
+    )
+
+
+def _matrices(graph: LayerGraph, nodes: Sequence[Node]) -> list[Parameter]:
+    found = {
+        each.identity: each
+        for node in nodes
+        for each in (graph.table[name] for name in node.parameters)
+        if not each.buffer and len(each.shape) >= 2
+    }
+    return list(found.values())
+
+
+def _elements(matrices: Sequence[Parameter]) -> int:
+    return sum(each.size for each in matrices)
+
+
+def _shapes(matrices: Sequence[Parameter]) -> str:
+    return ", ".join("x".join(map(str, each.shape)) for each in matrices) or "none"
+
+
+def _unfit(graph: LayerGraph, why: str) -> UsageError:
+    return UsageError(
+        f"{graph.name} is no stack of equal transformer layers, which the planner needs: {why}; give its sizes as a "
+        "ModelShape, or cut its graph into stages with oases.graph.stages.split"
+    )

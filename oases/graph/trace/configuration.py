@@ -1,0 +1,93 @@
+"""Builds the model that a configuration file of transformers describes, on `meta`: no weight and no foreign code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from oases.errors import UsageError
+from oases.simulator.model import MOST_LAYERS
+
+_HEADS = (
+    "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification",
+    "AutoModelForSpeechSeq2Seq", "AutoModelForPreTraining", "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification", "AutoModelForQuestionAnswering", "AutoModel",
+)  # fmt: skip
+"""Of transformers' classes that build a model for a purpose; the first that knows the model, if it does not say."""
+
+_LEFT_OUT = frozenset({
+    "auto_map", "custom_pipelines", "quantization_config", "attn_implementation", "_attn_implementation",
+    "experts_implementation", "_experts_implementation", "dtype", "torch_dtype",
+})  # fmt: skip
+"""Fields that name code to load, kernels on the hub among it, or the format of weights, of which there are none."""
+
+
+def configured_model(data: Mapping[str, Any], dtype: str = "float32") -> nn.Module:
+    """The model of a config.json's content, on `meta`, its parameters of `dtype`.
+
+    Code that the file names is never run. Raises UsageError where transformers is not installed, does not know the
+    model, or cannot build it from these values.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "a config.json is read by transformers, which is not installed; pip install transformers"
+        ) from error
+    kind, asked = data.get("model_type"), data.get("architectures")
+    known = transformers.CONFIG_MAPPING
+    if not isinstance(kind, str) or kind not in known:
+        raise UsageError(
+            f"model_type {kind!r} is none of the {len(list(known))} that transformers {transformers.__version__} "
+            "builds without code of others; give a config.json of one of its models"
+        )
+    _require_few_layers(data)
+    try:
+        config = known[kind].from_dict(_plain(data))
+    except Exception as error:  # a configuration's class raises whatever it likes
+        raise UsageError(f"{kind}: its configuration is refused: {_in_a_line(error)}") from error
+    builder = _builder(transformers, config, asked)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = builder.from_config(config, trust_remote_code=False, dtype=getattr(torch, dtype))
+    except Exception as error:
+        raise UsageError(f"{kind}: no model can be built of its configuration: {_in_a_line(error)}") from error
+    return model
+
+
+def _builder(transformers: Any, config: Any, asked: Any) -> Any:
+    names = asked if isinstance(asked, list) else []
+    found: dict[str, Any] = {}
+    for builder in (getattr(transformers, head) for head in _HEADS if hasattr(transformers, head)):
+        if type(config) in builder._model_mapping:
+            made = builder._model_mapping[type(config)]
+            for each in made if isinstance(made, (list, tuple)) else (made,):
+                found.setdefault(each.__name__, builder)
+    chosen = next((found[name] for name in names if name in found), None)
+    if chosen is None and (names or not found):
+        raise UsageError(
+            f"{config.model_type}: architectures {names} are none that can be built; known are {', '.join(found)}"
+        )
+    return chosen or next(iter(found.values()))
+
+
+def _plain(data: Any) -> Any:
+    """Without what names code, at any depth."""
+    if isinstance(data, Mapping):
+        return {key: _plain(value) for key, value in data.items() if key not in _LEFT_OUT}
+    return [_plain(value) for value in data] if isinstance(data, list) else data
+
+
+def _require_few_layers(data: Mapping[str, Any]) -> None:
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            _require_few_layers(value)
+        elif isinstance(value, int) and "layer" in name and value > MOST_LAYERS:
+            raise UsageError(f"{name} must be at most {MOST_LAYERS}, got {value}")
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,167 @@
+"""A graph's sizes for the planner: parameters and FLOPs of its layers are kept, what does not fit is named."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+import oases
+from oases.errors import UsageError
+from oases.graph.layer_graph import LayerGraph
+from oases.graph.shape import shape_of_graph
+from oases.graph.trace import trace
+from oases.planner import shape_of
+from oases.simulator.cluster import cluster_called
+from oases.simulator.model import KINDS, ModelShape
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+transformers = pytest.importorskip("transformers")
+
+S = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 160}
+
+
+def built(name, **more):
+    kind = getattr(transformers, name)
+    with torch.device("meta"):
+        return kind(kind.config_class(**more))
+
+
+def gpt2(**more):
+    return built("GPT2LMHeadModel", n_embd=64, n_layer=3, n_head=4, vocab_size=96, **more)
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        (gpt2, ModelShape(64, 3, 4, 16, 96, name="GPT2LMHeadModel")),
+        (
+            lambda: built("LlamaForCausalLM", **S, num_key_value_heads=2),
+            ModelShape(64, 3, 4, 16, 96, name="LlamaForCausalLM", kv_heads=2, mlp_width=480, tied=False),
+        ),
+        (
+            lambda: built("Qwen3ForCausalLM", **S, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True),
+            ModelShape(64, 3, 4, 16, 96, name="Qwen3ForCausalLM", head_size=32, kv_heads=2, mlp_width=480),
+        ),
+        (
+            lambda: built("LlamaForCausalLM", **S, attn_implementation="eager"),
+            ModelShape(64, 3, 4, 16, 96, name="LlamaForCausalLM", mlp_width=480, tied=False),
+        ),
+        (
+            lambda: built("BertForMaskedLM", **S),
+            ModelShape(64, 3, 4, 16, 96, name="BertForMaskedLM", mlp_width=320),
+        ),
+        (
+            lambda: built("GPTNeoXForCausalLM", **S),
+            ModelShape(64, 3, 4, 16, 96, name="GPTNeoXForCausalLM", mlp_width=320, tied=False),
+        ),
+    ],
+    ids=["gpt2", "llama", "qwen3", "eager", "bert", "gpt_neox"],
+)
+def test_sizes_products_and_flops(model, wanted):
+    graph = trace(model(), sequence=16)
+    shape = shape_of_graph(graph)
+    assert shape == wanted
+    layer = [node for node in graph.nodes if node.module.startswith(f"{graph.layers[0]}.")]
+    assert sum(sum(shape.product_flops(kind, 1, 1)) for kind in KINDS) == sum(node.flops for node in layer)
+    matrices = {p for node in layer for p in node.parameters if len(graph.table[p].shape) == 2}
+    products = sum(shape.hidden * shape.inner_width(kind) for kind in KINDS)
+    assert products == sum(graph.table[name].size for name in matrices)
+
+
+def test_a_gpt_keeps_the_formulas_it_had():
+    shape = shape_of_graph(trace(gpt2(), sequence=16))
+    plain = ModelShape(64, 3, 4, 16, 96, name="GPT2LMHeadModel")
+    assert shape.is_gpt
+    assert plain.block_parameters("attention", 1) == 4 * 64 * 64 + 6 * 64
+    assert plain.block_parameters("mlp", 2) == (8 * 64 * 64 + 4 * 64) // 2 + 3 * 64
+    assert plain.product_flops("attention", 1, 1) == (6 * 16 * 64 * 64, 4 * 16 * 16 * 64, 2 * 16 * 64 * 64)
+    assert plain.kept_bytes("mlp", 2, 3) == 2 * 3 * 16 * 64 * 4 + 8 * 3 * 16 * 64 * 4 // 2
+
+
+def test_llamas_parameters_are_within_a_percent():
+    graph = trace(
+        built(
+            "LlamaForCausalLM", hidden_size=8192, intermediate_size=28672, num_hidden_layers=2,
+            num_attention_heads=64, num_key_value_heads=8, vocab_size=32000,
+        ), sequence=2048,
+    )  # fmt: skip
+    shape = shape_of_graph(graph)
+    assert shape.num_parameters == pytest.approx(graph.num_parameters, rel=0.01)
+    assert not shape.fits_degree(16), "8 heads of keys and values cannot be cut over 16 ranks"
+    assert shape.fits_degree(8)
+
+
+def test_a_graph_and_a_model_are_planned():
+    model = built("LlamaForCausalLM", **S, num_key_value_heads=2)
+    graph = trace(model, sequence=32)
+    plan = oases.plan(graph, "2x3090", global_batch=8)
+    assert plan.prediction.step_seconds > 0
+    assert oases.plan(model, "2x3090", global_batch=8, sequence=32) == plan
+    assert type(plan).from_json(plan.to_json()) == plan
+    assert shape_of(LayerGraph.from_json(graph.to_json())) == plan.model
+
+
+def test_training_a_gpt_by_it_is_refused():
+    from oases.train.plan import config_for
+
+    plan = oases.plan(trace(built("LlamaForCausalLM", **S), sequence=32), "2x3090", global_batch=8)
+    with pytest.raises(UsageError, match="'LlamaForCausalLM' is no GPT"):
+        config_for(plan, {})
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            lambda: built("T5ForConditionalGeneration", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
+            "its layers are in 2 lists: encoder.block, decoder.block",
+        ),
+        (
+            lambda: built(
+                "ViTForImageClassification", **{k: v for k, v in S.items() if k != "vocab_size"}, image_size=32
+            ),
+            "no embedding of tokens",
+        ),
+        (
+            lambda: built("AlbertForMaskedLM", **S, embedding_size=64),
+            "attentions",
+        ),
+    ],
+    ids=["t5", "vit", "albert"],
+)
+def test_what_is_no_stack_is_named(model, said):
+    with pytest.raises(UsageError) as caught:
+        shape_of_graph(trace(model(), sequence=16))
+    assert said in str(caught.value)
+    assert "no stack of equal transformer layers" in str(caught.value)
+
+
+def test_unequal_layers_are_named():
+    graph = trace(gpt2(), sequence=16)
+    linear = next(node for node in graph.nodes if node.module == "transformer.h.1.mlp.c_fc")
+    nodes = tuple(replace(node, flops=1) if node == linear else node for node in graph.nodes)
+    with pytest.raises(UsageError, match=r"layers transformer\.h\.0 and transformer\.h\.1 have other parameters"):
+        shape_of_graph(replace(graph, nodes=nodes))
+
+
+@pytest.mark.parametrize("field", ["head_size", "kv_heads", "mlp_width"])
+def test_widths_are_checked(field):
+    with pytest.raises(UsageError, match=field):
+        ModelShape(64, 2, 4, 16, **{field: -1})
+    with pytest.raises(UsageError, match="4 heads do not divide by kv_heads 3"):
+        ModelShape(64, 2, 4, 16, kv_heads=3)
+
+
+def test_a_measured_profile_is_of_gpts():
+    from oases.simulator.cost import BlockTimes
+    from oases.simulator.hardware import MeasuredBlock
+
+    hardware, _ = cluster_called("2x3090")
+    times = BlockTimes(1, 1, 1, 1, 1, 1, 1, 1)
+    measured = replace(
+        hardware, blocks=tuple(MeasuredBlock(kind, 64, 4, 16, "float32", 1, 1, times) for kind in KINDS)
+    )
+    assert measured.block_times(ModelShape(64, 2, 4, 16), "mlp", 1, 1) == times
+    with pytest.raises(UsageError, match="measured blocks of GPTs, and 'gpt' has blocks of other widths"):
+        measured.block_times(ModelShape(64, 2, 4, 16, mlp_width=480), "mlp", 1, 1)
