@@ -17,6 +17,7 @@ _PUBLIC = {
     "parallelize": "oases.partition",
     "plan": "oases.planner",
     "report": "oases.parallel",
+    "save_pretrained": "oases.partition",
     "Trainer": "oases.train",
     "TrainConfig": "oases.train",
 }
@@ -37,6 +38,7 @@ __all__ = [
     "parallelize",
     "plan",
     "report",
+    "save_pretrained",
 ]
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
         parallel_cross_entropy,
         report,
     )
-    from oases.partition import ParallelSpec, parallelize
+    from oases.partition import ParallelSpec, parallelize, save_pretrained
     from oases.planner import plan
     from oases.train import TrainConfig, Trainer
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,6 +25,7 @@ from oases.partition.report import LayersReport, PartitionReport
 from oases.partition.runner import Layer, Runner
 from oases.partition.spec import ParallelSpec
 from oases.partition.vocabulary import shard_vocabulary
+from oases.partition.weights import load_weights
 from oases.partition.whole import WholeForward
 from oases.planner.plan import Plan
 from oases.schedule import Schedule
@@ -37,6 +39,7 @@ def parallelize(
     schedule: str | Schedule = "oases",
     spec: ParallelSpec | None = None,
     weights: str | Path | Mapping[str, Tensor] | None = None,
+    device: torch.device | str | None = None,
     **stack_options: Any,
 ) -> nn.Module:
     """Cut a model over the ranks of a mesh, in place, and return it.
@@ -46,7 +49,8 @@ def parallelize(
     plan: of `oases.plan`; its schedule and recomputation are taken. schedule: as in OverlappedStack; "layers" hides
     communication inside each layer alone, and keeps the results of layers for who reads them.
     spec: what cannot be inferred of the model. weights: a folder or file of safetensors, or a mapping of whole
-    tensors, of which this rank reads its parts. stack_options: others of OverlappedStack, such as sub_batches.
+    tensors, of which this rank reads its parts (see `load_weights`) to `device`; None: that of the mesh, or the CPU.
+    stack_options: others of OverlappedStack, such as sub_batches.
 
     What is column-parallel, row-parallel and vocabulary-parallel is found from the model's graph, its layers are cut
     at their all-reduces and run as an OverlappedStack behind the author's own loop over them; what cannot be cut
@@ -80,6 +84,9 @@ def parallelize(
     for each, kinds in found:
         report.layers.append(_install(model, each, kinds, group, options))
     _cut_vocabulary(model, spec, group, report)
+    if weights is not None:
+        kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
+        load_weights(model, weights, device=device or kind, process_group=group)
     conduct.begin(model)
     object.__setattr__(model, "oases_partition", report)
     return model

@@ -1,0 +1,39 @@
+"""`parallelize` as a whole: weights in and out, plans, meshes, what it says and what it refuses."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from partition.zoo import batch, build, config
+from torch.distributed.device_mesh import init_device_mesh
+
+import oases
+
+
+def one_step(name, folder, out):
+    """Build on meta, stream the weights, train a step of lr 0, and save."""
+    kind = type(build(name))
+    with torch.device("meta"):
+        model = kind(config(name))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    oases.parallelize(model, mesh=mesh, weights=folder)
+    loss = model(**batch(name)).loss
+    loss.backward()
+    oases.save_pretrained(model, out)
+    return float(loss.detach()), sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert"])
+def test_pretrained_weights_are_cut_and_come_back(two_ranks, tmp_path, name):
+    model = build(name)
+    model.save_pretrained(tmp_path / "one")
+    expected = float(model(**batch(name)).loss.detach())
+    whole = sum(p.numel() for p in model.parameters())
+    for loss, held in two_ranks.run(one_step, name, tmp_path / "one", tmp_path / "two"):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert held < 0.8 * whole
+    again = type(model).from_pretrained(tmp_path / "two")
+    for (first, mine), (second, theirs) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert first == second
+        assert torch.equal(mine, theirs)
+    assert isinstance(again, transformers.PreTrainedModel)
