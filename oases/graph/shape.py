@@ -17,8 +17,9 @@ def shape_of_graph(graph: LayerGraph) -> ModelShape:
 
     Exact are the matrices of the layers and the FLOPs of their products and of attention, under grouped queries and
     gated MLPs too, and whether the head is tied. Approximated, each by well under 1 % of a large model: biases, norms
-    and positions are counted as a GPT has them, and layers in front of the head (BERT's) are left out. An MLP's
-    products are taken as half column-, half row-parallel, and its activations as those on the side of its own width.
+    and positions are counted as a GPT has them, and layers in front of the head (BERT's) are left out. Activations
+    are those that a GPT's ops keep: what rotations of queries and keys keep besides, and norms written op by op, is
+    not counted.
     """
     layers = _layers(graph)
     first = next(iter(layers.values()))
@@ -33,13 +34,15 @@ def shape_of_graph(graph: LayerGraph) -> ModelShape:
             f"the products of its attention, {_shapes(attention)}, are no queries, keys, values and output of "
             f"{heads} heads of {head_size}",
         )
-    if not mlp or _elements(mlp) % width:
-        raise _unfit(graph, f"the products of its MLP, {_shapes(mlp)}, have no side of {width} features")
-    mlp_width = _elements(mlp) // width
+    intermediate = mlp[-1].size // width if mlp else 0
+    products = _elements(mlp) / width / intermediate if intermediate else 0
+    if products not in (2, 3):
+        raise _unfit(graph, f"the products of its MLP, {_shapes(mlp)}, are no two, or three of a gated one")
     return ModelShape(
         hidden=width, layers=len(layers), heads=heads, sequence=length, vocabulary=vocabulary,
         dtype=table.dtype, name=graph.name, head_size=0 if heads * head_size == width else head_size,
-        kv_heads=0 if kv_heads == heads else int(kv_heads), mlp_width=0 if mlp_width == 8 * width else mlp_width,
+        kv_heads=0 if kv_heads == heads else int(kv_heads),
+        intermediate=0 if intermediate == 4 * width else intermediate, gated=products == 3,
         tied=_tied(graph, table),
     )  # fmt: skip
 

@@ -22,8 +22,8 @@ class ModelShape:
     """A GPT: `layers` times attention and an MLP of four times the width. sequence: tokens per sample.
 
     What differs from a GPT has fields of its own, 0 where it does not. head_size: features of a head. kv_heads: heads
-    of keys and values. mlp_width: features of the MLP's products on the side that is not `hidden`, summed: three
-    times the width of a gated MLP. tied: the head is the embedding's table.
+    of keys and values. intermediate: features inside of the MLP. gated: the MLP has a third product, whose result is
+    multiplied with the first's. tied: the head is the embedding's table.
     """
 
     hidden: int
@@ -35,7 +35,8 @@ class ModelShape:
     name: str = "gpt"
     head_size: int = 0
     kv_heads: int = 0
-    mlp_width: int = 0
+    intermediate: int = 0
+    gated: bool = False
     tied: bool = True
 
     def __post_init__(self) -> None:
@@ -46,7 +47,7 @@ class ModelShape:
             most = MOST_LAYERS if name == "layers" else LARGEST
             if value > most:
                 raise UsageError(f"model: {name} must be at most {most}, got {value}")
-        for name in ("head_size", "kv_heads", "mlp_width"):
+        for name in ("head_size", "kv_heads", "intermediate"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
                 raise UsageError(f"model: {name} must be a whole number from 0 to {LARGEST}, got {value!r}")
@@ -76,7 +77,8 @@ class ModelShape:
     @property
     def is_gpt(self) -> bool:
         """Whether its blocks are a GPT's, as those of measured profiles are."""
-        return self.inner_width("attention") == 4 * self.hidden and self.inner_width("mlp") == 8 * self.hidden
+        same = self.intermediate in (0, 4 * self.hidden) and self.kv_heads in (0, self.heads)
+        return same and self.attended == self.hidden and not self.gated
 
     @property
     def attended(self) -> int:
@@ -86,7 +88,7 @@ class ModelShape:
     def inner_width(self, kind: BlockKind) -> int:
         """Features of a block's products on the side that is not `hidden`, summed: 4 and 8 times it in a GPT."""
         if kind == "mlp":
-            return self.mlp_width or 8 * self.hidden
+            return (3 if self.gated else 2) * (self.intermediate or 4 * self.hidden)
         return 2 * self.attended + 2 * self.attended * (self.kv_heads or self.heads) // self.heads
 
     def kind_of(self, block: int) -> BlockKind:
@@ -95,7 +97,7 @@ class ModelShape:
 
     def fits_degree(self, tp: int) -> bool:
         """Whether heads, width and vocabulary can be cut over `tp` ranks."""
-        sizes = (self.heads, self.kv_heads, self.hidden, self.mlp_width, self.vocabulary)
+        sizes = (self.heads, self.kv_heads, self.hidden, self.intermediate, self.vocabulary)
         return not any(size % tp for size in sizes)
 
     def block_parameters(self, kind: BlockKind, tp: int) -> int:
@@ -117,19 +119,21 @@ class ModelShape:
         """Activations that the backward pass of one block needs, its input included.
 
         Whole on every rank are the input and the norm's result; cut over the ranks are the products' results:
-        queries, keys, values and what attention makes of them, or the MLP before and after its GELU.
+        queries, keys, values and what attention makes of them, or the MLP before and after its GELU. A gated MLP
+        keeps both results, the activation and the product of them.
         """
         unit = self.unit_bytes(samples)
-        return 2 * unit + self.inner_width(kind) * unit // (self.hidden * tp)
+        inner = self.inner_width(kind)
+        if kind == "mlp" and self.gated:
+            inner = inner * 4 // 3
+        return 2 * unit + inner * unit // (self.hidden * tp)
 
     def product_flops(self, kind: BlockKind, tp: int, samples: float) -> tuple[float, float, float]:
-        """Floating-point operations of a forward pass: column-parallel, attention itself, row-parallel.
-
-        Of an MLP's products, half are taken to be column-parallel; of a gated one, two thirds are.
-        """
+        """Floating-point operations of a forward pass: column-parallel, attention itself, row-parallel."""
         tokens, h, inner = samples * self.sequence, self.hidden, self.inner_width(kind)
         if kind == "mlp":
-            return tokens * h * inner / tp, 0.0, tokens * h * inner / tp
+            row = self.intermediate or 4 * h
+            return 2.0 * tokens * h * (inner - row) / tp, 0.0, 2.0 * tokens * h * row / tp
         attended = self.attended
         core = 4.0 * tokens * self.sequence * attended / tp
         return 2.0 * tokens * h * (inner - attended) / tp, core, 2.0 * tokens * h * attended / tp

@@ -37,23 +37,27 @@ def gpt2(**more):
         (gpt2, ModelShape(64, 3, 4, 16, 96, name="GPT2LMHeadModel")),
         (
             lambda: built("LlamaForCausalLM", **S, num_key_value_heads=2),
-            ModelShape(64, 3, 4, 16, 96, name="LlamaForCausalLM", kv_heads=2, mlp_width=480, tied=False),
+            ModelShape(
+                64, 3, 4, 16, 96, name="LlamaForCausalLM", kv_heads=2, intermediate=160, gated=True, tied=False
+            ),
         ),
         (
             lambda: built("Qwen3ForCausalLM", **S, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True),
-            ModelShape(64, 3, 4, 16, 96, name="Qwen3ForCausalLM", head_size=32, kv_heads=2, mlp_width=480),
+            ModelShape(
+                64, 3, 4, 16, 96, name="Qwen3ForCausalLM", head_size=32, kv_heads=2, intermediate=160, gated=True
+            ),
         ),
         (
             lambda: built("LlamaForCausalLM", **S, attn_implementation="eager"),
-            ModelShape(64, 3, 4, 16, 96, name="LlamaForCausalLM", mlp_width=480, tied=False),
+            ModelShape(64, 3, 4, 16, 96, name="LlamaForCausalLM", intermediate=160, gated=True, tied=False),
         ),
         (
             lambda: built("BertForMaskedLM", **S),
-            ModelShape(64, 3, 4, 16, 96, name="BertForMaskedLM", mlp_width=320),
+            ModelShape(64, 3, 4, 16, 96, name="BertForMaskedLM", intermediate=160),
         ),
         (
             lambda: built("GPTNeoXForCausalLM", **S),
-            ModelShape(64, 3, 4, 16, 96, name="GPTNeoXForCausalLM", mlp_width=320, tied=False),
+            ModelShape(64, 3, 4, 16, 96, name="GPTNeoXForCausalLM", intermediate=160, tied=False),
         ),
     ],
     ids=["gpt2", "llama", "qwen3", "eager", "bert", "gpt_neox"],
@@ -145,7 +149,7 @@ def test_unequal_layers_are_named():
         shape_of_graph(replace(graph, nodes=nodes))
 
 
-@pytest.mark.parametrize("field", ["head_size", "kv_heads", "mlp_width"])
+@pytest.mark.parametrize("field", ["head_size", "kv_heads", "intermediate"])
 def test_widths_are_checked(field):
     with pytest.raises(UsageError, match=field):
         ModelShape(64, 2, 4, 16, **{field: -1})
@@ -164,4 +168,20 @@ def test_a_measured_profile_is_of_gpts():
     )
     assert measured.block_times(ModelShape(64, 2, 4, 16), "mlp", 1, 1) == times
     with pytest.raises(UsageError, match="measured blocks of GPTs, and 'gpt' has blocks of other widths"):
-        measured.block_times(ModelShape(64, 2, 4, 16, mlp_width=480), "mlp", 1, 1)
+        measured.block_times(ModelShape(64, 2, 4, 16, intermediate=160, gated=True), "mlp", 1, 1)
+
+
+def test_a_gated_mlp_keeps_four_results():
+    plain = ModelShape(64, 2, 4, 16, intermediate=160)
+    gated = replace(plain, gated=True)
+    unit = 16 * 64 * 4
+    assert plain.kept_bytes("mlp", 1, 1) == 2 * unit + 2 * 160 * 16 * 4
+    assert gated.kept_bytes("mlp", 1, 1) == 2 * unit + 4 * 160 * 16 * 4
+    assert gated.product_flops("mlp", 2, 1) == (4 * 16 * 64 * 160 / 2, 0, 2 * 16 * 64 * 160 / 2)
+    assert gated.block_parameters("mlp", 1) == 3 * 64 * 160 + 4 * 64 + 3 * 64
+
+
+def test_fused_gates_are_found():
+    """Phi-3 makes queries, keys and values in one product, and the gate with what it multiplies in another."""
+    shape = shape_of_graph(trace(built("Phi3ForCausalLM", **S, num_key_value_heads=2, pad_token_id=0), sequence=16))
+    assert (shape.kv_heads, shape.intermediate, shape.gated) == (2, 160, True)
