@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from oases.parallel.group import HoldsGroup, ProcessGroup
 from oases.parallel.sharding import Cut
 from oases.partition.cutting import Piece
-from oases.partition.export import Exported
 from oases.partition.program import Program
 
 Programs = Callable[[Tensor, "tuple[Any, ...]"], Program]
@@ -21,39 +20,49 @@ Programs = Callable[[Tensor, "tuple[Any, ...]"], Program]
 class Call:
     """One call of a layer, as its blocks get it: which program runs a sub-batch, and where it reads.
 
-    leaves: those of (args, kwargs), the activation's place left out of account.
+    leaves: those of (args, kwargs), the activation's place left out of account. What cannot change within a call is
+    looked up once: the program by the lengths of the sub-batch, the layer's buffers and constants.
     """
 
     def __init__(self, layer: nn.Module, programs: Programs) -> None:
         self.layer = layer
         self.programs = programs
+        self._known: dict[torch.Size, tuple[Program, dict[str, Any]]] = {}
 
     def run(
         self, block: GraphBlock, name: str, x: Tensor, given: tuple[Tensor, ...], rest: tuple[Any, ...]
     ) -> Tensor:
         """Run `partial` or `combine` of a block on a sub-batch."""
-        program = self.programs(x, rest)
+        known = self._known.get(x.shape)
+        if known is None:
+            known = self._known[x.shape] = (self.programs(x, rest), {})
+        program, fixed = known
         assert program.blocks is not None
         piece: Piece = getattr(program.blocks[block.number], name)
-        inputs = dict(zip(program.exported.inputs, rest, strict=True))
-        read = [
-            getattr(block, mangled(program.exported.parameters[source]))
-            if source in program.exported.parameters
-            else value_of(source, program.exported, self.layer, inputs, x.device)
-            for source in piece.reads
-        ]
+        leaf_of, parameters = program.leaf_of, program.exported.parameters
+        read: list[Any] = []
+        for source in piece.reads:
+            if source in leaf_of:
+                read.append(rest[leaf_of[source]])
+            elif source in parameters:
+                read.append(getattr(block, mangled(parameters[source])))
+            else:
+                if source not in fixed:
+                    fixed[source] = value_of(source, program, self.layer, {}, x.device)
+                read.append(fixed[source])
         return piece.run(x, *given, *read)
 
 
-def value_of(source: str, exported: Exported, layer: nn.Module, inputs: dict[Any, Any], device: torch.device) -> Any:
+def value_of(source: str, program: Program, layer: nn.Module, inputs: dict[Any, Any], device: torch.device) -> Any:
     """What a placeholder stands for in a call: an input, or a parameter, buffer or constant of the layer."""
     if source in inputs:
         return inputs[source]
+    exported = program.exported
     if source in exported.buffers:
         return layer.get_buffer(exported.buffers[source])
     if source in exported.parameters:
         return layer.get_parameter(exported.parameters[source])
-    return exported.constants[source].to(device)
+    return program.constant(source, device)
 
 
 def mangled(name: str) -> str:

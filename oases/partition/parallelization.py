@@ -20,7 +20,7 @@ from oases.partition.layers import LayerList, as_one_layer, made_up_inputs, obse
 from oases.partition.mesh import placed
 from oases.partition.operations import Place
 from oases.partition.ownership import cut_parameters
-from oases.partition.program import Kind, Program
+from oases.partition.program import Form, Kind, Program
 from oases.partition.report import LayersReport, PartitionReport
 from oases.partition.runner import Layer, Runner
 from oases.partition.spec import ParallelSpec
@@ -150,7 +150,7 @@ def _cut_vocabulary(
 
 def _sample(kind: Kind, call: Any, at: int) -> Program:
     flat, tree = leaves(call.args, call.kwargs)
-    return kind.program(flat, tree, at, call.module.training, flat[at].device)
+    return kind.program(Form.of(flat, tree, call.module.training), flat, tree, at, flat[at].device)
 
 
 def _require_divisible(kinds: list[tuple[str, Kind]], place: Place) -> None:

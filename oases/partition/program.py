@@ -7,8 +7,10 @@ not good for. What is cut was decided once; every trace must come to the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +53,10 @@ class Form:
         )
 
 
+_Length = int | tuple[Any, float, float]
+"""A dimension of an input: its length, or the symbol that stands for one with the least and the most it may be."""
+
+
 @dataclass
 class Program:
     """The rank's graphs for one form of call and a range of shapes.
@@ -66,42 +72,61 @@ class Program:
     beside: list[Any] = field(default_factory=list)
     reason: str = ""
     _module: tuple[Any, tuple[str, ...]] | None = field(default=None, repr=False)
+    _constants: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def exported(self) -> Exported:
         """The layer's graph."""
         return self.walk.exported
 
+    @cached_property
+    def leaf_of(self) -> dict[str, int]:
+        """The place among a call's leaves of every placeholder that stands for one."""
+        return {name: at for at, name in enumerate(self.exported.inputs) if name is not None}
+
+    def constant(self, source: str, device: torch.device) -> Tensor:
+        """A tensor that the layer makes of its own, copied to a device once."""
+        key = (source, device)
+        if key not in self._constants:
+            self._constants[key] = self.exported.constants[source].to(device)
+        return self._constants[key]
+
+    @cached_property
+    def _shapes(self) -> tuple[tuple[_Length, ...] | None, ...]:
+        """By leaf: what each length must be; None for a leaf that is no tensor."""
+        nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
+        return tuple(
+            None if name is None else tuple(self._length(want) for want in nodes[name].meta["val"].shape)
+            for name in self.exported.inputs
+        )
+
+    def _length(self, want: Any) -> _Length:
+        if isinstance(want, int):
+            return want
+        found = self.exported.ranges.get(want.node.expr)
+        return (want.node.expr, *((0, math.inf) if found is None else (float(found.lower), float(found.upper))))
+
     def accepts(self, tensors: list[Any]) -> bool:
         """Whether it is good for inputs of these shapes: a length that was traced as varying is one everywhere."""
         bound: dict[Any, int] = {}
-        nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
-        for name, tensor in zip(self.exported.inputs, tensors, strict=True):
-            if name is None:
+        for lengths, tensor in zip(self._shapes, tensors, strict=True):
+            if lengths is None:
                 continue
-            for want, length in zip(nodes[name].meta["val"].shape, tensor.shape, strict=True):
+            for want, length in zip(lengths, tensor.shape, strict=True):
                 if isinstance(want, int):
                     if want != length:
                         return False
-                elif bound.setdefault(want.node.expr, length) != length or not self._in_range(want, length):
+                elif bound.setdefault(want[0], length) != length or not want[1] <= length <= want[2]:
                     return False
         return True
 
-    def _in_range(self, symbol: Any, length: int) -> bool:
-        found = self.exported.ranges.get(symbol.node.expr)
-        return found is None or (found.lower <= length and length <= found.upper)
-
-    def per_sample(self, leaf: int, tensors: list[Any]) -> bool:
+    def per_sample(self, leaf: int) -> bool:
         """Whether dimension 0 of an input holds the samples, as that of the activation does."""
         assert self.activation is not None
-        name, x = self.exported.inputs[leaf], self.exported.inputs[self.activation]
-        nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
-        if name is None or not tensors[leaf].dim():
+        mine, x = self._shapes[leaf], self._shapes[self.activation]
+        if not mine or not x:
             return False
-        mine, batch = (nodes[each].meta["val"].shape[0] for each in (name, x))  # type: ignore[index]
-        if isinstance(batch, int):
-            return batch > 1 and mine == batch
-        return not isinstance(mine, int) and bool(mine.node.expr == batch.node.expr)
+        return x[0] > 1 and mine[0] == x[0] if isinstance(x[0], int) else mine[0] == x[0]
 
     @property
     def why_not_in_a_stack(self) -> str:
@@ -109,9 +134,8 @@ class Program:
         if self.blocks is None:
             return self.reason
         assert self.activation is not None
-        name = self.exported.inputs[self.activation]
-        (x,) = (node for node in self.exported.graph.nodes if node.op == "placeholder" and node.name == name)
-        return "its graph is good for one batch size alone" if isinstance(x.meta["val"].shape[0], int) else ""
+        x = self._shapes[self.activation]
+        return "its graph is good for one batch size alone" if x and isinstance(x[0], int) else ""
 
     def module(self) -> tuple[Any, tuple[str, ...]]:
         """The whole layer as a function with its sums in it, and the placeholders it reads."""
@@ -147,10 +171,9 @@ class Kind:
         self.programs: dict[Form, list[Program]] = {}
 
     def program(
-        self, found: list[Any], tree: pytree.TreeSpec, activation: int | None, training: bool, device: Any
+        self, form: Form, found: list[Any], tree: pytree.TreeSpec, activation: int | None, device: Any
     ) -> Program:
-        """The program for a call by its leaves."""
-        form = Form.of(found, tree, training)
+        """The program for a call of this form by its leaves."""
         programs = self.programs.setdefault(form, [])
         for program in programs:
             if program.accepts(found):
@@ -158,7 +181,7 @@ class Kind:
         args, kwargs = pytree.tree_unflatten(found, tree)
         if next(self.twin.parameters()).device != device:
             self.twin = twin_of(self.twin, device)
-        self.twin.train(training)
+        self.twin.train(form.training)
         try:
             exported = export(self.twin, args, kwargs, _varying)
             walk = self._walked(exported)

@@ -8,6 +8,7 @@ author passes them, and the code around the layers stays the author's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from oases.parallel.stack import OverlappedStack
 from oases.partition.block import Call, GraphBlock, value_of
 from oases.partition.cutting import Piece
 from oases.partition.export import UnsplittableError, leaves
-from oases.partition.program import Kind, Program
+from oases.partition.program import Form, Kind, Program
 from oases.partition.splitter import ABSENT
 
 
@@ -68,10 +69,28 @@ class Layer:
         self.kind = kind
         self.activation = activation
 
-    def program(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
-        """The program for a call, `x` in the place of its activation."""
-        found = [*found[: self.activation], x, *found[self.activation + 1 :]]
-        return self.kind.program(found, tree, self.activation, self.module.training, x.device)
+    def noted(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Noted:
+        """A call by its leaves, `x` in the place of its activation."""
+        form = Form.of(self.with_activation(found, x), tree, self.module.training)
+        return Noted(found, tree, form, self.program(form, found, tree, x))
+
+    def program(self, form: Form, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
+        """The program for a call of this form, `x` in the place of its activation."""
+        return self.kind.program(form, self.with_activation(found, x), tree, self.activation, x.device)
+
+    def with_activation(self, found: list[Any], x: Tensor) -> list[Any]:
+        """The leaves of a call, `x` in the place of its activation."""
+        return [*found[: self.activation], x, *found[self.activation + 1 :]]
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A layer's call that waits for the last one: its leaves, their form, and the program for them."""
+
+    found: list[Any]
+    tree: pytree.TreeSpec
+    form: Form
+    program: Program
 
 
 class Runner:
@@ -101,7 +120,7 @@ class Runner:
                 blocks.append(GraphBlock(layer.module, number, names, dict(layer.kind.cuts), group))
                 self.layer_of.append(index)
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
-        self._calls: list[tuple[list[Any], pytree.TreeSpec]] = []
+        self._calls: list[Noted] = []
         self._x: Tensor | None = None
         self._pending: Pending | None = None
 
@@ -130,9 +149,9 @@ class Runner:
             )
         first = self._x
         assert first is not None
-        self._calls.append((found, tree))
-        where = f"{self.name}.{index}"
-        program = layer.program(self._with(found, layer, first), tree, first)
+        call = layer.noted(found, tree, first)
+        self._calls.append(call)
+        where, program = f"{self.name}.{index}", call.program
         if program.blocks is None:
             raise UnsplittableError(f"{where}, called so: {program.reason}")
         out: Tensor
@@ -140,7 +159,8 @@ class Runner:
             out = self._run()
         else:
             out = self._pending = Pending.of(first, where)
-        rest = [self._beside(each, layer, program, self._with(found, layer, first), where) for each in program.beside]
+        rest = [self._beside(each, layer, program, layer.with_activation(found, first), where)
+                for each in program.beside]  # fmt: skip
         return pytree.tree_unflatten([out, *rest], program.exported.result)
 
     def _beside(self, other: Any, layer: Layer, program: Program, found: list[Any], where: str) -> Any:
@@ -151,18 +171,14 @@ class Runner:
             return other
         x = found[layer.activation]
         inputs = dict(zip(program.exported.inputs, found, strict=True))
-        read = [value_of(source, program.exported, layer.module, inputs, x.device) for source in other.reads]
+        read = [value_of(source, program, layer.module, inputs, x.device) for source in other.reads]
         return other.run(x, *read)
-
-    @staticmethod
-    def _with(found: list[Any], layer: Layer, x: Tensor) -> list[Any]:
-        return [*found[: layer.activation], x, *found[layer.activation + 1 :]]
 
     def _run(self) -> Tensor:
         x, calls = self._x, self._calls
         assert x is not None
         self._x, self._calls, self._pending = None, [], None
-        of_layer = [self._inputs(layer, x, *call) for layer, call in zip(self.layers, calls, strict=True)]
+        of_layer = [self._inputs(layer, call) for layer, call in zip(self.layers, calls, strict=True)]
         for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
             assert isinstance(block, GraphBlock)
             block.adopt(self.layers[index].module)
@@ -171,17 +187,16 @@ class Runner:
         found: Tensor = self.stack(x, [of_layer[index] for index in self.layer_of])
         return found
 
-    def _inputs(self, layer: Layer, x: Tensor, found: list[Any], tree: pytree.TreeSpec) -> BlockInputs:
+    @staticmethod
+    def _inputs(layer: Layer, call: Noted) -> BlockInputs:
         """What travels along to a layer's blocks."""
-        program = layer.program(found, tree, x)
 
         def programs(part: Tensor, rest: tuple[Any, ...]) -> Program:
-            return layer.program(list(rest), tree, part)
+            return layer.program(call.form, list(rest), call.tree, part)
 
+        found = call.found
         flags = [
-            isinstance(leaf, Tensor)
-            and at != layer.activation
-            and program.per_sample(at, self._with(found, layer, x))
+            isinstance(leaf, Tensor) and at != layer.activation and call.program.per_sample(at)
             for at, leaf in enumerate(found)
         ]
         values = [None if at == layer.activation else leaf for at, leaf in enumerate(found)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from oases.partition.block import value_of
 from oases.partition.export import leaves
-from oases.partition.program import Kind
+from oases.partition.program import Form, Kind
 
 
 class WholeForward:
@@ -27,9 +27,9 @@ class WholeForward:
         """As the layer's author has it."""
         found, tree = leaves(args, kwargs)
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
-        program = self.kind.program(found, tree, None, self.module.training, device)
+        program = self.kind.program(Form.of(found, tree, self.module.training), found, tree, None, device)
         run, names = program.module()
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))
-        result = run(*(value_of(name, exported, self.module, inputs, device) for name in names))
+        result = run(*(value_of(name, program, self.module, inputs, device) for name in names))
         return pytree.tree_unflatten(result, exported.result)
