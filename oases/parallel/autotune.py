@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from oases.parallel.group import ProcessGroup, group_rank, group_size
-from oases.schedule import Recompute, Schedule, along_sequence, generate
+from oases.schedule import LayerOf, Recompute, Schedule, along_sequence, generate
 
 ROUNDS = 3
 """Measured steps per candidate of a stack, after one that is not measured."""
@@ -46,21 +46,23 @@ def candidates(
     sub_batches: int | str,
     recompute: Recompute,
     joint: frozenset[int] | None = None,
+    layer_of: LayerOf = None,
 ) -> list[Schedule]:
     """What "auto" chooses from, "off" first: without all-reduces in the recomputation, but nothing overlapped.
 
     joint: the blocks that need every token at once, where others do not: a batch of one is then cut by its tokens.
+    layer_of: each block's layer, as `generate` takes it.
     """
     names = ["cross_pass", "oases"] if schedule == "auto" and recompute == "none" else ["oases"]
     if schedule != "auto":
         names = [schedule]
     counts = [s for s in _SUB_BATCHES if s <= batch] if sub_batches == "auto" else [int(sub_batches)]
-    found = [generate("fine_grained", num_blocks, 1, recompute)] if schedule == "auto" else []
+    found = [generate("fine_grained", num_blocks, 1, recompute, layer_of)] if schedule == "auto" else []
     if batch == 1 and joint is not None and "oases" in names:
         parts = _SUB_BATCHES[:2] if sub_batches == "auto" else counts
-        return found + [along_sequence(num_blocks, count, joint, recompute) for count in parts if count > 1]
-    found += [generate(name, num_blocks, count, recompute) for count in counts for name in names]
-    return found or [generate(schedule, num_blocks, 1, recompute)]
+        return found + [along_sequence(num_blocks, count, joint, recompute, layer_of) for count in parts if count > 1]
+    found += [generate(name, num_blocks, count, recompute, layer_of) for count in counts for name in names]
+    return found or [generate(schedule, num_blocks, 1, recompute, layer_of)]
 
 
 def labelled(schedules: list[Schedule]) -> dict[str, Schedule]:

@@ -33,6 +33,7 @@ from oases.schedule import (
     along_sequence,
     format_schedule,
     generate,
+    recomputed_layers,
     sequence_parallel,
     validate,
 )
@@ -81,8 +82,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
         "whole" runs it by the schedule sync with the same recomputation; its collectives have a row of their own,
         "stack 0, whole batch", in `oases.report()`.
     require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError where nothing overlaps.
-    layer_of: each block's layer, and name: what the stack is, both for `oases.report()`; without, two blocks are a
-        layer.
+    layer_of: each block's layer, in order; without, two blocks are one. Recomputation goes by layers, and so does
+        `oases.report()`, which calls the stack by its `name`.
     Input and output: [batch, ...], the same on every rank. What blocks read besides (a mask, a position bias) is
     given to a call as one `BlockInputs` per block. Gradients of sharded parameters (`shard_dims` of
     their module) stay this rank's; those of replicated ones are summed over the group where they are shares.
@@ -169,9 +170,15 @@ class OverlappedStack(HoldsGroup, nn.Module):
             self.schedule = self._laid_out(schedule)
         elif "auto" in (schedule, sub_batches):
             self._tunings, self._asked = {}, (schedule, sub_batches, recompute)
-            self.schedule = self._laid_out(candidates(len(self.blocks), 2, *self._asked)[-1])
+            self.schedule = self._laid_out(candidates(len(self.blocks), 2, *self._asked, layer_of=self.layer_of)[-1])
         else:
-            self.schedule = self._laid_out(generate(schedule, len(self.blocks), int(sub_batches), recompute))
+            self.schedule = self._laid_out(self._generated(schedule, int(sub_batches), recompute))
+
+    def _generated(self, name: str, sub_batches: int, recompute: Recompute) -> Schedule:
+        return generate(name, len(self.blocks), sub_batches, recompute, self.layer_of)
+
+    def _recomputed_layers(self, schedule: Schedule) -> int:
+        return recomputed_layers(schedule.recomputed_blocks, len(self.blocks), self.layer_of)
 
     def _laid_out(self, schedule: Schedule) -> Schedule:
         return sequence_parallel(schedule) if self.sequence_parallel and self.tensor_parallel > 1 else schedule
@@ -208,7 +215,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         asked = repr((self._asked, len(self.blocks), sizes, self.sequence_parallel, joint))
         key = cache_key(asked, x.shape, x.dtype, self.process_group)
         if key not in self._tunings:
-            schedules = candidates(len(self.blocks), x.shape[0], *self._asked, joint)
+            schedules = candidates(len(self.blocks), x.shape[0], *self._asked, joint, self.layer_of)
             among = labelled([self._laid_out(schedule) for schedule in schedules])
             self._tunings[key] = Tuning(among, self.process_group, key, has_off=not schedules[0].overlaps)
         return self._tunings[key]
@@ -223,7 +230,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         return some and not self.sequence_parallel and x.dim() > 2 and x.shape[1] >= parts
 
     def _along_sequence(self, parts: int, recompute: Recompute) -> Schedule:
-        return along_sequence(len(self.blocks), parts, self.joint_blocks, recompute)
+        return along_sequence(len(self.blocks), parts, self.joint_blocks, recompute, self.layer_of)
 
     def _schedule_for(self, x: Tensor, inputs: Sequence[BlockInputs]) -> Schedule:
         """The schedule, or what takes its place for a batch too small to cut.
@@ -251,7 +258,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if schedule.name != "oases" or not self._can_cut_tokens(x, parts, inputs):
             if self.small_batch == "whole" and x.shape[0] > 0:
                 if schedule not in self._whole:
-                    whole = generate("sync", len(self.blocks), 1, schedule.recomputed_layers)
+                    whole = self._generated("sync", 1, self._recomputed_layers(schedule))
                     self._whole[schedule] = self._laid_out(whole)
                 return self._whole[schedule]
             raise ValueError(
@@ -261,7 +268,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 "cannot be"
             )
         if schedule not in self._by_tokens:
-            self._by_tokens[schedule] = self._along_sequence(parts, schedule.recomputed_layers)
+            self._by_tokens[schedule] = self._along_sequence(parts, self._recomputed_layers(schedule))
         return self._by_tokens[schedule]
 
     def _agree(self, schedule: Schedule) -> None:

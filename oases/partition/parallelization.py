@@ -118,6 +118,7 @@ def _install(
         layers = [Layer(m, k, at) for m, k, at in zip(modules, cut, found.activations, strict=True)]
         runner = Runner(found.name, layers, programs, group, **options)
         runner.install()
+        report.runner = runner
         report.runs, report.schedule = "across layers", str(runner.stack.schedule.name)
         report.blocks_per_layer = len(runner.stack.blocks) // len(layers)
     else:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from oases.partition.runner import Runner
 
 
 @dataclass
 class LayersReport:
-    """One list of layers. runs: "across layers", "inside layers" or "replicated"; reason: why not across layers."""
+    """One list of layers. runs: "across layers", "inside layers" or "replicated"; reason: why not across layers.
+
+    runner: what runs them, across layers; of its stack the schedule can be changed.
+    """
 
     name: str
     layers: int
@@ -22,6 +27,7 @@ class LayersReport:
     replicated: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     degrees: list[int] = field(default_factory=list)
+    runner: Runner | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass
@@ -37,7 +43,11 @@ class PartitionReport:
 
     def json(self) -> dict[str, Any]:
         """As plain data."""
-        return asdict(self)
+        layers = [replace(each, runner=None) for each in self.layers]  # a stack is none, and must not be copied
+        found = asdict(replace(self, layers=layers))
+        for each in found["layers"]:
+            del each["runner"]
+        return found
 
     def __str__(self) -> str:
         lines = [f"{self.model}, tensor parallel over {self.tensor_parallel}"]

@@ -97,10 +97,10 @@ class Schedule:
         """(kind, block, sub-batch) of every R and RC: what the backward pass computes again."""
         return frozenset((op.kind, op.block, op.sub_batch) for op in self.ops if op.kind in ("R", "RC"))
 
-    @property
-    def recomputed_layers(self) -> int:
-        """How many layers, pairs of blocks, are computed again."""
-        return (len({block for kind, block, _ in self.recomputed if kind == "R"}) + 1) // 2
+    @cached_property
+    def recomputed_blocks(self) -> frozenset[int]:
+        """The blocks that are computed again."""
+        return frozenset(block for kind, block, _ in self.recomputed if kind == "R")
 
     @cached_property
     def remade_inputs(self) -> frozenset[tuple[int, int]]:

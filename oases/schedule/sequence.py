@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from oases.schedule.ir import Op, Schedule
-from oases.schedule.tensor import Recompute, extent_of, received, recomputed_blocks, started
+from oases.schedule.tensor import LayerOf, Recompute, extent_of, received, recomputed_blocks, started
 from oases.schedule.validate import needs, validate
 
 _HEAVY = ("F", "R", "B", "W")
@@ -72,14 +72,18 @@ def _balanced(schedule: Schedule) -> list[Op]:
 
 
 def along_sequence(
-    num_blocks: int, num_sub_batches: int, joint: Collection[int], recompute: Recompute = "none"
+    num_blocks: int,
+    num_sub_batches: int,
+    joint: Collection[int],
+    recompute: Recompute = "none",
+    layer_of: LayerOf = None,
 ) -> Schedule:
     """The Oases schedule with parts of the sequence for sub-batches, for batches too small to cut.
 
     joint: blocks that need every token at once (attention). They run whole; the all-reduces of their parts hide under
     the token-wise blocks (MLP) next to them, and weight gradients fill the wait before them in the backward pass.
     """
-    again = recomputed_blocks(num_blocks, recompute)
+    again = recomputed_blocks(num_blocks, recompute, layer_of)
     passes = _Passes(num_blocks, num_sub_batches, frozenset(joint), again)
     ops = (*passes.forward(), *passes.backward())
     extent = extent_of(again, num_blocks)

@@ -7,7 +7,10 @@ them; all-reduces per layer and sub-batch are then 6, 4, 6, 4 and 6, and 4 witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from itertools import groupby
 from typing import Literal
 
 from oases.schedule.ir import Compute, Op, Schedule, ScheduleError
@@ -15,21 +18,25 @@ from oases.schedule.validate import validate
 
 Recompute = Literal["none", "full"] | int
 """What the backward pass computes again: nothing, every layer, or the first so many layers."""
+LayerOf = Sequence[int] | None
+"""The layer of each block, in their order; None where two blocks, attention and MLP, are one."""
 
 
-def sync(num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none") -> Schedule:
+def sync(
+    num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none", layer_of: LayerOf = None
+) -> Schedule:
     """Ordinary tensor parallelism (Megatron-LM): every all-reduce is waited for at once.
 
     With recomputation a layer's input is kept and its whole forward pass is run again, all-reduces included.
     """
 
-    again = recomputed_blocks(num_blocks, recompute)
+    again = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         for b in range(num_blocks):
             for s in range(num_sub_batches):
                 yield from _exposed("F", b, s, then="C")
-        for layer in reversed(_layers(num_blocks)):
+        for layer in reversed(_layers(num_blocks, layer_of)):
             for s in reversed(range(num_sub_batches)):
                 for b in (b for b in layer if b in again):
                     yield from _exposed("R", b, s, then="RC")
@@ -39,10 +46,12 @@ def sync(num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none
     return Schedule("sync", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
 
 
-def fine_grained(num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none") -> Schedule:
+def fine_grained(
+    num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none", layer_of: LayerOf = None
+) -> Schedule:
     """`sync` whose recomputation begins after one all-reduce and ends before the next: it carries none."""
 
-    again = recomputed_blocks(num_blocks, recompute)
+    again = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         for b in range(num_blocks):
@@ -57,15 +66,17 @@ def fine_grained(num_blocks: int, num_sub_batches: int = 1, recompute: Recompute
     return Schedule("fine_grained", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
 
 
-def cross_pass(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none") -> Schedule:
+def cross_pass(
+    num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none", layer_of: LayerOf = None
+) -> Schedule:
     """All-reduces hide under the other sub-batches, those of the recomputation, which it keeps, among them."""
 
-    again = recomputed_blocks(num_blocks, recompute)
+    again = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         yield from _piped("F", list(range(num_blocks)), num_sub_batches, "C")
         order = list(reversed(range(num_sub_batches)))
-        for layer in reversed(_layers(num_blocks)):
+        for layer in reversed(_layers(num_blocks, layer_of)):
             if again.issuperset(layer):
                 yield from _overlapped_recompute(layer, order)
             for b in reversed(layer):
@@ -80,7 +91,9 @@ def cross_pass(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute =
     return Schedule("cross_pass", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
 
 
-def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none") -> Schedule:
+def oases(
+    num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none", layer_of: LayerOf = None
+) -> Schedule:
     """The all-reduce of one sub-batch runs under the blocks of the others, from the first block to the last.
 
     A result is waited for only when the next block of the same sub-batch needs it. Weight gradients are computed
@@ -89,7 +102,7 @@ def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "non
     the weight gradients of the first block do not hide of the last one of the backward pass.
     """
 
-    again = recomputed_blocks(num_blocks, recompute)
+    again = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         yield from _piped("F", list(range(num_blocks)), num_sub_batches, "C")
@@ -112,7 +125,12 @@ def oases(num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "non
 
 
 def sub_pipelined(
-    num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none", *, level: int = 3
+    num_blocks: int,
+    num_sub_batches: int = 2,
+    recompute: Recompute = "none",
+    layer_of: LayerOf = None,
+    *,
+    level: int = 3,
 ) -> Schedule:
     """Merak's sub-pipelined tensor parallelism, levels 1 to 3: overlap inside a block, a layer, across layers.
 
@@ -121,10 +139,10 @@ def sub_pipelined(
     """
     if level not in (1, 2, 3):
         raise ScheduleError(f"sub_pipelined has levels 1, 2 and 3, got {level}")
-    layers = _layers(num_blocks)
+    layers = _layers(num_blocks, layer_of)
     reach = {1: [[b] for b in range(num_blocks)], 2: layers, 3: [list(range(num_blocks))]}[level]
 
-    again = recomputed_blocks(num_blocks, recompute)
+    again = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         for blocks in reach:
@@ -144,9 +162,9 @@ def sub_pipelined(
     return Schedule(name, num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
 
 
-def recomputed_blocks(num_blocks: int, recompute: Recompute) -> frozenset[int]:
+def recomputed_blocks(num_blocks: int, recompute: Recompute, layer_of: LayerOf = None) -> frozenset[int]:
     """The blocks that the backward pass computes again. Raises ScheduleError for more layers than there are."""
-    layers = _layers(num_blocks)
+    layers = _layers(num_blocks, layer_of)
     count = {"none": 0, "full": len(layers)}.get(recompute) if isinstance(recompute, str) else recompute
     if count is None or not 0 <= count <= len(layers):
         raise ScheduleError(
@@ -160,9 +178,20 @@ def extent_of(again: frozenset[int], num_blocks: int) -> Literal["none", "some",
     return "none" if not again else "full" if len(again) == num_blocks else "some"
 
 
-def _layers(num_blocks: int) -> list[list[int]]:
-    """Transformer layers are pairs of blocks, attention and MLP; an odd block is a layer of its own."""
-    return [list(range(b, min(b + 2, num_blocks))) for b in range(0, num_blocks, 2)]
+def recomputed_layers(again: AbstractSet[int], num_blocks: int, layer_of: LayerOf = None) -> int:
+    """How many layers lie among these blocks, wholly or in part: the number that `recompute` takes for them."""
+    return sum(not again.isdisjoint(layer) for layer in _layers(num_blocks, layer_of))
+
+
+def _layers(num_blocks: int, layer_of: LayerOf = None) -> list[list[int]]:
+    """The blocks of each layer: pairs, attention and MLP, where nothing says otherwise; an odd block is one alone."""
+    if layer_of is None:
+        layer_of = [block // 2 for block in range(num_blocks)]
+    if len(layer_of) != num_blocks or list(layer_of) != sorted(layer_of):
+        raise ScheduleError(
+            f"layer_of must give each of the {num_blocks} blocks its layer, in order, got {list(layer_of)}"
+        )
+    return [list(blocks) for _, blocks in groupby(range(num_blocks), key=lambda block: layer_of[block])]
 
 
 def started(kind: Compute, block: int, sub_batch: int) -> Iterator[Op]:
@@ -203,23 +232,29 @@ def _overlapped_recompute(layer: list[int], order: list[int]) -> Iterator[Op]:
             yield from started("R", b, s)
 
 
-GENERATORS: dict[str, Callable[[int, int, Recompute], Schedule]] = {
+GENERATORS: dict[str, Callable[[int, int, Recompute, LayerOf], Schedule]] = {
     "sync": sync,
     "fine_grained": fine_grained,
     "cross_pass": cross_pass,
     "oases": oases,
     "sub_pipelined": sub_pipelined,
-    "sub_pipelined_1": lambda blocks, subs, recompute: sub_pipelined(blocks, subs, recompute, level=1),
-    "sub_pipelined_2": lambda blocks, subs, recompute: sub_pipelined(blocks, subs, recompute, level=2),
+    "sub_pipelined_1": partial(sub_pipelined, level=1),
+    "sub_pipelined_2": partial(sub_pipelined, level=2),
 }
 WHOLE = frozenset({"sync", "fine_grained"})
 """Schedules that overlap nothing have no use for sub-batches and run the batch whole."""
 
 
-def generate(name: str, num_blocks: int, num_sub_batches: int, recompute: Recompute = "none") -> Schedule:
+def generate(
+    name: str,
+    num_blocks: int,
+    num_sub_batches: int,
+    recompute: Recompute = "none",
+    layer_of: LayerOf = None,
+) -> Schedule:
     """Return the named schedule, validated. Those in WHOLE get one sub-batch."""
     if name not in GENERATORS:
         raise ScheduleError(f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}")
-    schedule = GENERATORS[name](num_blocks, 1 if name in WHOLE else num_sub_batches, recompute)
+    schedule = GENERATORS[name](num_blocks, 1 if name in WHOLE else num_sub_batches, recompute, layer_of)
     validate(schedule)
     return schedule

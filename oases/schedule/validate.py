@@ -107,7 +107,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def _require_recompute_as_said(schedule: Schedule) -> None:
-    blocks = {block for kind, block, _ in schedule.recomputed if kind == "R"}
+    blocks = schedule.recomputed_blocks
     extent = "none" if not blocks else "full" if len(blocks) == schedule.num_blocks else "some"
     if extent != schedule.recompute and schedule.backward:
         raise ScheduleError(

@@ -15,7 +15,7 @@ from oases.errors import OverlapError
 from oases.parallel.group import scheduler_of
 from oases.parallel.linear import shard
 from oases.parallel.sharding import sharded_parameters
-from oases.schedule import GENERATORS, ScheduleError, generate, parse_schedule
+from oases.schedule import GENERATORS, WHOLE, ScheduleError, generate, parse_schedule
 from oases.schedule import sequence_parallel as make_sequence_parallel
 
 WIDTH = 16
@@ -341,6 +341,25 @@ def check_whole(schedule, recompute, sequence_parallel):
     each = len((make_sequence_parallel(alike) if sequence_parallel else alike).collectives)
     assert rows[f"stack {stack.number}, whole batch"] == 2 * each
     assert len(oases.report().layers) == 2
+
+
+def check_layers(schedule):
+    """Layers of one block and of three, the first two of them computed again; a small batch keeps to that."""
+    group = dist.group.WORLD
+    blocks = plain_blocks(5)
+    options = {"schedule": schedule, "recompute": 2, "layer_of": (0, 1, 1, 1, 2), "small_batch": "whole"}
+    stack = make_stack(blocks, group, **options)
+    for batch in (4, 1):
+        x, grad = torch.randn(2, batch, 3, WIDTH, dtype=torch.float64)
+        compare(stack, blocks, group, x, grad)
+    return [sorted(each.recomputed_blocks) for each in (stack.schedule, *stack._whole.values())]
+
+
+@pytest.mark.parametrize("schedule", sorted(GENERATORS))
+def test_recomputation_goes_by_layers(two_ranks, schedule):
+    for ran in two_ranks.run(check_layers, schedule):
+        assert all(again == [0, 1, 2, 3] for again in ran)
+        assert len(ran) == (1 if schedule in WHOLE else 2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

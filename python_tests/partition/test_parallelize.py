@@ -37,3 +37,21 @@ def test_pretrained_weights_are_cut_and_come_back(two_ranks, tmp_path, name):
         assert first == second
         assert torch.equal(mine, theirs)
     assert isinstance(again, transformers.PreTrainedModel)
+
+
+def layers_computed_again(name, recompute):
+    model = build(name)
+    group = dist.group.WORLD
+    oases.parallelize(model, mesh=group, recompute=recompute)
+    found = []
+    for each in model.oases_partition.layers:
+        stack = each.runner.stack
+        found.append(sorted({stack.layer_of[block] for block in stack.schedule.recomputed_blocks}))
+    return found
+
+
+@pytest.mark.parametrize(("name", "stacks"), [("gptj", 1), ("llama", 1), ("t5", 2)])
+def test_recompute_counts_the_layers_of_the_model(two_ranks, name, stacks):
+    """Of one block each, of two, and of three in a decoder."""
+    for again in two_ranks.run(layers_computed_again, name, 1):
+        assert again == [[0]] * stacks

@@ -1,6 +1,8 @@
 """The generators against the paper's table: what is in flight while what is computed."""
 
-from oases.schedule import generate, oases, sync
+import pytest
+
+from oases.schedule import GENERATORS, ScheduleError, generate, oases, recomputed_layers, sync
 
 
 def in_flight(schedule):
@@ -44,3 +46,22 @@ def test_more_sub_batches_keep_more_in_flight():
 def test_all_reduces_per_layer_and_sub_batch():
     for name in ("sync", "oases"):
         assert generate(name, 6, 2).all_reduces_per_layer() == 4
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("layer_of", [(0, 1, 2, 3), (0, 0, 0, 1, 1, 1), (3, 5, 5, 6)])
+def test_a_number_of_layers_means_those_that_layer_of_says(name, layer_of):
+    layers = list(dict.fromkeys(layer_of))
+    for count in range(len(layers) + 1):
+        schedule = generate(name, len(layer_of), 2, count, layer_of)
+        again = {block for block, layer in enumerate(layer_of) if layer in layers[:count]}
+        assert schedule.recomputed_blocks == again
+        assert recomputed_layers(schedule.recomputed_blocks, len(layer_of), layer_of) == count
+    with pytest.raises(ScheduleError, match=f"a number of layers up to {len(layers)}"):
+        generate(name, len(layer_of), 2, len(layers) + 1, layer_of)
+
+
+def test_layers_of_other_blocks_are_refused():
+    for layer_of in ((0, 0), (1, 0, 1, 0)):
+        with pytest.raises(ScheduleError, match="each of the 4 blocks its layer, in order"):
+            generate("oases", 4, 2, 1, layer_of)
