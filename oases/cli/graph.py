@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from oases.cli.options import require_writable
 from oases.cli.problem import cluster_of, require_count
 from oases.errors import UsageError
-from oases.graph.layer_graph import FORMAT, LARGEST_FILE, LayerGraph, read_graph
+from oases.graph.layer_graph import FORMAT, LayerGraph, read_graph
 from oases.graph.part import Part
 from oases.graph.shards import shards
 from oases.graph.stages import BALANCES, Stage, shared_parameters, split
@@ -94,10 +93,10 @@ def show_graph(options: argparse.Namespace) -> None:
 
 def _graph(options: argparse.Namespace) -> LayerGraph:
     """Read, or traced from a configuration."""
+    from oases.graph.trace.configuration import read_configuration
+
     path = Path(options.graph)
-    if path.is_dir():
-        path /= "config.json"
-    data = _read(path)
+    data = read_configuration(path, "--graph", "a config.json or a graph's JSON")
     if data.get("format") == FORMAT:
         for name in ("sequence", "dtype"):
             if getattr(options, name) is not None:
@@ -109,25 +108,6 @@ def _graph(options: argparse.Namespace) -> LayerGraph:
     if options.sequence is not None:
         require_count("--sequence", options.sequence)
     return _traced(data, dtype, options.sequence)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What the file holds: a configuration, or a graph."""
-    if not path.is_file():
-        raise UsageError(
-            f"--graph: {str(path)!r} is no file; give a config.json, a folder with one, or a graph's JSON"
-        )
-    if path.stat().st_size > LARGEST_FILE:
-        raise UsageError(
-            f"--graph: {str(path)!r} has over {LARGEST_FILE} bytes; give a config.json or a graph's JSON"
-        )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError among them
-        raise UsageError(f"--graph: {str(path)!r} is not JSON: {error}; give a config.json or a graph's") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"--graph: {str(path)!r} holds no JSON object; give a config.json or a graph's JSON")
-    return data
 
 
 def _traced(data: dict[str, Any], dtype: str, sequence: int | None) -> LayerGraph:

@@ -1,14 +1,17 @@
-"""Builds the model that a configuration file of transformers describes, on `meta`: no weight and no foreign code."""
+"""Builds the model that a configuration file of transformers describes: no weights from anywhere, no foreign code."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from oases.errors import UsageError
+from oases.graph.layer_graph import LARGEST_FILE
 from oases.simulator.model import MOST_LAYERS
 
 _HEADS = (
@@ -25,11 +28,32 @@ _LEFT_OUT = frozenset({
 """Fields that name code to load, kernels on the hub among it, or the format of weights, of which there are none."""
 
 
-def configured_model(data: Mapping[str, Any], dtype: str = "float32") -> nn.Module:
-    """The model of a config.json's content, on `meta`, its parameters of `dtype`.
+def read_configuration(path: Path, asked: str, what: str = "a config.json") -> dict[str, Any]:
+    """The object in a JSON file, or in the config.json of a folder.
+
+    asked: the option that names the file, and what: may be in it, both for the message of the UsageError where it
+    holds none.
+    """
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise UsageError(f"{asked}: {str(path)!r} is no file; give {what}, or a folder with a config.json")
+    if path.stat().st_size > LARGEST_FILE:
+        raise UsageError(f"{asked}: {str(path)!r} has over {LARGEST_FILE} bytes; give {what}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError among them
+        raise UsageError(f"{asked}: {str(path)!r} is not JSON: {error}; give {what}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{asked}: {str(path)!r} holds no JSON object; give {what}")
+    return data
+
+
+def configuration(data: Mapping[str, Any]) -> Any:
+    """The object of transformers that a config.json's content is.
 
     Code that the file names is never run. Raises UsageError where transformers is not installed, does not know the
-    model, or cannot build it from these values.
+    model, or refuses the values.
     """
     try:
         import transformers
@@ -37,8 +61,7 @@ def configured_model(data: Mapping[str, Any], dtype: str = "float32") -> nn.Modu
         raise UsageError(
             "a config.json is read by transformers, which is not installed; pip install transformers"
         ) from error
-    kind, asked = data.get("model_type"), data.get("architectures")
-    known = transformers.CONFIG_MAPPING
+    kind, known = data.get("model_type"), transformers.CONFIG_MAPPING
     if not isinstance(kind, str) or kind not in known:
         raise UsageError(
             f"model_type {kind!r} is none of the {len(list(known))} that transformers {transformers.__version__} "
@@ -46,12 +69,23 @@ def configured_model(data: Mapping[str, Any], dtype: str = "float32") -> nn.Modu
         )
     _require_few_layers(data)
     try:
-        config = known[kind].from_dict(_plain(data))
+        return known[kind].from_dict(_plain(data))
     except Exception as error:  # a configuration's class raises whatever it likes
         raise UsageError(f"{kind}: its configuration is refused: {_in_a_line(error)}") from error
-    builder = _builder(transformers, config, asked)
+
+
+def configured_model(data: Mapping[str, Any], dtype: str = "float32", device: str = "meta") -> nn.Module:
+    """The model of a config.json's content, its parameters of `dtype`: without data on `meta`, elsewhere random.
+
+    Raises UsageError as `configuration` does, and where no model can be built.
+    """
+    config = configuration(data)
+    kind = config.model_type
+    import transformers
+
+    builder = _builder(transformers, config, data.get("architectures"))
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             model: nn.Module = builder.from_config(config, trust_remote_code=False, dtype=getattr(torch, dtype))
     except Exception as error:
         raise UsageError(f"{kind}: no model can be built of its configuration: {_in_a_line(error)}") from error
