@@ -96,6 +96,9 @@ def overlap_table(result: dict[str, Any]) -> Table:
             percent(row["of_ideal"]), f"{row['all_reduces_per_layer']:g}",
             f"{row['max_relative_gradient_error']:.1e}", kept(row), f"{row['peak_bytes'] / 1e6:.1f} MB",
         )  # fmt: skip
+    for name, row in result.get("gpt", {}).get("schedules", {}).items():
+        step, speedup = f"{1e3 * row['step_seconds']:.0f} ms", f"{row['speedup']:.2f} x"
+        table.add_row(f"gpt {name}", step, speedup, percent(row["hidden"]), percent(row["of_ideal"]))
     sync = result["schedules"]["sync"]["step_seconds"]
     for name, row in result["peers"].items():
         table.add_row(name, f"{1e3 * row['step_seconds']:.0f} ms", f"{sync / row['step_seconds']:.2f} x")
@@ -105,6 +108,12 @@ def overlap_table(result: dict[str, Any]) -> Table:
         f"on the CPU), ideal {1e3 * result['ideal_seconds']:.0f} ms\n"
         "kept: for the backward pass, in sequence x batch x hidden per layer; in brackets by the paper's formula"
     )
+    if "model" in result:
+        model = result["model"]
+        table.caption += f"\nthe {model['layers']} layers {model['list']} of an unedited {model['class']}"
+    if "gpt" in result:
+        shares = (f"{name} {row['speedup_over_gpt']:.3f}" for name, row in result["schedules"].items())
+        table.caption += f"\nspeed-up over the built-in GPT's of its sizes: {', '.join(shares)}"
     if "auto" in result["schedules"]:
         table.caption += f"\nauto chose {result['schedules']['auto']['chosen']}"
     return table

@@ -9,7 +9,7 @@ import torch
 
 from oases.bench.peers import parse_peers, require_peer
 from oases.errors import UsageError
-from oases.schedule import Schedule, sequence_parallel
+from oases.schedule import LayerOf, Schedule, sequence_parallel
 from oases.train.config import (
     WIRE_DTYPES,
     ModelOptions,
@@ -30,6 +30,10 @@ class OverlapConfig(ModelOptions):
     layers: int = option(3, "transformer layers")
     sequence: int = option(256, "tokens per sample")
     batch: int = option(4, "samples per step")
+    model: str | None = option(
+        None, "time the layers of this unedited model instead: a config.json of transformers, or a folder with one"
+    )
+    beside_gpt: bool = option(False, "with --model: the built-in GPT of its sizes besides, in the same run")
     schedules: str = option(
         "sync,oases",
         "schedules to compare, by name (oases@4: four sub-batches; oases:bfloat16: sums sent in that type; "
@@ -48,6 +52,8 @@ class OverlapConfig(ModelOptions):
         require_seed(self.seed)
         require_device(self.device)
         parse_peers(self.peers)  # names the unknown one
+        if self.beside_gpt and self.model is None:
+            raise UsageError("--beside-gpt runs the built-in GPT beside a model; give it with --model")
         if self.dtype not in DTYPES:
             raise UsageError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
 
@@ -62,10 +68,13 @@ class OverlapConfig(ModelOptions):
         """The peers asked for."""
         return parse_peers(self.peers, self.batch, self.recompute)
 
-    def contestant(self, name: str) -> tuple[Schedule, torch.dtype | None]:
-        """The schedule called `name` and the type its sums are sent in: NAME[@N][:sequence][:bfloat16], or a path."""
+    def contestant(self, name: str, layer_of: LayerOf = None) -> tuple[Schedule, torch.dtype | None]:
+        """The schedule called `name` and the type its sums are sent in: NAME[@N][:sequence][:bfloat16], or a path.
+
+        layer_of: each block's layer; None where a layer is two blocks.
+        """
         plain, *suffixes = [name] if Path(name).is_file() else name.split(":")
-        resolved, dtype = self.schedule_or_auto(plain), None
+        resolved, dtype = self.schedule_or_auto(plain, layer_of), None
         if resolved == "auto":
             raise UsageError(f"unknown schedule {name!r}; auto takes no suffix")
         schedule = resolved
@@ -83,12 +92,13 @@ class OverlapConfig(ModelOptions):
         """Everything that can be known before any rank starts."""
         if degree < 2:
             raise UsageError(f"--tp {degree} communicates nothing, so there is nothing to hide; give at least 2")
-        self.require_degree(degree)
-        if self.device == "cpu":
-            require_memory(self, degree)
+        if self.model is None or self.beside_gpt:
+            self.require_degree(degree)
+            if self.device == "cpu":
+                require_memory(self, degree)
         for name in self.names:
-            if name == "auto":
-                continue
+            if name == "auto" or (self.model is not None and Path(name).is_file()):
+                continue  # of how many blocks a model's layers are, the ranks will know
             if self.contestant(name)[0].sequence_parallel and self.sequence % degree:
                 raise UsageError(
                     f"schedule {name!r} cuts the sequence over the ranks, and {self.sequence} tokens do not divide "

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oases.bench.config import DTYPES, OverlapConfig
+from oases.bench.layers import BuiltInLayers, Layers, UneditedLayers
 from oases.bench.memory import StepMemory, formula_units, measure_memory
 from oases.bench.peers import make_peer
-from oases.models.gpt import transformer_blocks
-from oases.parallel import OverlappedStack
 from oases.parallel.autotune import Tuning, candidates, label, labelled
 from oases.parallel.group import ProcessGroup, scheduler_of
 from oases.parallel.statistics import names_op
@@ -54,21 +53,21 @@ class OverlapBench:
         self.config = config
         self.group = group
         self.scheduler = scheduler_of(group)
-        device = torch.device(config.device)
-        dtype = DTYPES[config.dtype]
-        blocks = transformer_blocks(config.gpt(config.seed), group)
-        self.stack = OverlappedStack(blocks, process_group=group).to(device, dtype)
+        self.layers: Layers = (BuiltInLayers if config.model is None else UneditedLayers)(config, group)
+        self.stack = self.layers.stack
+        layer_of = self.stack.layer_of
         self.communication_cpu: list[float] = []
         """Seconds that all threads of this process computed during each `communicate`."""
         self.tuning: Tuning | None = None
         """Of "auto", where it is asked for."""
+        self.facts: dict[str, Facts] = {}
         if "auto" in config.names:
             recompute = cast(Recompute, config.recompute)
             joint = self.stack.joint_blocks
-            among = candidates(2 * config.layers, config.batch, "auto", "auto", recompute, joint)
+            among = candidates(len(self.stack.blocks), config.batch, "auto", "auto", recompute, joint, layer_of)
             # A choice kept from an earlier run would say nothing about this one.
             self.tuning = Tuning(labelled(among), group, "", has_off=True, keep=False)
-        named = {name: config.contestant(name) for name in config.names if name != "auto"}
+        named = {name: config.contestant(name, layer_of) for name in config.names if name != "auto"}
         self.schedules = {
             name: self.tuning.current if self.tuning and name == "auto" else named[name][0] for name in config.names
         }
@@ -77,14 +76,14 @@ class OverlapBench:
         # The least compute there is, with no product recomputed only for an all-reduce: the batch whole or
         # cut, whichever is faster on this machine. The ideal takes the faster.
         self._alone = {
-            "compute alone": config.resolve_schedule("fine_grained"),
-            "compute alone, cut": config.resolve_schedule(f"oases@{min(config.sub_batches, config.batch)}"),
+            "compute alone": config.resolve_schedule("fine_grained", layer_of),
+            "compute alone, cut": config.resolve_schedule(f"oases@{min(config.sub_batches, config.batch)}", layer_of),
         }
         made_of = (config.gpt(config.seed), list(self.stack.blocks), group, config.recompute)
         self.peers = {name: make_peer(name, *made_of) for name in config.peer_names}
         torch.manual_seed(config.seed)
-        shape = (config.batch, config.sequence, config.hidden)
-        self.x, self.grad = torch.randn(2, *shape, device=device, dtype=dtype)
+        device, dtype = torch.device(config.device), DTYPES[config.dtype]
+        self.x, self.grad = torch.randn(2, *self.layers.shape, device=device, dtype=dtype)
 
     def choose(self, on_step: Callable[[int], None] | None = None) -> None:
         """Run the candidates of "auto" in turns, as the first steps of a training run would, until it has chosen."""
@@ -104,7 +103,7 @@ class OverlapBench:
         self._run_as(name)
         self.stack.zero_grad()
         x = self.x.clone().requires_grad_()
-        forward = self._timed(lambda: self.stack.run(x, scheduler, tuning))
+        forward = self._timed(lambda: self.layers.run(x, scheduler, tuning))
         backward = self._timed(lambda: self._output.backward(self.grad))
         self._x_grad = x.grad
         return forward, backward
@@ -125,7 +124,7 @@ class OverlapBench:
 
     def communicate(self) -> Passes:
         """The all-reduces of `sync` without compute: one after another, as a link carries them."""
-        count = 2 * self.config.layers
+        count = len(self.stack.blocks)
         tensors = [torch.ones_like(self.x) for _ in range(2 * count)]
 
         def reduce(some: list[Tensor]) -> None:
@@ -179,7 +178,7 @@ class OverlapBench:
         count = sum(t.count for label, t in self.scheduler.totals().items() if names_op(label))
         schedule = self.schedules[name]
         halves = 2 if schedule.sequence_parallel else 1  # a reduce-scatter and an all-gather are an all-reduce
-        return count / (halves * self.config.layers * schedule.num_sub_batches)
+        return count / (halves * self.layers.number * schedule.num_sub_batches)
 
     def memory(self, name: str) -> StepMemory:
         """What one step under a schedule holds, on the rank that holds most."""
@@ -187,7 +186,7 @@ class OverlapBench:
         self.stack.zero_grad()
         mine = measure_memory(
             # The input is made here, so that it counts: the first block keeps it, as every other its own.
-            lambda: self.stack.run(self.x.clone().requires_grad_(), Silence(pretends=True)),
+            lambda: self.layers.run(self.x.clone().requires_grad_(), Silence(pretends=True)),
             lambda output: output.backward(self.grad),
             self.x.device,
         )
@@ -214,38 +213,56 @@ class OverlapBench:
         dist.all_gather_object(everyone, (spans, records), group=self.group)
         return from_measurements(name, everyone)
 
-    def measure(self, on_iteration: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """Run all contestants interleaved; return the result as described in `summarize`."""
+    def contestants(self) -> dict[str, Callable[[], Passes]]:
+        """What takes turns, by name. Chooses first, if "auto" is among it, and finds out the `facts`."""
         self.choose()
         reference = self.gradients("sync")
         errors = {name: self.gradient_error(name, reference) for name in self.schedules}
         counts = {name: self.wire_all_reduces_per_layer(name) for name in self.schedules}
         memory = {name: self.memory(name) for name in self.schedules}
-        contestants: dict[str, Callable[[], Passes]] = {
+        self.facts = {
+            name: Facts(schedule, errors[name], counts[name], memory[name], self.x.nbytes)
+            for name, schedule in self.schedules.items()
+        }
+        found: dict[str, Callable[[], Passes]] = {
             "compute alone": lambda: self.step("compute alone", Silence()),
             "compute alone, cut": lambda: self.step("compute alone, cut", Silence()),
             "communication alone": self.communicate,
         }
         for name in self.schedules:
-            contestants[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
+            found[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
         for name in self.peers:
             self.require_equal(name, reference[0])
-            contestants[f"peer {name}"] = lambda name=name: self.peer_step(name)  # type: ignore[misc]
-        times: dict[str, list[Passes]] = {name: [] for name in contestants}
-        for iteration in range(self.config.iterations):
-            for name, run in contestants.items():
-                dist.barrier(group=self.group)
+            found[f"peer {name}"] = lambda name=name: self.peer_step(name)  # type: ignore[misc]
+        return found
+
+    def result(self, times: dict[str, list[Passes]]) -> dict[str, Any]:
+        """What the benchmark says of its contestants' times; see `summarize`."""
+        found = summarize(self.config, self.scheduler.size, times, self.facts)
+        found["communication_cpu_seconds"] = statistics.median(self.communication_cpu)
+        return found if self.layers.description is None else found | {"model": self.layers.description}
+
+    def measure(self, on_iteration: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """Run all contestants interleaved; return the result as described in `summarize`."""
+        return measure_together([self], on_iteration)[0]
+
+
+def measure_together(
+    benches: Sequence[OverlapBench], on_iteration: Callable[[int], None] | None = None
+) -> list[dict[str, Any]]:
+    """Run the contestants of benchmarks of one group interleaved; return the result of each."""
+    contestants = [bench.contestants() for bench in benches]
+    times: list[dict[str, list[Passes]]] = [{name: [] for name in each} for each in contestants]
+    for iteration in range(benches[0].config.iterations):
+        for bench, named, taken in zip(benches, contestants, times, strict=True):
+            for name, run in named.items():
+                dist.barrier(group=bench.group)
                 passes = torch.tensor(run(), dtype=torch.float64)
-                dist.all_reduce(passes, dist.ReduceOp.MAX, group=self.group)  # the slowest rank's time
-                times[name].append((float(passes[0]), float(passes[1])))
-            if on_iteration is not None:
-                on_iteration(iteration + 1)
-        facts = {
-            name: Facts(schedule, errors[name], counts[name], memory[name], self.x.nbytes)
-            for name, schedule in self.schedules.items()
-        }
-        cpu = statistics.median(self.communication_cpu)
-        return summarize(self.config, self.scheduler.size, times, facts) | {"communication_cpu_seconds": cpu}
+                dist.all_reduce(passes, dist.ReduceOp.MAX, group=bench.group)  # the slowest rank's time
+                taken[name].append((float(passes[0]), float(passes[1])))
+        if on_iteration is not None:
+            on_iteration(iteration + 1)
+    return [bench.result(taken) for bench, taken in zip(benches, times, strict=True)]
 
 
 def summarize(
@@ -304,14 +321,26 @@ def run_overlap_bench(config: OverlapConfig, show_progress: bool) -> dict[str, A
     require_agreement(settings(config))
     group = dist.group.WORLD
     assert group is not None
-    return measured(OverlapBench(config, group), show_progress)
+    bench = OverlapBench(config, group)
+    if not config.beside_gpt:
+        return measured(bench, show_progress)
+    gpt = OverlapBench(replace(config, model=None, beside_gpt=False), group)
+    found, beside = _measured([bench, gpt], show_progress)
+    for name, row in found["schedules"].items():
+        row["speedup_over_gpt"] = row["speedup"] / beside["schedules"][name]["speedup"]
+    return found | {"gpt": beside}
 
 
 def measured(bench: OverlapBench, show_progress: bool) -> dict[str, Any]:
     """The result of a benchmark, with progress shown on the first rank."""
+    return _measured([bench], show_progress)[0]
+
+
+def _measured(benches: Sequence[OverlapBench], show_progress: bool) -> list[dict[str, Any]]:
     visible = show_progress and dist.get_rank() == 0
-    if bench.tuning is not None and bench.tuning.choice is None:
-        with progress("choosing", bench.tuning.num_steps, visible) as advance:
-            bench.choose(advance)
-    with progress("measuring", bench.config.iterations, visible) as advance:
-        return bench.measure(advance)
+    for bench in benches:
+        if bench.tuning is not None and bench.tuning.choice is None:
+            with progress("choosing", bench.tuning.num_steps, visible) as advance:
+                bench.choose(advance)
+    with progress("measuring", benches[0].config.iterations, visible) as advance:
+        return measure_together(benches, advance)

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     bench = command(commands, "bench", "measure what is hidden on this machine")
     benches = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Parser)
     overlap = command(benches, "overlap", "schedules beside compute alone and communication alone, interleaved")
-    add_options(overlap, OverlapConfig())
+    add_options(overlap, OverlapConfig(), only_given=True)
     add_ranks(overlap, link=None)
     overlap.add_argument("--simulate", metavar="PROFILE", help="predict every step too, from this profile")
     overlap.add_argument("--html", metavar="FILE", help="with --simulate: draw measured and predicted steps there")
@@ -63,6 +63,12 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console, overlap_table
 
     config = configured(OverlapConfig, options)
+    if config.model is not None:
+        from oases.bench.layers import of_model
+
+        if options.simulate is not None:
+            raise UsageError(f"--simulate {options.simulate} knows the built-in GPT alone; leave it out, or --model")
+        config = of_model(config, list(vars(options)), options.tp)
     config.check(options.tp)
     if options.simulate is not None:
         _bench_simulated(config, options, given)

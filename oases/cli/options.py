@@ -58,6 +58,12 @@ def add_options(
         follows = item.name in ("heads", "sub_batches")
         default = item.default if follows else getattr(defaults, item.name)
         kind = str if default is None else type(default)
+        if kind is bool:
+            parser.add_argument(
+                f"--{item.name.replace('_', '-')}", action="store_true", help=item.metadata["help"],
+                default=argparse.SUPPRESS if only_given else default,
+            )  # fmt: skip
+            continue
         shown = "" if default is None or follows else f" (default: {default})"
         parser.add_argument(
             f"--{item.name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS if only_given else default,

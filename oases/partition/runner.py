@@ -120,6 +120,8 @@ class Runner:
                 blocks.append(GraphBlock(layer.module, number, names, dict(layer.kind.cuts), group))
                 self.layer_of.append(index)
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
+        self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
+        """Runs the stack on its input and its blocks' inputs. A benchmark puts its own collectives in between."""
         self._calls: list[Noted] = []
         self._x: Tensor | None = None
         self._pending: Pending | None = None
@@ -184,8 +186,7 @@ class Runner:
             block.adopt(self.layers[index].module)
         if any(layer.module.training != self.stack.training for layer in self.layers):
             self.stack.train(self.layers[0].module.training)
-        found: Tensor = self.stack(x, [of_layer[index] for index in self.layer_of])
-        return found
+        return self.run(x, [of_layer[index] for index in self.layer_of])
 
     @staticmethod
     def _inputs(layer: Layer, call: Noted) -> BlockInputs:

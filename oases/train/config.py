@@ -12,7 +12,7 @@ import torch
 
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig
-from oases.schedule import GENERATORS, WHOLE, Recompute, Schedule, generate, parse_schedule, validate
+from oases.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, parse_schedule, validate
 from oases.train.checkpoint import require_checkpoint, require_replaceable, require_sizes
 from oases.train.data import VOCABULARY, TextCorpus
 
@@ -59,28 +59,30 @@ class ModelOptions:
                 fits = ", ".join(str(t) for t in range(1, 65) if not any(other % t for other in sizes.values()))
                 raise UsageError(f"{name} {size} does not divide by --tp {degree}; degrees that do: {fits}")
 
-    def resolve_schedule(self, name: str) -> Schedule:
+    def resolve_schedule(self, name: str, layer_of: LayerOf = None) -> Schedule:
         """The schedule called `name`, or the one whose text stands in the file `name`, for this model.
 
-        NAME@N is the named schedule with N sub-batches in place of `sub_batches`.
+        NAME@N is the named schedule with N sub-batches in place of `sub_batches`. layer_of: each block's layer; None
+        where a layer is two blocks.
         UsageError where there is neither or the batch is too small; ScheduleError for a bad text.
         """
         plain, _, count = name.partition("@")
+        num_blocks = 2 * self.layers if layer_of is None else len(layer_of)
         if plain in GENERATORS and (not count or count.isdecimal()):
             sub_batches = int(count[:9]) if count else self.sub_batches
             recompute = cast(Recompute, self.recompute)
             if plain not in WHOLE:
                 self._require_batch(sub_batches)
-            schedule = generate(plain, 2 * self.layers, sub_batches, recompute)
+            schedule = generate(plain, num_blocks, sub_batches, recompute, layer_of)
         elif Path(name).is_file():
             try:
                 schedule = parse_schedule(Path(name).read_text(encoding="utf-8"))
             except UnicodeDecodeError as error:
                 raise UsageError(f"schedule file {name!r} is not UTF-8 text: {error.reason}") from error
-            if schedule.num_blocks != 2 * self.layers:
+            if schedule.num_blocks != num_blocks:
                 raise UsageError(
                     f"schedule file {name!r} is for {schedule.num_blocks} blocks; {self.layers} layers have "
-                    f"{2 * self.layers}"
+                    f"{num_blocks}"
                 )
             if schedule.along == "batch":
                 self._require_batch(schedule.num_sub_batches)
@@ -94,11 +96,11 @@ class ModelOptions:
             )
         return schedule
 
-    def schedule_or_auto(self, name: str) -> Schedule | Literal["auto"]:
+    def schedule_or_auto(self, name: str, layer_of: LayerOf = None) -> Schedule | Literal["auto"]:
         """Like `resolve_schedule`, but "auto" stands for itself: what it is, the first steps of a run decide."""
         if name.startswith("auto@") and not Path(name).is_file():
             raise UsageError(f"unknown schedule {name!r}; auto chooses the sub-batches too, so write auto alone")
-        return "auto" if name == "auto" else self.resolve_schedule(name)
+        return "auto" if name == "auto" else self.resolve_schedule(name, layer_of)
 
     def _require_batch(self, num_sub_batches: int) -> None:
         if self.batch < num_sub_batches:
