@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from oases import cli
 from oases.bench.layers import UneditedLayers, of_model
 from oases.bench.overlap import OverlapBench, OverlapConfig, run_overlap_bench
 from oases.errors import UsageError
@@ -139,3 +140,22 @@ def refusal(config):
 def test_models_of_two_lists_are_refused(two_ranks, tmp_path):
     t5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 90}
     two_ranks.run(refusal, config_of(tmp_path, t5))
+
+
+def test_the_command(capfd, tmp_path):
+    config, result = tmp_path / "config.json", tmp_path / "result.json"
+    config.write_text(json.dumps(LLAMA))
+    given = ["bench", "overlap", "--model", str(tmp_path), "--sequence", "8", "--iterations", "1"]
+    cli.main([*given, "--layers", "3", "--beside-gpt", "--json", str(result)])
+    found = json.loads(result.read_text())
+    assert (found["model"]["layers"], found["gpt"]["config"]["layers"]) == (3, 3)
+    said = capfd.readouterr().out
+    assert "the 3 layers model.layers of an unedited LlamaForCausalLM" in said
+    assert "speed-up over the built-in GPT's of its sizes: sync 1.000, oases" in said
+    for more, message in (
+        (["--hidden", "64"], "--hidden 64: it is the model's"),
+        (["--simulate", "p.json"], "--simulate p.json knows the built-in GPT alone"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([*given, *more])
+        assert message in capfd.readouterr().err
