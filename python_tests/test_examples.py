@@ -69,3 +69,54 @@ def test_finetune_runs_with_nothing_given(tmp_path):
     assert len(found) == 20
     assert found[-1] < found[0] - 0.5
     assert (tmp_path / "tuned" / "model.safetensors").is_file()
+
+
+def blocks(page, language):
+    """The fenced blocks of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def printed_after(page, command):
+    """What a page says that a command prints: the indented lines below it."""
+    found = re.search(rf"^    \$ {re.escape(command)}\n((?:    .*\n)+)", (ROOT / page).read_text(), re.MULTILINE)
+    assert found, command
+    return re.sub(r"^    ", "", found[1], flags=re.MULTILINE)
+
+
+def test_the_readme_shows_the_example_as_it_is():
+    assert FINETUNE.read_text() in blocks("README.md", "python")
+
+
+@pytest.mark.parametrize(("page", "script", "of"), [
+    ("README.md", "example.py", "class Mlp"),
+    ("docs/models.md", "tagger.py", "class Tagger"),
+])  # fmt: skip
+def test_pages_print_what_they_say(tmp_path, page, script, of):
+    (code,) = (block for block in blocks(page, "python") if of in block)
+    (tmp_path / script).write_text(code)
+    assert run(tmp_path / script, folder=tmp_path) == printed_after(page, f"torchrun --nproc-per-node 2 {script}")
+
+
+@pytest.mark.timeout(600)  # thirty models are traced
+def test_the_tables_of_models_are_what_parallelize_says():
+    command = [sys.executable, str(ROOT / "docs" / "models.py"), "--check"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+WITHOUT_TRANSFORMERS = """
+import sys, torch
+import oases.partition
+layers = [torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)) for _ in range(2)]
+model = torch.nn.Sequential(torch.nn.Sequential(*layers))
+oases.parallelize(model, spec=oases.ParallelSpec(inputs=((torch.empty(2, 8),), {})))
+model(torch.ones(2, 8)).sum().backward()
+oases.save_pretrained(model, sys.argv[1])
+assert "transformers" not in sys.modules
+"""
+
+
+def test_parallelize_needs_no_transformers(tmp_path):
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, str(tmp_path / "saved")]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
