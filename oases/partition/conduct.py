@@ -28,6 +28,7 @@ class Conduct:
         self._seed: int | None = None
         self._calls = 0
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._filled = False
 
     def begin(self, model: nn.Module) -> None:
         """Put the hooks on the model."""
@@ -35,13 +36,31 @@ class Conduct:
         model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._require_right_time(model)
         if self._caches and kwargs.get("use_cache") is None:
             kwargs = {**kwargs, "use_cache": False}
-        if model.training and self._group:
+        if self._group and any(part.training for part in model.modules()):
             cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
             self._before.append((torch.get_rng_state(), cuda))
             torch.manual_seed(self._next())
         return args, kwargs
+
+    def _require_right_time(self, model: nn.Module) -> None:
+        if not self._filled:
+            empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+            if empty is not None:
+                raise RuntimeError(f"{empty} has no data; call oases.load_weights(model, ...) first")
+            self._filled = True
+        if getattr(model, "is_gradient_checkpointing", False) and model.training:
+            raise RuntimeError(
+                "gradient checkpointing would run the layers again one by one, and they run together: call "
+                "gradient_checkpointing_disable() and give parallelize() recompute='full'"
+            )
+        if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{type(model).__name__} is run again in a backward pass, by torch.utils.checkpoint around it: its "
+                "random masks would be others; give parallelize() recompute='full' instead"
+            )
 
     def _end(self, model: nn.Module, args: Any, result: Any) -> None:
         if self._before:

@@ -7,7 +7,8 @@ author passes them, and the code around the layers stays the author's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from oases.partition.cutting import Piece
 from oases.partition.export import UnsplittableError, leaves
 from oases.partition.program import Kind, Program
 from oases.partition.splitter import ABSENT
+from oases.partition.watch import Watch
 
 
 class Pending(Tensor):
@@ -61,17 +63,34 @@ class Pending(Tensor):
 
 
 class Layer:
-    """One layer behind the author's loop. activation: the place of its hidden states among the leaves of a call."""
+    """One layer behind the author's loop. activation: the place of its hidden states among the leaves of a call.
 
-    def __init__(self, module: nn.Module, kind: Kind, activation: int) -> None:
+    path: its name in the model.
+    """
+
+    def __init__(self, module: nn.Module, kind: Kind, activation: int, path: str) -> None:
         self.module = module
         self.kind = kind
         self.activation = activation
+        self.path = path
+        self.watch = Watch(module, path)
 
-    def program(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
-        """The program for a call, `x` in the place of its activation."""
+    def program(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor, modes: tuple[bool, ...]) -> Program:
+        """The program for a call, `x` in the place of its activation. modes: of its parts."""
         found = [*found[: self.activation], x, *found[self.activation + 1 :]]
-        return self.kind.program(found, tree, self.activation, self.module.training, x.device)
+        return self.kind.program(found, tree, self.activation, modes, x.device)
+
+
+@dataclass
+class LayerForward:
+    """The forward of layer `index` of a runner's; an object, so that a copy of the model gets a runner of its own."""
+
+    runner: Runner
+    index: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's author has it, but for when it runs."""
+        return self.runner.called(self.index, args, kwargs)
 
 
 class Runner:
@@ -101,22 +120,17 @@ class Runner:
                 blocks.append(GraphBlock(layer.module, number, names, dict(layer.kind.cuts), group))
                 self.layer_of.append(index)
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
-        self._calls: list[tuple[list[Any], pytree.TreeSpec]] = []
+        self._calls: list[tuple[list[Any], pytree.TreeSpec, tuple[bool, ...]]] = []
         self._x: Tensor | None = None
         self._pending: Pending | None = None
 
     def install(self) -> None:
         """Put the runner behind the layers' forward."""
         for index, layer in enumerate(self.layers):
-            layer.module.forward = self._forward_of(index)
+            layer.module.forward = LayerForward(self, index)
 
-    def _forward_of(self, index: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._called(index, args, kwargs)
-
-        return forward
-
-    def _called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Layer `index` was called by its author's code. RuntimeError for a call that is not on the one before."""
         found, tree = leaves(args, kwargs)
         layer = self.layers[index]
         x = found[layer.activation] if layer.activation < len(found) else None
@@ -125,16 +139,21 @@ class Runner:
         elif index != len(self._calls) or x is not self._pending:
             got = "the result of another layer or of code in between" if isinstance(x, Tensor) else repr(x)
             raise RuntimeError(
-                f"{self.name}.{index} was called with {got}, where its layers run together, one on the result of the "
+                f"{layer.path} was called with {got}, where its layers run together, one on the result of the "
                 "one before; give parallelize() schedule='layers', which hides communication inside each layer alone"
             )
         first = self._x
         assert first is not None
-        self._calls.append((found, tree))
-        where = f"{self.name}.{index}"
-        program = layer.program(self._with(found, layer, first), tree, first)
-        if program.blocks is None:
-            raise UnsplittableError(f"{where}, called so: {program.reason}")
+        modes = layer.watch.modes()
+        self._calls.append((found, tree, modes))
+        where = layer.path
+        program = layer.program(self._with(found, layer, first), tree, first, modes)
+        why = program.why_not_in_a_stack
+        if why and (program.blocks is None or first.shape[0] > 1):
+            raise UnsplittableError(
+                f"{where}, called so: {why}; give parallelize() schedule='layers', which hides communication inside "
+                "each layer alone"
+            )
         out: Tensor
         if index + 1 == len(self.layers):
             out = self._run()
@@ -166,17 +185,20 @@ class Runner:
         for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
             assert isinstance(block, GraphBlock)
             block.adopt(self.layers[index].module)
-        if any(layer.module.training != self.stack.training for layer in self.layers):
-            self.stack.train(self.layers[0].module.training)
+        training = any(any(modes) for _, _, modes in calls)
+        if training != self.stack.training:
+            self.stack.train(training)
         found: Tensor = self.stack(x, [of_layer[index] for index in self.layer_of])
         return found
 
-    def _inputs(self, layer: Layer, x: Tensor, found: list[Any], tree: pytree.TreeSpec) -> BlockInputs:
+    def _inputs(
+        self, layer: Layer, x: Tensor, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]
+    ) -> BlockInputs:
         """What travels along to a layer's blocks."""
-        program = layer.program(found, tree, x)
+        program = layer.program(found, tree, x, modes)
 
         def programs(part: Tensor, rest: tuple[Any, ...]) -> Program:
-            return layer.program(list(rest), tree, part)
+            return layer.program(list(rest), tree, part, modes)
 
         flags = [
             isinstance(leaf, Tensor)

@@ -14,20 +14,22 @@ from torch import Tensor, nn
 from oases.partition.block import value_of
 from oases.partition.export import leaves
 from oases.partition.program import Kind
+from oases.partition.watch import Watch
 
 
 class WholeForward:
     """The forward of one layer, by its kind's programs."""
 
-    def __init__(self, module: nn.Module, kind: Kind) -> None:
+    def __init__(self, module: nn.Module, kind: Kind, path: str) -> None:
         self.module = module
         self.kind = kind
+        self._watch = Watch(module, path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the layer's author has it."""
         found, tree = leaves(args, kwargs)
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
-        program = self.kind.program(found, tree, None, self.module.training, device)
+        program = self.kind.program(found, tree, None, self._watch.modes(), device)
         run, names = program.module()
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))
