@@ -9,8 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from oases.errors import UsageError
 from oases.parallel.group import ProcessGroup, group_name, group_of, group_size
 from oases.partition.layers import takes
+from oases.partition.requirements import checkpoints
+
+_CAPTURED = ("output_attentions", "output_router_logits")
+"""Results that transformers captures inside of layers, by hooks that the layers' graphs pass by."""
 
 
 class Conduct:
@@ -37,6 +42,12 @@ class Conduct:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._require_right_time(model)
+        for name in _CAPTURED:
+            if kwargs.get(name, getattr(getattr(model, "config", None), name, None)):
+                raise UsageError(
+                    f"{name}=True asks for what layers compute inside, which is in parts on the ranks; leave it out, "
+                    "of the call and of the model's configuration"
+                )
         if self._caches and kwargs.get("use_cache") is None:
             kwargs = {**kwargs, "use_cache": False}
         if self._group and any(part.training for part in model.modules()):
@@ -51,7 +62,7 @@ class Conduct:
             if empty is not None:
                 raise RuntimeError(f"{empty} has no data; call oases.load_weights(model, ...) first")
             self._filled = True
-        if getattr(model, "is_gradient_checkpointing", False) and model.training:
+        if model.training and checkpoints(model):
             raise RuntimeError(
                 "gradient checkpointing would run the layers again one by one, and they run together: call "
                 "gradient_checkpointing_disable() and give parallelize() recompute='full'"

@@ -29,7 +29,7 @@ def require_cuttable(model: nn.Module) -> None:
             raise UsageError(f"{name} is of type {parameter.dtype}, a quantised weight; load the model unquantised")
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UsageError(f"{name} has hooks, and parallelize() puts a new parameter there; add them afterwards")
-    if getattr(model, "is_gradient_checkpointing", False):
+    if checkpoints(model):
         raise UsageError(
             f"{what} has gradient checkpointing on, which would run layers again one by one: call "
             "gradient_checkpointing_disable() and give parallelize() recompute='full'"
@@ -44,6 +44,13 @@ def require_cuttable(model: nn.Module) -> None:
                 "torch.compile, a hook of accelerate, or a patch), so what it computes cannot be traced: parallelize "
                 "the model first, or patch its class, or assign a method of the module itself"
             )
+
+
+def checkpoints(model: nn.Module) -> bool:
+    """Whether a model of transformers checkpoints its layers; its attribute's name depends on the version."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    name = next((name for name in names if hasattr(type(model), name)), "")
+    return bool(name and getattr(model, name))
 
 
 def require_alike(model: nn.Module, group: ProcessGroup | None, *, values: bool) -> None:

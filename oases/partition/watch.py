@@ -23,7 +23,9 @@ def hooks_inside(layer: nn.Module) -> str:
 
 
 def _hooked(part: nn.Module) -> bool:
-    return any(getattr(part, hooks) for hooks in _HOOKS)
+    """Whether there are hooks but those by which transformers captures results; `Conduct` refuses to capture."""
+    hooks = (hook for each in _HOOKS for hook in getattr(part, each).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
 
 class Watch:
