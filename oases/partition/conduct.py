@@ -9,8 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from oases.errors import UsageError
 from oases.parallel.group import ProcessGroup, group_name, group_of, group_size
 from oases.partition.layers import takes
+from oases.partition.requirements import checkpoints
+
+_CAPTURED = ("output_attentions", "output_router_logits")
+"""Results that transformers captures inside of layers, by hooks that the layers' graphs pass by."""
 
 
 class Conduct:
@@ -28,6 +33,7 @@ class Conduct:
         self._seed: int | None = None
         self._calls = 0
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._filled = False
 
     def begin(self, model: nn.Module) -> None:
         """Put the hooks on the model."""
@@ -35,13 +41,37 @@ class Conduct:
         model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._require_right_time(model)
+        for name in _CAPTURED:
+            if kwargs.get(name, getattr(getattr(model, "config", None), name, None)):
+                raise UsageError(
+                    f"{name}=True asks for what layers compute inside, which is in parts on the ranks; leave it out, "
+                    "of the call and of the model's configuration"
+                )
         if self._caches and kwargs.get("use_cache") is None:
             kwargs = {**kwargs, "use_cache": False}
-        if model.training and self._group:
+        if self._group and any(part.training for part in model.modules()):
             cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
             self._before.append((torch.get_rng_state(), cuda))
             torch.manual_seed(self._next())
         return args, kwargs
+
+    def _require_right_time(self, model: nn.Module) -> None:
+        if not self._filled:
+            empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+            if empty is not None:
+                raise RuntimeError(f"{empty} has no data; call oases.load_weights(model, ...) first")
+            self._filled = True
+        if model.training and checkpoints(model):
+            raise RuntimeError(
+                "gradient checkpointing would run the layers again one by one, and they run together: call "
+                "gradient_checkpointing_disable() and give parallelize() recompute='full'"
+            )
+        if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{type(model).__name__} is run again in a backward pass, by torch.utils.checkpoint around it: its "
+                "random masks would be others; give parallelize() recompute='full' instead"
+            )
 
     def _end(self, model: nn.Module, args: Any, result: Any) -> None:
         if self._before:

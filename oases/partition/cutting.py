@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from oases.partition.export import UnsplittableError, shape_of
+from oases.partition.operations import block_dropout
 from oases.partition.splitter import ABSENT, Splitter, enter, reduce
 
 
@@ -48,14 +49,43 @@ def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
     last = phases[output]
     if last == 0:
         raise UnsplittableError("nothing in it is cut over the ranks")
-    blocks, begin = [], x
+    blocks, begin, drawn = [], x, set[fx.Node]()
     for phase in range(1, last + 1):
         sums = [node for node in graph.nodes if node.target is reduce and phases[node] == phase]
         later = [node.args[0] for node in graph.nodes if node.target is reduce and phases[node] > phase]
         end = output if phase == last else _waist(graph, x, [*later, output], phases, phase)
         blocks.append(BlockPieces(_partial(graph, x, begin, sums), _combine(graph, x, begin, sums, end)))
+        _require_same_draws(begin, sums, end, drawn)
         begin = end
     return blocks
+
+
+def _require_same_draws(begin: fx.Node, sums: list[fx.Node], end: fx.Node, drawn: set[fx.Node]) -> None:
+    """Raise UnsplittableError for random numbers that two pieces would draw, or ranks differently: pieces and ranks
+    have streams of their own.
+
+    drawn: what the pieces before draw, added to.
+    """
+    partial = _back([node.args[0] for node in sums], {begin})
+    for needed in (partial, _back([end], {begin, *sums})):
+        for node in needed:
+            if not _is_random(node):
+                continue
+            if node in drawn:
+                raise UnsplittableError(
+                    f"{node.meta['like']} draws random numbers that are needed before and after a sum"
+                )
+            drawn.add(node)
+            if needed is partial and "of" not in node.meta and node.target is not block_dropout:
+                raise UnsplittableError(f"{node.meta['like']} draws random numbers for what is whole before a sum")
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether a node draws; attention whose dropout is off does not."""
+    if "scaled_dot_product" in str(node.target):
+        given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return not isinstance(given, (int, float)) or given != 0
+    return node.target is block_dropout or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def beside(walk: Splitter, activation: str) -> list[Any]:

@@ -18,6 +18,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from oases.errors import UsageError
+from oases.partition.watch import assigned
+
 
 class UnsplittableError(Exception):
     """A layer, or a pair of products in it, that cannot be cut over ranks; the message says why."""
@@ -30,7 +33,7 @@ class Exported:
     parameters, buffers: their names in the layer, by the name of the placeholder. constants: tensors that the layer
     makes of its own. inputs: a placeholder's name for every leaf of (args, kwargs) that is a tensor, in the order of
     `leaves`, None for the others. outputs: a node or a constant for every leaf of what the layer returns. ranges: of
-    lengths that may vary.
+    lengths that may vary; guards: what else must hold of them.
     """
 
     graph: fx.Graph
@@ -41,6 +44,7 @@ class Exported:
     outputs: tuple[fx.Node | Any, ...]
     result: pytree.TreeSpec
     ranges: dict[Any, Any]
+    guards: tuple[Any, ...] = ()
 
 
 def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -70,18 +74,27 @@ def without_data(value: Any, device: torch.device | None = None) -> Any:
 
 
 def twin_of(module: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """A copy of a module whose parameters and buffers have no data, and which has none of its hooks."""
+    """A copy of a module whose parameters and buffers have no data, and which has none of its hooks.
+
+    UsageError for a module that cannot be copied.
+    """
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         empty = without_data(tensor.detach(), device)
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
-    twin = copy.deepcopy(module, memo)
+    try:
+        twin = copy.deepcopy(module, memo)
+    except Exception as error:  # whatever a stranger's attribute raises
+        raise UsageError(
+            f"{type(module).__name__} cannot be copied without its data ({type(error).__name__}: {error}); it must "
+            "hold nothing but modules, parameters, buffers and plain values: of weight norms take those of "
+            "torch.nn.utils.parametrizations"
+        ) from error
     for part in twin.modules():
-        part._forward_hooks.clear()
-        part._forward_pre_hooks.clear()
-        part.__dict__.pop("forward", None)
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            hooks.clear()
     return twin
 
 
@@ -104,13 +117,13 @@ def export(
     Raises UnsplittableError where the layer cannot be traced.
     """
     kwargs = dict(sorted(kwargs.items()))
-    args, kwargs = pytree.tree_map(without_data, (args, kwargs))
+    args, kwargs = pytree.tree_map(_apart, (args, kwargs))
     shapes = None if varying is None else pytree.tree_map_only(Tensor, varying, (args, kwargs))
     if shapes is not None:  # leaves other than tensors have no shape to vary
         shapes = pytree.tree_map(
             lambda leaf: leaf if isinstance(leaf, dict) else None, shapes, is_leaf=_is_dimensions
         )
-    call = _Call(layer)
+    call, changed = _Call(layer), assigned(layer)
     try:
         with quiet():
             program = torch.export.export(
@@ -123,7 +136,18 @@ def export(
         first = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {first[0] if first else ''}"
         raise UnsplittableError(f"{type(layer).__name__} cannot be traced: {why}") from error
+    if changed():
+        raise UnsplittableError(f"{type(layer).__name__} sets {', '.join(changed())} in its forward")
     return _read(program, type(layer).__name__, (args, kwargs))
+
+
+def _apart(value: Any) -> Any:
+    """Without data, a tensor of its own for every argument: what is one in this call may be two in the next."""
+    value = without_data(value)
+    if not isinstance(value, FakeTensor):
+        return value
+    with _FAKE:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _is_dimensions(value: Any) -> bool:
@@ -142,14 +166,12 @@ class _Call(nn.Module):
 
 
 def _read(program: torch.export.ExportedProgram, layer: str, call: Any) -> Exported:
-    signature = program.graph_signature
-    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
-    if changed:
-        raise UnsplittableError(f"{layer} changes {', '.join(map(repr, changed))} in its forward")
+    _refuse_mutation(program, layer)
     if not _without_in_place(program.graph):
         with quiet():  # some composite ops are taken apart by this, which hides what they were
             program = program.run_decompositions({})
-        signature = program.graph_signature
+        _refuse_mutation(program, layer)
+    signature = program.graph_signature
     graph = program.graph
     _drop_asserts(graph)
     _with_plain_products(graph, signature.inputs_to_parameters)
@@ -162,6 +184,8 @@ def _read(program: torch.export.ExportedProgram, layer: str, call: Any) -> Expor
         value = program.constants[constant]
         if not isinstance(value, Tensor) or value.is_meta or isinstance(value, FakeTensor):
             raise UnsplittableError(f"{layer} makes the constant {constant!r} in its forward, without data")
+        if value.requires_grad:
+            raise UnsplittableError(f"{layer} reads {constant!r}, which requires grad and is no parameter of it")
         constants[name] = value
     strip = len("layer.")
     spec = program.call_spec.out_spec
@@ -175,7 +199,27 @@ def _read(program: torch.export.ExportedProgram, layer: str, call: Any) -> Expor
         tuple(output.args[0]),
         spec,
         dict(program.range_constraints),
+        _guards(graph),
     )
+
+
+def _refuse_mutation(program: torch.export.ExportedProgram, layer: str) -> None:
+    signature = program.graph_signature
+    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    changed = [name.removeprefix("layer.") for name in changed]
+    if changed:
+        raise UnsplittableError(f"{layer} changes {', '.join(map(repr, changed))} in its forward")
+
+
+def _guards(graph: fx.Graph) -> tuple[Any, ...]:
+    """What the author's code asked of lengths that vary (`if length % 2`), as conditions of their symbols."""
+    for node in graph.nodes:
+        for length in getattr(node.meta.get("val"), "shape", ()):
+            if isinstance(length, torch.SymInt):
+                known = length.node.shape_env
+                later = [each.expr for several in known.deferred_runtime_asserts.values() for each in several]
+                return tuple(known.simplify(each) for each in [*(guard.expr for guard in known.guards), *later])
+    return ()
 
 
 def _drop_asserts(graph: fx.Graph) -> None:
@@ -201,6 +245,20 @@ _VIEWS = (
     "split",
     "chunk",
     "getitem",
+    *("flatten", "unbind", "aten.t.", "numpy_T", "aten.mT", "aten.mH", "aten.H.", "narrow", "movedim", "swapaxes"),
+    *("detach", "alias", "contiguous", "aten.to.", "diagonal", "unfold", "lift_fresh", "as_strided", "type_as"),
+    *(
+        "ravel",
+        "atleast",
+        "broadcast",
+        "real",
+        "imag",
+        "unsafe_chunk",
+        "swapdims",
+        "moveaxis",
+        "dropout",
+        "expand_as",
+    ),
 )
 
 

@@ -7,50 +7,58 @@ from typing import Any
 
 from torch import nn
 
-from oases.partition.export import UnsplittableError, export
+from oases.partition.export import UnsplittableError
 from oases.partition.layers import Called, LayerList
 from oases.partition.operations import Place
 from oases.partition.program import Kind
 from oases.partition.spec import ParallelSpec
+from oases.partition.watch import hooks_inside, worth
 
-_PLAIN = (int, float, str, bool, type(None), tuple)
 
+def kinds_of(found: LayerList, model: nn.Module, spec: ParallelSpec, place: Place) -> list[Kind | UnsplittableError]:
+    """The kind of each layer, one object for layers of one kind; what was raised for those that have none.
 
-def kinds_of(found: LayerList, spec: ParallelSpec, place: Place) -> list[Kind | UnsplittableError]:
-    """The kind of each layer, one object for layers of one kind; what was raised for those that have none."""
+    model: the author's, whose layers are asked for hooks, which the twins do not have.
+    """
     groups: dict[Any, list[int]] = {}
-    modules = [call.module for call in found.calls]
-    indices = _indices(modules)
-    for at, call in enumerate(found.calls):
-        groups.setdefault((_look(call.module, indices), _form(call)), []).append(at)
+    indices = _indices([call.module for call in found.calls])
+    for at, (call, path) in enumerate(zip(found.calls, found.paths, strict=True)):
+        kept = frozenset(
+            name
+            for name, _ in call.module.named_parameters()
+            if name in found.strangers or spec.keeps_whole(f"{path}.{name}" if path else name)
+        )
+        refused = hooks_inside(model.get_submodule(path))
+        if path in found.assigned:
+            refused = f"{type(call.module).__name__} sets {', '.join(found.assigned[path])} in its forward"
+        groups.setdefault((_look(call.module, indices), _form(call), call.ops, kept, refused), []).append(at)
     kinds: dict[int, Kind | UnsplittableError] = {}
-    for members in groups.values():
-        alike = _same_graph(found.calls[members[0]], found.calls[members[-1]])
-        shared = _kind(found, members[0], spec, place)
-        for at in members:
-            kinds[at] = shared if alike or at == members[0] else _kind(found, at, spec, place)
-    return [kinds[at] for at in range(len(modules))]
+    for (*_, kept, refused), members in groups.items():
+        kinds.update(dict.fromkeys(members, _kind(found.calls[members[0]], kept, refused, place)))
+    return [kinds[at] for at in range(len(found.calls))]
 
 
-def _kind(found: LayerList, at: int, spec: ParallelSpec, place: Place) -> Kind | UnsplittableError:
-    call = found.calls[at]
-    prefix = f"{found.name}.{at}." if found.name else ""
+def _kind(call: Called, kept: frozenset[str], refused: str, place: Place) -> Kind | UnsplittableError:
+    if refused:
+        return UnsplittableError(refused)
     try:
-        return Kind(call.module, call.args, call.kwargs, lambda name: spec.keeps_whole(prefix + name), place)
+        return Kind(call.module, call.args, call.kwargs, kept.__contains__, place)
     except UnsplittableError as error:
         return error
 
 
 def _look(module: nn.Module, ignored: set[tuple[str, str]]) -> tuple[Any, ...]:
-    """Classes, plain attributes and shapes of a module and all within it."""
+    """Classes, attributes, shapes and shared weights of a module and all within it."""
+    shared: dict[int, int] = {}
     return tuple(
         (
             path,
-            type(part).__qualname__,
-            tuple((name, repr(v)) for name, v in sorted(vars(part).items())
-                  if isinstance(v, _PLAIN) and (path, name) not in ignored and name != "training"),
-            tuple((name, tuple(p.shape), p.dtype, p.requires_grad)
-                  for name, p in part.named_parameters(recurse=False)),
+            type(part),
+            tuple((name, worth(v)) for name, v in sorted(vars(part).items())
+                  if not name.startswith("_") and (path, name) not in ignored and name != "training"),
+            tuple((name, tuple(p.shape), p.dtype, p.requires_grad, shared.setdefault(id(p), len(shared)))
+                  for name, p in part._parameters.items() if p is not None),
+            tuple((name, tuple(b.shape), b.dtype) for name, b in part.named_buffers(recurse=False)),
         )
         for path, part in module.named_modules()
     )  # fmt: skip
@@ -71,15 +79,3 @@ def _form(call: Called) -> str:
     return repr(
         [type(each).__name__ for each in call.args] + sorted((k, type(v).__name__) for k, v in call.kwargs.items())
     )
-
-
-def _same_graph(first: Called, last: Called) -> bool:
-    """Whether two layers give the same graph: an index may be more than a name to them."""
-    if first is last:
-        return True
-    try:
-        graphs = [export(call.module, call.args, call.kwargs).graph for call in (first, last)]
-    except UnsplittableError:
-        return True  # neither has one; the kind says why
-    seen = [[(str(n.target), str(n.args), str(n.kwargs)) for n in graph.nodes] for graph in graphs]
-    return seen[0] == seen[1]

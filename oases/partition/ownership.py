@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from oases.errors import UsageError
 from oases.parallel.group import ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.sharding import Cut
 
 
-def cut_parameters(root: nn.Module, cuts: Mapping[str, Cut], group: ProcessGroup | None) -> None:
-    """Replace parameters of `root` by this rank's parts of them, in every module of `root` that holds them.
+def cut_parameters(roots: Iterable[tuple[nn.Module, Mapping[str, Cut]]], group: ProcessGroup | None) -> None:
+    """Replace parameters by this rank's parts of them, in every module of all roots that holds them.
 
-    cuts: by the parameter's name in `root`. Each owner says so by the instance's `shard_dims`, `shard_segments`,
-    `tensor_parallel` and the group's name. Parameters on meta stay there.
+    roots: modules, each with its cuts by the parameter's name in it. What several modules share they go on sharing.
+    Each owner says so by the instance's `shard_dims`, `shard_segments`, `tensor_parallel` and the group's name.
+    Parameters on meta stay there. UsageError, with nothing changed, where one is needed in two ways.
     """
-    made = {
-        id(root.get_parameter(name)): (cut, part_of(root.get_parameter(name), cut, group))
-        for name, cut in cuts.items()
-    }
-    for module in root.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in made:
-                cut, part = made[id(parameter)]
-                setattr(module, name, part)
-                declare(module, name, cut, group)
+    roots = list(roots)
+    wanted: dict[int, tuple[nn.Parameter, Cut | None, str]] = {}
+    for root, cuts in roots:
+        mine = {id(root.get_parameter(name)): cut for name, cut in cuts.items()}
+        for name, parameter in root.named_parameters():
+            cut = mine.get(id(parameter))
+            _, other, elsewhere = wanted.setdefault(id(parameter), (parameter, cut, name))
+            if other != cut:
+                raise UsageError(
+                    f"{name} is shared by layers that need it cut in different ways ({elsewhere}: {other}, {name}: "
+                    f"{cut}, None is whole); give spec=ParallelSpec(replicate=('*.{name}', '*.{elsewhere}'))"
+                )
+    made = {key: part_of(whole, cut, group) for key, (whole, cut, _) in wanted.items() if cut is not None}
+    for root, _ in roots:
+        for module in root.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(parameter) in made:
+                    _, cut, _ = wanted[id(parameter)]
+                    assert cut is not None
+                    setattr(module, name, made[id(parameter)])
+                    declare(module, name, cut, group)
 
 
 def part_of(parameter: nn.Parameter, cut: Cut, group: ProcessGroup | None) -> nn.Parameter:
     """A parameter of this rank's part, in memory of its own."""
     whole: Tensor = parameter.detach()
     part = cut.take(whole, group_rank(group), group_size(group)).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+    made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)  # what others wrote on it: optimizers' groups are told by attributes
+    return made
 
 
 def declare(module: nn.Module, name: str, cut: Cut, group: ProcessGroup | None) -> None:

@@ -22,9 +22,12 @@ from oases.partition.operations import Place
 from oases.partition.ownership import cut_parameters
 from oases.partition.program import Form, Kind, Program
 from oases.partition.report import LayersReport, PartitionReport
+from oases.partition.requirements import require_alike, require_cuttable
 from oases.partition.runner import Layer, Runner
 from oases.partition.spec import ParallelSpec
-from oases.partition.vocabulary import shard_vocabulary
+from oases.partition.tp_plan import compared
+from oases.partition.vocabulary import Vocabulary, shard_vocabulary
+from oases.partition.watch import modes_of
 from oases.partition.weights import load_weights
 from oases.partition.whole import WholeForward
 from oases.planner.plan import Plan
@@ -61,14 +64,16 @@ def parallelize(
     """
     spec = spec or ParallelSpec()
     group, options = placed(mesh, plan, schedule, stack_options)
-    _refuse_quantised(model)
-    if getattr(model, "oases_partition", None) is not None:
-        raise UsageError(f"{type(model).__name__} was parallelized before; build the model anew")
+    require_cuttable(model)
+    spec.require_names(model)
+    require_alike(model, group, values=weights is None)
     place = Place.of(group)
     report = PartitionReport(type(model).__name__, place.ranks)
-    twin = twin_of(model)
+    vocabulary, twin = spec.vocabulary_of(model), twin_of(model)
     inputs = spec.inputs or made_up_inputs(model)
-    lists = observe(twin, inputs)
+    names = [*vocabulary.tables, *vocabulary.heads] if vocabulary is not None else []
+    observed = observe(twin, inputs, [twin.get_submodule(name) for name in names])
+    lists = observed.lists
     if not lists and not spec.layers:
         lists = [as_one_layer(twin, inputs)]
     if spec.layers is not None:
@@ -76,14 +81,25 @@ def parallelize(
         if missing:
             raise UsageError(f"spec.layers names {sorted(missing)}; lists found: {[each.name for each in lists]}")
         lists = [each for each in lists if each.name in spec.layers]
-    found = [(each, kinds_of(each, spec, place)) for each in lists]
+    found = [(each, kinds_of(each, model, spec, place)) for each in lists]
     _require_divisible(
         [(each.name, kind) for each, kinds in found for kind in kinds if isinstance(kind, Kind)], place
     )
     conduct = Conduct(model, group)
+    cut_parameters(
+        (
+            (model.get_submodule(path), kind.cuts)
+            for each, kinds in found
+            for path, kind in zip(each.paths, kinds, strict=True)
+            if isinstance(kind, Kind)
+        ),
+        group,
+    )
     for each, kinds in found:
         report.layers.append(_install(model, each, kinds, group, options))
-    _cut_vocabulary(model, spec, group, report)
+    _cut_vocabulary(model, vocabulary, observed.strangers, group, report)
+    if place.ranks > 1:
+        report.plan_agrees, report.plan_differs = compared(model)
     if weights is not None:
         kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
         load_weights(model, weights, device=device or kind, process_group=group)
@@ -100,7 +116,7 @@ def _install(
     options: dict[str, Any],
 ) -> LayersReport:
     """Cut the layers of one list and put what runs them in the place of their forward."""
-    modules = list(model.get_submodule(found.name).children()) if found.name else [model]
+    modules = [model.get_submodule(path) for path in found.paths]
     report = LayersReport(found.name, len(modules), "replicated")
     cut = [kind for kind in kinds if isinstance(kind, Kind)]
     reasons = [str(kind) for kind in kinds if isinstance(kind, UnsplittableError)]
@@ -111,20 +127,20 @@ def _install(
             _sample(kind, call, at) for kind, call, at in zip(cut, found.calls, found.activations, strict=True)
         ]
         report.reason = next((why for program in programs if (why := program.why_not_in_a_stack)), "")
-    for module, kind in zip(modules, kinds, strict=True):
-        if isinstance(kind, Kind):
-            cut_parameters(module, kind.cuts, group)
     if programs and not report.reason:
-        layers = [Layer(m, k, at) for m, k, at in zip(modules, cut, found.activations, strict=True)]
+        layers = [
+            Layer(module, kind, at, path)
+            for module, kind, at, path in zip(modules, cut, found.activations, found.paths, strict=True)
+        ]
         runner = Runner(found.name, layers, programs, group, **options)
         runner.install()
         report.runner = runner
         report.runs, report.schedule = "across layers", str(runner.stack.schedule.name)
         report.blocks_per_layer = len(runner.stack.blocks) // len(layers)
     else:
-        for module, kind in zip(modules, kinds, strict=True):
+        for module, kind, path in zip(modules, kinds, found.paths, strict=True):
             if isinstance(kind, Kind):
-                module.forward = WholeForward(module, kind)
+                module.forward = WholeForward(module, kind, path)
                 report.runs = "inside layers"
         if options["schedule"] == "layers":
             report.reason = report.reason or "schedule='layers' was asked for"
@@ -136,10 +152,18 @@ def _install(
 
 
 def _cut_vocabulary(
-    model: nn.Module, spec: ParallelSpec, group: ProcessGroup | None, report: PartitionReport
+    model: nn.Module,
+    vocabulary: Vocabulary | None,
+    strangers: set[str],
+    group: ProcessGroup | None,
+    report: PartitionReport,
 ) -> None:
-    vocabulary = spec.vocabulary_of(model)
+    """strangers: names of parameters that the model reads by itself, which needs all rows of them."""
     if vocabulary is None or group is None or isinstance(model.forward, WholeForward):
+        return
+    read = sorted(strangers & {f"{name}.weight" for name in (*vocabulary.tables, *vocabulary.heads)})
+    if read:
+        report.notes.append(f"the vocabulary stays whole: {', '.join(read)} is read outside of its module")
         return
     try:
         shard_vocabulary(model, vocabulary, group)
@@ -151,7 +175,7 @@ def _cut_vocabulary(
 
 def _sample(kind: Kind, call: Any, at: int) -> Program:
     flat, tree = leaves(call.args, call.kwargs)
-    return kind.program(Form.of(flat, tree, call.module.training), flat, tree, at, flat[at].device)
+    return kind.program(Form.of(flat, tree, modes_of(call.module)), flat, tree, at, flat[at].device)
 
 
 def _require_divisible(kinds: list[tuple[str, Kind]], place: Place) -> None:
@@ -168,13 +192,3 @@ def _require_divisible(kinds: list[tuple[str, Kind]], place: Place) -> None:
             f"the tensor-parallel degree {place.ranks} does not divide these numbers of heads or features: "
             f"{', '.join(wrong)}; degrees that fit this model: {', '.join(map(str, fits))}"
         )
-
-
-def _refuse_quantised(model: nn.Module) -> None:
-    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
-        raise UsageError(
-            f"{type(model).__name__} has quantised weights, which cannot be trained; load it unquantised"
-        )
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            raise UsageError(f"{name} is of type {parameter.dtype}, a quantised weight; load the model unquantised")

@@ -25,6 +25,7 @@ from oases.partition.rules import is_product, product_of
 from oases.partition.shapes import Segments
 from oases.partition.splitter import Splitter
 from oases.partition.structure import Structure, find
+from oases.partition.watch import set_modes
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Form:
     tree: str
     constants: tuple[str, ...]
     types: tuple[str, ...]
-    training: bool
+    modes: tuple[bool, ...]
 
     @classmethod
-    def of(cls, found: list[Any], tree: pytree.TreeSpec, training: bool) -> Form:
+    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]) -> Form:
         """The form of a call by its leaves. UnsplittableError for one that is neither a tensor nor a plain value."""
         for leaf in found:
             if not isinstance(leaf, (Tensor, int, float, str, bool, torch.dtype, torch.device, type(None))):
@@ -49,7 +50,7 @@ class Form:
             str(tree),
             tuple("tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in found),
             tuple(f"{leaf.dtype} {leaf.dim()}" for leaf in found if isinstance(leaf, Tensor)),
-            training,
+            modes,
         )
 
 
@@ -73,6 +74,7 @@ class Program:
     reason: str = ""
     _module: tuple[Any, tuple[str, ...]] | None = field(default=None, repr=False)
     _constants: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _accepted: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     @property
     def exported(self) -> Exported:
@@ -108,6 +110,12 @@ class Program:
 
     def accepts(self, tensors: list[Any]) -> bool:
         """Whether it is good for inputs of these shapes: a length that was traced as varying is one everywhere."""
+        shapes = tuple(tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors)
+        if shapes not in self._accepted:
+            self._accepted[shapes] = self._accepts(tensors)
+        return self._accepted[shapes]
+
+    def _accepts(self, tensors: list[Any]) -> bool:
         bound: dict[Any, int] = {}
         for lengths, tensor in zip(self._shapes, tensors, strict=True):
             if lengths is None:
@@ -118,7 +126,7 @@ class Program:
                         return False
                 elif bound.setdefault(want[0], length) != length or not want[1] <= length <= want[2]:
                     return False
-        return True
+        return all(guard.subs(bound) == True for guard in self.exported.guards)  # noqa: E712  (of symbols)
 
     def per_sample(self, leaf: int) -> bool:
         """Whether dimension 0 of an input holds the samples, as that of the activation does."""
@@ -157,6 +165,7 @@ class Kind:
     ) -> None:
         self.twin = twin
         self.place = place
+        Form.of(*leaves(args, kwargs), ())
         exported = export(twin, args, kwargs)
         self.structure: Structure = find(exported, keep, place.ranks)
         if not self.structure.columns:
@@ -181,7 +190,7 @@ class Kind:
         args, kwargs = pytree.tree_unflatten(found, tree)
         if next(self.twin.parameters()).device != device:
             self.twin = twin_of(self.twin, device)
-        self.twin.train(form.training)
+        set_modes(self.twin, form.modes)
         try:
             exported = export(self.twin, args, kwargs, _varying)
             walk = self._walked(exported)
@@ -196,8 +205,14 @@ class Kind:
             blocks, others = cut(walk, name), beside(walk, name)
         except UnsplittableError as error:
             reason = str(error)
-        programs.append(Program(walk, activation, self.place, blocks, others, reason))
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in found)
+        accepted = {shapes: True}  # whatever a guard may say that cannot be decided
+        programs.append(Program(walk, activation, self.place, blocks, others, reason, _accepted=accepted))
         return programs[-1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
+        """Itself: it has no weights, and a copy of a layer is of the same kind."""
+        return self
 
     def _walked(self, exported: Exported) -> Splitter:
         walk = _walk(exported, self.columns, self.place)

@@ -32,13 +32,18 @@ class LayersReport:
 
 @dataclass
 class PartitionReport:
-    """What `parallelize` found and did; `model.oases_partition`. Prints as a table."""
+    """What `parallelize` found and did; `model.oases_partition`. Prints as a table.
+
+    plan_agrees, plan_differs: entries of transformers' own plan for the model (see `tp_plan`).
+    """
 
     model: str
     tensor_parallel: int
     layers: list[LayersReport] = field(default_factory=list)
     vocabulary: list[str] = field(default_factory=list)
     replicated: list[str] = field(default_factory=list)
+    plan_agrees: list[str] = field(default_factory=list)
+    plan_differs: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def json(self) -> dict[str, Any]:
@@ -55,7 +60,7 @@ class PartitionReport:
             how = "replicated" if each.runs == "replicated" else f"overlapped {each.runs}"
             if each.schedule:
                 how += f", schedule {each.schedule}, {each.blocks_per_layer} sums per layer"
-            lines.append(f"{each.name}: {each.layers} layers, {how}")
+            lines.append(f"{each.name or self.model}: {each.layers} layers, {how}")
             if each.reason:
                 lines.append(f"  because: {each.reason}")
             lines.extend(_named("  column-parallel", each.column))
@@ -64,6 +69,10 @@ class PartitionReport:
             lines.extend(f"  {name} stays whole: {why}" for name, why in each.refused.items())
         lines.extend(_named("vocabulary-parallel", self.vocabulary))
         lines.extend(_named("replicated elsewhere", self.replicated))
+        if self.plan_agrees or self.plan_differs:
+            total = len(self.plan_agrees) + len(self.plan_differs)
+            lines.append(f"as in transformers' own plan: {len(self.plan_agrees)} of {total} entries")
+        lines.extend(f"  {name}: {what}" for name, what in self.plan_differs.items())
         lines.extend(self.notes)
         return "\n".join(lines)
 

@@ -23,6 +23,7 @@ from oases.partition.cutting import Piece
 from oases.partition.export import UnsplittableError, leaves
 from oases.partition.program import Form, Kind, Program
 from oases.partition.splitter import ABSENT
+from oases.partition.watch import Watch
 
 
 class Pending(Tensor):
@@ -62,16 +63,21 @@ class Pending(Tensor):
 
 
 class Layer:
-    """One layer behind the author's loop. activation: the place of its hidden states among the leaves of a call."""
+    """One layer behind the author's loop. activation: the place of its hidden states among the leaves of a call.
 
-    def __init__(self, module: nn.Module, kind: Kind, activation: int) -> None:
+    path: its name in the model.
+    """
+
+    def __init__(self, module: nn.Module, kind: Kind, activation: int, path: str) -> None:
         self.module = module
         self.kind = kind
         self.activation = activation
+        self.path = path
+        self.watch = Watch(module, path)
 
     def noted(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Noted:
         """A call by its leaves, `x` in the place of its activation."""
-        form = Form.of(self.with_activation(found, x), tree, self.module.training)
+        form = Form.of(self.with_activation(found, x), tree, self.watch.modes())
         return Noted(found, tree, form, self.program(form, found, tree, x))
 
     def program(self, form: Form, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
@@ -91,6 +97,18 @@ class Noted:
     tree: pytree.TreeSpec
     form: Form
     program: Program
+
+
+@dataclass
+class LayerForward:
+    """The forward of layer `index` of a runner's; an object, so that a copy of the model gets a runner of its own."""
+
+    runner: Runner
+    index: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's author has it, but for when it runs."""
+        return self.runner.called(self.index, args, kwargs)
 
 
 class Runner:
@@ -129,15 +147,10 @@ class Runner:
     def install(self) -> None:
         """Put the runner behind the layers' forward."""
         for index, layer in enumerate(self.layers):
-            layer.module.forward = self._forward_of(index)
+            layer.module.forward = LayerForward(self, index)
 
-    def _forward_of(self, index: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._called(index, args, kwargs)
-
-        return forward
-
-    def _called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Layer `index` was called by its author's code. RuntimeError for a call that is not on the one before."""
         found, tree = leaves(args, kwargs)
         layer = self.layers[index]
         x = found[layer.activation] if layer.activation < len(found) else None
@@ -146,16 +159,20 @@ class Runner:
         elif index != len(self._calls) or x is not self._pending:
             got = "the result of another layer or of code in between" if isinstance(x, Tensor) else repr(x)
             raise RuntimeError(
-                f"{self.name}.{index} was called with {got}, where its layers run together, one on the result of the "
+                f"{layer.path} was called with {got}, where its layers run together, one on the result of the "
                 "one before; give parallelize() schedule='layers', which hides communication inside each layer alone"
             )
         first = self._x
         assert first is not None
         call = layer.noted(found, tree, first)
         self._calls.append(call)
-        where, program = f"{self.name}.{index}", call.program
-        if program.blocks is None:
-            raise UnsplittableError(f"{where}, called so: {program.reason}")
+        where, program = layer.path, call.program
+        why = program.why_not_in_a_stack
+        if why and (program.blocks is None or first.shape[0] > 1):
+            raise UnsplittableError(
+                f"{where}, called so: {why}; give parallelize() schedule='layers', which hides communication inside "
+                "each layer alone"
+            )
         out: Tensor
         if index + 1 == len(self.layers):
             out = self._run()
@@ -184,8 +201,9 @@ class Runner:
         for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
             assert isinstance(block, GraphBlock)
             block.adopt(self.layers[index].module)
-        if any(layer.module.training != self.stack.training for layer in self.layers):
-            self.stack.train(self.layers[0].module.training)
+        training = any(any(call.form.modes) for call in calls)
+        if training != self.stack.training:
+            self.stack.train(training)
         return self.run(x, [of_layer[index] for index in self.layer_of])
 
     @staticmethod

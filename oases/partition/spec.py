@@ -41,14 +41,30 @@ class ParallelSpec:
         """The tables and heads to cut. UsageError for names of other modules."""
         if self.vocabulary == "":
             return None
-        if self.vocabulary is None and not self.heads:
+        if self.heads and self.vocabulary is None:
+            raise UsageError(f"spec names the heads {self.heads}; name the table of their vocabulary, too")
+        if self.vocabulary is None:
             found = find_vocabulary(model)
             cut = found is not None and not any(self.keeps_whole(f"{name}.weight") for name in found.tables)
             return found if cut else None
         table, heads = _module(model, self.vocabulary or "", nn.Embedding), {}
         for name in self.heads:
             heads[name] = _module(model, name, nn.Linear)
-        return Vocabulary(table.num_embeddings, {self.vocabulary or "": table}, heads)
+            if heads[name].out_features != table.num_embeddings:
+                raise UsageError(
+                    f"spec: head {name!r} gives {heads[name].out_features} logits, and the vocabulary "
+                    f"{self.vocabulary!r} has {table.num_embeddings} rows"
+                )
+        tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is table.weight}
+        tied = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.weight is table.weight}
+        return Vocabulary(table.num_embeddings, tables, {**tied, **heads})
+
+    def require_names(self, model: nn.Module) -> None:
+        """Raise UsageError for a pattern that no parameter of the model answers to."""
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        for pattern in self.replicate:
+            if not any(fnmatch(name, pattern) for name in names):
+                raise UsageError(f"spec.replicate has {pattern!r}, and no parameter of the model is called so")
 
     def keeps_whole(self, name: str) -> bool:
         """Whether a parameter is to stay whole."""

@@ -14,20 +14,23 @@ from torch import Tensor, nn
 from oases.partition.block import value_of
 from oases.partition.export import leaves
 from oases.partition.program import Form, Kind
+from oases.partition.watch import Watch
 
 
 class WholeForward:
     """The forward of one layer, by its kind's programs."""
 
-    def __init__(self, module: nn.Module, kind: Kind) -> None:
+    def __init__(self, module: nn.Module, kind: Kind, path: str) -> None:
         self.module = module
         self.kind = kind
+        self._watch = Watch(module, path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the layer's author has it."""
         found, tree = leaves(args, kwargs)
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
-        program = self.kind.program(Form.of(found, tree, self.module.training), found, tree, None, device)
+        form = Form.of(found, tree, self._watch.modes())
+        program = self.kind.program(form, found, tree, None, device)
         run, names = program.module()
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))

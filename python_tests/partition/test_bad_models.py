@@ -1,0 +1,250 @@
+"""What `parallelize` refuses, and what it says: never a wrong result."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from partition.plain_models import WIDTH, Block, Plain, apart, loss_of, made, spec, tokens
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oases
+
+
+class Sum(Block):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Odd(nn.Module):
+    """Three heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 3, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class OldNorm(Block):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.utils.weight_norm(self.up)
+
+
+def plain(**options):
+    return made(Plain, **options)
+
+
+def run(model, **options):
+    oases.parallelize(model, spec=options.pop("spec", spec()), **options)
+    return model(tokens())
+
+
+def _with(action, model=None):
+    model = model or plain()
+    action(model)
+    return run(model)
+
+
+def _after(action):
+    model = plain()
+    oases.parallelize(model, spec=spec())
+    model(tokens())
+    action(model)
+    return loss_of(model(tokens())).backward()
+
+
+def _patched(model):
+    old = model.layers[0].attn.forward
+    model.layers[0].attn.forward = lambda *args: 2 * old(*args)
+
+
+def _quantised(model):
+    model.layers[0].up.weight = nn.Parameter(torch.zeros(4 * WIDTH, WIDTH, dtype=torch.int8), requires_grad=False)
+
+
+def _meta():
+    with torch.device("meta"):
+        return run(Plain())
+
+
+def _checkpointed():
+    model = plain()
+    oases.parallelize(model, spec=spec())
+    loss_of(checkpoint(model, tokens(), use_reentrant=False)).backward()
+
+
+def _layer_checkpointed():
+    class Checkpointed(Plain):
+        def forward(self, tokens):
+            x = self.table(tokens)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return self.head(x)
+
+    loss_of(run(made(Checkpointed))).backward()
+
+
+def _twice():
+    model = plain()
+    run(model)
+    return run(model)
+
+
+class Exit(Plain):
+    """Runs some of its layers alone."""
+
+    some = slice(None)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers[self.some]:
+            x = layer(x)
+        return self.head(x)
+
+
+def _early(some):
+    model = made(Exit, layers=3)
+    oases.parallelize(model, spec=spec())
+    model.some = some
+    return model(tokens())
+
+
+def _replaced(model):
+    model.layers[0].attn.forward = lambda x, mask=None: x
+
+
+CASES = {
+    "heads that do not divide": (
+        lambda: run(made(Plain, Odd)),
+        "UsageError: the tensor-parallel degree 2 does not divide .* 3 .* degrees that fit this model: 1, 3",
+    ),
+    "again": (_twice, "UsageError: Plain was parallelized before; build the model anew"),
+    "layer's data": (lambda: run(made(Plain, Sum)), "UsageError: .*depend on values"),
+    "integers": (lambda: _with(_quantised), "UsageError: layers.0.up.weight is of type torch.int8, a quantised"),
+    "other seeds": (
+        lambda: run(made(Plain, seed=dist.get_rank())),
+        "UsageError: .*table.weight .* of rank 0 differs .* of rank 1; call torch.manual_seed",
+    ),
+    "patched": (lambda: _with(_patched), "UsageError: layers.0.attn: its forward was replaced on the object"),
+    "compiled": (lambda: run(torch.compile(plain())), "UsageError: .*torch.compile"),
+    "compiled in place": (lambda: _with(lambda m: m.layers[0].compile()), "UsageError: layers.0: .*compiled"),
+    "old weight norm": (lambda: run(made(Plain, OldNorm)), "UsageError: .*torch.nn.utils.parametrizations"),
+    "hooks of parameters": (
+        lambda: _with(lambda m: m.layers[0].up.weight.register_hook(print)),
+        "UsageError: layers.0.up.weight has hooks, .*add them afterwards",
+    ),
+    "no data": (_meta, "RuntimeError: table.weight has no data; call oases.load_weights"),
+    "checkpoint": (_checkpointed, "RuntimeError: .*run again in a backward pass.*recompute='full'"),
+    "checkpointed layers": (_layer_checkpointed, "Error: .*"),
+    "hooks later": (
+        lambda: _after(lambda m: m.layers[1].attn.register_forward_hook(print)),
+        "RuntimeError: layers.1.attn got hooks, which would not be called: add them before parallelize",
+    ),
+    "forward later": (lambda: _after(_replaced), "RuntimeError: layers.0.attn got another forward"),
+    "attributes later": (
+        lambda: _after(lambda m: setattr(m.layers[1].norm, "eps", 1.0)),
+        "RuntimeError: layers.1.norm had eps=1e-05 and has 1.0 now: set it before parallelize",
+    ),
+    "layer hooks": (
+        lambda: _with(lambda m: m.layers[0].register_forward_hook(lambda *given: given[-1] * 2)),
+        "RuntimeError: layers.0 has no result of its own.*schedule='layers'",
+    ),
+    "early exit": (lambda: _early(slice(0, 2)), "RuntimeError: layers.1 has no result of its own"),
+    "skipped": (lambda: _early(slice(1, 3)), "RuntimeError: layers.1 was called with"),
+    "no layers": (lambda: run(plain(), spec=spec(layers=("blocks",))), r"UsageError: spec.layers names \['blocks'\]"),
+    "no parameter": (lambda: run(plain(), spec=spec(replicate=("*.gate",))), "UsageError: spec.replicate has"),
+    "no table": (lambda: run(plain(), spec=spec(vocabulary="words")), "UsageError: spec names 'words'"),
+    "no head": (
+        lambda: run(plain(), spec=spec(vocabulary="table", heads=("out",))),
+        "UsageError: spec names 'out', which is None",
+    ),
+    "head alone": (lambda: run(plain(), spec=spec(heads=("head",))), "UsageError: .*name the table"),
+    "other head": (
+        lambda: run(plain(), spec=spec(vocabulary="table", heads=("layers.0.up",))),
+        "UsageError: .*'layers.0.up' gives 64 logits, and the vocabulary 'table' has 50 rows",
+    ),
+    "no inputs": (lambda: oases.parallelize(plain()), "UsageError: .*spec=ParallelSpec"),
+}  # fmt: skip
+
+
+def message(name):
+    try:
+        CASES[name][0]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".replace("\n", " ")
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_clear_error(two_ranks, name):
+    for said in two_ranks.run(message, name):
+        assert re.search(CASES[name][1], said), said
+
+
+def with_spec():
+    found = {}
+    for name, options in {
+        "all": {},
+        "replicate": {"replicate": ("*.up.weight",)},
+        "layers": {"layers": ("layers",)},
+        "vocabulary": {"vocabulary": "table", "heads": ("head",)},
+        "no vocabulary": {"vocabulary": ""},
+    }.items():
+        model, parallel = plain(), plain()
+        oases.parallelize(parallel, spec=spec(**options))
+        report = parallel.oases_partition
+        found[name] = apart(model, parallel, tokens()), report.layers[0].column, report.vocabulary
+    return found
+
+
+def test_what_a_spec_says(two_ranks):
+    for found in two_ranks.run(with_spec):
+        assert max(worst for worst, _, _ in found.values()) < 1e-12
+        columns = {name: column for name, (_, column, _) in found.items()}
+        assert columns.pop("replicate") == ["attn.qkv.weight"]
+        assert all(column == ["attn.qkv.weight", "up.weight"] for column in columns.values())
+        assert {name for name, (_, _, vocabulary) in found.items() if not vocabulary} == {"no vocabulary"}
+
+
+class Separate(nn.Module):
+    """Queries of twelve heads, keys and values of as many as asked."""
+
+    def __init__(self, keys):
+        super().__init__()
+        self.keys = keys
+        self.q, self.out = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 4 * keys), nn.Linear(WIDTH, 4 * keys)
+
+    def forward(self, x):
+        q, k, v = (each(x).view(*x.shape[:2], -1, 4).transpose(1, 2) for each in (self.q, self.k, self.v))
+        k, v = (each.repeat_interleave(12 // self.keys, 1) for each in (k, v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def of_degree(ranks, keys):
+    """The loss and the norm of all gradients, which need no other rank's part; the columns."""
+    group = dist.new_group(list(range(ranks)))
+    if dist.get_rank() >= ranks:
+        return None
+    found, model = [], None
+    for parallel in (False, True):
+        model = made(Plain, Separate, keys=keys)
+        if parallel:
+            oases.parallelize(model, mesh=group, spec=spec())
+        loss = loss_of(model(tokens()))
+        loss.backward()
+        found.append((float(loss.detach()), model.layers[0].out.bias.grad, model.layers[1].out.bias.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    return model.oases_partition.layers[0].column
+
+
+@pytest.mark.parametrize(("ranks", "keys"), [(1, 12), (3, 12), (4, 12), (4, 2), (3, 1), (4, 4)])
+def test_degrees_and_fewer_heads_of_keys_than_ranks(four_ranks, ranks, keys):
+    for column in four_ranks.run(of_degree, ranks, keys)[:ranks]:
+        assert column == (["q.weight"] if keys % ranks else ["q.weight", "k.weight", "v.weight"])

@@ -1,0 +1,144 @@
+"""Loops over layers as authors write them: what is called when, on what, and who else reads it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from partition.plain_models import (
+    WIDTH,
+    Block,
+    Plain,
+    beside_itself,
+)  # fmt: skip
+from torch import nn
+
+CLOSE = 1e-12
+ACROSS, INSIDE, WHOLE = "across layers", "inside layers", "replicated"
+
+
+class Loop(Plain):
+    """A loop over the layers in one of many ways. Layers differ in what no shape shows."""
+
+    def __init__(self, way):
+        super().__init__({"reads two": TwoInputs, "first again": TwoInputs, "keywords": Keywords, "sets": Sets,
+                          "functions": Functions, "places": Functions, "constants": Functions}.get(way, Block),
+                         layers=3)  # fmt: skip
+        self.way = way
+        for place, layer in enumerate(self.layers):
+            layer.place = place if way == "places" else 0
+            layer.factor = torch.tensor(1.0 + place if way == "constants" else 1.0).double()
+        first = self.layers[0]
+        if way == "functions":
+            self.layers[1].function = F.relu
+        elif way == "shared":
+            self.layers = nn.ModuleList([first] * 3)
+        elif way == "tied":
+            for layer in self.layers[1:]:
+                layer.up.weight, layer.attn.qkv.weight = first.up.weight, first.attn.qkv.weight
+                layer.norm.weight = first.norm.weight
+        elif way == "tied outside":
+            self.extra = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+            self.extra.weight = first.up.weight
+        elif way == "reversed":  # not alike, so a mistake in the order would show
+            first.up, first.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, tokens):
+        x = first = self.table(tokens)
+        way, layers, seen = self.way, list(self.layers), [x, x]
+        layers = {"twice": layers * 2, "reversed": layers[::-1], "skips": layers[::2]}.get(way, layers)
+        for layer in layers:
+            given = x * 0.9 if way == "code between" else x
+            other = {"reads two": seen[-2], "first again": first}.get(way)
+            if way == "keywords":
+                x = layer(torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype), hidden=given)["hidden"]
+            else:
+                x = layer(given) if other is None else layer(given, other)
+            seen.append(x)
+        if way == "all results":
+            x = sum(seen)
+        if way == "returned":
+            return self.head(x), seen
+        if way == "part of a layer":
+            x = x + self.layers[0].attn(first)
+        if way == "weights":
+            x = x * sum(layer.up.weight.norm() for layer in self.layers)
+        if way == "tied outside":
+            x = x * self.extra(first).mean(-1, keepdim=True)
+        if way == "sets":
+            x = x + sum(layer.found for layer in self.layers)
+        return F.linear(x, self.table.weight) if way == "table" else self.head(x)
+
+
+class TwoInputs(Block):
+    def forward(self, x, y):
+        return super().forward(x) + 0.1 * y
+
+
+class Keywords(Block):
+    def forward(self, mask, *, hidden):
+        return {"hidden": super().forward(hidden, mask), "flag": 3}
+
+
+class Sets(Block):
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    def forward(self, x):
+        self.found = x.mean()
+        return super().forward(x)
+
+
+class Functions(Block):
+    def __init__(self):
+        super().__init__()
+        self.function = F.gelu
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        x = x + self.down(self.function(self.up(self.norm2(x)))) * self.factor
+        return x * 2 if self.place % 2 else x
+
+
+WAYS = {
+    "plain": (ACROSS, ""),
+    "keywords": (ACROSS, ""),
+    "first again": (ACROSS, ""),
+    "functions": (ACROSS, ""),
+    "places": (ACROSS, ""),
+    "constants": (ACROSS, ""),
+    "tied": (ACROSS, ""),
+    "tied outside": (ACROSS, ""),
+    "part of a layer": (ACROSS, ""),
+    "weights": (ACROSS, ""),
+    "table": (ACROSS, ""),
+    "shared": (INSIDE, "more than once"),
+    "twice": (INSIDE, "more than once"),
+    "reversed": (INSIDE, "not every layer is called, in order"),
+    "skips": (INSIDE, "not every layer is called, in order"),
+    "code between": (INSIDE, "read by other code"),
+    "all results": (INSIDE, "read by other code"),
+    "returned": (INSIDE, "read by other code"),
+    "reads two": (INSIDE, "several layers before"),
+    "sets": (WHOLE, "Sets sets found in its forward"),
+}
+
+
+def looped(way):
+    return beside_itself(Loop, (way,))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_loops_over_layers(two_ranks, way):
+    runs, reason = WAYS[way]
+    for worst, report in two_ranks.run(looped, way):
+        assert worst < CLOSE
+        assert report["layers"][0]["runs"] == runs
+        assert reason in report["layers"][0]["reason"]
+        assert bool(report["layers"][0]["reason"]) == bool(reason)
+        if way in ("weights", "tied outside"):  # who reads a weight by itself needs all of it
+            assert "up.weight" in report["layers"][0]["replicated"]
+        if way == "part of a layer":
+            assert "attn.qkv.weight" in report["layers"][0]["replicated"]
+        if way == "table":
+            assert report["vocabulary"] == []
+            assert "table.weight is read outside" in report["notes"][0]
