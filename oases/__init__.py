@@ -13,6 +13,9 @@ _PUBLIC = {
     "OverlappedStack": "oases.parallel",
     "ParallelDropout": "oases.parallel",
     "ParallelSpec": "oases.partition",
+    "clip_grad_norm": "oases.parallel",
+    "full_state_dict": "oases.partition",
+    "load_weights": "oases.partition",
     "parallel_cross_entropy": "oases.parallel",
     "parallelize": "oases.partition",
     "plan": "oases.planner",
@@ -34,6 +37,9 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "__version__",
+    "clip_grad_norm",
+    "full_state_dict",
+    "load_weights",
     "parallel_cross_entropy",
     "parallelize",
     "plan",
@@ -50,10 +56,11 @@ if TYPE_CHECKING:
         OverlappedRowwiseParallel,
         OverlappedStack,
         ParallelDropout,
+        clip_grad_norm,
         parallel_cross_entropy,
         report,
     )
-    from oases.partition import ParallelSpec, parallelize, save_pretrained
+    from oases.partition import ParallelSpec, full_state_dict, load_weights, parallelize, save_pretrained
     from oases.planner import plan
     from oases.train import TrainConfig, Trainer
 

@@ -2,6 +2,7 @@
 
 from oases.parallel.dropout import ParallelDropout
 from oases.parallel.embedding import OverlappedEmbedding
+from oases.parallel.gradients import clip_grad_norm
 from oases.parallel.inputs import BlockInputs
 from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.parallel.loss import parallel_cross_entropy
@@ -20,6 +21,7 @@ __all__ = [
     "OverlappedStack",
     "ParallelDropout",
     "Report",
+    "clip_grad_norm",
     "parallel_cross_entropy",
     "report",
     "sharded_parameters",

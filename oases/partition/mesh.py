@@ -23,6 +23,13 @@ def placed(
 
     Raises UsageError for a mesh without a tensor-parallel dimension and a plan that does not fit it.
     """
+    known = ("sub_batches", "recompute", "wire_dtype", "require_overlap", "small_batch")
+    strange = sorted(set(options) - set(known))
+    if strange:
+        raise UsageError(
+            f"parallelize() does not take {', '.join(strange)}; options of its stacks are {', '.join(known)}"
+            + ("; its blocks' graphs are for whole sequences" if "sequence_parallel" in strange else "")
+        )
     options = {"schedule": schedule, "small_batch": "whole", **options}
     if plan is not None:
         segments = [segment for stage in plan.stages for segment in stage.segments]
@@ -54,3 +61,12 @@ def placed(
             "ranks; give the mesh of the plan, oases.parallel.mesh.Mesh.of(plan)"
         )
     return group, options
+
+
+def require_layers(plan: Plan, counts: list[int]) -> None:
+    """Raise UsageError unless the plan is of a model with one list of so many layers."""
+    if counts != [plan.model.layers]:
+        raise UsageError(
+            f"plan: it is for {plan.model.layers} layers, the model has lists of {counts or 'no'} layers; plan for "
+            "it with oases.plan(model, cluster, ...)"
+        )

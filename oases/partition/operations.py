@@ -79,9 +79,10 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, t
 def lower(graph: fx.Graph, place: Place) -> fx.Graph:
     """A rank's graph with its sums in it: overlapped linears where a product makes or takes a sum of its own."""
     made = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    inside = {node.args[0] for node in graph.nodes if node.target is reduce and _alone(node.args[0], product)}
-    taken = {node for node in graph.nodes if node.target is enter and _used_by_one_product(node)}
+    values: dict[fx.Node, Any] = {}
+    several = place.ranks > 1
+    inside = {node.args[0] for node in graph.nodes if several and node.target is reduce and _alone(node.args[0])}
+    taken = {node for node in graph.nodes if several and node.target is enter and _used_by_one_product(node)}
     for node in graph.nodes:
         if node in inside or node in taken:
             continue
@@ -90,6 +91,8 @@ def lower(graph: fx.Graph, place: Place) -> fx.Graph:
             x, weight, _, transposed = node.args[0].args  # type: ignore[union-attr]
             args = (values[x], values[weight], place.group, transposed)  # type: ignore[index]
             values[node] = made.call_function(row_product, args)
+        elif node.target in (reduce, enter) and not several:
+            values[node] = given[0]
         elif node.target is reduce:
             values[node] = made.call_function(total, (given[0], place.group))
         elif node.target is enter:
@@ -102,8 +105,8 @@ def lower(graph: fx.Graph, place: Place) -> fx.Graph:
     return made
 
 
-def _alone(node: Any, function: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is function and len(node.users) == 1 and node.args[2] is None
+def _alone(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is product and len(node.users) == 1 and node.args[2] is None
 
 
 def _used_by_one_product(node: fx.Node) -> bool:

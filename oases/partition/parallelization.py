@@ -17,9 +17,10 @@ from oases.partition.conduct import Conduct
 from oases.partition.export import UnsplittableError, leaves, twin_of
 from oases.partition.kinds import kinds_of
 from oases.partition.layers import LayerList, as_one_layer, made_up_inputs, observe
-from oases.partition.mesh import placed
+from oases.partition.mesh import placed, require_layers
 from oases.partition.operations import Place
 from oases.partition.ownership import cut_parameters
+from oases.partition.pretrained import WholeSaving
 from oases.partition.program import Form, Kind, Program
 from oases.partition.report import LayersReport, PartitionReport
 from oases.partition.requirements import require_alike, require_cuttable
@@ -81,6 +82,8 @@ def parallelize(
         if missing:
             raise UsageError(f"spec.layers names {sorted(missing)}; lists found: {[each.name for each in lists]}")
         lists = [each for each in lists if each.name in spec.layers]
+    if plan is not None:
+        require_layers(plan, [len(each.calls) for each in lists])
     found = [(each, kinds_of(each, model, spec, place)) for each in lists]
     _require_divisible(
         [(each.name, kind) for each, kinds in found for kind in kinds if isinstance(kind, Kind)], place
@@ -103,7 +106,12 @@ def parallelize(
     if weights is not None:
         kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
         load_weights(model, weights, device=device or kind, process_group=group)
+    known = {id(p) for each in lists for path in each.paths for p in model.get_submodule(path).parameters()}
+    known |= {id(p) for name in report.vocabulary for p in model.get_submodule(name).parameters()}
+    report.replicated = [name for name, p in model.named_parameters() if id(p) not in known]
     conduct.begin(model)
+    if callable(getattr(model, "save_pretrained", None)) and place.ranks > 1:
+        object.__setattr__(model, "save_pretrained", WholeSaving(model, group))
     object.__setattr__(model, "oases_partition", report)
     return model
 
@@ -144,10 +152,7 @@ def _install(
                 report.runs = "inside layers"
         if options["schedule"] == "layers":
             report.reason = report.reason or "schedule='layers' was asked for"
-    for kind in cut[:1]:
-        report.column, report.row = list(kind.columns), list(kind.rows)
-        report.replicated = [name for name, _ in kind.twin.named_parameters() if name not in kind.cuts]
-        report.refused, report.degrees = dict(kind.structure.refused), kind.structure.degrees
+    report.describe(dict.fromkeys(cut))
     return report
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.parallel.group import ProcessGroup, group_rank, resolve
+from oases.parallel.group import ProcessGroup, group_name, group_of, group_rank, resolve
 from oases.partition.buffers import is_pretrained
 from oases.partition.gathering import Wire, gathered
 from oases.partition.holdings import Holding, holdings, together
@@ -69,6 +69,22 @@ def save_pretrained(
                 raise failure
             _describe(model, files, aside)
             _replace(path, aside)
+
+
+class WholeSaving:
+    """In the place of a model's own `save_pretrained`, which would write this rank's part as if it were the model."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
+        self._model = model
+        self._group = group_name(group)
+
+    def __call__(self, save_directory: str | Path, **options: Any) -> None:
+        """Write the whole model, on all ranks; UsageError for options other than `max_shard_bytes`."""
+        if set(options) - {"max_shard_bytes"}:
+            raise UsageError(
+                f"a parallelized model is saved by oases.save_pretrained(), which does not take {', '.join(options)}"
+            )
+        save_pretrained(self._model, save_directory, process_group=group_of(self._group), **options)
 
 
 class _File:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from oases.partition.program import Kind
 from oases.partition.runner import Runner
 
 
@@ -28,6 +29,18 @@ class LayersReport:
     refused: dict[str, str] = field(default_factory=dict)
     degrees: list[int] = field(default_factory=list)
     runner: Runner | None = field(default=None, repr=False, compare=False)
+
+    def describe(self, kinds: Iterable[Kind]) -> None:
+        """Say what is cut in layers of these kinds."""
+        fitting: set[int] | None = None
+        for kind in kinds:
+            self.column = list(dict.fromkeys([*self.column, *kind.columns]))
+            self.row = list(dict.fromkeys([*self.row, *kind.rows]))
+            whole = [name for name, _ in kind.twin.named_parameters() if name not in kind.cuts]
+            self.replicated = list(dict.fromkeys([*self.replicated, *whole]))
+            self.refused |= kind.structure.refused
+            fitting = set(kind.structure.degrees) & (fitting if fitting is not None else set(kind.structure.degrees))
+        self.degrees = sorted(fitting or ())
 
 
 @dataclass
@@ -59,8 +72,10 @@ class PartitionReport:
         for each in self.layers:
             how = "replicated" if each.runs == "replicated" else f"overlapped {each.runs}"
             if each.schedule:
-                how += f", schedule {each.schedule}, {each.blocks_per_layer} sums per layer"
-            lines.append(f"{each.name or self.model}: {each.layers} layers, {how}")
+                sums = "1 sum" if each.blocks_per_layer == 1 else f"{each.blocks_per_layer} sums"
+                how += f", schedule {each.schedule}, {sums} per layer"
+            count = "1 layer" if each.layers == 1 else f"{each.layers} layers"
+            lines.append(f"{each.name or self.model}: {count}, {how}")
             if each.reason:
                 lines.append(f"  because: {each.reason}")
             lines.extend(_named("  column-parallel", each.column))

@@ -8,7 +8,10 @@ from partition.zoo import batch, build, config
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
+import oases.errors
 from oases.bench.memory import measure_memory
+from oases.planner.plan import Plan, Segment, Stage
+from oases.simulator.model import ModelShape
 
 
 def one_step(name, folder, out):
@@ -72,3 +75,48 @@ def test_nothing_is_kept_that_the_author_s_layers_do_not_keep():
     for _ in range(2):  # what the first call makes for the later ones is no part of a step
         kept = kept_by(model, x)
     assert kept <= 1.01 * alone
+
+
+def saved_by_its_own_method(folder):
+    model = oases.parallelize(build("llama"))
+    with pytest.raises(oases.errors.UsageError, match="does not take safe_serialization"):
+        model.save_pretrained(folder, safe_serialization=True)
+    model.save_pretrained(folder)
+
+
+def test_a_models_own_way_to_save_writes_the_whole_model(two_ranks, tmp_path):
+    two_ranks.run(saved_by_its_own_method, tmp_path / "saved")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, mine in build("llama").state_dict().items():
+        assert torch.equal(mine, again.state_dict()[name])
+
+
+def as_planned(layers):
+    shape = ModelShape(hidden=32, layers=layers, heads=4, sequence=10, vocabulary=90)
+    segment = Segment(2 * layers, 2, "cross_pass", 2, 1)
+    plan = Plan(shape, 2, 2, 4, 1, (Stage((segment,)),))
+    model = oases.parallelize(build("llama"), plan=plan)
+    model(**batch("llama")).loss.backward()
+    return model.oases_partition.layers[0].schedule
+
+
+def test_a_plan_says_schedule_and_recomputation(two_ranks):
+    assert two_ranks.run(as_planned, 2) == ["cross_pass"] * 2
+    with pytest.raises(RuntimeError, match=r"plan: it is for 3 layers, the model has lists of \[2\] layers"):
+        two_ranks.run(as_planned, 3)
+
+
+def test_one_process_runs_as_before():
+    for options in ({}, {"schedule": "layers"}):
+        model, parallel = build("gpt2"), oases.parallelize(build("gpt2"), **options)
+        expected, got = model(**batch("gpt2")), parallel(**batch("gpt2"))
+        torch.testing.assert_close(got.loss, expected.loss)
+        got.loss.backward()
+        expected.loss.backward()
+        for mine, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_options_that_stacks_of_unedited_models_do_not_have():
+    with pytest.raises(oases.errors.UsageError, match="does not take sequence_parallel; options of its stacks are"):
+        oases.parallelize(build("gpt2"), sequence_parallel=True)
