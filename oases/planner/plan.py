@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
-from oases.schedule import GENERATORS, PIPELINES, Schedule, generate
+from oases.schedule import GENERATORS, Schedule, generate
 from oases.simulator.model import LARGEST, ModelShape
 
 VERSION = 1
 FORMAT = "oases plan"
+PLANNED = ("gpipe", "one_f_one_b")
+"""Pipelines whose time and memory the planner predicts."""
+
 BUCKET_BYTES = 16 * 2**20
 """Gradients of about so many bytes are summed over the replicas at once: early, and enough to use the link well."""
 
@@ -94,8 +97,8 @@ class Plan:
                 raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
         if not self.stages:
             raise UsageError("plan: it has no stage; give at least 1")
-        if self.pipeline not in PIPELINES:
-            raise UsageError(f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PIPELINES)}")
+        if self.pipeline not in PLANNED:
+            raise UsageError(f"plan: pipeline {self.pipeline!r} is not planned with; known are {', '.join(PLANNED)}")
         blocks = sum(stage.num_blocks for stage in self.stages)
         if blocks != self.model.num_blocks:
             raise UsageError(f"plan: its stages hold {blocks} blocks, the model has {self.model.num_blocks}")
