@@ -30,6 +30,7 @@ from oases.schedule.ir import STARTS
 
 Place = tuple[int, int]
 """(block, sub-batch)."""
+_AGAIN = ("R", "RC")
 
 
 class Methods:
@@ -120,6 +121,15 @@ class Execution:
             )
         for s, part in enumerate(self._cut.split(grad)):
             self._g[self._schedule.num_blocks, s] = self._cut.tokens.part(part)
+
+    def recompute(self) -> None:
+        """Run every R and RC of the rest of the backward pass now, with their collectives, in the list's order."""
+        rest = self._backward[self._position :]
+        again = [op for op in rest if (op.of or op.kind) in _AGAIN]
+        with self.guard:
+            self._run(again)
+        left = tuple(op for op in rest if (op.of or op.kind) not in _AGAIN)
+        self._backward = self._backward[: self._position] + left
 
     def run_backward_of(self, block: int) -> None:
         """Run on to the last op that makes gradients of `block`, and start the collective that follows it."""

@@ -23,6 +23,7 @@ from oases.parallel.failure import watch_of
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
 from oases.parallel.inputs import BlockInputs, Inputs, differentiable
 from oases.parallel.randomness import Randomness, hash_of
+from oases.parallel.recomputation import Recomputation
 from oases.parallel.statistics import WHOLE_BATCH, report
 from oases.parallel.sub_batches import SubBatches, Tokens
 from oases.parallel.wire import Scheduler, Silence, Wire
@@ -138,6 +139,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self._seed: int | None = None
         self._agreed: set[tuple[Schedule, int]] = set()  # with the failures before
         self._calls = 0
+        self.recent = Recomputation()
+        """What the latest call will compute again; nothing where it was made without gradients."""
         self.spans: list[tuple[str, Any, Any]] | None = None
         """Set to a list to have (op, start, end) of every compute op and wait appended, as `clock` gives them."""
         self.clock: Callable[[], Any] = time.perf_counter
@@ -353,6 +356,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
             spans=self.spans,
             clock=self.clock,
         )
+        self.recent = Recomputation([execution] if with_gradients else [])
         if not with_gradients:
             return execution.run_forward()
         return deliver(self.blocks, execution, scheduler, x, tuning)
