@@ -16,6 +16,7 @@ from typing import Any
 
 from oases.errors import UsageError
 from oases.schedule import GENERATORS, Schedule, generate
+from oases.schedule.pipeline import PIPELINES
 from oases.simulator.model import LARGEST, ModelShape
 
 VERSION = 1
@@ -97,8 +98,8 @@ class Plan:
                 raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
         if not self.stages:
             raise UsageError("plan: it has no stage; give at least 1")
-        if self.pipeline not in PLANNED:
-            raise UsageError(f"plan: pipeline {self.pipeline!r} is not planned with; known are {', '.join(PLANNED)}")
+        if self.pipeline not in PIPELINES:
+            raise UsageError(f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PIPELINES)}")
         blocks = sum(stage.num_blocks for stage in self.stages)
         if blocks != self.model.num_blocks:
             raise UsageError(f"plan: its stages hold {blocks} blocks, the model has {self.model.num_blocks}")
