@@ -20,10 +20,10 @@ from oases.bench.memory import measure_memory
 from oases.errors import UsageError
 from oases.models.timed import TimedBlock, TimedSeconds
 from oases.parallel import OverlappedStack
+from oases.parallel.calls import Calls
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
 from oases.parallel.pipeline import StageRun
-from oases.parallel.recomputation import Recomputation
 from oases.ranks import require_agreement
 from oases.schedule import Recompute, ScheduleError
 from oases.schedule.pipeline import Pipeline, generate_pipeline
@@ -41,7 +41,7 @@ class PipelineBenchConfig:
     """What is run on each rank, and how often."""
 
     pipelines: str = option(
-        "gpipe,one_f_one_b,pre_recompute,last_no_recompute,shifted_critical_path,interleaved",
+        "gpipe,one_f_one_b,pre_recompute,last_no_recompute,shifted_critical_path,interleaved,zb_h1",
         "pipelines to measure, separated by commas",
     )
     micro_batches: int = option(8, "micro-batches of a step")
@@ -63,8 +63,6 @@ class PipelineBenchConfig:
             raise UsageError(f"--micro-batches {self.micro_batches} are fewer than the {stages} stages; give more")
         found = {}
         for name in self.pipelines.split(","):
-            if name == "zb_h1":
-                raise UsageError("--pipelines: zb_h1 cannot be executed, only simulated; leave it out")
             try:
                 found[name] = generate_pipeline(name, stages, self.micro_batches)
             except ScheduleError as error:
@@ -84,7 +82,8 @@ class _Contestant:
         self.config, self.pipeline, self.mesh = config, pipeline, mesh
         alone = mesh.tensor(1)
         share = config.seconds()["F"] / pipeline.chunks / 2  # a layer of two blocks
-        times = TimedSeconds(forward=share, backward=_BACKWARD * share)
+        half = _BACKWARD * share / 2
+        times = TimedSeconds(forward=share, backward=half, weight_gradient=half)
         again: Recompute = "full" if pipeline.recomputes(mesh.stage) else "none"
         self._stacks = [
             OverlappedStack(
@@ -98,13 +97,13 @@ class _Contestant:
         self.seconds: list[float] = []
         self.busy: list[float] = []
 
-    def forward(self, part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Recomputation]:
+    def forward(self, part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Calls]:
         """A micro-batch of one sample through a part; the last part's loss is a mean."""
         if x is None:
             x = torch.ones(1, self.config.sequence, self.config.hidden)
         stack = self._stacks[part // self.pipeline.num_stages]
-        y, again = stack(x), stack.recent
-        return (y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y), again
+        y, calls = stack(x), stack.recent
+        return (y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y), calls
 
     def step(self) -> None:
         """One step, timed from when every rank has begun to when the slowest has ended."""
@@ -115,7 +114,7 @@ class _Contestant:
         self.run.run(self.forward)
         dist.barrier()
         self.seconds.append(time.perf_counter() - start)
-        self.busy.append(sum(end - begin for op, begin, end in spans if op[0] in "FRB"))
+        self.busy.append(sum(end - begin for op, begin, end in spans if op[0] in "FRBW"))
 
     def peak_bytes(self) -> int:
         """Of one step, of what this rank allocates."""

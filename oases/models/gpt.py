@@ -22,10 +22,10 @@ from oases.parallel import (
     OverlappedStack,
     parallel_cross_entropy,
 )
+from oases.parallel.calls import Calls
 from oases.parallel.chain import BlockMaker, PlannedStack
 from oases.parallel.group import HoldsGroup, ProcessGroup, resolve, shard_size
 from oases.parallel.mesh import Mesh
-from oases.parallel.recomputation import Recomputation
 from oases.parallel.reshard import reshard
 from oases.planner.plan import Plan
 
@@ -239,8 +239,8 @@ class GPT(HoldsGroup, nn.Module):
 
     def run_part(
         self, part: int, x_BSH: Tensor | None, tokens_BS: Tensor, targets_BS: Tensor
-    ) -> tuple[Tensor, Recomputation]:
-        """One part of a pipelined model: its output, of the last part the loss, and what it will compute again.
+    ) -> tuple[Tensor, Calls]:
+        """One part of a pipelined model: its output, of the last part the loss, and its calls of stacks.
 
         part: counted over the model. x_BSH: the output of the part before; None for the first, which reads the
         tokens. The last one reads the targets.
@@ -248,10 +248,10 @@ class GPT(HoldsGroup, nn.Module):
         assert isinstance(self.stack, PlannedStack), "parts are those of a plan"
         stages = self.stack.mesh.num_stages
         x_BSH = self.embed(tokens_BS) if x_BSH is None else x_BSH
-        y, again = self.stack.run(x_BSH, part // stages)
+        y, calls = self.stack.run(x_BSH, part // stages)
         if self.is_last and part == self.stack.chunks[-1].number:
-            return parallel_cross_entropy(self.head(y), targets_BS, process_group=self.process_group), again
-        return y, again
+            return parallel_cross_entropy(self.head(y), targets_BS, process_group=self.process_group), calls
+        return y, calls
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Parameters and the ranks that hold the same ones, in the order of the forward pass; for GradientAverage."""

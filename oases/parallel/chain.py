@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from oases.parallel.calls import Calls
 from oases.parallel.group import ProcessGroup
 from oases.parallel.mesh import Mesh
 from oases.parallel.parts import Part, parts_of
-from oases.parallel.recomputation import Recomputation
 from oases.parallel.reshard import reshard
 from oases.parallel.stack import OverlappedStack
 from oases.planner.plan import Plan
@@ -73,15 +73,15 @@ class PlannedStack(nn.Module):
             x, _ = self.run(x, chunk)
         return x
 
-    def run(self, x: Tensor, chunk: int) -> tuple[Tensor, Recomputation]:
-        """Through one of the parts that are run here, and what that will compute again."""
-        part, again = self.chunks[chunk], Recomputation()
+    def run(self, x: Tensor, chunk: int) -> tuple[Tensor, Calls]:
+        """Through one of the parts that are run here; with it the calls of its stacks."""
+        part, calls = self.chunks[chunk], Calls()
         degree = part.first_degree
         for segment, stack in zip(part.segments, self._stacks[chunk], strict=True):
             x = stack(reshard(x, degree, segment.tp, self.mesh))
-            again += stack.recent
+            calls += stack.recent
             degree = segment.tp
-        return x, again
+        return x, calls
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Each segment's parameters and the ranks that hold the same ones."""

@@ -79,11 +79,6 @@ def require_runnable(plan: Plan) -> None:
     for number, stage in enumerate(plan.stages):
         if not stage.segments:
             raise UsageError(f"plan: stage {number} has no blocks; give each stage some, or fewer stages")
-    if plan.pipeline == "zb_h1" and stages > 1:
-        raise UsageError(
-            "plan: zb_h1 cannot be executed: weight gradients are passes of their own there, and a stack hands them "
-            "out in its backward pass; take shifted_critical_path or one_f_one_b"
-        )
     require_sizes(plan.pipeline, stages, plan.micro_batches)
     if plan.micro_batches < stages and plan.pipeline not in _ANY_NUMBER:
         raise UsageError(

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from oases.parallel.calls import Calls
 from oases.parallel.messages import Messages
-from oases.parallel.recomputation import Recomputation
-from oases.schedule import Op, ScheduleError
+from oases.schedule import Op
 from oases.schedule.pipeline import Pipeline
 
-Forward = Callable[[int, int, Tensor | None], tuple[Tensor, Recomputation]]
-"""(part of the model, micro-batch, its input) -> its output, and what it will compute again. The first part is given
+Forward = Callable[[int, int, Tensor | None], tuple[Tensor, Calls]]
+"""(part of the model, micro-batch, its input) -> its output, and its calls of stacks. The first part is given
 None and knows its input; the last part's output is the loss of the micro-batch, its share of the step's."""
 
 
@@ -41,7 +41,7 @@ class _Flight:
     x: Tensor | None
     root: GradientEdge
     gradient: Tensor | None
-    recomputation: Recomputation
+    calls: Calls
 
 
 class StageRun:
@@ -49,15 +49,10 @@ class StageRun:
 
     stage: this rank's. messages: to and from its neighbours; None for a pipeline of one stage. A receive comes to an
     end in time or with an error that names it; what raises here ends the lanes, so that neighbours raise, too, and
-    afterwards messages and run are to be made anew. Raises ScheduleError for passes W, which a stack has not.
+    afterwards messages and run are to be made anew.
     """
 
     def __init__(self, pipeline: Pipeline, stage: int, messages: Messages | None) -> None:
-        if pipeline.has_weight_passes:
-            raise ScheduleError(
-                f"{pipeline.name} cannot be executed: its weight gradients are passes of their own, and a stack "
-                "hands them out in its backward pass; take shifted_critical_path or one_f_one_b"
-            )
         if messages is None and pipeline.num_stages > 1:
             raise ValueError(f"{pipeline.num_stages} stages need messages between them; give a Messages")
         self.pipeline, self.stage, self.messages = pipeline, stage, messages
@@ -68,8 +63,9 @@ class StageRun:
         self._early = {
             op for op, after in itertools.pairwise(self._ops) if op.kind == "R" and after != replace(op, kind="B")
         }
-        self._last_backward = max((at for at, op in enumerate(self._ops) if op.kind == "B"), default=-1)
+        self._last_backward = max((at for at, op in enumerate(self._ops) if op.kind in ("B", "W")), default=-1)
         self._flights: dict[Place, _Flight] = {}
+        self._weights: dict[Place, Calls] = {}  # whose weight gradients wait for their W
         self._arrived: dict[Place, Tensor] = {}
         self._leaving: dict[Place, Tensor] = {}
         self.spans: list[tuple[str, float, float]] | None = None
@@ -78,8 +74,8 @@ class StageRun:
     def run(self, forward: Forward, around_last: AbstractContextManager[Any] | None = None) -> list[Tensor]:
         """All forward and backward passes of a step; returns the losses, by micro-batch, on the last stage.
 
-        around_last: entered before the stage's last backward pass and left when all its messages are under way
-        (`GradientAverage.overlapped()`). Gradients are added to those of the parameters.
+        around_last: entered before the stage's last B, or its last W where there are any, and left when all its
+        messages are under way (`GradientAverage.overlapped()`). Gradients are added to those of the parameters.
         """
         with self._ended(self._ops), ExitStack() as stack:
             losses: list[Tensor] = []
@@ -113,7 +109,7 @@ class StageRun:
             if self.messages is not None:
                 self.messages.end()
         except BaseException:
-            for held in (self._flights, self._arrived, self._leaving):
+            for held in (self._flights, self._weights, self._arrived, self._leaving):
                 held.clear()
             if self.messages is not None:
                 self.messages.close()
@@ -129,7 +125,9 @@ class StageRun:
             self._do_forward(place, forward, losses, keep)
         elif op.kind == "R":
             if op in self._early:
-                self._flights[place].recomputation.recompute()
+                self._flights[place].calls.recompute()
+        elif op.kind == "W":
+            self._weights.pop(place).compute_weights()
         else:
             self._do_backward(place)
         if self.spans is not None:
@@ -139,12 +137,12 @@ class StageRun:
         x = self._arrived.pop(place, None)
         if x is not None and keep:
             x.requires_grad_()
-        y, recomputation = forward(*place, x)
+        y, calls = forward(*place, x)
         is_loss = place[0] == self._last_part
         if keep:
             # The edge alone: what was sent need not be kept for the backward pass.
             gradient = torch.ones_like(y) if is_loss else None
-            self._flights[place] = _Flight(x, get_gradient_edge(y), gradient, recomputation)
+            self._flights[place] = _Flight(x, get_gradient_edge(y), gradient, calls)
         if is_loss:
             losses.append(y.detach())
         else:
@@ -153,6 +151,9 @@ class StageRun:
     def _do_backward(self, place: Place) -> None:
         flight = self._flights.pop(place)
         gradient = self._arrived.pop(place) if flight.gradient is None else flight.gradient
+        if self.pipeline.has_weight_passes:
+            flight.calls.put_weights_off()
+            self._weights[place] = flight.calls
         torch.autograd.backward([flight.root], [gradient])
         if flight.x is not None:
             assert flight.x.grad is not None, "the input is what the part computes on"

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from oases._C import OverlapScheduler
 from oases.errors import OverlapError
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
-from oases.parallel.delivery import deliver
+from oases.parallel.calls import Calls
+from oases.parallel.delivery import Call, deliver
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.execution import Execution, Methods
 from oases.parallel.failure import watch_of
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
 from oases.parallel.inputs import BlockInputs, Inputs, differentiable
 from oases.parallel.randomness import Randomness, hash_of
-from oases.parallel.recomputation import Recomputation
 from oases.parallel.statistics import WHOLE_BATCH, report
 from oases.parallel.sub_batches import SubBatches, Tokens
 from oases.parallel.wire import Scheduler, Silence, Wire
@@ -139,8 +139,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self._seed: int | None = None
         self._agreed: set[tuple[Schedule, int]] = set()  # with the failures before
         self._calls = 0
-        self.recent = Recomputation()
-        """What the latest call will compute again; nothing where it was made without gradients."""
+        self.recent = Calls()
+        """The latest call, for a pipeline that splits its passes up; none where it was made without gradients."""
         self.spans: list[tuple[str, Any, Any]] | None = None
         """Set to a list to have (op, start, end) of every compute op and wait appended, as `clock` gives them."""
         self.clock: Callable[[], Any] = time.perf_counter
@@ -356,10 +356,12 @@ class OverlappedStack(HoldsGroup, nn.Module):
             spans=self.spans,
             clock=self.clock,
         )
-        self.recent = Recomputation([execution] if with_gradients else [])
+        self.recent = Calls()
         if not with_gradients:
             return execution.run_forward()
-        return deliver(self.blocks, execution, scheduler, x, tuning)
+        call = Call(self.blocks, execution, scheduler, tuning)
+        self.recent = Calls([call])
+        return deliver(call, x)
 
 
 def _is_halved(block: nn.Module) -> bool:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from oases.models.gpt import GPT
 from oases.parallel.average import GradientAverage
+from oases.parallel.calls import Calls
 from oases.parallel.collectives import all_reduce
 from oases.parallel.group import ProcessGroup
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
 from oases.parallel.parts import parts_of, pipeline_of
 from oases.parallel.pipeline import Forward, StageRun
-from oases.parallel.recomputation import Recomputation
 from oases.planner.plan import Plan
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -49,9 +49,9 @@ class TrainedStage:
         return self._everywhere(self.run.evaluate(self._forward(batches)))
 
     def _forward(self, batches: MicroBatches) -> Forward:
-        def forward(part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Recomputation]:
-            y, again = self.model.run_part(part, x, *batches[micro_batch])
-            return (y / len(batches) if y.dim() == 0 else y), again
+        def forward(part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Calls]:
+            y, calls = self.model.run_part(part, x, *batches[micro_batch])
+            return (y / len(batches) if y.dim() == 0 else y), calls
 
         return forward
 

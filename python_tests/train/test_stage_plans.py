@@ -57,6 +57,9 @@ COVER = {
     "interleaved 4": even(4, 4, 1, "sync", "none", "interleaved"),
     "interleaved 2 tp 2": even(4, 2, 2, "oases", "full", "interleaved"),
     "interleaved 2 dp 2": even(4, 2, 1, "sync", "some", "interleaved", 2),
+    "zero bubble 4": even(4, 4, 1, "sync", "full", "zb_h1"),
+    "zero bubble 2 tp 2": even(4, 2, 2, "oases", "some", "zb_h1", 8),
+    "zero bubble 2 dp 2": even(4, 2, 1, "sync", "none", "zb_h1", 2, zero=True),
     "uneven": staged(
         4,
         [(1, 1, "sync", 1)],
@@ -123,7 +126,6 @@ def test_stages_that_cannot_be_executed_are_refused():
     )
     refused(even(4, 4, 1, "sync", "none", "interleaved", 2), "micro-batches in multiples of the 4 stages", ValueError)
     refused(staged(4, *[quarter] * 4, pipeline="interleaved"), "stage 0 has 1 segments; interleaved runs 2 parts")
-    refused(staged(4, *[quarter] * 4, pipeline="zb_h1"), "zb_h1 cannot be executed")
     refused(
         staged(4, [(4, 1)], [(4, 2)], micro_batches=2),
         "part 0 of the pipeline ends with tp 1 and part 1 begins with tp 2",

@@ -1,4 +1,4 @@
-"""Recomputation before the gradient is there: the same gradients to the last bit, and what it keeps meanwhile."""
+"""Passes that are split up: recomputation ahead of the gradient and weight gradients behind it change no bit."""
 
 import gc
 import weakref
@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_execution import Dropping
-from test_stack import WIDTH, Mlp, make_stack, plain_blocks
+from test_stack import WIDTH, Mlp, PlainProducts, make_stack, plain_blocks
 
 from oases.schedule import GENERATORS
 
 
-def gradients(kind, schedule, recompute, *, early, sequence_parallel=False):
+def gradients(kind, schedule, recompute, *, early=False, weights_late=False, sequence_parallel=False):
     """Of two calls in flight at once, as a pipeline has them."""
     torch.manual_seed(7)
     group = dist.group.WORLD if dist.is_initialized() else None
@@ -28,28 +28,37 @@ def gradients(kind, schedule, recompute, *, early, sequence_parallel=False):
         if early:
             call.recompute()
             call.recompute()
+        if weights_late:
+            call.put_weights_off()
         y.square().sum().backward()
         call.recompute()
+    for call in calls:
+        if weights_late:
+            assert all(block.up.weight.grad is None for block in stack.blocks) or call is calls[1]
+        call.compute_weights()
+        call.compute_weights()
     return [x.grad for x in inputs] + [p.grad for p in stack.parameters()]
 
 
-def check_early(kind, schedule, recompute, sequence_parallel=False):
+def check_split(kind, schedule, recompute, sequence_parallel=False):
     options = {"sequence_parallel": sequence_parallel}
-    late = gradients(kind, schedule, recompute, early=False, **options)
-    early = gradients(kind, schedule, recompute, early=True, **options)
-    assert all(torch.equal(a, b) for a, b in zip(late, early, strict=True))
+    at_once = gradients(kind, schedule, recompute, **options)
+    for split in ({"early": True}, {"weights_late": True}, {"early": True, "weights_late": True}):
+        others = gradients(kind, schedule, recompute, **split, **options)
+        assert all(torch.equal(a, b) for a, b in zip(at_once, others, strict=True)), split
 
 
 @pytest.mark.parametrize("schedule", sorted(GENERATORS))
-def test_early_recomputation_changes_no_bit(two_ranks, schedule):
+def test_splitting_passes_up_changes_no_bit(two_ranks, schedule):
     for recompute in ("none", 1, 2, "full"):
-        two_ranks.run(check_early, Mlp, schedule, recompute)
-    two_ranks.run(check_early, Dropping, schedule, "full")
+        two_ranks.run(check_split, Mlp, schedule, recompute)
+    for kind in (Dropping, PlainProducts):
+        two_ranks.run(check_split, kind, schedule, "full")
 
 
 @pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass"])
-def test_early_recomputation_of_parts_of_a_sequence(two_ranks, schedule):
-    two_ranks.run(check_early, Mlp, schedule, "full", True)
+def test_splitting_passes_of_parts_of_a_sequence_up(two_ranks, schedule):
+    two_ranks.run(check_split, Mlp, schedule, "full", True)
 
 
 def kept_bytes(recompute, *, early):
@@ -119,3 +128,18 @@ def fails_early():
         stack.recent.recompute()
     del y
     return str(caught.value)
+
+
+def test_hooks_of_weights_fire_when_they_are_computed():
+    stack = make_stack(plain_blocks(2), None, schedule="oases")
+    fired = []
+    for name, parameter in stack.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
+    stack.recent.put_weights_off()
+    y.sum().backward()
+    put_off = {name for name, _ in stack.named_parameters() if ".up." in name or name.endswith("down.weight")}
+    assert all(stack.get_parameter(name).grad is None for name in put_off)
+    fired.clear()  # autograd calls them for a gradient that is not there, too
+    stack.recent.compute_weights()
+    assert sorted(fired) == sorted(put_off)
