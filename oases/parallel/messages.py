@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,14 @@ _HEADER = 10
 """Numbers in front of the first message of a lane: its type, its dimensions, their sizes."""
 
 Form = tuple[torch.Size, torch.dtype]
+
+
+_in_use: WeakSet[Messages] = WeakSet()
+
+
+def waiting_for() -> str:
+    """The message that this process waits for right now, or ""; for what is said of a run that ends."""
+    return next((messages.waiting_for for messages in list(_in_use) if messages.waiting_for), "")
 
 
 def crossing(op: Op) -> Op:
@@ -98,6 +107,9 @@ class Messages:
                 f"{mesh.num_stages} stages and {len(degrees)} degrees; give those of its plan"
             )
         self._mesh, self._split = mesh, split
+        self.waiting_for = ""
+        """The message that this rank waits for, "" while it does not."""
+        _in_use.add(self)
         self._device = torch.device(device)
         self._stages = pipeline.num_stages
         self._known = known_by(pipeline, mesh.stage)
@@ -277,10 +289,13 @@ class Messages:
             del self._sent[op]
 
     def _wait(self, work: Any, op: Op) -> None:
+        self.waiting_for = self._named(op)
         try:
             work.wait()
         except RuntimeError as error:
             raise self._lost(op, error) from error
+        finally:
+            self.waiting_for = ""
 
     def _lost(self, op: Op, error: RuntimeError) -> dist.DistBackendError:
         first = (str(error).strip().splitlines() or [""])[0]

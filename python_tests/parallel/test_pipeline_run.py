@@ -13,7 +13,7 @@ from test_stack import WIDTH, make_stack, plain_blocks, plain_forward
 from oases.parallel.calls import Calls
 from oases.parallel.linear import shard
 from oases.parallel.mesh import Mesh
-from oases.parallel.messages import Messages, crossing, known_by
+from oases.parallel.messages import Messages, crossing, known_by, waiting_for
 from oases.parallel.pipeline import StageRun
 from oases.parallel.sharding import sharded_parameters
 from oases.schedule import Op, ScheduleError
@@ -194,7 +194,7 @@ def test_a_stage_that_fails_ends_its_neighbours(four_ranks, kind, message):
 
 
 def check_silence():
-    run, mesh = run_of("gpipe", 2, 2, timedelta(seconds=1))
+    run, mesh = run_of("gpipe", 2, 2, timedelta(seconds=2))
     text = ""
     if mesh.stage == 1:
         with pytest.raises(RuntimeError) as caught:
@@ -204,6 +204,36 @@ def check_silence():
     run.messages.close()
     mesh.destroy()
     return text
+
+
+class Lost:
+    """A message that is lost."""
+
+    def __init__(self):
+        self.seen = []
+
+    def wait(self):
+        self.seen.append(waiting_for())
+        raise RuntimeError("gone\nand more")
+
+
+def check_waiting():
+    run, mesh = run_of("gpipe", 2, 2)
+    lost, what = Lost(), Op("receive", 1, 0, "F") if mesh.stage else Op("send", 0, 0, "F")
+    with pytest.raises(dist.DistBackendError) as caught:
+        run.messages._wait(lost, what)
+    assert waiting_for() == ""
+    assert str(caught.value) == f"{lost.seen[0]}: gone"
+    run.messages.close()
+    mesh.destroy()
+    return lost.seen
+
+
+def test_who_asks_hears_which_message_a_rank_waits_for(two_ranks):
+    assert two_ranks.run(check_waiting) == [
+        ["send F 0.0 on stage 0, to stage 1 (rank 1)"],
+        ["receive F 1.0 on stage 1, from stage 0 (rank 0)"],
+    ]
 
 
 def test_a_stage_that_hears_nothing_names_what_it_waits_for(two_ranks):
