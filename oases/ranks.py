@@ -178,11 +178,13 @@ def _take_core(rank: int, size: int) -> None:
 def _waiting_for() -> str:
     if not dist.is_initialized():
         return ""
+    from oases.parallel import messages
     from oases.parallel.group import scheduler_of
 
     # torch knows every group of this process; a plan has several.
     groups = list(dist.distributed_c10d._world.pg_map)
-    return next((text for text in (str(scheduler_of(group).waiting_for()) for group in groups) if text), "")
+    found = next((text for text in (str(scheduler_of(group).waiting_for()) for group in groups) if text), "")
+    return found or messages.waiting_for()
 
 
 def require_agreement(settings: dict[str, Any]) -> None:

@@ -119,6 +119,23 @@ def overlap_table(result: dict[str, Any]) -> Table:
     return table
 
 
+def pipelines_table(result: dict[str, Any]) -> Table:
+    """A pipeline benchmark: a row per pipeline."""
+    table = Table(
+        "pipeline", "step", "predicted", "over 1F1B", "predicted", "bubble", "predicted", "peak MB by stage"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, row in result["schedules"].items():
+        faster = [f"{row[key]:.3f}" if key in row else "-" for key in ("speedup", "predicted_speedup")]
+        table.add_row(
+            name, f"{1e3 * row['step_seconds']:.0f} ms", f"{1e3 * row['predicted_seconds']:.0f} ms", *faster,
+            percent(row["bubble"]), percent(row["predicted_bubble"]),
+            " ".join(f"{num_bytes / 1e6:.2f}" for num_bytes in row["peak_bytes_per_stage"]),
+        )  # fmt: skip
+    return table
+
+
 def predictions_table(result: dict[str, Any]) -> Table:
     """Measured and predicted steps of an overlap benchmark."""
     table = Table(title="predicted beside measured", title_justify="left")

@@ -29,6 +29,7 @@ from oases.errors import UsageError
 def add(commands: Any) -> None:
     """Add it to the command line."""
     from oases.bench.overlap import OverlapConfig
+    from oases.bench.pipeline import PipelineBenchConfig
     from oases.bench.planner import PlannerBenchConfig
     from oases.bench.plans import PlansBenchConfig
 
@@ -50,6 +51,10 @@ def add(commands: Any) -> None:
     add_options(plans, PlansBenchConfig())
     add_ranks(plans, link=None, tp=4)
     plans.set_defaults(run=_bench_plans)
+    pipeline = command(benches, "pipeline", "pipeline schedules measured beside their simulation, a stage on a rank")
+    add_options(pipeline, PipelineBenchConfig())
+    add_ranks(pipeline, link=None, tp=4)
+    pipeline.set_defaults(run=_bench_pipeline)
     gpu = command(
         benches, "gpu", "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed"
     )
@@ -174,6 +179,22 @@ def _bench_plans(options: argparse.Namespace, given: Sequence[str]) -> None:
         + ", ".join(f"tp {tp} {1e3 * s:.0f} ms" for tp, s in result["best_uniform_seconds"].items())
         + f"; predictions are off by {percent(result['median_error'])} (median)", soft_wrap=True,
     )  # fmt: skip
+    write_json(options.json, result)
+
+
+def _bench_pipeline(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.pipeline import PipelineBenchConfig, run_pipeline_bench
+    from oases.ranks import run_ranks
+    from oases.terminal import console, pipelines_table
+
+    config = configured(PipelineBenchConfig, options)
+    config.chosen(options.tp)
+    joined = behind_link(options, given)
+    console.print(f"{options.tp} stages {joined}; compute is emulated, what is sent is sent")
+    result = run_ranks(run_pipeline_bench, (config, True), rank_options(options, "cpu"))
+    if not speaks():
+        return
+    console.print(pipelines_table(result))
     write_json(options.json, result)
 
 

@@ -13,11 +13,11 @@ from oases.cli.plan import searched, space_of
 from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
 from oases.planner.memory import usable_bytes
-from oases.planner.plan import Plan, Segment, Stage, read_plan
+from oases.planner.plan import PLANNED, Plan, Segment, Stage, read_plan
 from oases.planner.predict import Predictor
 from oases.planner.search import stage_sizes
 from oases.planner.throughput import throughput
-from oases.schedule import GENERATORS, PIPELINES, WHOLE
+from oases.schedule import GENERATORS, WHOLE
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
 from oases.simulator.quantities import bytes_text, seconds_text
@@ -69,7 +69,7 @@ def add(commands: Any) -> None:
     )
     hand.add_argument("--recompute", metavar="N", help="none, full, or layers of each stage (default: none)")
     hand.add_argument("--zero", action="store_true", default=None, help="shard the optimizer's state")
-    hand.add_argument("--pipeline", metavar="NAME", help=f"{' or '.join(PIPELINES)} (default: one_f_one_b)")
+    hand.add_argument("--pipeline", metavar="NAME", help=f"{' or '.join(PLANNED)} (default: one_f_one_b)")
     simulate.add_argument("--html", metavar="FILE", help="write a page with the timeline there")
     simulate.add_argument("--trace", metavar="FILE", help="write a trace there that ui.perfetto.dev opens")
     simulate.set_defaults(run=_simulate)

@@ -22,6 +22,7 @@ from oases.parallel import (
     OverlappedStack,
     parallel_cross_entropy,
 )
+from oases.parallel.calls import Calls
 from oases.parallel.chain import BlockMaker, PlannedStack
 from oases.parallel.group import HoldsGroup, ProcessGroup, resolve, shard_size
 from oases.parallel.mesh import Mesh
@@ -130,11 +131,26 @@ def transformer_blocks(config: GPTConfig, group: ProcessGroup | None) -> list[nn
 
 
 def block_maker(config: GPTConfig) -> BlockMaker:
-    """What makes those blocks one by one, each cut over a group of its own; weights are drawn in their order."""
+    """What makes those blocks one by one, each cut over a group of its own; weights are drawn in their order.
+
+    Blocks that are left out are drawn all the same, and let go, so that those behind them have the weights that they
+    have in the whole model. ValueError for a block in front of one that was made.
+    """
     generator = torch.Generator().manual_seed(config.seed)
+    drawn = 0
 
     def make(index: int, group: ProcessGroup | None) -> nn.Module:
-        return (Attention, Mlp)[index % 2](config, generator, group)
+        nonlocal drawn
+        if index < drawn:
+            raise ValueError(f"block {index} was asked for after block {drawn - 1}; ask for blocks in their order")
+        while drawn < index:
+            draw(group)
+        return draw(group)
+
+    def draw(group: ProcessGroup | None) -> nn.Module:
+        nonlocal drawn
+        drawn += 1
+        return (Attention, Mlp)[(drawn - 1) % 2](config, generator, group)
 
     return make
 
@@ -145,7 +161,9 @@ class GPT(HoldsGroup, nn.Module):
     process_group: the tensor-parallel group. stack_options: those of OverlappedStack.
     plan: has the blocks run as it says, in the groups of `mesh`, which are made where none are given; embedding and
     head have the degree of the first segment. Inputs and the loss are then those of this rank's share of the samples
-    (`mesh.replica(model.degree)`). UsageError where the plan is of a model of other sizes.
+    (`mesh.replica(model.degree)`). Of a plan with several stages the model has this rank's: the embedding on the
+    first, norm and head on the last, the tied table on both. Names and weights are those of the whole model.
+    UsageError where the plan is of a model of other sizes.
     """
 
     stack: OverlappedStack | PlannedStack
@@ -163,33 +181,51 @@ class GPT(HoldsGroup, nn.Module):
         self.config = config
         group = resolve(process_group)
         self.mesh = mesh
+        self.is_first = self.is_last = True
         if plan is not None:
             _require_sizes(config, plan)
             self.mesh = mesh = Mesh.of(plan, process_group=group) if mesh is None else mesh
-            group = mesh.tensor(plan.stages[0].segments[0].tp)
+            self.is_first, self.is_last = mesh.stage == 0, mesh.stage == mesh.num_stages - 1
+            around = 0 if self.is_first or self.is_last else mesh.stage
+            group = mesh.tensor(plan.stages[around].segments[0].tp)
         self.process_group = group
         generator = torch.Generator().manual_seed(config.seed + 1)
         table = torch.empty(config.vocabulary, config.hidden).normal_(std=0.02, generator=generator)
-        self.embedding = OverlappedEmbedding.from_embedding(
-            nn.Embedding.from_pretrained(table, freeze=False), process_group=group
-        )
-        self.positions = nn.Parameter(
-            torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
-        )
+        positions = torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
+        self.embedding = self.positions = self.norm = None
+        if self.is_first or self.is_last:
+            self.embedding = OverlappedEmbedding.from_embedding(
+                nn.Embedding.from_pretrained(table, freeze=False), process_group=group
+            )
+        if self.is_first:
+            self.positions = nn.Parameter(positions)
         if plan is not None and mesh is not None:
             self.stack = PlannedStack(plan, block_maker(config), mesh, **stack_options)
         else:
             self.stack = OverlappedStack(transformer_blocks(config, group), process_group=group, **stack_options)
-        self.norm = nn.LayerNorm(config.hidden)
+        if self.is_last:
+            self.norm = nn.LayerNorm(config.hidden)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Tokens, the same on every rank -> logits of this rank's part of the vocabulary, [B, S, V/t]."""
+        return self.head(self.stack(self.embed(tokens_BS)))
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """Tokens -> the first block's input, [B, S, H]. ValueError for a sequence longer than the model's."""
         length = tokens_BS.shape[1]
         if length > self.config.sequence:
             raise ValueError(f"a sequence of {length} tokens exceeds the model's {self.config.sequence}")
-        x_BSH = self.stack(self.embedding(tokens_BS) + self.positions[:length])
+        if self.embedding is None or self.positions is None:
+            raise RuntimeError("this stage has no embedding; only the first one reads tokens")
+        embedded: Tensor = self.embedding(tokens_BS) + self.positions[:length]
+        return embedded
+
+    def head(self, x_BSH: Tensor) -> Tensor:
+        """The last block's output -> logits, [B, S, V/t]."""
+        if self.embedding is None or self.norm is None:
+            raise RuntimeError("this stage has no head; only the last one makes logits")
         if isinstance(self.stack, PlannedStack):
-            x_BSH = reshard(x_BSH, self.stack.last_degree, self.stack.first_degree, self.stack.mesh)
+            x_BSH = reshard(x_BSH, self.stack.last_degree, self.tensor_parallel, self.stack.mesh)
         x_BSH = self.norm(x_BSH)
         weight = self.embedding.weight
         if self.tensor_parallel == 1:
@@ -201,15 +237,41 @@ class GPT(HoldsGroup, nn.Module):
         """Mean cross-entropy in nats per token, the same on every rank of a replica."""
         return parallel_cross_entropy(self(tokens_BS), targets_BS, process_group=self.process_group)
 
+    def run_part(
+        self, part: int, x_BSH: Tensor | None, tokens_BS: Tensor, targets_BS: Tensor
+    ) -> tuple[Tensor, Calls]:
+        """One part of a pipelined model: its output, of the last part the loss, and its calls of stacks.
+
+        part: counted over the model. x_BSH: the output of the part before; None for the first, which reads the
+        tokens. The last one reads the targets.
+        """
+        assert isinstance(self.stack, PlannedStack), "parts are those of a plan"
+        stages = self.stack.mesh.num_stages
+        x_BSH = self.embed(tokens_BS) if x_BSH is None else x_BSH
+        y, calls = self.stack.run(x_BSH, part // stages)
+        if self.is_last and part == self.stack.chunks[-1].number:
+            return parallel_cross_entropy(self.head(y), targets_BS, process_group=self.process_group), calls
+        return y, calls
+
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Parameters and the ranks that hold the same ones, in the order of the forward pass; for GradientAverage."""
         if not isinstance(self.stack, PlannedStack):
             yield list(self.parameters()), None
             return
-        # The table comes first although the head uses it too: its gradient is whole when the embedding's is.
-        yield [self.embedding.weight, self.positions], self.stack.mesh.data(self.tensor_parallel)
+        data = self.stack.mesh.data(self.tensor_parallel)
+        # On one stage the table comes first although the head uses it too: its gradient is whole when the
+        # embedding's is.
+        table = [] if self.embedding is None else [self.embedding.weight]
+        if self.positions is not None:
+            yield [*table, self.positions], data
         yield from self.stack.parts()
-        yield list(self.norm.parameters()), self.stack.mesh.data(self.tensor_parallel)
+        if self.norm is not None:
+            yield [*([] if self.is_first else table), *self.norm.parameters()], data
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """The table where it is on two stages: its gradient is the sum of both, its square counts once."""
+        return None if self.embedding is None or self.is_first == self.is_last else self.embedding.weight
 
 
 def _require_sizes(config: GPTConfig, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""PlannedStack: the blocks of a plan's stage, a chain of overlapped stacks of different tensor-parallel degrees."""
+"""PlannedStack: the blocks of a plan's stage, chains of overlapped stacks of different tensor-parallel degrees."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from oases.parallel.calls import Calls
 from oases.parallel.group import ProcessGroup
 from oases.parallel.mesh import Mesh
+from oases.parallel.parts import Part, parts_of
 from oases.parallel.reshard import reshard
 from oases.parallel.stack import OverlappedStack
 from oases.planner.plan import Plan
@@ -18,54 +20,74 @@ BlockMaker = Callable[[int, ProcessGroup | None], nn.Module]
 
 
 class PlannedStack(nn.Module):
-    """The blocks of a plan with one stage, each segment an `OverlappedStack` on as many samples as it has there.
+    """The blocks that one stage of a plan has, each segment an `OverlappedStack` on as many samples as it has there.
 
-    blocks: called once for each block, in their order. mesh: made for this plan (`Mesh.of(plan)`).
+    blocks: called once for each block of the stage, in their order. mesh: the stage's (`Mesh.of(plan)`).
     stack_options: those of OverlappedStack that no plan has, such as wire_dtype.
     Input: [local samples, ...], those of this rank at the first segment's degree, the same on its tensor-parallel
     ranks; output: [local samples, ...] at the last segment's degree. A replica's loss is the mean over its samples;
     gradients are averaged by `GradientAverage(stack.parts())`. Parameters are called blocks.0, blocks.1, ... whatever
-    the plan, as in one OverlappedStack.
+    the plan and the stage, as in one OverlappedStack of the whole model.
     """
 
     def __init__(self, plan: Plan, blocks: BlockMaker, mesh: Mesh, **stack_options: Any) -> None:
         super().__init__()
-        self.plan_segments = plan.stages[0].segments
+        self.chunks = tuple(part for part in parts_of(plan) if part.number % mesh.num_stages == mesh.stage)
+        """The parts of the model that are run here: one, or several where a pipeline interleaves them."""
         self.mesh = mesh
-        self.blocks = nn.ModuleList()
-        # In a plain list, so that the names of parameters tell nothing of the plan: any other reads the checkpoint.
-        self.segments: list[OverlappedStack] = []
-        for segment in self.plan_segments:
-            group, first = mesh.tensor(segment.tp), len(self.blocks)
-            made = [blocks(first + place, group) for place in range(segment.num_blocks)]
-            self.blocks.extend(made)
-            options = {**stack_options, "schedule": segment.generated()}
-            stack = OverlappedStack(made, process_group=group, **options)
-            stack.first_block, stack.replica = first, mesh.replica(segment.tp)
-            self.segments.append(stack)
+        self.blocks = nn.ModuleDict()
+        # In plain lists, so that the names of parameters tell nothing of the plan: any other reads the checkpoint.
+        self._stacks = [list(self._stacks_of(part, blocks, stack_options)) for part in self.chunks]
+
+    def _stacks_of(self, part: Part, blocks: BlockMaker, options: dict[str, Any]) -> Iterator[OverlappedStack]:
+        first = part.first_block
+        for segment in part.segments:
+            group = self.mesh.tensor(segment.tp)
+            made = {str(number): blocks(number, group) for number in range(first, first + segment.num_blocks)}
+            self.blocks.update(made)
+            stack = OverlappedStack(
+                made.values(), process_group=group, **{**options, "schedule": segment.generated()}
+            )
+            stack.first_block, stack.replica = first, self.mesh.replica(segment.tp)
+            first += segment.num_blocks
+            yield stack
 
     @property
     def first_degree(self) -> int:
         """Tensor-parallel degree of the first segment."""
-        return self.plan_segments[0].tp
+        return self.chunks[0].first_degree
 
     @property
     def last_degree(self) -> int:
         """Tensor-parallel degree of the last segment."""
-        return self.plan_segments[-1].tp
+        return self.chunks[-1].last_degree
+
+    @property
+    def segments(self) -> list[OverlappedStack]:
+        """The stacks of all segments."""
+        return [stack for stacks in self._stacks for stack in stacks]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[samples at the first degree, ...] -> [samples at the last degree, ...]."""
-        degree = self.first_degree
-        for segment, stack in zip(self.plan_segments, self.segments, strict=True):
-            x = stack(reshard(x, degree, segment.tp, self.mesh))
-            degree = segment.tp
+        """[samples at the first degree, ...] -> [samples at the last degree, ...], through all that is here."""
+        for chunk in range(len(self.chunks)):
+            x, _ = self.run(x, chunk)
         return x
+
+    def run(self, x: Tensor, chunk: int) -> tuple[Tensor, Calls]:
+        """Through one of the parts that are run here; with it the calls of its stacks."""
+        part, calls = self.chunks[chunk], Calls()
+        degree = part.first_degree
+        for segment, stack in zip(part.segments, self._stacks[chunk], strict=True):
+            x = stack(reshard(x, degree, segment.tp, self.mesh))
+            calls += stack.recent
+            degree = segment.tp
+        return x, calls
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Each segment's parameters and the ranks that hold the same ones."""
-        for segment, stack in zip(self.plan_segments, self.segments, strict=True):
-            yield list(stack.parameters()), self.mesh.data(segment.tp)
+        for part, stacks in zip(self.chunks, self._stacks, strict=True):
+            for segment, stack in zip(part.segments, stacks, strict=True):
+                yield list(stack.parameters()), self.mesh.data(segment.tp)
 
     def train(self, mode: bool = True) -> PlannedStack:
         """Of the segments too, which are not registered."""

@@ -21,24 +21,22 @@ from oases.parallel.sharding import sharded_parameters
 from oases.parallel.wire import Scheduler, Silence
 
 
-def deliver(
-    blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, x: Tensor, tuning: Tuning | None
-) -> Tensor:
-    """Run the forward pass of `execution` on `x`, differentiable in `x`, its inputs and the parameters of `blocks`.
-
-    tuning: takes the time of this call's forward and backward pass.
-    """
-    call = _Call(blocks, execution, scheduler, tuning)
+def deliver(call: Call, x: Tensor) -> Tensor:
+    """Run the forward pass of a call on `x`, differentiable in `x`, its inputs and the parameters of its blocks."""
+    execution = call.execution
     if not x.requires_grad:
         x = x.detach().requires_grad_()  # so that the entry's backward, which ends the schedule, is called
     token = _Entry.apply(call, x, *call.handed_over_by_entry(), *execution.inputs.tensors)
-    for b in range(len(blocks)):
+    for b in range(call.num_blocks):
         token = _Block.apply(call, b, token, *call.handed_over_by(b))
     return cast(Tensor, _Exit.apply(call, token))
 
 
-class _Call:
-    """One call of a stack: its execution and the hand-over of parameter gradients, block by block."""
+class Call:
+    """One call of a stack: its execution and the hand-over of parameter gradients, block by block.
+
+    tuning: takes the time of this call's forward and backward pass.
+    """
 
     def __init__(
         self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, tuning: Tuning | None
@@ -61,6 +59,11 @@ class _Call:
         self._shares: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}
         self._pending: tuple[Any, Tensor, list[str]] | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the stack."""
+        return len(self._blocks)
 
     def handed_over_by_entry(self) -> list[nn.Parameter]:
         """The parameters whose gradients the entry's backward returns."""
@@ -96,6 +99,18 @@ class _Call:
         if block == inputs.lowest_reader:  # the rest of the backward pass hides these sums
             inputs.start_sums(self.scheduler, "gradients of block inputs")
         return [self._gradient(name) for name in self._sharded[block]] + replicated
+
+    def compute_weights(self) -> None:
+        """After a backward pass that put weight gradients off: add them to the parameters', hooks included."""
+        with self.execution.guard:
+            for block in reversed(range(self.num_blocks)):
+                self.execution.guard.doing = f"the weight gradients of block {block}"
+                found = self.execution.weights_of(block)
+                for name in found.keys() & set(self._replicated[block]):
+                    label = f"replicated gradients of block {block}"
+                    self.scheduler.wait(self.scheduler.all_reduce(found[name], label))
+                if found:
+                    torch.autograd.backward(self._find(block, list(found)), list(found.values()))
 
     def run_forward(self, device: torch.device) -> None:
         """Run the forward pass, timed where a choice of schedule is being made."""
@@ -152,7 +167,7 @@ class _Call:
 
 class _Entry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, call: Call, x: Tensor, *others: Tensor) -> Tensor:
         ctx.call = call
         call.run_forward(x.device)
         return x.new_zeros(())
@@ -165,7 +180,7 @@ class _Entry(torch.autograd.Function):
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, call: Call, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.block = call, block
         return token.clone()
 
@@ -176,7 +191,7 @@ class _Block(torch.autograd.Function):
 
 class _Exit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, token: Tensor) -> Tensor:
+    def forward(ctx: Any, call: Call, token: Tensor) -> Tensor:
         ctx.call = call
         output, call.output = call.output, None
         assert output is not None, "the entry has run"

@@ -30,6 +30,7 @@ from oases.schedule.ir import STARTS
 
 Place = tuple[int, int]
 """(block, sub-batch)."""
+_AGAIN = ("R", "RC")
 
 
 class Methods:
@@ -99,6 +100,8 @@ class Execution:
         self._partial: dict[Place, Graph] = {}
         self._combine: dict[Place, Graph] = {}
         self._put_off: dict[Place, PutOff] = {}
+        self._weights_wait = False
+        self._waiting_leaves: dict[int, dict[str, Tensor]] = {}  # what the notes that wait are of, by block
         # Stand-ins and their gradients, apart for what runs before the sum over ranks and after it.
         self._leaves = [(m.partial.leaves(), m.combine.leaves()) for m in methods]
         for s, part in enumerate(cut.split(x.detach())):
@@ -120,6 +123,27 @@ class Execution:
             )
         for s, part in enumerate(self._cut.split(grad)):
             self._g[self._schedule.num_blocks, s] = self._cut.tokens.part(part)
+
+    def recompute(self) -> None:
+        """Run every R and RC of the rest of the backward pass now, with their collectives, in the list's order."""
+        rest = self._backward[self._position :]
+        again = [op for op in rest if (op.of or op.kind) in _AGAIN]
+        with self.guard:
+            self._run(again)
+        left = tuple(op for op in rest if (op.of or op.kind) not in _AGAIN)
+        self._backward = self._backward[: self._position] + left
+
+    def put_weights_off(self) -> None:
+        """Leave W out of the backward pass; `weights_of` computes what it would have."""
+        self._weights_wait = True
+
+    def weights_of(self, block: int) -> Gradients:
+        """The weight gradients of a block that the backward pass left out, by parameter name."""
+        names = {id(stand_in): name for name, stand_in in self._waiting_leaves.pop(block).items()}
+        sums: dict[int, Tensor] = {}
+        for place in [place for place in self._put_off if place[0] == block]:
+            self._put_off.pop(place).add_to(sums)
+        return {names[number]: gradient for number, gradient in sums.items()}
 
     def run_backward_of(self, block: int) -> None:
         """Run on to the last op that makes gradients of `block`, and start the collective that follows it."""
@@ -144,6 +168,8 @@ class Execution:
     def gradients_of(self, block: int) -> tuple[Gradients, Gradients]:
         """Gradients by parameter name: this rank's shares of sums over the ranks, and whole ones."""
         shares, whole = (leaves.sums for leaves in self._leaves[block])
+        if self._weights_wait:
+            self._waiting_leaves[block] = self._leaves[block][0].tensors
         self._leaves[block] = (Leaves(), Leaves())
         if self._cut.tokens.size == 1:
             return shares, whole
@@ -166,6 +192,7 @@ class Execution:
             held.clear()
         for graphs in (self._prepare, self._partial, self._combine, self._put_off):
             graphs.clear()
+        self._waiting_leaves.clear()
         self._leaves = [(Leaves(), Leaves()) for _ in self._methods]
         self.inputs.forget()
         self._wire.forget()
@@ -342,6 +369,8 @@ class Execution:
             self._do_W(op, place)
 
     def _do_W(self, op: Op, place: Place) -> None:  # noqa: N802
+        if self._weights_wait:
+            return
         leaves = self._leaves[op.block][0]
         names, sums = {id(stand_in): name for name, stand_in in leaves.tensors.items()}, leaves.sums
         by_id = {number: sums[name] for number, name in names.items() if name in sums}

@@ -10,16 +10,25 @@ from oases.parallel.group import ProcessGroup, group_size, resolve
 from oases.parallel.sharding import holders
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, *, process_group: ProcessGroup | None = None) -> Tensor:
+def clip_grad_norm(
+    model: nn.Module,
+    max_norm: float,
+    *,
+    process_group: ProcessGroup | None = None,
+    stages: int = 1,
+    counted_elsewhere: nn.Parameter | None = None,
+) -> Tensor:
     """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
 
     process_group: all ranks that train the model. Shards count once over them, also where a layer is cut over fewer
-    of them and its gradients are averages over the replicas; so do replicated gradients. Returns the norm before, the
-    same on every rank.
+    of them and its gradients are averages over the replicas; so do replicated gradients. stages: of a pipeline; the
+    ranks then have one each, as many ranks for each. counted_elsewhere: a parameter that another stage has, too.
+    Returns the norm before, the same on every rank.
     """
     group = resolve(process_group)
+    ranks = group_size(group) // stages
     shards = holders(model)
-    squares = {True: list[Tensor](), False: list[Tensor]()}
+    squares = {True: list[Tensor](), False: list[Tensor]()}  # by whether they are summed over the ranks
     gradients = []
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -27,9 +36,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float, *, process_group: ProcessG
             dtype = torch.promote_types(parameter.grad.dtype, torch.float32)
             square = parameter.grad.to(dtype).square().sum()
             holder = shards.get(id(parameter))
-            # Of a layer that is cut over t of R ranks there are R / t copies, and all of them are summed.
-            copies = max(1, group_size(group) // getattr(holder, "tensor_parallel", group_size(group)))
-            squares[holder is not None].append(square / copies)
+            # Of a layer that is cut over t of R ranks there are R / t copies, and all of them are summed; so are
+            # those of what is whole, where not every rank has it.
+            copies = max(1, ranks // getattr(holder, "tensor_parallel", ranks))
+            if holder is None and stages > 1:
+                copies = ranks
+            if parameter is not counted_elsewhere:
+                squares[holder is not None or stages > 1].append(square / copies)
     if not gradients:
         return torch.zeros(())
     zero = torch.zeros((), device=gradients[0].device, dtype=torch.float32)

@@ -4,11 +4,11 @@ A stage of R ranks runs a segment of degree t as R / t replicas: ranks g * t .. 
 group of replica g, which has the g-th share of the samples. Ranks with the same place in their replicas form a
 data-parallel group. Where a segment of degree a meets one of degree b = k * a, k replicas of the one are a replica of
 the other, and the ranks among those with the same place, modulo a, form a resharding group, in order of the samples.
+Stage s of p has the s-th of p equal parts of the run's ranks; ranks with the same place in their stages are peers.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -17,41 +17,20 @@ import torch.distributed as dist
 
 from oases.errors import UsageError
 from oases.parallel.group import ProcessGroup, group_name, group_of, group_rank, group_size, nccl_options, resolve
+from oases.parallel.parts import degrees_of, require_nested, require_runnable
 from oases.planner.plan import Plan
 
 Layout = tuple[tuple[int, ...], ...]
 """Ranks of the stage, cut into groups."""
 
 
-def require_runnable(plan: Plan) -> None:
-    """Raise UsageError for a plan that cannot be executed, ScheduleError for a segment's schedule that cannot."""
-    if len(plan.stages) > 1:
-        raise UsageError(
-            f"plan: it has {len(plan.stages)} pipeline stages, and pipelines cannot be executed yet; take a plan of "
-            "one stage"
-        )
-    require_nested(segment.tp for segment in plan.stages[0].segments)
-    for segment in plan.stages[0].segments:
-        segment.generated()
-
-
-def require_nested(degrees: Iterable[int]) -> None:
-    """Raise UsageError unless of any two tensor-parallel degrees one divides the other."""
-    ordered = sorted(set(degrees))
-    for smaller, larger in itertools.pairwise(ordered):
-        if larger % smaller:
-            raise UsageError(
-                f"plan: segments of tp {smaller} and tp {larger} do not nest, so no rank's samples could be handed "
-                "on whole; take degrees of which one divides the next, such as powers of two"
-            )
-
-
 class Mesh:
     """The groups of one stage by what they are for, each made once. All ranks make it together.
 
-    degrees: the tensor-parallel degrees that will be asked for. process_group: the ranks of the stage; None is the
-    default group. timeout: of their collectives; None is the backend's own. Groups are held by name, so a mesh keeps
-    no destroyed group alive. Raises UsageError for degrees that do not divide the ranks or do not nest.
+    degrees: the tensor-parallel degrees that will be asked for. process_group: all ranks of the run; None is the
+    default group. timeout: of their collectives; None is the backend's own. stage: which of `num_stages` this mesh is
+    for; a rank of another stage helps to make it, and is not in it. Groups are held by name, so a mesh keeps no
+    destroyed group alive. Raises UsageError for degrees that do not divide the ranks or do not nest.
     """
 
     def __init__(
@@ -60,19 +39,25 @@ class Mesh:
         *,
         process_group: ProcessGroup | None = None,
         timeout: timedelta | None = None,
+        stage: int = 0,
+        num_stages: int = 1,
     ) -> None:
-        stage = resolve(process_group)
-        self.ranks, self.rank = group_size(stage), group_rank(stage)
+        run = resolve(process_group)
+        self.stage, self.num_stages, self.timeout = stage, num_stages, timeout
+        self.ranks = group_size(run) // num_stages
+        self.rank = group_rank(run) - stage * self.ranks
         self.degrees = tuple(sorted(set(degrees)))
         require_nested(self.degrees)
         for degree in self.degrees:
             if degree < 1 or self.ranks % degree:
                 raise UsageError(f"plan: tp {degree} does not divide the {self.ranks} ranks of the run")
-        self._stage_name = group_name(stage)
-        self._members = [0] if stage is None else dist.get_process_group_ranks(stage)
+        self._run_name = group_name(run)
+        self._everyone = [0] if run is None else dist.get_process_group_ranks(run)
+        self._members = self._everyone[stage * self.ranks : (stage + 1) * self.ranks]
+        self._ends = ""
         self._tensor: dict[Layout, str] = {}
         self._data: dict[Layout, str] = {}
-        options = {"timeout": timeout, "pg_options": _options(stage)}
+        options = self.group_options()
         for degree in self.degrees:
             self._make(self._tensor, self._replicas(degree), options)
             # Groups of their own even where the ranks are those of a tensor-parallel group: sums that a block waits
@@ -85,21 +70,41 @@ class Mesh:
 
     @classmethod
     def of(cls, plan: Plan, *, process_group: ProcessGroup | None = None, timeout: timedelta | None = None) -> Mesh:
-        """The mesh of a plan's only stage.
+        """The mesh of this rank's stage of a plan. All ranks make those of all stages together.
 
         Raises UsageError where the plan cannot be executed or is for another number of ranks.
         """
         require_runnable(plan)
-        ranks = group_size(resolve(process_group))
-        if plan.world != ranks:
-            raise UsageError(f"plan: it is for {plan.world} ranks, the run has {ranks}; start as many as it says")
-        degrees = (segment.tp for segment in plan.stages[0].segments)
-        return cls(degrees, process_group=process_group, timeout=timeout)
+        run, stages = resolve(process_group), len(plan.stages)
+        if plan.world != group_size(run):
+            raise UsageError(
+                f"plan: it is for {plan.world} ranks, the run has {group_size(run)}; start as many as it says"
+            )
+        made = [
+            cls(degrees_of(plan, stage), process_group=run, timeout=timeout, stage=stage, num_stages=stages)
+            for stage in range(stages)
+        ]
+        mine = made[group_rank(run) // plan.stage_ranks]
+        if stages > 1:
+            mine._join_ends()
+        return mine
+
+    def group_options(self) -> dict[str, Any]:
+        """What groups of this run are made with."""
+        return {"timeout": self.timeout, "pg_options": _options(group_of(self._run_name))}
+
+    def members_of(self, stage: int) -> list[int]:
+        """The ranks of a stage, by their numbers in the default group."""
+        return self._everyone[stage * self.ranks : (stage + 1) * self.ranks]
+
+    def peer(self, stage: int) -> int:
+        """The rank of another stage with the same place there, by its number in the default group."""
+        return self.members_of(stage)[self.rank]
 
     @property
-    def stage(self) -> ProcessGroup | None:
-        """All ranks; None for this process alone."""
-        return group_of(self._stage_name)
+    def ends(self) -> ProcessGroup | None:
+        """This rank of the first or the last stage and its peer in the other; None on stages between them."""
+        return group_of(self._ends)
 
     def tensor(self, degree: int) -> ProcessGroup | None:
         """The tensor-parallel group of this rank at a degree."""
@@ -124,7 +129,7 @@ class Mesh:
     @property
     def groups(self) -> list[ProcessGroup]:
         """All groups of this rank that were made here and have more than one rank."""
-        found = [group_of(name) for names in (self._tensor, self._data) for name in names.values()]
+        found = [group_of(name) for names in (self._tensor, self._data) for name in names.values()] + [self.ends]
         return [group for group in found if group is not None and group.size() > 1]
 
     def destroy(self) -> None:
@@ -135,6 +140,9 @@ class Mesh:
                 if group is not None:
                     dist.destroy_process_group(group)
             names.clear()
+        if self.ends is not None:
+            dist.destroy_process_group(self.ends)
+        self._ends = ""
 
     def _replicas(self, degree: int) -> Layout:
         return tuple(tuple(range(first, first + degree)) for first in range(0, self.ranks, degree))
@@ -152,11 +160,18 @@ class Mesh:
             return
         names[layout] = ""
         for ranks in layout:
-            if self._stage_name:
+            if self._run_name:
                 group = dist.new_group([self._members[rank] for rank in ranks], **options)
                 if self.rank in ranks:
                     names[layout] = group_name(group)
 
+    def _join_ends(self) -> None:
+        options = self.group_options()
+        for pair in zip(self.members_of(0), self.members_of(self.num_stages - 1), strict=True):
+            group = dist.new_group(list(pair), **options)
+            if dist.get_rank() in pair:
+                self._ends = group_name(group)
 
-def _options(stage: ProcessGroup | None) -> Any:
-    return nccl_options() if stage is not None and "nccl" in dist.get_backend_config(stage) else None
+
+def _options(run: ProcessGroup | None) -> Any:
+    return nccl_options() if run is not None and "nccl" in dist.get_backend_config(run) else None

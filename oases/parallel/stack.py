@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from oases._C import OverlapScheduler
 from oases.errors import OverlapError
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
-from oases.parallel.delivery import deliver
+from oases.parallel.calls import Calls
+from oases.parallel.delivery import Call, deliver
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.execution import Execution, Methods
 from oases.parallel.failure import watch_of
@@ -139,6 +140,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self._seed: int | None = None
         self._agreed: set[tuple[Schedule, int]] = set()  # with the failures before
         self._calls = 0
+        self.recent = Calls()
+        """The latest call, for a pipeline that splits its passes up; none where it was made without gradients."""
         self.spans: list[tuple[str, Any, Any]] | None = None
         """Set to a list to have (op, start, end) of every compute op and wait appended, as `clock` gives them."""
         self.clock: Callable[[], Any] = time.perf_counter
@@ -360,9 +363,12 @@ class OverlappedStack(HoldsGroup, nn.Module):
             spans=self.spans,
             clock=self.clock,
         )
+        self.recent = Calls()
         if not with_gradients:
             return execution.run_forward()
-        return deliver(self.blocks, execution, scheduler, x, tuning)
+        call = Call(self.blocks, execution, scheduler, tuning)
+        self.recent = Calls([call])
+        return deliver(call, x)
 
 
 def _is_halved(block: nn.Module) -> bool:

@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
-from oases.schedule import GENERATORS, PIPELINES, Schedule, generate
+from oases.schedule import GENERATORS, Schedule, generate
+from oases.schedule.pipeline import PIPELINES
 from oases.simulator.model import LARGEST, ModelShape
 
 VERSION = 1
 FORMAT = "oases plan"
+PLANNED = ("gpipe", "one_f_one_b")
+"""Pipelines whose time and memory the planner predicts."""
+
 BUCKET_BYTES = 16 * 2**20
 """Gradients of about so many bytes are summed over the replicas at once: early, and enough to use the link well."""
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+from oases.errors import UsageError
 from oases.planner.memory import embedding_segment, head_bytes, stage_parameters, stage_state_bytes
 from oases.planner.pieces import Course, StagePieces, course
-from oases.planner.plan import BUCKET_BYTES, Plan, Prediction, Segment
+from oases.planner.plan import BUCKET_BYTES, PLANNED, Plan, Prediction, Segment
 from oases.schedule import generate_pipeline
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware
@@ -44,6 +45,11 @@ def _buckets(lane: Sequence[tuple[tuple[int, int], int]]) -> Iterator[tuple[tupl
             used = 0
         used, last = used + num_bytes, place
     yield last, used
+
+
+def _require_planned(plan: Plan) -> None:
+    if plan.pipeline not in PLANNED:
+        raise UsageError(f"plan: pipeline {plan.pipeline!r} is not predicted; known are {', '.join(PLANNED)}")
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ class Predictor:
 
     def course(self, plan: Plan) -> Course:
         """How the step goes, stage by stage."""
+        _require_planned(plan)
         stages = range(len(plan.stages))
         if plan.micro_batches > 1:
             return course(plan.pipeline, plan.micro_batches, [self.pieces(plan, number) for number in stages])
@@ -116,6 +123,7 @@ class Predictor:
 
     def program(self, plan: Plan, *, every_op: bool = False) -> Program:
         """The instructions of one optimizer step."""
+        _require_planned(plan)
         pipeline = generate_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches, recompute=False)
         ops = (
             8

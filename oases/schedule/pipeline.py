@@ -1,40 +1,200 @@
 """Pipeline schedules: for every stage its ops in issue order, messages between the stages among them.
 
-Generators are pure functions of the number of stages and micro-batches. An op's `block` is its stage, its `sub_batch`
-the micro-batch. R is an op of its own: what stands after a receive runs once the gradient is there.
+Generators are pure functions of the number of stages and micro-batches. An op's `block` is its part of the model, the
+stage where each stage has one part, its `sub_batch` the micro-batch. R is an op of its own: what stands after a
+receive runs once the gradient is there, what stands before it fills the time until then.
+Source: Merak (arXiv 2206.04959, section 5); interleaved: arXiv 2104.04473; ZB-H1: arXiv 2401.10241.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
-from oases.schedule.ir import Compute, Op, ScheduleError
+from oases.schedule.ir import Op, ScheduleError
 
-Turn: TypeAlias = tuple[Literal["F", "B"], int]
-"""A pass, forward or backward, and its micro-batch."""
+Turn: TypeAlias = tuple[Literal["F", "R", "B", "W"], int]
+"""A pass and its micro-batch. R: recompute early. Without an R, a stage that recomputes does so inside of its B."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One step of a pipeline. stages: each stage's ops; every rank of a stage runs the same list."""
+    """One step of a pipeline. stages: each stage's ops; every rank of a stage runs the same list.
+
+    chunks: parts of the model that a stage has, stage s the parts s, s + num_stages, ...
+    """
 
     name: str
     num_stages: int
     num_micro_batches: int
     stages: tuple[tuple[Op, ...], ...]
+    chunks: int = 1
 
     def __len__(self) -> int:
         return sum(map(len, self.stages))
 
+    @cached_property
+    def has_weight_passes(self) -> bool:
+        """Whether weight gradients are passes of their own, W."""
+        return any(op.kind == "W" for ops in self.stages for op in ops)
+
     def in_flight(self, stage: int) -> int:
-        """Most micro-batches whose forward pass is done on the stage and whose backward pass is not."""
+        """Most micro-batches, of any of its parts, whose forward pass is done and whose backward pass is not."""
         flying = most = 0
         for op in self.stages[stage]:
             flying += {"F": 1, "B": -1}.get(op.kind, 0)
             most = max(most, flying)
         return most
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether a stage keeps no graph of its forward passes."""
+        return any(op.kind == "R" for op in self.stages[stage])
+
+
+# --- turns of one stage, by the number of stages behind it and of micro-batches ---
+
+
+def _gpipe(ahead: int, many: int) -> Iterator[Turn]:
+    yield from (("F", m) for m in range(many))
+    yield from (("B", m) for m in reversed(range(many)))
+
+
+def _one_f_one_b(ahead: int, many: int) -> Iterator[Turn]:
+    yield from (("F", m) for m in range(min(ahead, many)))
+    for m in range(many):
+        if m + ahead < many:
+            yield "F", m + ahead
+        yield "B", m
+
+
+def _pre_recompute(ahead: int, many: int) -> Iterator[Turn]:
+    """Once nothing is left to go forward, recompute while the gradient is on its way."""
+    for kind, m in _one_f_one_b(ahead, many):
+        if kind == "B" and m + ahead >= many:
+            yield "R", m
+        yield kind, m
+
+
+def _with_early(turns: Iterator[Turn], *early: int) -> Iterator[Turn]:
+    """Recompute these micro-batches early, too."""
+    for kind, m in turns:
+        if kind == "B" and m in early:
+            yield "R", m
+        yield kind, m
+
+
+def _last_no_recompute(ahead: int, many: int) -> Iterator[Turn]:
+    """The last stage keeps what it computes; the one before is then the first to wait for a gradient."""
+    if ahead == 1:
+        return _with_early(_one_f_one_b(ahead, many), 0)
+    return _one_f_one_b(ahead, many) if ahead == 0 else _pre_recompute(ahead, many)
+
+
+def _shifted_critical_path(ahead: int, many: int) -> Iterator[Turn]:
+    """The stage before the last has one more micro-batch in flight, so the critical path leaves the last stage."""
+    if ahead == 1:
+        begin: list[Turn] = [("F", m) for m in range(min(3, many))]
+        begin += [turn for m in range(min(2, many)) for turn in (("R", m), ("B", m))]  # type: ignore[misc]
+        return iter(begin + [turn for m in range(2, many) for turn in _after(m, many)])
+    if ahead == 2:
+        return _with_early(_pre_recompute(ahead, many), *((0,) if many > ahead else ()))
+    return _last_no_recompute(ahead, many)
+
+
+def _after(m: int, many: int) -> list[Turn]:
+    return [("F", m + 1), ("B", m)] if m + 1 < many else [("B", m)]
+
+
+def _zb_h1(ahead: int, many: int, stage: int) -> Iterator[Turn]:
+    """Weight gradients wait, on stage s for s more micro-batches, and fill the time at the end."""
+    waiting: list[int] = []
+    for kind, m in _one_f_one_b(ahead, many):
+        yield kind, m
+        if kind == "B":
+            waiting.append(m)
+            if len(waiting) > stage or m + ahead >= many:
+                yield "W", waiting.pop(0)
+    yield from (("W", m) for m in waiting)
+
+
+_TURNS: dict[str, Callable[[int, int], Iterator[Turn]]] = {
+    "gpipe": _gpipe,
+    "one_f_one_b": _one_f_one_b,
+    "pre_recompute": _pre_recompute,
+    "last_no_recompute": _last_no_recompute,
+    "shifted_critical_path": _shifted_critical_path,
+}
+_KEEPS_LAST = ("last_no_recompute", "shifted_critical_path")
+"""Pipelines whose last stage never recomputes."""
+
+
+def turns(name: str, num_stages: int, num_micro_batches: int, stage: int) -> Iterator[Turn]:
+    """The passes of one stage in order, of a pipeline whose stages have one part of the model.
+
+    Raises ScheduleError for an unknown name, and where there is no stage or no micro-batch.
+    """
+    require_sizes(name, num_stages, num_micro_batches)
+    if name == "zb_h1":
+        return _zb_h1(num_stages - 1 - stage, num_micro_batches, stage)
+    return _TURNS[name](num_stages - 1 - stage, num_micro_batches)
+
+
+def require_sizes(name: str, num_stages: int, num_micro_batches: int, chunks: int = 1) -> None:
+    """Raise ScheduleError for a pipeline that there is none of, naming what would do."""
+    if name not in PIPELINES:
+        raise ScheduleError(f"unknown pipeline {name!r}; known are {', '.join(sorted(PIPELINES))}")
+    if num_stages < 1 or num_micro_batches < 1:
+        raise ScheduleError(
+            f"{name} needs at least 1 stage and 1 micro-batch, got {num_stages} and {num_micro_batches}"
+        )
+    if name == "interleaved" and (num_micro_batches % num_stages or chunks < 1):
+        raise ScheduleError(
+            f"interleaved needs at least 1 chunk and micro-batches in multiples of the {num_stages} stages, got "
+            f"{chunks} and {num_micro_batches}"
+        )
+
+
+def in_flight(name: str, num_stages: int, num_micro_batches: int, stage: int) -> int:
+    """Most micro-batches whose forward pass is done on the stage and whose backward pass is not."""
+    if name == "one_f_one_b":
+        return min(num_stages - stage, num_micro_batches)
+    return generate_pipeline(name, num_stages, num_micro_batches).in_flight(stage)
+
+
+# --- lists of ops ---
+
+
+def _pipeline(name: str, num_stages: int, num_micro_batches: int, recompute: bool) -> Pipeline:
+    def ops(stage: int) -> Iterator[Op]:
+        last = stage == num_stages - 1
+        again = recompute and not (last and name in _KEEPS_LAST)
+        early = set[int]()
+        for kind, m in turns(name, num_stages, num_micro_batches, stage):
+            if kind == "R":
+                early.add(m)
+                yield from [Op("R", stage, m)] if again else []
+            elif kind == "W":
+                yield Op("W", stage, m)
+            else:
+                inside = kind == "B" and again and m not in early
+                yield from _pass(kind, stage, m, num_stages, recompute=inside)
+
+    turns(name, num_stages, num_micro_batches, 0)  # says what is wrong where there is no stage
+    return Pipeline(name, num_stages, num_micro_batches, tuple(tuple(ops(s)) for s in range(num_stages)))
+
+
+def _pass(kind: Literal["F", "B"], part: int, m: int, parts: int, *, recompute: bool = False) -> Iterator[Op]:
+    """A pass with its messages. parts: of the model, in order over the stages."""
+    first, last = (part == 0, part == parts - 1) if kind == "F" else (part == parts - 1, part == 0)
+    if not first:
+        yield Op("receive", part, m, kind)
+    if recompute:
+        yield Op("R", part, m)
+    yield Op(kind, part, m)
+    if not last:
+        yield Op("send", part, m, kind)
 
 
 def gpipe(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Pipeline:
@@ -47,75 +207,64 @@ def one_f_one_b(num_stages: int, num_micro_batches: int, recompute: bool = True)
     return _pipeline("one_f_one_b", num_stages, num_micro_batches, recompute)
 
 
-def _gpipe_turns(ahead: int, num_micro_batches: int) -> Iterator[Turn]:
-    yield from (("F", m) for m in range(num_micro_batches))
-    yield from (("B", m) for m in reversed(range(num_micro_batches)))
+def pre_recompute(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Pipeline:
+    """1F1B whose last micro-batches are recomputed while their gradients are on the way."""
+    return _pipeline("pre_recompute", num_stages, num_micro_batches, recompute)
 
 
-def _one_f_one_b_turns(ahead: int, num_micro_batches: int) -> Iterator[Turn]:
-    yield from (("F", m) for m in range(min(ahead, num_micro_batches)))
-    for m in range(num_micro_batches):
-        if m + ahead < num_micro_batches:
-            yield "F", m + ahead
-        yield "B", m
+def last_no_recompute(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Pipeline:
+    """Besides, the last stage keeps what its backward pass needs: it follows the forward pass at once."""
+    return _pipeline("last_no_recompute", num_stages, num_micro_batches, recompute)
 
 
-def turns(name: str, num_stages: int, num_micro_batches: int, stage: int) -> Iterator[Turn]:
-    """The passes of one stage in order: ("F", micro-batch) and ("B", micro-batch).
+def shifted_critical_path(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Pipeline:
+    """Besides, the stage before the last runs one forward pass ahead, so that no stage waits for the last one."""
+    return _pipeline("shifted_critical_path", num_stages, num_micro_batches, recompute)
 
-    Raises ScheduleError for an unknown name, and where there is no stage or no micro-batch.
+
+def zb_h1(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Pipeline:
+    """1F1B whose weight gradients, passes of their own, fill most of the bubble at the same memory."""
+    return _pipeline("zb_h1", num_stages, num_micro_batches, recompute)
+
+
+def interleaved(num_stages: int, num_micro_batches: int, recompute: bool = True, chunks: int = 2) -> Pipeline:
+    """1F1B over `chunks` parts of the model per stage: the bubble is that much shorter, messages as many more.
+
+    Micro-batches come in multiples of the stages, else ScheduleError.
     """
-    if name not in _TURNS:
-        raise ScheduleError(f"unknown pipeline {name!r}; known are {', '.join(sorted(_TURNS))}")
-    if num_stages < 1 or num_micro_batches < 1:
-        raise ScheduleError(
-            f"{name} needs at least 1 stage and 1 micro-batch, got {num_stages} and {num_micro_batches}"
-        )
-    return _TURNS[name](num_stages - 1 - stage, num_micro_batches)
+    require_sizes("interleaved", num_stages, num_micro_batches, chunks)
+    parts, many = num_stages * chunks, num_micro_batches * chunks
 
+    def place(k: int, stage: int, backward: bool) -> tuple[int, int]:
+        """(part, micro-batch) of a stage's k-th pass."""
+        chunk = k % parts // num_stages
+        part = (chunks - 1 - chunk if backward else chunk) * num_stages + stage
+        return part, k // parts * num_stages + k % num_stages
 
-def in_flight(name: str, num_stages: int, num_micro_batches: int, stage: int) -> int:
-    """Most micro-batches whose forward pass is done on the stage and whose backward pass is not."""
-    if name == "one_f_one_b":
-        return min(num_stages - stage, num_micro_batches)
-    if name == "gpipe":
-        return num_micro_batches
-    raise ScheduleError(f"unknown pipeline {name!r}; known are {', '.join(sorted(_TURNS))}")
-
-
-def _pipeline(name: str, num_stages: int, num_micro_batches: int, recompute: bool) -> Pipeline:
     def ops(stage: int) -> Iterator[Op]:
-        for kind, m in turns(name, num_stages, num_micro_batches, stage):
-            if kind == "F":
-                yield from _pass("F", stage, m, receives=stage > 0, sends=stage < num_stages - 1)
-            else:
-                yield from _pass("B", stage, m, receives=stage < num_stages - 1, sends=stage > 0, recompute=recompute)
+        ahead = min(many, 2 * (num_stages - 1 - stage) + (chunks - 1) * num_stages)
+        if num_micro_batches == num_stages:
+            ahead = many
+        for k in range(ahead):
+            yield from _pass("F", *place(k, stage, False), parts)
+        for k in range(many):
+            if k + ahead < many:
+                yield from _pass("F", *place(k + ahead, stage, False), parts)
+            yield from _pass("B", *place(k, stage, True), parts, recompute=recompute)
 
-    turns(name, num_stages, num_micro_batches, 0)  # says what is wrong where there is no stage
     stages = tuple(tuple(ops(stage)) for stage in range(num_stages))
-    return Pipeline(name, num_stages, num_micro_batches, stages)
+    return Pipeline("interleaved", num_stages, num_micro_batches, stages, chunks)
 
 
-def _pass(kind: Compute, stage: int, m: int, *, receives: bool, sends: bool, recompute: bool = False) -> Iterator[Op]:
-    if receives:
-        yield Op("receive", stage, m, kind)
-    if recompute:
-        yield Op("R", stage, m)
-    yield Op(kind, stage, m)
-    if sends:
-        yield Op("send", stage, m, kind)
-
-
-_TURNS: dict[str, Callable[[int, int], Iterator[Turn]]] = {
-    "gpipe": _gpipe_turns,
-    "one_f_one_b": _one_f_one_b_turns,
-}
-"""By the number of stages behind the stage, and of micro-batches."""
-PIPELINES: dict[str, Callable[..., Pipeline]] = {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
+PIPELINES: dict[str, Callable[..., Pipeline]] = {
+    function.__name__: function
+    for function in (
+        gpipe, one_f_one_b, pre_recompute, last_no_recompute, shifted_critical_path, interleaved, zb_h1,
+    )
+}  # fmt: skip
 
 
 def generate_pipeline(name: str, num_stages: int, num_micro_batches: int, recompute: bool = True) -> Pipeline:
     """The named pipeline schedule. Raises ScheduleError for an unknown name."""
-    if name not in PIPELINES:
-        raise ScheduleError(f"unknown pipeline {name!r}; known are {', '.join(sorted(PIPELINES))}")
+    require_sizes(name, num_stages, num_micro_batches)
     return PIPELINES[name](num_stages, num_micro_batches, recompute)

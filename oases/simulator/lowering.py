@@ -24,32 +24,35 @@ def lower(schedule: Schedule, costs: StackCosts, prefix: str = "") -> tuple[list
 class StagePasses:
     """What one stage of a pipeline does for a micro-batch, given its number: instructions of its passes.
 
-    recompute: of an op R of its own. message_seconds: of an activation, or a gradient, on its way to the next stage.
+    recompute, weights: of ops R and W of their own. message_seconds: of an activation, or a gradient, on its way to
+    the next stage.
     """
 
     forward: Callable[[int], Sequence[Instruction]]
     backward: Callable[[int], Sequence[Instruction]]
     recompute: Callable[[int], Sequence[Instruction]] = lambda m: ()
+    weights: Callable[[int], Sequence[Instruction]] = lambda m: ()
     message_seconds: float = 0.0
 
     @staticmethod
     def by_kind(stage: int, seconds: Mapping[str, float]) -> StagePasses:
-        """Each pass a single piece of compute: seconds by F, R, B and send, 0 for what is not named."""
+        """Each pass a single piece of compute: seconds by F, R, B, W and send, 0 for what is not named."""
 
         def compute(kind: str) -> Callable[[int], Sequence[Instruction]]:
             return lambda m: (Compute(f"{kind} {stage}.{m}", seconds.get(kind, 0.0)),)
 
-        return StagePasses(compute("F"), compute("B"), compute("R"), seconds.get("send", 0.0))
+        return StagePasses(compute("F"), compute("B"), compute("R"), compute("W"), seconds.get("send", 0.0))
 
 
 def lower_pipeline(pipeline: Pipeline, stages: Sequence[StagePasses]) -> tuple[tuple[Instruction, ...], ...]:
-    """Every stage's instructions."""
-    return tuple(tuple(_lower_stage(ops, passes)) for ops, passes in zip(pipeline.stages, stages, strict=True))
+    """Every stage's instructions. stages: the passes of each part of the model, in its order."""
+    return tuple(tuple(_lower_stage(ops, stages)) for ops in pipeline.stages)
 
 
-def _lower_stage(ops: Sequence[Op], passes: StagePasses) -> Iterator[Instruction]:
-    does = {"F": passes.forward, "B": passes.backward, "R": passes.recompute}
+def _lower_stage(ops: Sequence[Op], parts: Sequence[StagePasses]) -> Iterator[Instruction]:
     for op in ops:
+        passes = parts[op.block]
+        does = {"F": passes.forward, "B": passes.backward, "R": passes.recompute, "W": passes.weights}
         if op.kind == "receive":
             sender = op.block - 1 if op.of == "F" else op.block + 1
             yield Receive(f"{op.of} {sender}.{op.sub_batch}")

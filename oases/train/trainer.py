@@ -26,6 +26,7 @@ from oases.train.config import WIRE_DTYPES, TrainConfig, sizes_of
 from oases.train.data import TextCorpus
 from oases.train.optimizer import adamw
 from oases.train.plan import require_fit
+from oases.train.stage import TrainedStage
 
 
 class Trainer:
@@ -50,6 +51,7 @@ class Trainer:
         device = torch.device(config.device)
         gpt, wire_dtype = config.gpt(config.seed), WIRE_DTYPES[config.wire_dtype]
         self.mesh: Mesh | None = None
+        self.stage: TrainedStage | None = None
         if plan is None:
             config.require_degree(group_size(self.group))
             model = GPT(
@@ -68,6 +70,8 @@ class Trainer:
         self.corpus = TextCorpus(config.data)
         self.device = device
         self.model = model.to(device)
+        if plan is not None and self.mesh is not None and len(plan.stages) > 1:
+            self.stage = TrainedStage(self.model, plan, self.mesh, self.group)
         self.average = GradientAverage(self.model.parts())
         self.optimizer = adamw(
             self.model.parts(),
@@ -95,7 +99,13 @@ class Trainer:
         for group in self.optimizer.param_groups:  # a function of the step alone, so a resumed run needs no state
             group["lr"] = config.learning_rate * warmup_then_cosine(self.steps_done, config)
         loss = self.backward(self.steps_done)
-        clip_grad_norm(self.model, config.clip, process_group=self.group)
+        clip_grad_norm(
+            self.model,
+            config.clip,
+            process_group=self.group,
+            stages=1 if self.plan is None else len(self.plan.stages),
+            counted_elsewhere=None if self.model.is_first else self.model.tied,
+        )
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_done += 1
@@ -104,6 +114,8 @@ class Trainer:
     def backward(self, step: int) -> float:
         """Forward and backward passes of one step's batch; its loss. Gradients are those of the whole batch."""
         batches = self._micro_batches("train", step)
+        if self.stage is not None:
+            return self.stage.backward(batches, self.average)
         losses: list[Tensor] = []
         for number, (tokens, targets) in enumerate(batches, start=1):
             loss = self.model.loss(tokens, targets) / len(batches)
@@ -134,10 +146,13 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss over the held-out batches, nats per byte."""
         config = self.config
+        batches = [self._micro_batches("validation", index) for index in range(config.validation_batches)]
+        if self.stage is not None:
+            return sum(map(self.stage.evaluate, batches)) / len(batches)
         losses: list[Tensor] = []
         with torch.no_grad():
-            for index in range(config.validation_batches):
-                losses += [self.model.loss(*batch) for batch in self._micro_batches("validation", index)]
+            for micro_batches in batches:
+                losses += [self.model.loss(*batch) for batch in micro_batches]
         return self._mean_over_replicas(torch.stack(losses).mean())
 
     def train(self, on_step: Callable[[int, float, float], None] | None = None) -> dict[str, Any]:
@@ -175,7 +190,7 @@ class Trainer:
         return Report(
             [row for one in reports for row in one.stacks],
             [row for one in reports for row in one.layers],
-            [row for one in reports for row in one.others],
+            [row for one in reports for row in one.others] + ([] if self.stage is None else self.stage.messages.rows),
         ).json()
 
 

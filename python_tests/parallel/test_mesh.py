@@ -2,7 +2,8 @@ import pytest
 import torch.distributed as dist
 
 from oases.errors import UsageError
-from oases.parallel.mesh import Mesh, require_nested
+from oases.parallel.mesh import Mesh
+from oases.parallel.parts import require_nested
 
 
 def members(group):

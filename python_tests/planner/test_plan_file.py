@@ -79,7 +79,7 @@ SEGMENT = ("stages", 0, "segments", 0)
         (put("micro_batches", 3), "16 samples in 3 micro-batches do not divide"),
         (put("world", 9), "2 stages do not divide 9 ranks"),
         (put("world", -8), "world must be at least 1, got -8"),
-        (put("pipeline", "nosuch"), "unknown pipeline 'nosuch'; known are gpipe, one_f_one_b"),
+        (put("pipeline", "nosuch"), "unknown pipeline 'nosuch'; known are gpipe, one_f_one_b, pre_recompute"),
         (put("prediction", "memory_bytes", 3), "no list 'memory_bytes'"),
         (put("prediction", "memory_bytes", [1]), r"memory_bytes must be .* each of 2 stages, got \[1\]"),
         (put("prediction", "memory_bytes", [1, "x"]), "memory_bytes must be a whole number"),

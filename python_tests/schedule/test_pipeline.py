@@ -5,32 +5,73 @@ import itertools
 import pytest
 
 from oases.schedule import PIPELINES, ScheduleError, generate_pipeline
-from oases.schedule.pipeline import in_flight, turns
+from oases.schedule.pipeline import in_flight, interleaved, turns, zb_h1
+from oases.simulator import simulate
 
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 7)))
+CASES = [
+    (name, *sizes)
+    for name in sorted(PIPELINES)
+    for sizes in SIZES
+    if name != "interleaved" or not sizes[1] % sizes[0]
+]
+MERAK = ("one_f_one_b", "pre_recompute", "last_no_recompute", "shifted_critical_path")
 
 
-@pytest.mark.parametrize("name", sorted(PIPELINES))
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_every_pass_once_and_every_message_at_both_ends(name, stages, micro_batches):
-    pipeline = generate_pipeline(name, stages, micro_batches)
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(("name", "stages", "micro_batches"), CASES)
+def test_every_pass_once_and_every_message_at_both_ends(name, stages, micro_batches, recompute):
+    pipeline = generate_pipeline(name, stages, micro_batches, recompute)
     assert pipeline.num_stages == len(pipeline.stages) == stages
-    sent, received = [], []
+    parts, sent, received = stages * pipeline.chunks, [], []
     for stage, ops in enumerate(pipeline.stages):
-        for kind in "FRB":
-            assert sorted(op.sub_batch for op in ops if op.kind == kind) == list(range(micro_batches))
-        assert {op.block for op in ops} == {stage}
+        mine = range(stage, parts, stages)
+        kinds = "FB" + "R" * pipeline.recomputes(stage) + "W" * pipeline.has_weight_passes
+        assert pipeline.recomputes(stage) == (
+            recompute and not (stage == stages - 1 and name in ("last_no_recompute", "shifted_critical_path"))
+        )
         done = [str(op) for op in ops]
-        for m in range(micro_batches):
-            assert done.index(f"F {stage}.{m}") < done.index(f"R {stage}.{m}") < done.index(f"B {stage}.{m}")
-        sent += [(op.of, op.sub_batch, stage + (1 if op.of == "F" else -1)) for op in ops if op.kind == "send"]
-        received += [(op.of, op.sub_batch, stage) for op in ops if op.kind == "receive"]
+        assert len(done) == len(set(done))
+        for kind in kinds:
+            places = [(op.block, op.sub_batch) for op in ops if op.kind == kind]
+            assert sorted(places) == list(itertools.product(mine, range(micro_batches)))
+        for part, m in itertools.product(mine, range(micro_batches)):
+            order = [done.index(f"{kind} {part}.{m}") for kind in "FRBW" if kind in kinds]
+            assert order == sorted(order)
+        sent += [(op.of, op.sub_batch, op.block + (1 if op.of == "F" else -1)) for op in ops if op.kind == "send"]
+        received += [(op.of, op.sub_batch, op.block) for op in ops if op.kind == "receive"]
     assert sorted(sent) == sorted(received)
-    assert len(sent) == 2 * (stages - 1) * micro_batches
+    assert len(sent) == 2 * (parts - 1) * micro_batches
+    assert simulate(pipeline, {"F": 1.0, "R": 1.0, "B": 2.0}).total_seconds > 0  # and nobody waits for ever
 
 
-@pytest.mark.parametrize("name", sorted(PIPELINES))
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@pytest.mark.parametrize("stages", range(3, 17))
+def test_makespans_of_merak_are_their_closed_forms(stages):
+    p = stages
+    for m, (f, r, b) in itertools.product(range(max(p, 4), 33), [(1, 1, 2), (1, 0.3, 1.5)]):
+        expected = [(m + p - 1) * (f + r + b)]
+        expected += [m * (f + r + b) + (p - 1) * (f + b) - early * r for early in (0, 2, 3)]
+        for name, seconds in zip(MERAK, expected, strict=True):
+            timeline = simulate(generate_pipeline(name, p, m), {"F": f, "R": r, "B": b})
+            assert timeline.total_seconds == pytest.approx(seconds, rel=1e-9), (name, m, f, r, b)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 4), (8, 16)])
+def test_makespans_of_interleaved_and_zero_bubble(p, m):
+    times = {"F": 1.0, "B": 1.0, "W": 1.0}
+    assert simulate(zb_h1(p, m, False), times).total_seconds == pytest.approx(3 * m + (p - 1))
+    for chunks in (1, 2, 3, 4):
+        timeline = simulate(interleaved(p, m, False, chunks), {"F": 1.0, "B": 2.0})
+        assert timeline.total_seconds == pytest.approx(3 * m + (p - 1) * 3 / chunks)
+
+
+def test_micro_batches_in_flight():
+    flying = {name: [generate_pipeline(name, 4, 8).in_flight(stage) for stage in range(4)] for name in PIPELINES}
+    assert flying["one_f_one_b"] == flying["pre_recompute"] == flying["zb_h1"] == [4, 3, 2, 1]
+    assert flying["shifted_critical_path"] == [4, 3, 3, 1]
+
+
+@pytest.mark.parametrize(("name", "stages", "micro_batches"), CASES)
 def test_in_flight_by_formula_is_what_the_lists_have(name, stages, micro_batches):
     pipeline = generate_pipeline(name, stages, micro_batches)
     for stage in range(stages):
@@ -46,10 +87,12 @@ def test_one_forward_one_backward():
 
 
 def test_what_there_is_no_pipeline_of():
-    with pytest.raises(ScheduleError, match="unknown pipeline 'nosuch'; known are gpipe, one_f_one_b"):
+    with pytest.raises(ScheduleError, match="unknown pipeline 'nosuch'; known are gpipe, interleaved"):
         generate_pipeline("nosuch", 2, 2)
     with pytest.raises(ScheduleError, match="unknown pipeline 'nosuch'"):
         in_flight("nosuch", 2, 2, 0)
+    with pytest.raises(ScheduleError, match="multiples of the 4 stages, got 2 and 6"):
+        interleaved(4, 6)
     for sizes in ((0, 1), (1, 0)):
         with pytest.raises(ScheduleError, match="at least 1 stage and 1 micro-batch, got"):
             generate_pipeline("gpipe", *sizes)

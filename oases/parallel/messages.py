@@ -1,0 +1,321 @@
+"""Messages between pipeline stages: activations to the next stage, gradients to the one before.
+
+Every pair of neighbours has a lane for each of the two, a process group of its own, so no message waits behind one
+of another kind or of another neighbour. Receives are posted before they are needed, and sends are never waited for
+before the other side has shown that it has them. What is sent is the same on all tensor-parallel ranks of a stage,
+so each sends its part to its peer, and the receiving stage joins the parts over its own, faster, links.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oases.parallel.group import ProcessGroup, group_name, group_of, scheduler_of
+from oases.parallel.mesh import Mesh
+from oases.parallel.statistics import Row
+from oases.schedule import Op, ScheduleError
+from oases.schedule.pipeline import Pipeline
+
+AHEAD = 2
+"""Receives posted on each lane at once: one under way while the one before is read."""
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HEADER = 10
+"""Numbers in front of the first message of a lane: its type, its dimensions, their sizes."""
+
+Form = tuple[torch.Size, torch.dtype]
+
+
+_in_use: WeakSet[Messages] = WeakSet()
+
+
+def waiting_for() -> str:
+    """The message that this process waits for right now, or ""; for what is said of a run that ends."""
+    return next((messages.waiting_for for messages in list(_in_use) if messages.waiting_for), "")
+
+
+def crossing(op: Op) -> Op:
+    """The receive that a send ends in, or the send that a receive waits for."""
+    assert op.of is not None
+    up = (op.of == "F") == (op.kind == "send")
+    return Op("receive" if op.kind == "send" else "send", op.block + (1 if up else -1), op.sub_batch, op.of)
+
+
+def known_by(pipeline: Pipeline, stage: int) -> dict[Op, list[Op]]:
+    """For each receive of a stage, the stage's sends whose arrival it proves: the other side has read them before."""
+    found: dict[Op, list[Op]] = {}
+    for other in range(pipeline.num_stages):
+        read: list[Op] = []
+        for op in pipeline.stages[other]:
+            if op.kind not in ("send", "receive") or crossing(op).block % pipeline.num_stages != stage:
+                continue
+            if op.kind == "receive":
+                read.append(crossing(op))
+            else:
+                found[crossing(op)], read = read, []
+    return found
+
+
+@dataclass
+class _Lane:
+    """The messages of one kind from one stage to another, in one order on both sides."""
+
+    source: int
+    target: int
+    of: str
+    degree: int
+    name: str = ""
+    form: Form | None = None
+    upcoming: deque[Op] = field(default_factory=deque)
+    posted: deque[tuple[Op, Tensor, Any]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        what = "activations" if self.of == "F" else "gradients"
+        self.row = Row(f"{what}, stage {self.source} to {self.target}")
+
+
+class Messages:
+    """The messages of one rank of a pipeline. All ranks of the run make it together.
+
+    mesh: of the rank's stage. degrees: the tensor-parallel degree at each border between two parts of the model, in
+    their order. device: where the tensors are. split: whether each tensor-parallel rank sends its part alone; else
+    each sends the whole. All messages of a lane have the shape and type of its first, which tells the other side.
+    Raises ScheduleError for a pipeline whose messages overtake each other, ValueError for degrees that do not fit it.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        mesh: Mesh,
+        degrees: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+        split: bool = True,
+    ) -> None:
+        if mesh.num_stages != pipeline.num_stages or len(degrees) != pipeline.num_stages * pipeline.chunks - 1:
+            raise ValueError(
+                f"a pipeline of {pipeline.num_stages} stages with {pipeline.chunks} parts each was given a mesh of "
+                f"{mesh.num_stages} stages and {len(degrees)} degrees; give those of its plan"
+            )
+        self._mesh, self._split = mesh, split
+        self.waiting_for = ""
+        """The message that this rank waits for, "" while it does not."""
+        _in_use.add(self)
+        self._device = torch.device(device)
+        self._stages = pipeline.num_stages
+        self._known = known_by(pipeline, mesh.stage)
+        self._sent: dict[Op, tuple[Any, Tensor]] = {}
+        self._headers: list[tuple[Any, Tensor, Op]] = []
+        self._lanes: dict[tuple[int, int, str], _Lane] = {}
+        for border, degree in enumerate(degrees):
+            here, there = border % self._stages, (border + 1) % self._stages
+            for source, target, of in ((here, there, "F"), (there, here, "B")):
+                known = self._lanes.setdefault((source, target, of), _Lane(source, target, of, degree))
+                if known.degree != degree:
+                    raise ValueError(
+                        f"stages {source} and {target} meet with tp {known.degree} and with tp {degree}; give all "
+                        "their borders the same"
+                    )
+        for lane in self._lanes.values():
+            _require_order(pipeline, lane)
+            self._join(lane)
+
+    @property
+    def rows(self) -> list[Row]:
+        """What the messages cost this rank, a row for each lane. When one arrived nobody can tell, only the wait."""
+        return [lane.row for lane in self._lanes.values() if lane.row.collectives]
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long this rank has stood still for messages so far."""
+        return sum(lane.row.blocked_seconds for lane in self._lanes.values())
+
+    def begin(self, ops: Iterable[Op]) -> None:
+        """Before a list of ops is run: post the first receives of each lane."""
+        for lane in self._lanes.values():
+            lane.upcoming.clear()
+        for op in ops:
+            if op.kind == "receive":
+                self._lane(op).upcoming.append(op)
+        for lane in self._lanes.values():
+            self._post(lane)
+
+    def send(self, op: Op, tensor: Tensor) -> None:
+        """Start sending the result of `op`; it may be let go of. ValueError for another shape than the lane's."""
+        lane, tensor = self._lane(op), tensor.detach()
+        form = (tensor.shape, tensor.dtype)
+        if lane.form is None and lane.of == "F":
+            lane.form = form
+            self._announce(lane, op)
+            back = self._lanes[lane.target, lane.source, "B"]
+            back.form = form  # a gradient is like what it is of
+            self._post(back)
+        if lane.form != form:
+            known = "nothing" if lane.form is None else f"{tuple(lane.form[0])} {lane.form[1]}"
+            raise ValueError(
+                f"{self._named(op)}: a message of {tuple(tensor.shape)} {tensor.dtype} where {known} was agreed on; "
+                "give all micro-batches one shape"
+            )
+        part = tensor.reshape(-1)
+        if self._parts(lane) > 1:
+            size = self._part_size(lane, tensor.shape)
+            part = part.narrow(0, self._mesh.rank % lane.degree * size, size).clone()  # the rest may go
+        self._sent[op] = self._started(lane, op, part), part
+        lane.row.collectives += 1
+        lane.row.bytes += part.numel() * part.element_size()
+
+    def receive(self, op: Op) -> Tensor:
+        """Wait for the message of `op`; the whole tensor, in memory of its own."""
+        lane = self._lane(op)
+        start = time.perf_counter()
+        if lane.form is None:
+            lane.form = self._announced(lane, op)
+            self._lanes[lane.target, lane.source, "B"].form = lane.form
+        self._post(lane)
+        posted, part, work = lane.posted.popleft()
+        assert posted == op, f"{op} was asked for, {posted} comes first"
+        self._wait(work, op)
+        self._post(lane)
+        for sent in self._known[op]:
+            self._finish(sent)
+        lane.row.blocked_seconds += time.perf_counter() - start
+        lane.row.collectives += 1
+        lane.row.bytes += part.numel() * part.element_size()
+        shape, _ = lane.form
+        if self._parts(lane) == 1:
+            return part.view(shape)
+        group = self._mesh.tensor(lane.degree)
+        assert group is not None, "a degree above one has a group"
+        whole = part.new_empty(math.prod(shape))
+        scheduler = scheduler_of(group)
+        scheduler.wait(scheduler.all_gather(whole, part, f"{lane.row.where}, joined"))
+        return whole.view(shape)
+
+    def end(self) -> None:
+        """After the list: wait until everything that was sent has arrived."""
+        for op in list(self._sent):
+            self._finish(op)
+        for work, _, op in self._headers:
+            self._wait(work, op)
+        self._headers.clear()
+
+    def close(self) -> None:
+        """End the lanes; a neighbour that waits on one is told that this side is gone."""
+        self._sent.clear()
+        self._headers.clear()
+        for lane in self._lanes.values():
+            lane.posted.clear()
+            lane.upcoming.clear()
+            name, lane.name = lane.name, ""
+            group = group_of(name)
+            if group is not None:
+                dist.destroy_process_group(group)
+
+    def _lane(self, op: Op) -> _Lane:
+        source, target = (op, crossing(op)) if op.kind == "send" else (crossing(op), op)
+        assert op.of is not None
+        return self._lanes[source.block % self._stages, target.block % self._stages, op.of]
+
+    def _join(self, lane: _Lane) -> None:
+        ranks = sorted(self._mesh.members_of(lane.source) + self._mesh.members_of(lane.target))
+        group = dist.new_group(ranks, **self._mesh.group_options())
+        if self._mesh.stage in (lane.source, lane.target):
+            lane.name = group_name(group)
+
+    def _group(self, lane: _Lane) -> ProcessGroup:
+        if not lane.name:
+            raise RuntimeError(
+                f"the pipeline's {lane.row.where} was ended after a failure; make the messages anew on all ranks"
+            )
+        group = group_of(lane.name)
+        assert group is not None
+        return group
+
+    def _parts(self, lane: _Lane) -> int:
+        return lane.degree if self._split else 1
+
+    def _part_size(self, lane: _Lane, shape: torch.Size) -> int:
+        numel, parts = math.prod(shape), self._parts(lane)
+        if numel % parts:
+            raise ValueError(
+                f"{lane.row.where}: {numel} numbers do not divide over {parts} tensor-parallel ranks; send them "
+                "whole, with split=False"
+            )
+        return numel // parts
+
+    def _post(self, lane: _Lane) -> None:
+        """Receive what comes next on a lane whose shape is known."""
+        if lane.form is None or lane.target != self._mesh.stage:
+            return
+        shape, dtype = lane.form
+        while lane.upcoming and len(lane.posted) < AHEAD:
+            op = lane.upcoming.popleft()
+            part = torch.empty(self._part_size(lane, shape), dtype=dtype, device=self._device)
+            lane.posted.append((op, part, dist.irecv(part, self._mesh.peer(lane.source), self._group(lane))))
+
+    def _announce(self, lane: _Lane, op: Op) -> None:
+        assert lane.form is not None
+        shape, dtype = lane.form
+        if dtype not in _DTYPES or len(shape) > _HEADER - 2:
+            raise ValueError(f"{self._named(op)}: cannot send {tuple(shape)} {dtype}; use a floating-point type")
+        numbers = [_DTYPES.index(dtype), len(shape), *shape]
+        header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=self._device)
+        self._headers.append((self._started(lane, op, header), header, op))
+
+    def _announced(self, lane: _Lane, op: Op) -> Form:
+        header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
+        self._wait(dist.irecv(header, self._mesh.peer(lane.source), self._group(lane)), op)
+        number, dims, *sizes = header.tolist()
+        return torch.Size(sizes[:dims]), _DTYPES[number]
+
+    def _started(self, lane: _Lane, op: Op, tensor: Tensor) -> Any:
+        try:
+            return dist.isend(tensor, self._mesh.peer(lane.target), self._group(lane))
+        except RuntimeError as error:
+            raise self._lost(op, error) from error
+
+    def _finish(self, op: Op) -> None:
+        if op in self._sent:
+            self._wait(self._sent[op][0], op)
+            del self._sent[op]
+
+    def _wait(self, work: Any, op: Op) -> None:
+        self.waiting_for = self._named(op)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(op, error) from error
+        finally:
+            self.waiting_for = ""
+
+    def _lost(self, op: Op, error: RuntimeError) -> dist.DistBackendError:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return dist.DistBackendError(f"{self._named(op)}: {first}")
+
+    def _named(self, op: Op) -> str:
+        where = "to" if op.kind == "send" else "from"
+        other = crossing(op).block % self._stages
+        rank = self._mesh.peer(other)
+        return f"{op} on stage {self._mesh.stage}, {where} stage {other} (rank {rank})"
+
+
+def _require_order(pipeline: Pipeline, lane: _Lane) -> None:
+    """Raise ScheduleError unless a lane's messages are received in the order in which they are sent."""
+
+    def mine(stage: int, kind: str, other: int) -> list[Op]:
+        found = (op for op in pipeline.stages[stage] if op.kind == kind and op.of == lane.of)
+        return [op for op in found if crossing(op).block % pipeline.num_stages == other]
+
+    sent, received = mine(lane.source, "send", lane.target), mine(lane.target, "receive", lane.source)
+    for one, other in zip(map(crossing, sent), received, strict=True):
+        if one != other:
+            raise ScheduleError(f"{pipeline.name}: stage {lane.target} waits for {other} where {one} comes first")

@@ -1,0 +1,145 @@
+"""Passes that are split up: recomputation ahead of the gradient and weight gradients behind it change no bit."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_execution import Dropping
+from test_stack import WIDTH, Mlp, PlainProducts, make_stack, plain_blocks
+
+from oases.schedule import GENERATORS
+
+
+def gradients(kind, schedule, recompute, *, early=False, weights_late=False, sequence_parallel=False):
+    """Of two calls in flight at once, as a pipeline has them."""
+    torch.manual_seed(7)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    stack = make_stack(
+        plain_blocks(6), group, kind, schedule=schedule, recompute=recompute, sequence_parallel=sequence_parallel
+    )
+    inputs = [torch.randn(4, 4, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    outputs, calls = [], []
+    for x in inputs:
+        outputs.append(stack(x))
+        calls.append(stack.recent)
+    for y, call in zip(outputs, calls, strict=True):
+        if early:
+            call.recompute()
+            call.recompute()
+        if weights_late:
+            call.put_weights_off()
+        y.square().sum().backward()
+        call.recompute()
+    for call in calls:
+        if weights_late:
+            assert all(block.up.weight.grad is None for block in stack.blocks) or call is calls[1]
+        call.compute_weights()
+        call.compute_weights()
+    return [x.grad for x in inputs] + [p.grad for p in stack.parameters()]
+
+
+def check_split(kind, schedule, recompute, sequence_parallel=False):
+    options = {"sequence_parallel": sequence_parallel}
+    at_once = gradients(kind, schedule, recompute, **options)
+    for split in ({"early": True}, {"weights_late": True}, {"early": True, "weights_late": True}):
+        others = gradients(kind, schedule, recompute, **split, **options)
+        assert all(torch.equal(a, b) for a, b in zip(at_once, others, strict=True)), split
+
+
+@pytest.mark.parametrize("schedule", sorted(GENERATORS))
+def test_splitting_passes_up_changes_no_bit(two_ranks, schedule):
+    for recompute in ("none", 1, 2, "full"):
+        two_ranks.run(check_split, Mlp, schedule, recompute)
+    for kind in (Dropping, PlainProducts):
+        two_ranks.run(check_split, kind, schedule, "full")
+
+
+@pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass"])
+def test_splitting_passes_of_parts_of_a_sequence_up(two_ranks, schedule):
+    two_ranks.run(check_split, Mlp, schedule, "full", True)
+
+
+def kept_bytes(recompute, *, early):
+    """Bytes that graphs keep between forward and backward pass, beyond parameters; and those of block inputs."""
+    stack = make_stack(plain_blocks(4), None, schedule="oases", recompute=recompute)
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(4, 8, WIDTH, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = stack(x)
+        if early:
+            stack.recent.recompute()
+    execution = y.grad_fn.call.execution
+    held = [*execution._x.values(), *execution._h.values()]
+    for parameter in stack.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(kept.values()), sum(t.untyped_storage().nbytes() for t in held)
+
+
+def test_recomputed_early_it_keeps_what_no_recomputation_keeps():
+    nothing_again, _ = kept_bytes("none", early=False)
+    late, inputs = kept_bytes("full", early=False)
+    early, inputs_left = kept_bytes("full", early=True)
+    assert late < early <= nothing_again
+    assert inputs > 0 == inputs_left
+
+
+def test_a_handle_keeps_no_tensor():
+    stack = make_stack(plain_blocks(2), None, schedule="oases", recompute="full")
+    y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
+    execution = y.grad_fn.call.execution
+    call, alive = stack.recent, weakref.ref(execution)
+    del y, execution
+    gc.collect()
+    assert alive() is None
+    call.recompute()
+    with torch.no_grad():
+        stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
+    stack.recent.recompute()
+
+
+class Fails(Mlp):
+    """The second run of partial, the recomputation's, fails on rank 1."""
+
+    runs = 0
+
+    def partial(self, x):
+        self.runs += 1
+        if self.runs == 2 and dist.get_rank() == 1:
+            raise ValueError("a value that is wrong")
+        return super().partial(x)
+
+
+def test_what_fails_early_names_its_op(two_ranks):
+    errors = two_ranks.run(fails_early)
+    assert all("rank 1 failed at R 0.0" in text and "a value that is wrong" in text for text in errors)
+
+
+def fails_early():
+    stack = make_stack(plain_blocks(2), dist.group.WORLD, Fails, schedule="sync", recompute="full")
+    y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
+    with pytest.raises(RuntimeError) as caught:
+        stack.recent.recompute()
+    del y
+    return str(caught.value)
+
+
+def test_hooks_of_weights_fire_when_they_are_computed():
+    stack = make_stack(plain_blocks(2), None, schedule="oases")
+    fired = []
+    for name, parameter in stack.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
+    stack.recent.put_weights_off()
+    y.sum().backward()
+    put_off = {name for name, _ in stack.named_parameters() if ".up." in name or name.endswith("down.weight")}
+    assert all(stack.get_parameter(name).grad is None for name in put_off)
+    fired.clear()  # autograd calls them for a gradient that is not there, too
+    stack.recent.compute_weights()
+    assert sorted(fired) == sorted(put_off)
