@@ -1,6 +1,7 @@
 """The generators against the paper's table: what is in flight while what is computed."""
 
-from oases.schedule import generate, oases, sync
+from oases.schedule import GENERATORS, generate, oases, sync
+from oases.schedule.tensor import weights_put_off
 
 
 def in_flight(schedule):
@@ -44,3 +45,13 @@ def test_more_sub_batches_keep_more_in_flight():
 def test_all_reduces_per_layer_and_sub_batch():
     for name in ("sync", "oases"):
         assert generate(name, 6, 2).all_reduces_per_layer() == 4
+
+
+def test_weight_gradients_put_off():
+    for name in GENERATORS:
+        schedule = generate(name, 4, 2, 1)
+        apart = weights_put_off(schedule)
+        places = [(op.block, op.sub_batch) for op in apart if op.kind == "W"]
+        assert sorted(places) == sorted((op.block, op.sub_batch) for op in apart if op.kind == "B")
+        assert [op for op in apart if op.kind != "W"] == [op for op in schedule if op.kind != "W"]
+    assert weights_put_off(oases(4, 2)) == oases(4, 2)
