@@ -211,7 +211,12 @@ class SettingSearch:
 
     def smallest_bytes(self) -> float:
         """The least that any choice of states holds, on the stage that holds most."""
-        return min(map(self._smallest_of, self._choices()))
+        return self._smallest_of(self._lightest_choice)
+
+    @cached_property
+    def _lightest_choice(self) -> tuple[State, ...]:
+        choices = list(self._choices())
+        return choices[0] if self.setting.chunks == 1 else min(choices, key=self._smallest_of)
 
     def _smallest_of(self, states: tuple[State, ...]) -> float:
         most = 0.0
@@ -224,7 +229,7 @@ class SettingSearch:
 
     def peak_of_lightest(self) -> float:
         """The simulated peak of the choice that holds the least; infinite where there is none."""
-        states = min(self._choices(), key=self._smallest_of)
+        states = self._lightest_choice
         try:
             plan = self._plan_with(states, 0.0, [self._smallest_of(states)] * self.setting.stages)
         except _StageInfeasibleError:

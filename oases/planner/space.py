@@ -21,8 +21,8 @@ RUNNABLE_PIPELINES = tuple(name for name in PIPELINES if name != "zb_h1")
 
 BEST_PIPELINES = ("one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved")
 """Runnable ones that can win: gpipe and pre_recompute hold as much as one of these and take as long or longer."""
-_EARLY = ("pre_recompute", "last_no_recompute", "shifted_critical_path")
-"""Of no use where nothing is computed again."""
+ONLY_EARLIER = ("pre_recompute", "last_no_recompute")
+"""Those that are 1F1B where nothing is computed again."""
 
 MOST_MICRO_BATCHES = 4096
 """Of one optimizer step, unless more are asked for."""
@@ -170,7 +170,7 @@ def _pipelines(model: ModelShape, stages: int, micro_batches: int, space: Space)
         chunks = chunks_of(name)
         if chunks > 1 and (micro_batches % stages or model.layers < chunks * stages):
             continue
-        if name in _EARLY and not space.recompute:
+        if name in ONLY_EARLIER and not space.recompute:
             continue
         if name == "shifted_critical_path" and stages < 3:
             continue  # there it has more in flight than last_no_recompute, and gains nothing
