@@ -10,7 +10,7 @@ from plotly.offline import get_plotlyjs
 
 from oases import cli
 from oases.planner import choose
-from oases.planner.plan import Plan, read_plan
+from oases.planner.plan import PLANNED, Plan, read_plan
 
 MODEL = ["--hidden", "256", "--heads", "4", "--layers", "2", "--sequence", "128", "--vocabulary", "512"]
 GIVEN = [*MODEL, "--cluster", "4x3090", "--global-batch", "16"]
@@ -155,6 +155,51 @@ def test_simulate_searches_pipelines(tmp_path):
     assert result["fits"]
 
 
+@pytest.mark.parametrize("pipeline", PLANNED)
+def test_simulate_every_pipeline(pipeline, tmp_path, capsys):
+    result, page = tmp_path / "result.json", tmp_path / "page.html"
+    cli.main(
+        ["simulate", *MODEL[:4], "--layers", "8", *MODEL[6:], *GIVEN[10:], "--stages", "4", "--micro-batches", "8",
+         "--pipeline", pipeline, "--recompute", "full", "--json", str(result), "--html", str(page)]
+    )  # fmt: skip
+    found = json.loads(result.read_text())
+    assert found["plan"]["pipeline"] == pipeline
+    assert len(found["stages"]) == 4
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"4 pipeline stages ({pipeline})" in text
+    drawn = next(line for line in text.split("stage ") if line.startswith("0 compute"))
+    if pipeline in ("pre_recompute", "last_no_recompute", "shifted_critical_path"):
+        assert drawn.count("R") >= 4, "what is recomputed early is drawn apart"
+    assert "stage 3 compute" in page.read_text()
+
+
+def test_simulate_what_fits_on_each_stage(tmp_path, capsys):
+    given = [*MODEL[:4], "--layers", "8", *MODEL[6:], *GIVEN[10:], "--stages", "4", "--micro-batches", "8"]
+    layers, path = {}, tmp_path / "result.json"
+    for policy in ("none", "fits", "merak:0.5", "full"):
+        cli.main(["simulate", *given, "--recompute", policy, "--memory", "36MiB", "--json", str(path)])
+        stages = json.loads(path.read_text())["plan"]["stages"]
+        layers[policy] = [sum(s["recomputed_layers"] for s in stage["segments"]) for stage in stages]
+    assert layers["none"] == [0] * 4
+    assert layers["merak:0.5"] == [1, 1, 0, 0]
+    assert sum(layers["full"]) == 8
+    assert layers["fits"][0] >= layers["fits"][-1]
+    assert 0 < sum(layers["fits"]) < 8
+    error = fails(capsys, "simulate", *given, "--recompute", "fits", "--memory", "2MiB")
+    assert "recompute fits: stage 0 needs at least" in error
+
+
+def test_the_pipelines_to_choose_from(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    given = [*GIVEN, "--degrees", "1", "--memory", "60MiB"]
+    cli.main(["simulate", *given, "--pipelines", "zb_h1", "--json", str(path)])
+    assert json.loads(path.read_text())["plan"]["pipeline"] == "zb_h1"
+    capsys.readouterr()
+    assert "zb_h1 cannot be executed yet" in fails(capsys, "plan", *given, "--pipelines", "zb_h1,one_f_one_b")
+    assert "unknown 'nosuch'; known are gpipe" in fails(capsys, "simulate", *given, "--pipelines", "nosuch")
+    assert "leave out --pipelines" in fails(capsys, "simulate", *GIVEN, "--tp", "2", "--pipelines", "zb_h1")
+
+
 def test_neither_command_needs_torch():
     code = (
         "import sys; from oases.cli import main\n"
@@ -240,6 +285,8 @@ def test_profiles_that_do_not_do(capsys, profile, tmp_path):
         ([*GIVEN, "--sub-batches", "0"], ["--sub-batches", "got 0"]),
         ([*GIVEN, "--sub-batches", "64"], ["64 sub-batches"]),
         ([*GIVEN, "--recompute", "some"], ["'some'", "none, full"]),
+        ([*GIVEN, "--recompute", "merak:2"], ["share of layers must be from 0 to 1", "2"]),
+        ([*GIVEN, "--pipeline", "interleaved", "--stages", "2"], ["--stages 2 of 2 parts each", "2 layers"]),
         ([*GIVEN, "--recompute", "3"], ["recomputed_layers", "got 3"]),
         ([*GIVEN, "--pipeline", "nosuch"], ["'nosuch'", "gpipe"]),
         ([*GIVEN, "--html", "/nowhere/x.html"], ["--html", "folder does not exist"]),

@@ -17,7 +17,7 @@ from oases.planner.memory import usable_bytes
 from oases.planner.objective import published_plan
 from oases.planner.plan import Plan
 from oases.planner.predict import Predictor
-from oases.planner.space import Space, require_runnable
+from oases.planner.space import Space, require_runnable, require_runnable_pipelines
 from oases.planner.sweep import Problem, as_data, sweep
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
@@ -46,6 +46,8 @@ def add(commands: Any) -> None:
 
 def space_of(options: argparse.Namespace, **more: Any) -> Space:
     """What a search may choose from, as the options say."""
+    if options.pipelines is not None:
+        more["pipelines"] = options.pipelines
     return Space(
         degrees=options.degrees or (), micro_batches=options.micro_batches or (),
         zero=(False,) if options.no_zero else (False, True), recompute=not options.no_recompute, **more,
@@ -85,6 +87,7 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
     require_runnable(model)
     space = space_of(options)
+    require_runnable_pipelines(space)
     if options.objective == "published":
         _refuse_published(options)
     if options.sweep is not None:
@@ -120,7 +123,7 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _refuse_published(options: argparse.Namespace) -> None:
     """The published objective knows none of these."""
-    names = ("micro_batches", "no_recompute", "no_zero", "explain", "sweep")
+    names = ("micro_batches", "pipelines", "no_recompute", "no_zero", "explain", "sweep")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     if given:
         raise UsageError(f"--objective published has no say in {', '.join(given)}; leave it out")

@@ -66,6 +66,9 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--micro-batches", type=_parsed(counts), metavar="N,N", help="numbers of micro-batches to choose from"
     )
+    parser.add_argument(
+        "--pipelines", type=_parsed(names), metavar="NAME,NAME", help="schedules of several stages to choose from"
+    )
     parser.add_argument("--no-recompute", action="store_true", help="compute nothing again")
     parser.add_argument("--no-zero", action="store_true", help="do not shard the optimizer's state")
 
@@ -159,6 +162,11 @@ def counts(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part[:9]) > 0 and len(part) < 9 for part in parts):
         raise UsageError(f"{text!r} is no list of whole numbers of at least 1, such as 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names joined by commas, each once."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def _parsed(parse: Callable[[str], object]) -> Callable[[str], object]:

@@ -15,7 +15,10 @@ from oases.errors import UsageError
 from oases.planner.memory import usable_bytes
 from oases.planner.plan import PLANNED, Plan, Segment, Stage, read_plan
 from oases.planner.predict import Predictor
-from oases.planner.search import stage_sizes
+from oases.planner.recomputation import Recomputation
+from oases.planner.runs import Runs
+from oases.planner.search import SettingSearch, part_blocks
+from oases.planner.space import Setting, Space
 from oases.planner.throughput import throughput
 from oases.schedule import GENERATORS, WHOLE
 from oases.simulator.hardware import Hardware
@@ -33,7 +36,7 @@ _READ = (
     "bubble. Ops are named BLOCK.SUB-BATCH, passes STAGE.MICRO-BATCH. Drag to zoom, hover for names and times."
 )
 _BY_HAND = ("tp", "stages", "schedule", "sub_batches", "recompute", "zero", "pipeline")
-_FOR_SEARCH = ("degrees", "no_recompute", "no_zero")
+_FOR_SEARCH = ("degrees", "pipelines", "no_recompute", "no_zero")
 _OF_A_PLAN = (
     "model",
     "hidden",
@@ -67,9 +70,11 @@ def add(commands: Any) -> None:
     hand.add_argument(
         "--sub-batches", type=int, metavar="N", help="parts of a micro-batch (default: 2 if there are 2)"
     )
-    hand.add_argument("--recompute", metavar="N", help="none, full, or layers of each stage (default: none)")
+    hand.add_argument(
+        "--recompute", metavar="N", help="none, full, layers of each stage, fits, or merak:SHARE (default: none)"
+    )
     hand.add_argument("--zero", action="store_true", default=None, help="shard the optimizer's state")
-    hand.add_argument("--pipeline", metavar="NAME", help=f"{' or '.join(PLANNED)} (default: one_f_one_b)")
+    hand.add_argument("--pipeline", metavar="NAME", help=f"{', '.join(PLANNED)} (default: one_f_one_b)")
     simulate.add_argument("--html", metavar="FILE", help="write a page with the timeline there")
     simulate.add_argument("--trace", metavar="FILE", help="write a trace there that ui.perfetto.dev opens")
     simulate.set_defaults(run=_simulate)
@@ -165,19 +170,22 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
         )
     default = 1 if schedule in WHOLE else min(2, int(samples))
     sub_batches = default if options.sub_batches is None else require_count("--sub-batches", options.sub_batches)
-    again = "none" if options.recompute is None else options.recompute
-    if again not in ("none", "full") and not again.isdecimal():
-        raise UsageError(f"--recompute {again!r} is neither none, full nor a number of layers of each stage")
-    sizes = stage_sizes(model, stages)
-    made = []
-    for blocks in sizes:
-        layers = {"none": 0, "full": blocks // 2}.get(again)
-        layers = int(again[:9]) if layers is None else layers
-        made.append(Stage((Segment(blocks, tp, schedule, sub_batches, layers),)))
-    return Plan(
-        model, world, hardware.ranks_per_node, batch, micro[0], tuple(made), bool(options.zero),
-        "one_f_one_b" if options.pipeline is None else options.pipeline,
-    )  # fmt: skip
+    again = Recomputation.parse("none" if options.recompute is None else options.recompute)
+    pipeline = "one_f_one_b" if options.pipeline is None else options.pipeline
+    if pipeline not in PLANNED:
+        raise UsageError(f"--pipeline {pipeline!r} is unknown; known are {', '.join(PLANNED)}")
+    setting = Setting(world, batch, stages, micro[0], bool(options.zero), pipeline)
+    if stages * setting.chunks > model.layers:
+        raise UsageError(f"--stages {stages} of {setting.chunks} parts each exceed the {model.layers} layers")
+    space = Space((tp,), (schedule,), (sub_batches,), recompute=again.kind != "none")
+    predictor, capacity = Predictor(hardware), usable_bytes(hardware, options.memory)
+    search = SettingSearch(setting, Runs(model, hardware, space), capacity, predictor)
+    made = [
+        Stage(tuple(Segment(count, tp, schedule, sub_batches) for count in part_blocks(blocks, setting.chunks)))
+        for blocks in search.stage_blocks((tp,), again.shares(stages, pipeline))
+    ]
+    plan = Plan(model, world, hardware.ranks_per_node, batch, micro[0], tuple(made), bool(options.zero), pipeline)
+    return again.applied(plan, capacity, predictor.peak_bytes)
 
 
 def _print_timeline(plan: Plan, predictor: Predictor) -> None:

@@ -23,8 +23,7 @@ def plan_table(plan: Plan, capacity: int) -> Table:
     for name in ("stage", "blocks", "tp x dp", "schedule", "sub-batches", "recomputed layers", "memory"):
         table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
     for numbers in _alike(plan):
-        stage, block = plan.stages[numbers[0]], sum(s.num_blocks for s in plan.stages[: numbers[0]])
-        for at, segment in enumerate(stage.segments):
+        for at, (block, segment) in enumerate(_placed(plan, numbers[0])):
             first, one = at == 0, len(numbers) == 1
             named = f"{numbers[0]}" if one else f"{numbers[0]}-{numbers[-1]}"
             degrees = f"{segment.tp} x {plan.stage_ranks // segment.tp}"
@@ -33,8 +32,16 @@ def plan_table(plan: Plan, capacity: int) -> Table:
                 segment.schedule, str(segment.generated().num_sub_batches), _again(segment),
                 _memory(plan, numbers, capacity) if first else "",
             )  # fmt: skip
-            block += segment.num_blocks
     return table
+
+
+def _placed(plan: Plan, number: int) -> Iterator[tuple[int, Segment]]:
+    """The segments of a stage, each with its first block."""
+    for part in plan.parts_of(number):
+        block = part.first_block
+        for segment in part.segments:
+            yield block, segment
+            block += segment.num_blocks
 
 
 def title(plan: Plan) -> str:

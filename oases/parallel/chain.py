@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from oases.parallel.calls import Calls
 from oases.parallel.group import ProcessGroup
 from oases.parallel.mesh import Mesh
-from oases.parallel.parts import Part, parts_of
 from oases.parallel.reshard import reshard
 from oases.parallel.stack import OverlappedStack
-from oases.planner.plan import Plan
+from oases.planner.plan import Part, Plan
 
 BlockMaker = Callable[[int, ProcessGroup | None], nn.Module]
 """(number of the block in the model, tensor-parallel group) -> the block, cut over that group."""
@@ -32,7 +31,7 @@ class PlannedStack(nn.Module):
 
     def __init__(self, plan: Plan, blocks: BlockMaker, mesh: Mesh, **stack_options: Any) -> None:
         super().__init__()
-        self.chunks = tuple(part for part in parts_of(plan) if part.number % mesh.num_stages == mesh.stage)
+        self.chunks = tuple(part for part in plan.parts if part.number % mesh.num_stages == mesh.stage)
         """The parts of the model that are run here: one, or several where a pipeline interleaves them."""
         self.mesh = mesh
         self.blocks = nn.ModuleDict()

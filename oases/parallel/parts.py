@@ -8,59 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from oases.errors import UsageError
-from oases.planner.plan import Plan, Segment
+from oases.planner.plan import Plan
 from oases.schedule.pipeline import Pipeline, generate_pipeline, require_sizes
 
 _ANY_NUMBER = ("gpipe",)
 """Pipelines that are what they are with fewer micro-batches than stages, too."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Consecutive blocks of the model. number: counted over the model; first_block: the first one's number."""
-
-    number: int
-    first_block: int
-    segments: tuple[Segment, ...]
-
-    @property
-    def first_degree(self) -> int:
-        """Tensor-parallel degree of its first segment."""
-        return self.segments[0].tp
-
-    @property
-    def last_degree(self) -> int:
-        """Tensor-parallel degree of its last segment."""
-        return self.segments[-1].tp
-
-
 def pipeline_of(plan: Plan) -> Pipeline:
     """What the stages of a plan do in which order; it computes again early where any segment computes again."""
     again = any(segment.recomputed_layers for stage in plan.stages for segment in stage.segments)
     return generate_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches, again)
-
-
-def parts_of(plan: Plan) -> tuple[Part, ...]:
-    """The parts of the model in its order. UsageError where a stage's segments do not make its parts."""
-    stages, chunks = len(plan.stages), _chunks(plan)
-    parts: list[Part] = []
-    first = 0
-    for number in range(stages * chunks):
-        segments = plan.stages[number % stages].segments
-        if len(segments) % chunks or not segments:
-            raise UsageError(
-                f"plan: stage {number % stages} has {len(segments)} segments; {plan.pipeline} runs {chunks} parts of "
-                "the model on each stage, so give a multiple of that, the first part's first"
-            )
-        each = len(segments) // chunks
-        chunk = number // stages
-        part = Part(number, first, segments[chunk * each : (chunk + 1) * each])
-        parts.append(part)
-        first += sum(segment.num_blocks for segment in part.segments)
-    return tuple(parts)
 
 
 def degrees_of(plan: Plan, stage: int) -> set[int]:
@@ -89,7 +49,7 @@ def require_runnable(plan: Plan) -> None:
         require_nested(degrees_of(plan, number))
         for segment in stage.segments:
             segment.generated()
-    for before, after in itertools.pairwise(parts_of(plan)):
+    for before, after in itertools.pairwise(plan.parts):
         if stages > 1 and before.last_degree != after.first_degree:
             raise UsageError(
                 f"plan: part {before.number} of the pipeline ends with tp {before.last_degree} and part "
@@ -107,8 +67,3 @@ def require_nested(degrees: Iterable[int]) -> None:
                 f"plan: segments of tp {smaller} and tp {larger} do not nest, so no rank's samples could be handed "
                 "on whole; take degrees of which one divides the next, such as powers of two"
             )
-
-
-def _chunks(plan: Plan) -> int:
-    # With one stage there is nothing to interleave: its segments are one chain.
-    return 2 if plan.pipeline == "interleaved" and len(plan.stages) > 1 else 1

@@ -14,7 +14,7 @@ from oases.planner.predict import Predictor
 from oases.planner.refusal import NoPlanError, refusal
 from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch
-from oases.planner.space import Setting, Space, settings
+from oases.planner.space import ONLY_EARLIER, Setting, Space, settings
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
 
@@ -58,12 +58,18 @@ def rank_plans(
     searches.sort(key=SettingSearch.least_seconds)
     found: dict[Plan, Plan] = {}
     best = math.inf
+    nothing_again: set[Setting] = set()
     for done, search in enumerate(searches, start=1):
         if search.least_seconds() > PRUNED * best:
             break
-        for plan in search.candidates():
+        setting = search.setting
+        alike = setting.pipeline in ONLY_EARLIER and replace(setting, pipeline="one_f_one_b") in nothing_again
+        candidates = [] if alike else list(search.candidates())
+        for plan in candidates:
             found[replace(plan, prediction=None)] = plan
             best = min(best, seconds_of(plan))
+        if candidates and not any(s.recomputed_layers for p in candidates for t in p.stages for s in t.segments):
+            nothing_again.add(setting)
         if on_setting is not None:
             on_setting(done, len(searches))
     if not found:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from oases.planner.choose import seconds_of
 from oases.planner.plan import Plan, Stage
 from oases.planner.predict import Predictor
+from oases.planner.recomputation import num_layers, recomputing
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,10 @@ def _compute(plan: Plan) -> float:
 
 
 def rivals(plans: Sequence[Plan], predictor: Predictor, capacity: int) -> list[Rival]:
-    """The best plan of every other kind among `plans`, which are ranked: other degrees, micro-batches, no overlap.
+    """The best plan of every other kind among `plans`, which are ranked: other degrees, micro-batches, pipelines.
 
-    Beside them the chosen plan itself with synchronous tensor parallelism, and with nothing computed again.
+    Beside them the chosen plan itself with synchronous tensor parallelism, with nothing computed again, and with
+    everything.
     """
     chosen = plans[0]
     kinds: dict[str, Rival] = {}
@@ -57,6 +59,12 @@ def rivals(plans: Sequence[Plan], predictor: Predictor, capacity: int) -> list[R
     if any(segment.recomputed_layers for stage in chosen.stages for segment in stage.segments):
         kept = predictor.with_prediction(_changed(chosen, recomputed_layers=0))
         kinds["the same, nothing recomputed"] = Rival("the same, nothing recomputed", kept, _fits(kept, capacity))
+        full = chosen
+        for number, stage in enumerate(chosen.stages):
+            full = recomputing(full, number, num_layers(stage))
+        if full.stages != chosen.stages:
+            full = predictor.with_prediction(full)
+            kinds["the same, all recomputed"] = Rival("the same, all recomputed", full, _fits(full, capacity))
     return sorted(kinds.values(), key=lambda rival: seconds_of(rival.plan))
 
 
@@ -73,6 +81,8 @@ def _changed(plan: Plan, **fields: object) -> Plan:
 def _kind(plan: Plan, chosen: Plan) -> str:
     if len(plan.stages) != len(chosen.stages):
         return f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "no pipeline"
+    if plan.pipeline != chosen.pipeline:
+        return f"pipeline {plan.pipeline}"
     if plan.uniform_tp != chosen.uniform_tp:
         return f"tp {plan.uniform_tp} throughout" if plan.uniform_tp else "mixed degrees"
     if plan.micro_batches != chosen.micro_batches:

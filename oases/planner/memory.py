@@ -38,16 +38,15 @@ def in_flight_bytes(model: ModelShape, tp: int, samples: float, sub_batches: int
 
 
 def stage_parameters(plan: Plan, number: int) -> list[tuple[int, int]]:
-    """(parameters on one rank, replicas of them) of each part of a stage, embeddings included."""
-    stage, model = plan.stages[number], plan.model
-    block = sum(earlier.num_blocks for earlier in plan.stages[:number])
-    parts = []
-    for segment in stage.segments:
-        count = sum(
-            model.block_parameters(model.kind_of(b), segment.tp) for b in range(block, block + segment.num_blocks)
-        )
-        parts.append((count, plan.stage_ranks // segment.tp))
-        block += segment.num_blocks
+    """(parameters on one rank, replicas of them) of each segment of a stage, and of embeddings."""
+    model, parts = plan.model, []
+    for part in plan.parts_of(number):
+        block = part.first_block
+        for segment in part.segments:
+            numbers = range(block, block + segment.num_blocks)
+            count = sum(model.block_parameters(model.kind_of(b), segment.tp) for b in numbers)
+            parts.append((count, plan.stage_ranks // segment.tp))
+            block += segment.num_blocks
     if number in (0, len(plan.stages) - 1):
         tp = embedding_segment(plan).tp
         parts.append((model.embedding_parameters(tp), plan.stage_ranks // tp))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from oases.errors import UsageError
@@ -14,12 +14,31 @@ def neighbours(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
     """Each plan that can be, in a fixed order; some more than once."""
     for number, stage in enumerate(plan.stages):
         for segments in _changed(list(stage.segments), search):
-            stages = list(plan.stages)
-            stages[number] = Stage(tuple(segments))
-            try:
-                yield replace(plan, stages=tuple(stages), prediction=None)
-            except UsageError:  # more sub-batches than samples, or no block left: no plan
-                continue
+            yield from _possible(plan, {number: segments})
+        if number + 1 < len(plan.stages) and search.setting.chunks == 1:
+            for segments, others in _across(list(stage.segments), list(plan.stages[number + 1].segments)):
+                yield from _possible(plan, {number: segments, number + 1: others})
+
+
+def _possible(plan: Plan, changed: Mapping[int, Sequence[Segment]]) -> Iterator[Plan]:
+    """The plan with other segments on these stages, if that is one that can be executed."""
+    stages = list(plan.stages)
+    for number, segments in changed.items():
+        stages[number] = Stage(tuple(segments))
+    try:
+        found = replace(plan, stages=tuple(stages), prediction=None)
+    except UsageError:  # more sub-batches than samples, or no block left: no plan
+        return
+    if found.hands_on and not any(part.first_block % 2 for part in found.parts):
+        yield found
+
+
+def _across(one: list[Segment], other: list[Segment]) -> Iterator[tuple[list[Segment], list[Segment]]]:
+    """A layer handed from a stage to the next, or back."""
+    for step in (-2, 2):
+        last, first = _moved([one[-1], other[0]], 0, step)
+        if last is not one[-1]:
+            yield [*one[:-1], last], [first, *other[1:]]
 
 
 def _changed(segments: list[Segment], search: SettingSearch) -> Iterator[list[Segment]]:

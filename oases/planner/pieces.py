@@ -1,77 +1,80 @@
 """A stage's passes as pieces of known length, and the pipeline that they make: step, waiting and memory by stage.
 
-A pass that repeats is simulated once. Passes of a stage do not overlap, so nothing is lost: the last backward pass,
-with the sums of gradients under it and the optimizer behind it, is a piece of its own.
+A pass that repeats is simulated once. Passes of a stage do not overlap, so nothing is lost: the last one, with the
+sums of gradients under it and the optimizer behind it, is a piece of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from oases.schedule.pipeline import in_flight, turns
+from oases.schedule.pipeline import early, passes
 from oases.simulator.engine import run
 from oases.simulator.program import Compute, Contention, Instruction, Program, Start, Wait
+from oases.simulator.timeline import Timeline
 
-_SENT = "sent"
+SENT = "sent"
+"""Marks in the last pass where its gradient leaves."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A pass. exposed: seconds of it in which compute waits. Bytes: kept after it, and at its peak."""
+    """A pass. exposed: seconds of it in which compute waits. Bytes: it adds at its peak, and leaves behind."""
 
-    seconds: float
-    exposed: float
-    kept: int
-    peak: int
+    seconds: float = 0.0
+    exposed: float = 0.0
+    kept: int = 0
+    peak: int = 0
+    until_sent: float = 0.0
 
     @staticmethod
-    def of(contention: Mapping[str, Contention], *passes: Sequence[Instruction]) -> Piece:
-        """Simulate passes one after the other, alone."""
-        timeline = run(Program("", (tuple(op for some in passes for op in some),), contention))
-        last = timeline.held[-1].num_bytes
-        return Piece(timeline.total_seconds, timeline.exposed(0), last, timeline.peak_bytes(0))
+    def of(
+        contention: Mapping[str, Contention], ops: Sequence[Instruction], before: Sequence[Instruction] = ()
+    ) -> Piece:
+        """Simulate a pass behind those of the same micro-batch `before` it, alone."""
 
-    def after(self, forward: Piece) -> Piece:
-        """The backward pass alone, if this is `forward` and it. It keeps nothing; `kept` is what it adds at most."""
+        def simulated(instructions: Sequence[Instruction]) -> Timeline:
+            return run(Program("", (tuple(instructions),), contention))
+
+        ahead, whole = simulated(before), simulated((*before, *ops))
+        held = [held.num_bytes for held in whole.held[len(ahead.held) - 1 :]]  # from where the pass begins
+        sent = next((span.start for span in whole.spans if span.name == SENT), whole.total_seconds)
         return Piece(
-            self.seconds - forward.seconds, self.exposed - forward.exposed, self.peak - forward.kept, self.peak
-        )
+            whole.total_seconds - ahead.total_seconds, whole.exposed(0) - ahead.exposed(0), held[-1] - held[0],
+            max(held) - held[0], sent - ahead.total_seconds,
+        )  # fmt: skip
 
-    def instructions(self, name: str, allocates: int, frees: int) -> list[Instruction]:
+    def instructions(self, name: str) -> list[Instruction]:
         """The same time, the same wait and the same bytes again."""
+        if self == Piece():
+            return []
         waits: list[Instruction] = [Start(name, "exposed", self.exposed), Wait(name)] if self.exposed > 0 else []
-        return [Compute(name, self.seconds - max(0.0, self.exposed), allocates, frees), *waits]
+        return [Compute(name, self.seconds - max(0.0, self.exposed), self.peak, self.peak - self.kept), *waits]
 
 
 @dataclass(frozen=True)
-class StagePieces:
-    """A stage. last: the last backward pass, up to the optimizer's end; its gradient leaves after `until_sent`
-    seconds. held: bytes before the first pass. message_seconds: of an activation on its way to the next stage.
+class PartPieces:
+    """A part's passes. recompute: ahead of time; backward_after: what is left to the backward pass then.
+
+    message_seconds: of an activation, or a gradient, on its way to a neighbour.
     """
 
     forward: Piece
     backward: Piece
-    last: Piece
-    until_sent: float
-    message_seconds: float
-    held: int
+    recompute: Piece = field(default_factory=Piece)
+    backward_after: Piece = field(default_factory=Piece)
+    weights: Piece = field(default_factory=Piece)
+    message_seconds: float = 0.0
 
-    @staticmethod
-    def of(
-        contention: Mapping[str, Contention], forward: Sequence[Instruction], backward: Sequence[Instruction],
-        last: Sequence[Instruction], finish: Sequence[Instruction], message_seconds: float, held: int,
-    ) -> StagePieces:  # fmt: skip
-        """From the instructions of the passes; finish: what follows the last one."""
-        first = Piece.of(contention, forward)
-        ops = (*forward, *last, Compute(_SENT, 0.0), *finish)
-        timeline = run(Program("", (ops,), contention))
-        sent = next(span.start for span in timeline.spans if span.name == _SENT)
-        total = Piece(timeline.total_seconds, timeline.exposed(0), 0, timeline.peak_bytes(0))
-        return StagePieces(
-            first, Piece.of(contention, forward, backward).after(first), total.after(first), sent - first.seconds,
-            message_seconds, held,
-        )  # fmt: skip
+
+@dataclass(frozen=True)
+class StagePieces:
+    """A stage. last: its last pass, up to the optimizer's end. held: bytes before the first one."""
+
+    parts: tuple[PartPieces, ...]
+    last: Piece
+    held: int
 
 
 @dataclass(frozen=True)
@@ -87,67 +90,78 @@ class Course:
 def course(name: str, num_micro_batches: int, stages: Sequence[StagePieces]) -> Course:
     """The course of the pipeline `name` over these stages, two micro-batches or more. Raises ScheduleError."""
     count, many = len(stages), num_micro_batches
+    parts = count * len(stages[0].parts)
+    # When each micro-batch's activation, and its gradient, arrives at each part; below 0: it has not been sent.
+    activations = [[0.0 if part == 0 else -1.0] * many for part in range(parts)]
+    gradients = [[0.0 if part == parts - 1 else -1.0] * many for part in range(parts)]
     clocks = [_Clock(name, count, many, number, stage) for number, stage in enumerate(stages)]
-    # When each micro-batch's activation, and its gradient, arrives at each stage; below 0: it has not been sent.
-    forward = [[0.0 if number == 0 else -1.0] * many for number in range(count)]
-    backward = [[0.0 if number == count - 1 else -1.0] * many for number in range(count)]
-    running = list(range(count))
+    running = clocks
     while running:
-        for number in running:
-            clocks[number].run(
-                forward[number], backward[number], forward[number + 1] if number + 1 < count else None,
-                backward[number - 1] if number else None,
-            )  # fmt: skip
-        running = [number for number in running if not clocks[number].done]
+        for clock in running:
+            clock.run(activations, gradients)
+        running = [clock for clock in running if not clock.done]
     total = max(clock.now for clock in clocks)
-    exposed = (many * s.forward.exposed + (many - 1) * s.backward.exposed + s.last.exposed for s in stages)
-    peaks = (
-        stage.held + (in_flight(name, count, many, number) - 1) * stage.forward.kept + stage.backward.peak
-        for number, stage in enumerate(stages)
-    )
-    return Course(total, tuple(exposed), tuple(clock.waited + total - clock.now for clock in clocks), tuple(peaks))
+    return Course(
+        total, tuple(clock.exposed for clock in clocks), tuple(clock.waited + total - clock.now for clock in clocks),
+        tuple(clock.peak for clock in clocks),
+    )  # fmt: skip
+
+
+def peak_bytes(name: str, num_micro_batches: int, count: int, number: int, stage: StagePieces) -> int:
+    """Most bytes that stage `number` of `count` holds, whatever the others do."""
+    clock = _Clock(name, count, num_micro_batches, number, stage)
+    nothing_to_wait_for = [[0.0] * num_micro_batches for _ in range(count * len(stage.parts))]
+    clock.run(nothing_to_wait_for, [list(times) for times in nothing_to_wait_for])
+    return clock.peak
 
 
 class _Clock:
     """A stage on its way through its passes."""
 
     def __init__(self, name: str, count: int, num_micro_batches: int, number: int, stage: StagePieces) -> None:
-        self._turns = turns(name, count, num_micro_batches, number)
-        self._left = 2 * num_micro_batches
-        self._next = next(self._turns)
-        self._stage = stage
+        self._passes = passes(name, count, num_micro_batches, number)
+        self._next = next(self._passes, None)
+        self._early = early(name, count, num_micro_batches, number)
+        self._pieces = {count * chunk + number: pieces for chunk, pieces in enumerate(stage.parts)}
+        self._last = stage.last
         self._sent_forward = self._sent_backward = 0.0  # when each outgoing link has sent all it was given
+        self._held = self.peak = stage.held
         self.now = 0.0
         self.waited = 0.0
+        self.exposed = 0.0
 
     @property
     def done(self) -> bool:
-        return self._left == 0
+        return self._next is None
 
-    def run(
-        self, activations: list[float], gradients: list[float], onward: list[float] | None, back: list[float] | None
-    ) -> None:
-        """Go on until the end or something that has not been sent; note in `onward` and `back` what arrives there."""
-        stage = self._stage
-        while self._left:
-            kind, m = self._next
-            arrival = (activations if kind == "F" else gradients)[m]
+    def run(self, activations: list[list[float]], gradients: list[list[float]]) -> None:
+        """Go on until the end or something that has not been sent; note what arrives at the parts around."""
+        while self._next is not None:
+            kind, part, m = self._next
+            pieces = self._pieces[part]
+            if kind == "F":
+                piece, arrival = pieces.forward, activations[part][m]
+            elif kind == "B":
+                piece = pieces.backward_after if (part, m) in self._early else pieces.backward
+                arrival = gradients[part][m]
+            else:
+                piece, arrival = pieces.recompute if kind == "R" else pieces.weights, 0.0
             if arrival < 0:
                 return
             if arrival > self.now:
                 self.waited += arrival - self.now
                 self.now = arrival
-            self._left -= 1
-            if kind == "F":
-                self.now += stage.forward.seconds
-                if onward is not None:
-                    self._sent_forward = max(self.now, self._sent_forward) + stage.message_seconds
-                    onward[m] = self._sent_forward
-            else:
-                sent = self.now + (stage.backward.seconds if self._left else stage.until_sent)
-                self.now += stage.backward.seconds if self._left else stage.last.seconds
-                if back is not None:
-                    self._sent_backward = max(sent, self._sent_backward) + stage.message_seconds
-                    back[m] = self._sent_backward
-            if self._left:
-                self._next = next(self._turns)
+            self._next = next(self._passes, None)
+            if self._next is None:
+                piece = self._last
+            self.peak = max(self.peak, self._held + piece.peak)
+            self._held += piece.kept
+            self.exposed += piece.exposed
+            sent = self.now + piece.until_sent
+            self.now += piece.seconds
+            if kind == "F" and part + 1 < len(activations):
+                self._sent_forward = max(sent, self._sent_forward) + pieces.message_seconds
+                activations[part + 1][m] = self._sent_forward
+            elif kind == "B" and part:
+                self._sent_backward = max(sent, self._sent_backward) + pieces.message_seconds
+                gradients[part - 1][m] = self._sent_backward

@@ -2,6 +2,9 @@
 
 Ranks are numbered along tensor parallelism first, then data parallelism, then pipeline stages. In a stage of R ranks
 a segment of degree t runs R / t replicas, each on its share of the samples.
+
+With the pipeline `interleaved` a stage has two parts, stage s of p the parts s and s + p of the model, and its
+segments are those of the one and then, as many, those of the other. With any other pipeline a stage is a part.
 """
 
 from __future__ import annotations
@@ -10,18 +13,19 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
-from oases.schedule import GENERATORS, Schedule, generate
-from oases.schedule.pipeline import PIPELINES
+from oases.schedule import GENERATORS, PIPELINES, Schedule, ScheduleError, generate
+from oases.schedule.pipeline import chunks_of, require_sizes
 from oases.simulator.model import LARGEST, ModelShape
 
 VERSION = 1
 FORMAT = "oases plan"
-PLANNED = ("gpipe", "one_f_one_b")
+PLANNED = tuple(PIPELINES)
 """Pipelines whose time and memory the planner predicts."""
 
 BUCKET_BYTES = 16 * 2**20
@@ -63,6 +67,29 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Consecutive blocks that a stage runs in one pass. number: over the model; first_block: the first one's number.
+
+    first_segment: where its segments begin among those of its stage.
+    """
+
+    number: int
+    first_block: int
+    segments: tuple[Segment, ...]
+    first_segment: int = 0
+
+    @property
+    def first_degree(self) -> int:
+        """Tensor-parallel degree of its first segment."""
+        return self.segments[0].tp
+
+    @property
+    def last_degree(self) -> int:
+        """Tensor-parallel degree of its last segment."""
+        return self.segments[-1].tp
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What the simulator says of a plan. memory_bytes: at the peak, by stage."""
 
@@ -98,16 +125,37 @@ class Plan:
                 raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
         if not self.stages:
             raise UsageError("plan: it has no stage; give at least 1")
-        if self.pipeline not in PIPELINES:
-            raise UsageError(f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PIPELINES)}")
+        if self.pipeline not in PLANNED:
+            raise UsageError(f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PLANNED)}")
         blocks = sum(stage.num_blocks for stage in self.stages)
         if blocks != self.model.num_blocks:
             raise UsageError(f"plan: its stages hold {blocks} blocks, the model has {self.model.num_blocks}")
         if self.world < 1 or self.world % len(self.stages):
             raise UsageError(f"plan: {len(self.stages)} stages do not divide {self.world} ranks")
         for number, stage in enumerate(self.stages):
-            for segment in stage.segments:
-                self._check(segment, f"plan: stage {number}")
+            self._check_stage(stage, f"plan: stage {number}")
+        if chunks_of(self.pipeline) > 1:
+            self._check_parts(chunks_of(self.pipeline))
+
+    def _check_stage(self, stage: Stage, where: str) -> None:
+        if not stage.segments:
+            raise UsageError(f"{where} has no blocks; give each stage some, or fewer stages")
+        for segment in stage.segments:
+            self._check(segment, where)
+
+    def _check_parts(self, chunks: int) -> None:
+        if len(self.stages) == 1:
+            raise UsageError(f"plan: {self.pipeline} needs at least 2 stages, got 1; take one_f_one_b")
+        try:
+            require_sizes(self.pipeline, len(self.stages), self.micro_batches, chunks)
+        except ScheduleError as error:
+            raise UsageError(f"plan: {error}") from error
+        for number, stage in enumerate(self.stages):
+            if len(stage.segments) % chunks:
+                raise UsageError(
+                    f"plan: stage {number} has {len(stage.segments)} segments; {self.pipeline} runs {chunks} parts "
+                    "of the model on each stage, so give a multiple of that, the first part's first"
+                )
 
     def _check(self, segment: Segment, where: str) -> None:
         if segment.num_blocks < 1 or segment.tp < 1 or self.stage_ranks % segment.tp:
@@ -145,6 +193,29 @@ class Plan:
         """Samples of one micro-batch on one replica of a segment of degree `tp`."""
         return self.global_batch * tp / (self.stage_ranks * self.micro_batches)
 
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the model in its order; stage s of p runs the parts s, s + p, ..."""
+        count, chunks = len(self.stages), chunks_of(self.pipeline)
+        found: list[Part] = []
+        block = 0
+        for number in range(count * chunks):
+            segments = self.stages[number % count].segments
+            each = len(segments) // chunks
+            first = number // count * each
+            found.append(Part(number, block, segments[first : first + each], first))
+            block += sum(segment.num_blocks for segment in found[-1].segments)
+        return tuple(found)
+
+    def parts_of(self, stage: int) -> tuple[Part, ...]:
+        """The parts that a stage runs."""
+        return self.parts[stage :: len(self.stages)]
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether neighbouring parts have one degree where they meet, so that samples go from rank to rank."""
+        return all(one.last_degree == other.first_degree for one, other in pairwise(self.parts))
+
     @property
     def uniform_tp(self) -> int | None:
         """The tensor-parallel degree, if all blocks have the same."""
@@ -172,7 +243,8 @@ class Plan:
             names.append(f"{numbers}: {text}" if len(self.stages) > 1 else text)
             first += many
         counts = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
-        return "; ".join([*names, counts, *(["sharded optimizer"] if self.zero else [])])
+        how = [self.pipeline] if len(self.stages) > 1 else []
+        return "; ".join([*names, counts, *how, *(["sharded optimizer"] if self.zero else [])])
 
     def to_json(self) -> str:
         """The plan as JSON that `from_json` reads back."""

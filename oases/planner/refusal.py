@@ -52,8 +52,11 @@ def refusal(runs: Runs, world: int, global_batch: int, capacity: int) -> str:
 
 
 def _least_bytes(runs: Runs, world: int, global_batch: int, capacity: int) -> float:
+    space = runs.space
+    if "one_f_one_b" in space.pipelines:  # none holds less
+        space = replace(space, pipelines=("one_f_one_b",))
     try:
-        options = list(settings(runs.model, runs.hardware, world, global_batch, runs.space))
+        options = list(settings(runs.model, runs.hardware, world, global_batch, space))
     except UsageError:
         return math.inf
     predictor = Predictor(runs.hardware)

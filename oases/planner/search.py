@@ -7,20 +7,22 @@ The plans that come out, and the uniform ones, are then simulated whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from itertools import groupby
 
 import numpy as np
 
+from oases.planner.balance import StageLoad, balanced
 from oases.planner.chain import Chain
+from oases.planner.ends import ends_seconds
 from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes, state_bytes
 from oases.planner.plan import Plan, Segment, Stage
 from oases.planner.predict import Predictor
 from oases.planner.programme import InfeasibleError, Solution, solve
 from oases.planner.runs import Run, Runs
 from oases.planner.space import Setting
-from oases.simulator.model import KINDS, BlockKind, ModelShape
+from oases.simulator.model import KINDS, BlockKind
 
 State = tuple[int, bool]
 """(degree, whether the block is computed again)."""
@@ -39,6 +41,7 @@ class SettingSearch:
         self.predictor = predictor
         self.degrees = setting.degrees(runs.model, runs.hardware, runs.space)
         self._nodes: dict[tuple[BlockKind, State, float], float] = {}
+        self._sizes: dict[tuple[tuple[int, ...], tuple[float, ...] | None], list[int]] = {}
 
     @cached_property
     def states(self) -> tuple[State, ...]:
@@ -59,21 +62,30 @@ class SettingSearch:
     def least_seconds(self) -> float:
         """Less than any plan of this setting takes: every layer in its fastest state, stages as even as can be."""
         layer = min(self.run_of((tp, False)).layer_seconds for tp in self.degrees)
-        turns = self.setting.micro_batches + self.setting.stages - 1
-        return turns * self.model.layers * layer / self.setting.stages
+        setting = self.setting
+        # Passes W may fill all of the bubble that others leave.
+        fill = 0.0 if setting.pipeline == "zb_h1" else (setting.stages - 1) / setting.chunks
+        return (setting.micro_batches + fill) * self.model.layers * layer / setting.stages
 
     def solve(
-        self, blocks: range, in_flight: int, states: tuple[State, ...], capacity: float, gradients: float
-    ) -> Solution:
-        """The best states of these blocks. gradients: share of the gradients' sums that is taken for exposed."""
-        count = len(blocks)
+        self, stage: int, count: int, states: tuple[State, ...], capacity: float, gradients: float,
+        border: int | None = None,
+    ) -> Solution:  # fmt: skip
+        """The best states of a stage's `count` blocks.
+
+        gradients: share of the gradients' sums that is taken for exposed. border: the first block's degree, where
+        the stage before hands its samples on.
+        """
+        kinds = [self.model.kind_of(b) for b in range(count)]  # stages begin with whole layers
         by_kind = {kind: np.array([self._node_seconds(kind, state, gradients) for state in states]) for kind in KINDS}
-        costs = [by_kind[self.model.kind_of(b)] for b in blocks]
+        costs = [by_kind[kind] for kind in kinds]
         besides = np.array([self.setting.micro_batches * self.run_of(state).besides_seconds / 2 for state in states])
         costs[0], costs[-1] = costs[0] + besides, costs[-1] + besides
-        heavy = {kind: np.array([float(self._weight(kind, state, in_flight)) for state in states]) for kind in KINDS}
-        weights = [heavy[self.model.kind_of(b)] for b in blocks]
-        weights[0] = weights[0] + np.array([float(self._once(state, blocks)) for state in states])
+        if border is not None:
+            costs[0] = np.where([tp == border for tp, _ in states], costs[0], np.inf)
+        heavy = {kind: np.array([self._weight(kind, state, stage) for state in states]) for kind in KINDS}
+        weights = [heavy[kind] for kind in kinds]
+        weights[0] = weights[0] + np.array([float(self._once(state, stage)) for state in states])
         edges = np.array([[self._edge_seconds(one, other) for other in states] for one in states])
         return solve(
             Chain((states,) * count, tuple(costs), tuple(weights), (edges,) * (count - 1), capacity), gap=1e-4
@@ -110,31 +122,68 @@ class SettingSearch:
         ends = (self.run_of(one).besides_seconds + self.run_of(other).besides_seconds) / 2
         return self.setting.micro_batches * (seconds + ends)
 
-    def _weight(self, kind: BlockKind, state: State, in_flight: int) -> int:
+    def _weight(self, kind: BlockKind, state: State, stage: int) -> float:
+        """Of parameters and activations. What is recomputed ahead of time is whole for one micro-batch."""
         tp, again = state
-        parameters = self.model.block_parameters(kind, tp)
+        parameters, samples = self.model.block_parameters(kind, tp), self.setting.samples(tp)
         replicas = self.setting.stage_ranks // tp
-        kept = kept_bytes(self.model, kind, tp, self.setting.samples(tp), recomputed=again)
-        return state_bytes(self.model, parameters, replicas, zero=self.setting.zero) + in_flight * kept
+        kept = kept_bytes(self.model, kind, tp, samples, recomputed=again)
+        whole = kept_bytes(self.model, kind, tp, samples, recomputed=False)
+        # A micro-batch in flight on a part is in flight on its share of the stage's blocks.
+        held = self.setting.in_flight(stage) / self.setting.chunks * kept
+        held += (whole - kept) * self.setting.recomputes_early(stage)
+        return state_bytes(self.model, parameters, replicas, zero=self.setting.zero) + held
 
-    def _once(self, state: State, blocks: range) -> int:
+    def _once(self, state: State, stage: int) -> int:
         """Held besides what each block holds: embedding and head, what is on the wire, a block computed again."""
         tp, _ = state
         samples = self.setting.samples(tp)
         in_flight = in_flight_bytes(self.model, tp, samples, self.run_of(state).sub_batches)
-        held = in_flight
-        if blocks.start == 0 or blocks.stop == self.model.num_blocks:
+        held, last = in_flight, self.setting.stages - 1
+        if stage in (0, last):
             parameters, replicas = self.model.embedding_parameters(tp), self.setting.stage_ranks // tp
             held += state_bytes(self.model, parameters, replicas, zero=self.setting.zero)
-        if blocks.stop == self.model.num_blocks:
+        if stage == last:
             # The head's logits are gone before a block is computed again.
             held += max(0, head_bytes(self.model, tp, samples) - in_flight)
         return held
 
+    def stage_blocks(self, degrees: Sequence[int], shares: Sequence[float] | None = None) -> list[int]:
+        """Blocks of each stage: whole layers, cut by the time that they take at the best of these degrees.
+
+        shares: of each stage's layers that are computed again; None computes again what does not fit.
+        """
+        known = tuple(degrees), None if shares is None else tuple(shares)
+        if known not in self._sizes:
+            loads = [partial(_least, self._loads(stage, degrees, shares)) for stage in range(self.setting.stages)]
+            layers = balanced(self.model.layers, loads, self.setting.chunks)
+            self._sizes[known] = [2 * count for count in layers]
+        return self._sizes[known]
+
+    def _loads(self, stage: int, degrees: Sequence[int], shares: Sequence[float] | None) -> list[StageLoad]:
+        found = []
+        for tp in degrees:
+            ends = ends_seconds(self.hardware, self.model, tp, self.setting.samples(tp))
+            besides = ends[0] * (stage == 0) + ends[1] * (stage == self.setting.stages - 1)
+            keeping, again = (self.run_of((tp, each)).layer_seconds for each in (False, True))
+            if shares is not None:
+                seconds = keeping + shares[stage] * (again - keeping)
+                found.append(StageLoad(seconds, seconds, besides))
+                continue
+            kept, remade = (sum(self._weight(kind, (tp, each), stage) for kind in KINDS) for each in (False, True))
+            if not self.space.recompute:
+                again, remade = keeping, kept
+            once = self._once((tp, False), stage)
+            found.append(StageLoad(keeping, max(keeping, again), besides, kept, remade, once, self.capacity))
+        return found
+
     def plan_of(self, states: tuple[tuple[State, ...], ...]) -> Plan:
         """The plan in which each block of each stage is in the state given."""
-        stages = tuple(Stage(tuple(self._segments(of_stage))) for of_stage in states)
         setting = self.setting
+        stages = tuple(
+            Stage(tuple(segment for part in _parts(of_stage, setting.chunks) for segment in self._segments(part)))
+            for of_stage in states
+        )
         return Plan(
             self.model, setting.world, self.hardware.ranks_per_node, setting.global_batch, setting.micro_batches,
             stages, setting.zero and any(tp < setting.stage_ranks for of_stage in states for tp, _ in of_stage),
@@ -149,74 +198,114 @@ class SettingSearch:
 
     def candidates(self) -> Iterator[Plan]:
         """Plans that fit, by programmes over all states and over those of each degree alone."""
-        choices = [self.states, *([s for s in self.states if s[0] == tp] for tp in self.degrees)]
-        for states in map(tuple, choices):
+        for states in self._choices():
             for gradients in (0.0, 1.0) if len(self.degrees) > 1 and len(states) > 2 else (0.5,):
                 found = self._fitting(states, gradients)
                 if found is not None:
                     yield found
 
+    def _choices(self) -> Iterator[tuple[State, ...]]:
+        if self.setting.chunks == 1:  # parts of one stage have as many segments: one degree sees to it
+            yield self.states
+        yield from (tuple(state for state in self.states if state[0] == tp) for tp in self.degrees)
+
     def smallest_bytes(self) -> float:
         """The least that any choice of states holds, on the stage that holds most."""
-        most, first = 0.0, 0
-        for number, count in enumerate(stage_sizes(self.model, self.setting.stages)):
+        return self._smallest_of(self._lightest_choice)
+
+    @cached_property
+    def _lightest_choice(self) -> tuple[State, ...]:
+        choices = list(self._choices())
+        return choices[0] if self.setting.chunks == 1 else min(choices, key=self._smallest_of)
+
+    def _smallest_of(self, states: tuple[State, ...]) -> float:
+        most = 0.0
+        for stage, count in enumerate(self._blocks(states)):
             try:
-                self.solve(range(first, first + count), self.setting.in_flight(number), self.states, 0.0, 0.0)
+                self.solve(stage, count, states, 0.0, 0.0)
             except InfeasibleError as error:
                 most = max(most, error.smallest_weight)
-            first += count
         return most
 
     def peak_of_lightest(self) -> float:
         """The simulated peak of the choice that holds the least; infinite where there is none."""
+        states = self._lightest_choice
         try:
-            plan = self._plan_with(self.states, 0.0, self.smallest_bytes())
-        except InfeasibleError:
+            plan = self._plan_with(states, 0.0, [self._smallest_of(states)] * self.setting.stages)
+        except _StageInfeasibleError:
             return np.inf
         assert plan.prediction is not None
         return max(plan.prediction.memory_bytes)
 
     def _fitting(self, states: tuple[State, ...], gradients: float) -> Plan | None:
         """A plan whose simulated peak is within the capacity; what the closed form leaves out is taken off first."""
-        capacity = float(self.capacity)
-        for _ in range(4):
+        stages = self.setting.stages
+        capacities = [float(self.capacity)] * stages
+        corrections = 4
+        while corrections:
             try:
-                plan = self._plan_with(states, gradients, capacity)
-            except InfeasibleError as error:
-                if error.smallest_weight > self.capacity or capacity == error.smallest_weight:
+                plan = self._plan_with(states, gradients, capacities)
+            except _StageInfeasibleError as error:
+                if error.smallest > self.capacity or capacities[error.stage] == error.smallest:
                     return None
-                capacity = error.smallest_weight  # too much was taken off: the lightest choice is left to try
+                capacities[error.stage] = error.smallest  # too much was taken off: the lightest choice is left
+                corrections -= stages == 1
                 continue
+            corrections -= 1
             assert plan.prediction is not None
-            over = max(plan.prediction.memory_bytes) - self.capacity
-            if over <= 0:
+            over = [held - self.capacity for held in plan.prediction.memory_bytes]
+            if max(over) <= 0:
                 return plan
-            capacity -= 1.02 * over
+            capacities = [old - 1.02 * max(0, more) for old, more in zip(capacities, over, strict=True)]
         return None
 
-    def _plan_with(self, states: tuple[State, ...], gradients: float, capacity: float) -> Plan:
+    def _blocks(self, states: tuple[State, ...]) -> list[int]:
+        return self.stage_blocks(sorted({tp for tp, _ in states}))
+
+    def _plan_with(self, states: tuple[State, ...], gradients: float, capacities: Sequence[float]) -> Plan:
+        """capacities: of each stage. Raises _StageInfeasibleError."""
         chosen: list[tuple[State, ...]] = []
-        solved: dict[tuple[int, int, bool], tuple[State, ...]] = {}
-        unbound: dict[int, tuple[State, ...]] = {}  # of the stages between the ends; later ones hold less
-        first = 0
-        for number, count in enumerate(stage_sizes(self.model, self.setting.stages)):
-            blocks = range(first, first + count)
-            ends = number in (0, self.setting.stages - 1)
-            key = (count, self.setting.in_flight(number), ends)
-            if key not in solved and not ends and count in unbound:
-                solved[key] = unbound[count]
-            if key not in solved:
-                found = self.solve(blocks, key[1], states, capacity, gradients)
-                solved[key] = tuple(states[place] for place in found.places)
+        # Of the stages between the ends, those after the one that nothing bound hold no more than it does.
+        unbound: dict[tuple[int, int | None, bool], tuple[State, ...]] = {}
+        border: int | None = None
+        for stage, count in enumerate(self._blocks(states)):
+            ends = stage in (0, self.setting.stages - 1)
+            key = count, border, self.setting.recomputes_early(stage)
+            if not ends and key in unbound:
+                chosen.append(unbound[key])
+            else:
+                try:
+                    found = self.solve(stage, count, states, capacities[stage], gradients, border)
+                except InfeasibleError as error:
+                    raise _StageInfeasibleError(stage, error.smallest_weight) from error
+                chosen.append(tuple(states[place] for place in found.places))
                 if not found.binds and not ends:
-                    unbound[count] = solved[key]
-            chosen.append(solved[key])
-            first += count
+                    unbound[key] = chosen[-1]
+            border = chosen[-1][-1][0]
         return self.predictor.with_prediction(self.plan_of(tuple(chosen)))
 
 
-def stage_sizes(model: ModelShape, stages: int) -> list[int]:
-    """Blocks of each stage: whole layers, as even as they come, the longer ones in the middle."""
-    least, more = divmod(model.layers, stages)
-    order = sorted(range(stages), key=lambda stage: abs(stage - (stages - 1) / 2))
-    return [2 * (least + (order.index(stage) < more)) for stage in range(stages)]
+def _least(loads: Sequence[StageLoad], layers: int) -> float:
+    return min(load.seconds(layers) for load in loads)
+
+
+class _StageInfeasibleError(Exception):
+    """A stage for which no choice of states fits. smallest: bytes of the lightest."""
+
+    def __init__(self, stage: int, smallest: float) -> None:
+        super().__init__(stage, smallest)
+        self.stage = stage
+        self.smallest = smallest
+
+
+def _parts(states: tuple[State, ...], chunks: int) -> Iterator[tuple[State, ...]]:
+    first = 0
+    for count in part_blocks(len(states), chunks):
+        yield states[first : first + count]
+        first += count
+
+
+def part_blocks(blocks: int, chunks: int) -> list[int]:
+    """A stage's blocks cut into its parts: whole layers, the first ones longer where they do not divide."""
+    layers = blocks // 2
+    return [2 * (layers // chunks + (chunk < layers % chunks)) for chunk in range(chunks)]

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from math import isqrt
 
 from oases.errors import UsageError
-from oases.schedule.pipeline import in_flight
+from oases.schedule import PIPELINES
+from oases.schedule.pipeline import chunks_of, early, in_flight
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
 
 RUNNABLE_STAGES = 1
 """Pipeline stages that the runtime executes. Longer pipelines can be simulated; a search leaves them out."""
+
+RUNNABLE_PIPELINES = tuple(name for name in PIPELINES if name != "zb_h1")
+"""Those that the runtime executes: a stack hands weight gradients out in its backward pass, so none with passes W."""
+
+BEST_PIPELINES = ("one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved")
+"""Runnable ones that can win: gpipe and pre_recompute hold as much as one of these and take as long or longer."""
+ONLY_EARLIER = ("pre_recompute", "last_no_recompute")
+"""Those that are 1F1B where nothing is computed again."""
 
 MOST_MICRO_BATCHES = 4096
 """Of one optimizer step, unless more are asked for."""
@@ -32,7 +41,10 @@ def require_runnable(model: ModelShape) -> None:
 
 @dataclass(frozen=True)
 class Space:
-    """Degrees, micro-batches: empty means every one that fits. recompute: whether layers may be computed again."""
+    """Degrees, micro-batches: empty means every one that fits. recompute: whether layers may be computed again.
+
+    pipelines: schedules of several stages, up to `max_stages`.
+    """
 
     degrees: tuple[int, ...] = ()
     schedules: tuple[str, ...] = ("oases", "cross_pass", "fine_grained")
@@ -41,8 +53,16 @@ class Space:
     zero: tuple[bool, ...] = (False, True)
     recompute: bool = True
     max_stages: int = RUNNABLE_STAGES
+    pipelines: tuple[str, ...] = BEST_PIPELINES
 
     def __post_init__(self) -> None:
+        unknown = [name for name in self.pipelines if name not in PIPELINES]
+        if unknown or not self.pipelines:
+            raise UsageError(
+                f"pipelines: unknown {', '.join(map(repr, unknown))}; known are {', '.join(PIPELINES)}"
+                if unknown
+                else f"pipelines: there must be one to choose from; known are {', '.join(PIPELINES)}"
+            )
         for name in ("degrees", "sub_batches", "micro_batches"):
             for value in getattr(self, name):
                 if not isinstance(value, int) or value < 1:
@@ -53,6 +73,16 @@ class Space:
                     f"degrees {smaller} and {larger} do not nest, so samples could not be handed on whole between "
                     "their blocks; give degrees of which one divides the next, such as 1,2,4"
                 )
+
+
+def require_runnable_pipelines(space: Space) -> None:
+    """Raise UsageError where a plan might be chosen that cannot be executed."""
+    for name in space.pipelines:
+        if name not in RUNNABLE_PIPELINES:
+            raise UsageError(
+                f"pipelines: a plan with {name} cannot be executed yet, only with {', '.join(RUNNABLE_PIPELINES)}; "
+                "oases simulate predicts it"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,8 +119,18 @@ class Setting:
         ]
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches that a stage holds at once."""
+        """Micro-batches that a stage holds at once, of any of its parts."""
         return in_flight(self.pipeline, self.stages, self.micro_batches, stage)
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model that a stage has."""
+        return chunks_of(self.pipeline)
+
+    def recomputes_early(self, stage: int) -> bool:
+        """Whether a stage ever holds a whole micro-batch that it recomputed ahead of its backward pass."""
+        # The number of micro-batches makes no difference where there are twice as many as stages.
+        return bool(early(self.pipeline, self.stages, min(self.micro_batches, 2 * self.stages), stage))
 
 
 def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: int, space: Space) -> Iterator[Setting]:
@@ -101,8 +141,8 @@ def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: in
         for micro in space.micro_batches or _micro_batches(global_batch):
             if stages > 1 and micro < stages:
                 continue
-            for zero in space.zero:
-                setting = Setting(world, global_batch, stages, micro, zero)
+            for pipeline, zero in product(_pipelines(model, stages, micro, space), space.zero):
+                setting = Setting(world, global_batch, stages, micro, zero, pipeline)
                 degrees = setting.degrees(model, hardware, space)
                 if degrees and (not zero or min(degrees) < setting.stage_ranks):
                     found = True
@@ -119,6 +159,22 @@ def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: in
             f"that the model allows are {', '.join(map(str, known))}, and each replica needs a whole number of "
             f"samples{asked}; profile {hardware.name!r} holds {hardware.measured_shapes() or 'no blocks, but rates'}"
         )
+
+
+def _pipelines(model: ModelShape, stages: int, micro_batches: int, space: Space) -> Iterator[str]:
+    """Those in which so many stages and micro-batches are possible, and differ from one another."""
+    if stages == 1:
+        yield "one_f_one_b"
+        return
+    for name in space.pipelines:
+        chunks = chunks_of(name)
+        if chunks > 1 and (micro_batches % stages or model.layers < chunks * stages):
+            continue
+        if name in ONLY_EARLIER and not space.recompute:
+            continue
+        if name == "shifted_critical_path" and stages < 3:
+            continue  # there it has more in flight than last_no_recompute, and gains nothing
+        yield name
 
 
 def _micro_batches(global_batch: int) -> list[int]:

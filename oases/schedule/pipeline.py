@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, TypeAlias
 
 from oases.schedule.ir import Op, ScheduleError
 
 Turn: TypeAlias = tuple[Literal["F", "R", "B", "W"], int]
 """A pass and its micro-batch. R: recompute early. Without an R, a stage that recomputes does so inside of its B."""
+
+Pass: TypeAlias = tuple[Literal["F", "R", "B", "W"], int, int]
+"""A pass, its part of the model and its micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,26 @@ def _zb_h1(ahead: int, many: int, stage: int) -> Iterator[Turn]:
     yield from (("W", m) for m in waiting)
 
 
+def _interleaved(num_stages: int, num_micro_batches: int, stage: int, chunks: int) -> Iterator[Pass]:
+    parts, many = num_stages * chunks, num_micro_batches * chunks
+
+    def place(k: int, backward: bool) -> tuple[int, int]:
+        """(part, micro-batch) of the stage's k-th pass."""
+        chunk = k % parts // num_stages
+        part = (chunks - 1 - chunk if backward else chunk) * num_stages + stage
+        return part, k // parts * num_stages + k % num_stages
+
+    ahead = min(many, 2 * (num_stages - 1 - stage) + (chunks - 1) * num_stages)
+    if num_micro_batches == num_stages:
+        ahead = many
+    for k in range(ahead):
+        yield ("F", *place(k, False))
+    for k in range(many):
+        if k + ahead < many:
+            yield ("F", *place(k + ahead, False))
+        yield ("B", *place(k, True))
+
+
 _TURNS: dict[str, Callable[[int, int], Iterator[Turn]]] = {
     "gpipe": _gpipe,
     "one_f_one_b": _one_f_one_b,
@@ -156,11 +179,44 @@ def require_sizes(name: str, num_stages: int, num_micro_batches: int, chunks: in
         )
 
 
+def chunks_of(name: str) -> int:
+    """Parts of the model that each stage has in the pipeline that `generate_pipeline` makes of this name."""
+    return 2 if name == "interleaved" else 1
+
+
+def passes(name: str, num_stages: int, num_micro_batches: int, stage: int) -> Iterator[Pass]:
+    """The passes of one stage in order, of any pipeline that `generate_pipeline` makes. Raises ScheduleError."""
+    if name != "interleaved":
+        yield from ((kind, stage, m) for kind, m in turns(name, num_stages, num_micro_batches, stage))
+        return
+    require_sizes(name, num_stages, num_micro_batches)
+    yield from _interleaved(num_stages, num_micro_batches, stage, chunks_of(name))
+
+
+def last_pass(name: str, num_micro_batches: int, stage: int) -> Pass:
+    """The pass that ends a stage's work: behind it no gradient is added to any more."""
+    last = 0 if name == "gpipe" else num_micro_batches - 1
+    return "W" if name == "zb_h1" else "B", stage, last
+
+
+@lru_cache(maxsize=4096)
+def early(name: str, num_stages: int, num_micro_batches: int, stage: int) -> frozenset[tuple[int, int]]:
+    """(part, micro-batch) that a stage recomputes apart from the backward pass, before the gradient is there."""
+    every = passes(name, num_stages, num_micro_batches, stage)
+    return frozenset((part, m) for kind, part, m in every if kind == "R")
+
+
+@lru_cache(maxsize=4096)
 def in_flight(name: str, num_stages: int, num_micro_batches: int, stage: int) -> int:
-    """Most micro-batches whose forward pass is done on the stage and whose backward pass is not."""
-    if name == "one_f_one_b":
-        return min(num_stages - stage, num_micro_batches)
-    return generate_pipeline(name, num_stages, num_micro_batches).in_flight(stage)
+    """Most micro-batches, of any of its parts, whose forward pass is done on the stage and whose backward is not."""
+    require_sizes(name, num_stages, num_micro_batches)
+    if name != "gpipe":  # with more of them, one goes forward when another has gone backward
+        num_micro_batches = min(num_micro_batches, 4 * num_stages)
+    flying = most = 0
+    for kind, _, _ in passes(name, num_stages, num_micro_batches, stage):
+        flying += {"F": 1, "B": -1}.get(kind, 0)
+        most = max(most, flying)
+    return most
 
 
 # --- lists of ops ---
@@ -233,24 +289,11 @@ def interleaved(num_stages: int, num_micro_batches: int, recompute: bool = True,
     Micro-batches come in multiples of the stages, else ScheduleError.
     """
     require_sizes("interleaved", num_stages, num_micro_batches, chunks)
-    parts, many = num_stages * chunks, num_micro_batches * chunks
-
-    def place(k: int, stage: int, backward: bool) -> tuple[int, int]:
-        """(part, micro-batch) of a stage's k-th pass."""
-        chunk = k % parts // num_stages
-        part = (chunks - 1 - chunk if backward else chunk) * num_stages + stage
-        return part, k // parts * num_stages + k % num_stages
 
     def ops(stage: int) -> Iterator[Op]:
-        ahead = min(many, 2 * (num_stages - 1 - stage) + (chunks - 1) * num_stages)
-        if num_micro_batches == num_stages:
-            ahead = many
-        for k in range(ahead):
-            yield from _pass("F", *place(k, stage, False), parts)
-        for k in range(many):
-            if k + ahead < many:
-                yield from _pass("F", *place(k + ahead, stage, False), parts)
-            yield from _pass("B", *place(k, stage, True), parts, recompute=recompute)
+        for kind, part, m in _interleaved(num_stages, num_micro_batches, stage, chunks):
+            assert kind in ("F", "B")
+            yield from _pass(kind, part, m, num_stages * chunks, recompute=recompute and kind == "B")
 
     stages = tuple(tuple(ops(stage)) for stage in range(num_stages))
     return Pipeline("interleaved", num_stages, num_micro_batches, stages, chunks)

@@ -110,7 +110,7 @@ class Timeline:
 
     def bubble(self, rank: int) -> float:
         """Seconds in which the rank's compute had nothing to do: before a message, and after its last work."""
-        ends = [span.end for span in self._by_rank[rank] if span.lane == "compute"]
+        ends = [span.end for span in self._by_rank.get(rank, []) if span.lane == "compute"]
         return self._stood_still(rank, "receive ") + self.total_seconds - max(ends, default=0.0)
 
     def peak_bytes(self, rank: int) -> int:
@@ -118,7 +118,7 @@ class Timeline:
         return max((held.num_bytes for held in self.held if held.rank == rank), default=0)
 
     def _stood_still(self, rank: int, how: str) -> float:
-        spans = self._by_rank[rank]
+        spans = self._by_rank.get(rank, [])
         return sum(span.seconds for span in spans if span.lane == "compute" and span.name.startswith(how))
 
     @cached_property

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from oases.errors import UsageError
-from oases.parallel.parts import parts_of, require_runnable
+from oases.parallel.parts import require_runnable
 from oases.planner.plan import Plan, read_plan
 from oases.train.config import TrainConfig, require_bytes, sizes_of
 from oases.train.data import VOCABULARY, TextCorpus
@@ -59,7 +59,7 @@ def check(config: TrainConfig, plan: Plan) -> TextCorpus:
 def _bytes_of(plan: Plan) -> int:
     """Of weights, gradients and AdamW's two moments of all ranks."""
     total, number = 0.0, 0
-    for segment in (segment for part in parts_of(plan) for segment in part.segments):
+    for segment in (segment for part in plan.parts for segment in part.segments):
         copies = 2 + 2 / (plan.stage_ranks // segment.tp if plan.zero else 1)
         for _ in range(segment.num_blocks):
             total += copies * plan.stage_ranks * plan.model.block_parameters(plan.model.kind_of(number), segment.tp)

@@ -14,7 +14,7 @@ from oases.parallel.collectives import all_reduce
 from oases.parallel.group import ProcessGroup
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
-from oases.parallel.parts import parts_of, pipeline_of
+from oases.parallel.parts import pipeline_of
 from oases.parallel.pipeline import Forward, StageRun
 from oases.planner.plan import Plan
 
@@ -30,7 +30,7 @@ class TrainedStage:
 
     def __init__(self, model: GPT, plan: Plan, mesh: Mesh, group: ProcessGroup | None) -> None:
         self.model, self.mesh, self.group = model, mesh, group
-        degrees = [part.last_degree for part in parts_of(plan)[:-1]]
+        degrees = [part.last_degree for part in plan.parts[:-1]]
         pipeline = pipeline_of(plan)
         device = next(model.parameters()).device
         self.messages = Messages(pipeline, mesh, degrees, device=device)

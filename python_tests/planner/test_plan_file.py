@@ -26,10 +26,37 @@ def test_what_is_written_is_read_back(plan, tmp_path):
 def test_a_plan_in_a_line():
     assert PLAN.text() == (
         "stage 0: 3 blocks tp 2 x dp 2 (oases@2, 1 layers recomputed) -> 1 blocks tp 4 x dp 1 (sync); "
-        "stage 1: 4 blocks tp 1 x dp 4 (fine_grained); 2 micro-batches; sharded optimizer"
+        "stage 1: 4 blocks tp 1 x dp 4 (fine_grained); 2 micro-batches; gpipe; sharded optimizer"
     )
     alike = Plan(MODEL, 4, 4, 8, 4, tuple(Stage((Segment(2, 1, "sync", 1),)) for _ in range(4)))
-    assert alike.text() == "stages 0-3: 2 blocks tp 1 x dp 1 (sync); 4 micro-batches"
+    assert alike.text() == "stages 0-3: 2 blocks tp 1 x dp 1 (sync); 4 micro-batches; one_f_one_b"
+
+
+TWO = (Segment(2, 1, "sync", 1), Segment(2, 2, "oases", 2, 1))
+
+
+def test_the_parts_of_an_interleaved_plan():
+    plan = Plan(MODEL, 4, 4, 8, 2, (Stage(TWO), Stage(TWO)), pipeline="interleaved")
+    assert [(part.number, part.first_block, part.first_degree) for part in plan.parts] == [
+        (0, 0, 1), (1, 2, 1), (2, 4, 2), (3, 6, 2),
+    ]  # fmt: skip
+    assert plan.parts_of(1) == (plan.parts[1], plan.parts[3])
+    assert [part.first_segment for part in plan.parts] == [0, 0, 1, 1]
+    assert not plan.hands_on, "samples of tp 1 meet tp 2 between parts 1 and 2"
+    assert Plan.from_json(plan.to_json()) == plan
+    assert [part.number for part in PLAN.parts] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "message"),
+    [
+        ((Stage((*TWO, *TWO)),), 2, "interleaved needs at least 2 stages, got 1; take one_f_one_b"),
+        ((Stage(TWO), Stage(TWO)), 1, "micro-batches in multiples of the 2 stages, got 2 and 1"),
+    ],
+)
+def test_what_cannot_be_interleaved(stages, micro_batches, message):
+    with pytest.raises(UsageError, match=message):
+        Plan(MODEL, 4, 4, 8, micro_batches, stages, pipeline="interleaved")
 
 
 def without(name):
@@ -80,6 +107,8 @@ SEGMENT = ("stages", 0, "segments", 0)
         (put("world", 9), "2 stages do not divide 9 ranks"),
         (put("world", -8), "world must be at least 1, got -8"),
         (put("pipeline", "nosuch"), "unknown pipeline 'nosuch'; known are gpipe, one_f_one_b, pre_recompute"),
+        (put("pipeline", "interleaved"), "stage 1 has 1 segments; interleaved runs 2 parts of the model on each"),
+        (put("stages", 1, "segments", []), "its stages hold 4 blocks, the model has 8"),
         (put("prediction", "memory_bytes", 3), "no list 'memory_bytes'"),
         (put("prediction", "memory_bytes", [1]), r"memory_bytes must be .* each of 2 stages, got \[1\]"),
         (put("prediction", "memory_bytes", [1, "x"]), "memory_bytes must be a whole number"),

@@ -28,7 +28,9 @@ def plan_of(*stages, world=4, micro_batches=1, batch=16, model=MODEL, **changes)
 
 def drawn(rng):
     """A plan of any kind."""
-    stages, micro = rng.choice([1, 2, 3, 4]), rng.choice([2, 3, 5])
+    pipeline, stages, micro = rng.choice(PLANNED), rng.choice([1, 2, 3, 4]), rng.choice([2, 3, 5])
+    if pipeline == "interleaved":
+        stages, micro = max(2, stages), max(2, stages) * rng.choice([1, 2])
     ranks, layers = rng.choice([2, 4, 8]), stages * rng.choice([1, 2])
     made = []
     for _ in range(stages):
@@ -39,15 +41,19 @@ def drawn(rng):
             name = rng.choice(["oases", "sync", "cross_pass", "fine_grained", "sub_pipelined"])
             segments.append((count, tp, name, 2, rng.randint(0, (count + 1) // 2)))
             left -= count
+        if pipeline == "interleaved" and len(segments) % 2:
+            at = next(at for at, segment in enumerate(segments) if segment[0] > 1)
+            count, *how, again = segments[at]
+            segments[at : at + 1] = [(1, *how, min(1, again)), (count - 1, *how, min(count // 2, again))]
         made.append(segments)
     model, batch = replace(MODEL, layers=layers), 2 * ranks * micro
     return plan_of(
         *made, world=stages * ranks, micro_batches=micro, batch=batch, model=model,
-        zero=rng.random() < 0.5, pipeline=rng.choice(PLANNED),
+        zero=rng.random() < 0.5, pipeline=pipeline,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(150))
 def test_pieces_say_what_every_op_says(seed, monkeypatch):
     plan, predictor = drawn(random.Random(seed)), Predictor(cluster(1.1, 1.3))
     whole = predictor.timeline(plan, every_op=True)
@@ -63,7 +69,8 @@ def test_pieces_say_what_every_op_says(seed, monkeypatch):
 
 @pytest.mark.parametrize("pipeline", PLANNED)
 def test_gradients_are_summed_once_behind_the_last_micro_batch(pipeline):
-    plan = plan_of([(4, 1)], [(4, 2)], world=4, micro_batches=4, pipeline=pipeline)
+    first, second = ([(2, tp), (2, tp)] if pipeline == "interleaved" else [(4, tp)] for tp in (1, 2))
+    plan = plan_of(first, second, world=4, micro_batches=4, pipeline=pipeline)
     timeline = Predictor(cluster(), stack_only=True).timeline(plan, every_op=True)
     sums = [span for span in timeline.spans if span.kind == "gradients" and span.rank == 0]
     assert len({span.name for span in sums}) == len(sums) > 0
@@ -113,11 +120,55 @@ def test_memory_is_state_and_activations():
 
 
 @pytest.mark.parametrize("name", ["sync", "fine_grained", "cross_pass", "oases", "sub_pipelined_1", "sub_pipelined"])
-@pytest.mark.parametrize("layers", [0, 1, 4])
-def test_a_step_frees_what_it_allocates(name, layers):
-    plan = plan_of([(8, 2, name, 2, layers)], micro_batches=2, batch=32)
+@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize("pipeline", ["one_f_one_b", "shifted_critical_path", "zb_h1"])
+def test_a_step_frees_what_it_allocates(name, layers, pipeline):
+    stages = [[(4, 2, name, 2, layers)]] * 2
+    plan = plan_of(*stages, micro_batches=4, batch=32, pipeline=pipeline)
     timeline = Predictor(cluster()).timeline(plan, every_op=True)
-    assert timeline.held[-1].num_bytes == timeline.held[0].num_bytes
+    for stage in (0, 1):
+        held = [each.num_bytes for each in timeline.held if each.rank == stage]
+        assert held[-1] == held[0] == min(held)
+
+
+LAYERS = ModelShape(hidden=1024, layers=8, heads=16, sequence=256, vocabulary=2048)
+
+
+@pytest.mark.parametrize("name", ["sync", "cross_pass", "oases"])
+def test_recomputing_early_sends_what_the_backward_pass_would(name):
+    """And computes it: the same ops, elsewhere."""
+
+    def ops(pipeline):
+        stages = [[(4, 2, name, 2, 2)]] * 3 + [[(4, 2, name, 2, 0)]]
+        plan = plan_of(*stages, world=8, micro_batches=4, batch=16, model=LAYERS, pipeline=pipeline)
+        spans = Predictor(cluster()).timeline(plan, every_op=True).spans
+        return sorted((span.rank, span.lane, span.name) for span in spans if not span.waiting)
+
+    assert ops("shifted_critical_path") == ops("pre_recompute") == ops("one_f_one_b")
+
+
+def test_predicted_steps_are_the_closed_forms_of_merak():
+    """Of equal stages, where messages take no time and nothing is sent besides."""
+    found, p, m = cluster(), 4, 8
+    free = replace(found.node, startup_seconds=0.0, bytes_per_second=1e30)
+    predictor = Predictor(replace(found, node=free, cluster=free), stack_only=True)
+
+    def plan(pipeline, last):
+        stages = [[(4, 1, "fine_grained", 1, 2)]] * (p - 1) + [[(4, 1, "fine_grained", 1, last)]]
+        return plan_of(*stages, micro_batches=m, model=LAYERS, pipeline=pipeline)
+
+    pieces = predictor.pieces(plan("pre_recompute", 2), 1).parts[0]
+    kept = predictor.pieces(plan("pre_recompute", 0), 3).parts[0]
+    f, r, b = pieces.forward.seconds, pieces.recompute.seconds, pieces.backward_after.seconds
+    assert (kept.forward.seconds, kept.backward.seconds) == pytest.approx((f, b))
+    assert r <= f
+    assert b >= f + r, "what the closed forms ask for"
+    before = m * (f + r + b) + (p - 1) * (f + b)
+    seconds = {"one_f_one_b": (m + p - 1) * (f + r + b), "pre_recompute": before}
+    seconds |= {"last_no_recompute": before - 2 * r, "shifted_critical_path": before - 3 * r}
+    for pipeline, expected in seconds.items():
+        last = 0 if pipeline in ("last_no_recompute", "shifted_critical_path") else 2
+        assert predictor.predict(plan(pipeline, last)).step_seconds == pytest.approx(expected), pipeline
 
 
 def test_a_sharded_optimizer_holds_less_and_gathers_parameters():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from oases.schedule import PIPELINES, ScheduleError, generate_pipeline
-from oases.schedule.pipeline import in_flight, interleaved, turns, zb_h1
+from oases.schedule.pipeline import early, in_flight, interleaved, last_pass, passes, turns, zb_h1
 from oases.simulator import simulate
 
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 7)))
@@ -76,6 +76,27 @@ def test_in_flight_by_formula_is_what_the_lists_have(name, stages, micro_batches
     pipeline = generate_pipeline(name, stages, micro_batches)
     for stage in range(stages):
         assert in_flight(name, stages, micro_batches, stage) == pipeline.in_flight(stage)
+
+
+@pytest.mark.parametrize("name", sorted(PIPELINES))
+def test_more_micro_batches_are_no_more_in_flight(name):
+    for stages, stage in ((2, 0), (3, 1), (4, 2), (5, 0)):
+        many = 9 * stages
+        assert in_flight(name, stages, many, stage) == generate_pipeline(name, stages, many).in_flight(stage)
+
+
+@pytest.mark.parametrize(("name", "stages", "micro_batches"), CASES)
+def test_passes_are_those_of_the_lists(name, stages, micro_batches):
+    """What stands right before its backward pass is no recomputation ahead of time."""
+    pipeline = generate_pipeline(name, stages, micro_batches)
+    for stage, ops in enumerate(pipeline.stages):
+        listed = [(op.kind, op.block, op.sub_batch) for op in ops if op.kind in "FRBW"]
+        pairs = itertools.pairwise((op.kind, op.block, op.sub_batch) for op in ops)
+        inside = {one for one, after in pairs if one[0] == "R" and after == ("B", *one[1:])}
+        found = list(passes(name, stages, micro_batches, stage))
+        assert found == [each for each in listed if each not in inside]
+        assert early(name, stages, micro_batches, stage) == {each[1:] for each in found if each[0] == "R"}
+        assert found[-1] == last_pass(name, micro_batches, stage)
 
 
 def test_one_forward_one_backward():

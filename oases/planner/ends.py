@@ -1,0 +1,54 @@
+"""What the first and the last stage do besides their blocks: embedding, head and loss.
+
+Both have the degree of the plan's first segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from oases.planner.memory import head_bytes
+from oases.simulator.hardware import Hardware
+from oases.simulator.model import ModelShape
+from oases.simulator.program import Compute, Instruction, Start, Wait
+
+
+def exposed(name: str, link: str, seconds: float) -> Iterator[Instruction]:
+    """A collective that is waited for at once; nothing where it takes no time."""
+    if seconds:
+        yield Start(name, link, seconds)
+        yield Wait(name)
+
+
+def embedding(hardware: Hardware, model: ModelShape, tp: int, samples: float, prefix: str) -> Iterator[Instruction]:
+    """The forward pass of the embedding on one of `tp` ranks, for `samples` samples."""
+    unit = model.unit_bytes(samples)
+    table = model.vocabulary * model.hidden * model.element_bytes
+    yield Compute(f"{prefix}embedding", 3 * unit / hardware.device.bytes_per_second)
+    seconds = hardware.collective_seconds("all_reduce", tp, min(unit, table))
+    yield from exposed(f"{prefix}embedding", hardware.link_of(tp), seconds)
+
+
+def head(
+    hardware: Hardware, model: ModelShape, tp: int, samples: float, prefix: str, *, backward: bool
+) -> Iterator[Instruction]:
+    """Logits and loss, or their backward pass: two products and the sum of the input's gradient."""
+    name = f"{prefix}head {'backward' if backward else 'forward'}"
+    flops = 2.0 * samples * model.sequence * model.hidden * model.vocabulary / tp
+    held = head_bytes(model, tp, samples)
+    products = 2 if backward else 1
+    seconds = products * flops / hardware.device.rate(model.dtype) + held / hardware.device.bytes_per_second
+    yield Compute(name, seconds, *((0, held) if backward else (held, 0)))
+    if backward:
+        seconds = hardware.collective_seconds("all_reduce", tp, model.unit_bytes(samples))
+        yield from exposed(name, hardware.link_of(tp), seconds)
+
+
+def ends_seconds(hardware: Hardware, model: ModelShape, tp: int, samples: float) -> tuple[float, float]:
+    """Seconds that a micro-batch takes besides the blocks: on the first stage, and on the last."""
+    last = [op for late in (False, True) for op in head(hardware, model, tp, samples, "", backward=late)]
+    return _seconds(embedding(hardware, model, tp, samples, "")), _seconds(last)
+
+
+def _seconds(instructions: Iterable[Instruction]) -> float:
+    return sum(each.seconds for each in instructions if isinstance(each, Compute | Start))

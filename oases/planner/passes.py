@@ -1,0 +1,335 @@
+"""The passes of a plan's stage as instructions, with its resharding, the sums of its gradients and its optimizer.
+
+Gradients of a block are summed over its replicas once the stage's last pass has made them, under what that pass
+computes for the blocks below; those of a part whose last pass was earlier, from the beginning of the stage's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from oases.planner.ends import embedding, exposed, head
+from oases.planner.memory import embedding_segment, stage_parameters, stage_state_bytes
+from oases.planner.pieces import SENT, PartPieces, Piece, StagePieces
+from oases.planner.plan import BUCKET_BYTES, Part, Plan, Segment
+from oases.schedule import Op
+from oases.schedule.pipeline import early, last_pass
+from oases.schedule.tensor import weights_put_off
+from oases.simulator.hardware import Hardware
+from oases.simulator.lowering import StagePasses, lower
+from oases.simulator.model import ModelShape
+from oases.simulator.program import Compute, Contention, Instruction, Start, Wait
+from oases.simulator.stack import stack_costs
+
+_ADAM_BYTES = 28
+"""Moved per fp32 parameter by the optimizer: reads weight, gradient and two moments, writes all but the gradient."""
+_AT_THE_END = (-1, -1)
+"""In the place of a (segment, block): behind the whole backward pass."""
+
+Tagged = tuple[tuple[Instruction, Op | None], ...]
+"""Instructions, each with the op that it comes from, if it comes from one."""
+
+
+def _buckets(lane: Sequence[tuple[tuple[int, int], int]]) -> Iterator[tuple[tuple[int, int], int]]:
+    """(place, bytes) of each part -> (place that fills it, bytes) of each bucket."""
+    used, last = 0, lane[0][0]
+    for place, num_bytes in lane:
+        if used and used + num_bytes > BUCKET_BYTES:
+            yield last, used
+            used = 0
+        used, last = used + num_bytes, place
+    yield last, used
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The instructions of a segment's passes. recompute: what of the backward pass can be done ahead of time.
+
+    backward: all of it but `weights`, the weight gradients where they are a pass of their own.
+    """
+
+    forward: Tagged
+    backward: Tagged
+    weights: Tagged
+
+    @staticmethod
+    def of(
+        hardware: Hardware, model: ModelShape, segment: Segment, first: int, samples: float, prefix: str,
+        weights_apart: bool,
+    ) -> Lowered:  # fmt: skip
+        """first: the number of the segment's first block, of which only its kind matters."""
+        schedule = segment.generated()
+        if weights_apart:
+            schedule = weights_put_off(schedule)
+        kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
+        costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule)
+        forward, backward = lower(schedule, costs, prefix)
+        ahead = 1 if costs.overhead[1] else 0
+        ops: list[Op | None] = [None] * len(backward)
+        ops[ahead : ahead + len(schedule.backward)] = schedule.backward
+        tagged = tuple(zip(backward, ops, strict=True))
+        put_off = [weights_apart and op is not None and op.kind == "W" for op in ops]
+        rest, weights = (
+            tuple(each for each, late in zip(tagged, put_off, strict=True) if late == wanted)
+            for wanted in (False, True)
+        )
+        return Lowered(tuple((each, None) for each in forward), rest, weights)
+
+    @cached_property
+    def recompute(self) -> Tagged:
+        """The ops R and RC, with the collectives that carry them."""
+        return tuple(each for each in self.backward if _again(each[1]))
+
+    @cached_property
+    def backward_after(self) -> Tagged:
+        """What `recompute` leaves to the backward pass."""
+        return tuple(each for each in self.backward if not _again(each[1]))
+
+
+def _again(op: Op | None) -> bool:
+    return op is not None and (op.of or op.kind) in ("R", "RC")
+
+
+class StageModel:
+    """The instructions of one stage of a plan.
+
+    lowered: `Lowered.of` on the hardware, remembered. with_ends: embedding, head and optimizer, too. told_apart: the
+    micro-batches' instructions have names of their own.
+    """
+
+    def __init__(
+        self, plan: Plan, number: int, hardware: Hardware, lowered: Callable[..., Lowered], *, with_ends: bool = True,
+        told_apart: bool = True,
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.number = number
+        self.hardware = hardware
+        self.model = plan.model
+        self.with_ends = with_ends
+        self.told_apart = told_apart and plan.micro_batches > 1
+        self.parts = plan.parts_of(number)
+        self._lowered_of = lowered
+        count, many = len(plan.stages), plan.micro_batches
+        self.early = early(plan.pipeline, count, many, number)
+        self.last = last_pass(plan.pipeline, many, number)
+        self.weights_apart = plan.pipeline == "zb_h1"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All that the stage's passes depend on."""
+        plan, several = self.plan, len(self.plan.stages) > 1
+        kind, part, m = self.last
+        ends = self.number == 0, self.number == len(plan.stages) - 1
+        return (
+            self.model, plan.stages[self.number].segments, tuple(part.first_block % 2 for part in self.parts), ends,
+            several, plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, embedding_segment(plan).tp,
+            kind, bool(self.early), (part, m) in self.early,
+        )  # fmt: skip
+
+    def passes(self, part: Part, pieces: StagePieces | None = None) -> StagePasses:
+        """Of one of the stage's parts. pieces: take them, as one instruction each, but for the stage's last pass."""
+        seconds = self._message_seconds(part)
+        if pieces is None:
+            return StagePasses(
+                lambda m: self.forward(part, m), lambda m: self.backward(part, m), lambda m: self.recompute(part, m),
+                lambda m: self.weights(part, m), seconds,
+            )  # fmt: skip
+        found = pieces.parts[self.parts.index(part)]
+
+        def of(kind: Literal["F", "B", "R", "W"], m: int) -> Sequence[Instruction]:
+            if (kind, part.number, m) == self.last:
+                return self.weights(part, m) if kind == "W" else self.backward(part, m)
+            ahead = (part.number, m) in self.early
+            if kind == "R" and not ahead:
+                return []
+            after = found.backward_after if ahead else found.backward
+            piece = {"F": found.forward, "B": after, "R": found.recompute, "W": found.weights}[kind]
+            return piece.instructions(f"{kind} {part.number}.{m}")
+
+        return StagePasses(
+            lambda m: of("F", m), lambda m: of("B", m), lambda m: of("R", m), lambda m: of("W", m), seconds
+        )
+
+    def pieces(self, contention: Mapping[str, Contention]) -> StagePieces:
+        """The passes, each simulated alone. A backward pass is behind the recomputation if the last one is."""
+        made = tuple(self._part_pieces(part, contention) for part in self.parts)
+        kind, number, m = self.last
+        part = next(part for part in self.parts if part.number == number)
+        before, after = self.forward(part, m), (number, m) in self.early
+        if after:
+            before += self._recompute(part, m)
+        if kind == "W":
+            before += self._backward(part, m, after=after, gradients=False)
+            last = self.weights(part, m)
+        else:
+            last = self.backward(part, m)
+        last = [*last, Compute(SENT, 0.0), *self.finish()]
+        return StagePieces(made, Piece.of(contention, last, before), stage_state_bytes(self.plan, self.number))
+
+    def _part_pieces(self, part: Part, contention: Mapping[str, Contention]) -> PartPieces:
+        forward, backward = self.forward(part, 0), self._backward(part, 0, after=False, gradients=False)
+        again = self._recompute(part, 0) if self.early else []
+        recompute, backward_after, weights = Piece(), Piece(), Piece()
+        if self.early:
+            recompute = Piece.of(contention, again, forward)
+            after = self._backward(part, 0, after=True, gradients=False)
+            backward_after = Piece.of(contention, after, forward + again)
+        if self.weights_apart:
+            weights = Piece.of(contention, self._weights(part, 0, gradients=False), forward + backward)
+        first, then = Piece.of(contention, forward), Piece.of(contention, backward, forward)
+        return PartPieces(first, then, recompute, backward_after, weights, self._message_seconds(part))
+
+    def _message_seconds(self, part: Part) -> float:
+        num_bytes = self.model.unit_bytes(self.plan.samples(part.last_degree))
+        stride = self.plan.stage_ranks
+        # All ranks of a stage hold the same activations of their group and could each send all of them.
+        return self.hardware.collective_seconds("send", 2, num_bytes, stride) if len(self.plan.stages) > 1 else 0.0
+
+    def _lowered(self, part: Part, index: int, m: int) -> Lowered:
+        segment = part.segments[index]
+        kind = (part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])) % 2
+        name = f"{self._prefix(m)}segment {part.first_segment + index} "
+        samples = self.plan.samples(segment.tp)
+        return self._lowered_of(self.model, segment, kind, samples, name, self.weights_apart)
+
+    def _prefix(self, m: int) -> str:
+        return f"micro-batch {m} " if self.told_apart else ""
+
+    def _is_last(self, part: Part) -> bool:
+        return self.with_ends and part.number == len(self.plan.parts) - 1
+
+    def forward(self, part: Part, m: int) -> list[Instruction]:
+        """Of one micro-batch."""
+        ops: list[Instruction] = []
+        own = embedding_segment(self.plan).tp
+        samples, prefix = self.plan.samples(own), self._prefix(m)
+        if part.number == 0 and self.with_ends:
+            ops += embedding(self.hardware, self.model, own, samples, prefix)
+        for index, segment in enumerate(part.segments):
+            if index:
+                name = f"{prefix}{part.first_segment + index}"
+                ops += self._resharded(name, part.segments[index - 1].tp, segment.tp)
+            ops += (op for op, _ in self._lowered(part, index, m).forward)
+        if self._is_last(part):
+            ops += self._resharded(f"{prefix}head", part.last_degree, own)
+            ops += head(self.hardware, self.model, own, samples, prefix, backward=False)
+        return ops
+
+    def recompute(self, part: Part, m: int) -> list[Instruction]:
+        """Of one micro-batch ahead of its backward pass; nothing of one whose backward pass does it itself."""
+        return self._recompute(part, m) if (part.number, m) in self.early else []
+
+    def backward(self, part: Part, m: int) -> list[Instruction]:
+        """Of one micro-batch; the stage's last one starts the sums of the gradients."""
+        last = ("B", part.number, m) == self.last
+        return self._backward(part, m, after=(part.number, m) in self.early, gradients=last)
+
+    def weights(self, part: Part, m: int) -> list[Instruction]:
+        """The weight gradients of one micro-batch, where they are a pass of their own."""
+        return self._weights(part, m, gradients=("W", part.number, m) == self.last)
+
+    def _recompute(self, part: Part, m: int) -> list[Instruction]:
+        # The first segment's R needs nothing that another makes; the last ones go backward first.
+        order = reversed(range(len(part.segments)))
+        return [op for index in order for op, _ in self._lowered(part, index, m).recompute]
+
+    def _backward(self, part: Part, m: int, *, after: bool, gradients: bool) -> list[Instruction]:
+        """after: the recomputation has been done."""
+        starts = self._gradient_starts() if gradients else {}
+        ops: list[Instruction] = list(self._of_others(part, starts))
+        prefix = self._prefix(m)
+        if self._is_last(part):
+            own = embedding_segment(self.plan).tp
+            ops += head(self.hardware, self.model, own, self.plan.samples(own), prefix, backward=True)
+            ops += self._resharded(f"{prefix}head backward", own, part.last_degree)
+        for index in reversed(range(len(part.segments))):
+            lowered = self._lowered(part, index, m)
+            ops += self._with_gradients(part, index, lowered.backward_after if after else lowered.backward, starts)
+            if index:
+                degrees = part.segments[index].tp, part.segments[index - 1].tp
+                ops += self._resharded(f"{prefix}backward {part.first_segment + index}", *degrees)
+        return ops
+
+    def _weights(self, part: Part, m: int, *, gradients: bool) -> list[Instruction]:
+        starts = self._gradient_starts() if gradients else {}
+        ops: list[Instruction] = list(self._of_others(part, starts))
+        for index in reversed(range(len(part.segments))):
+            ops += self._with_gradients(part, index, self._lowered(part, index, m).weights, starts)
+        return ops
+
+    def finish(self) -> Iterator[Instruction]:
+        """After the last micro-batch: the sums of gradients, and the optimizer."""
+        starts = self._gradient_starts()
+        yield from starts.get(_AT_THE_END, ())
+        yield from (Wait(start.name) for lane in starts.values() for start in lane)
+        if not self.with_ends:
+            return
+        for part, (parameters, replicas) in enumerate(stage_parameters(self.plan, self.number)):
+            rate = self.hardware.device.bytes_per_second
+            mine = parameters // replicas if self.plan.zero else parameters
+            yield Compute(f"optimizer {part}", _ADAM_BYTES * mine / rate)
+            if self.plan.zero and replicas > 1:
+                num_bytes, stride = parameters * self.model.element_bytes, self.plan.stage_ranks // replicas
+                seconds = self.hardware.collective_seconds("all_gather", replicas, num_bytes, stride)
+                yield from exposed(f"parameters {part}", self.hardware.link_of(replicas, stride), seconds)
+
+    def _of_others(self, part: Part, starts: Mapping[tuple[int, int], list[Start]]) -> Iterator[Start]:
+        """Sums of gradients that were whole before the stage's last pass."""
+        own = range(part.first_segment, part.first_segment + len(part.segments))
+        for (index, _), lane in starts.items():
+            if index >= 0 and index not in own:
+                yield from lane
+
+    def _with_gradients(
+        self, part: Part, index: int, ops: Tagged, starts: Mapping[tuple[int, int], list[Start]]
+    ) -> Iterator[Instruction]:
+        """A pass of a segment, with sums over the replicas started behind what makes the last of them."""
+        if not starts:
+            yield from (instruction for instruction, _ in ops)
+            return
+        made = {op.block: at for at, (_, op) in enumerate(ops) if op is not None and op.kind in ("BC", "B", "W")}
+        behind = {at: block for block, at in made.items()}
+        for at, (instruction, _) in enumerate(ops):
+            yield instruction
+            yield from starts.get((part.first_segment + index, behind.get(at, -1)), ())
+
+    def _gradient_starts(self) -> dict[tuple[int, int], list[Start]]:
+        """The sums of gradients, in buckets, by the (segment, block) whose gradients fill each.
+
+        Segments of one degree fill their buckets together, from the last block to the first; behind them comes the
+        embedding, in the lane of its degree.
+        """
+        lanes: dict[int, list[tuple[tuple[int, int], int]]] = {}
+        for part in reversed(self.parts):
+            for index in reversed(range(len(part.segments))):
+                segment = part.segments[index]
+                first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
+                for block in reversed(range(segment.num_blocks)):
+                    size = self.model.block_parameters(self.model.kind_of(first + block), segment.tp)
+                    place = (part.first_segment + index, block)
+                    lanes.setdefault(segment.tp, []).append((place, size * self.model.element_bytes))
+        if self.with_ends and self.number in (0, len(self.plan.stages) - 1):
+            tp = embedding_segment(self.plan).tp
+            size = self.model.embedding_parameters(tp) * self.model.element_bytes
+            lanes.setdefault(tp, []).append((_AT_THE_END, size))
+        starts: dict[tuple[int, int], list[Start]] = {}
+        for tp, lane in lanes.items():
+            replicas = self.plan.stage_ranks // tp
+            if replicas == 1:
+                continue
+            link = self.hardware.link_of(replicas, tp)
+            for number, (place, num_bytes) in enumerate(_buckets(lane)):
+                seconds = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
+                starts.setdefault(place, []).append(Start(f"gradients tp {tp} bucket {number}", link, seconds))
+        return starts
+
+    def _resharded(self, name: str, before: int, after: int) -> Iterator[Instruction]:
+        """Where the degree grows, ranks gather the samples of the replicas that become one; else they keep a part."""
+        if after <= before:
+            return
+        num_bytes = self.model.unit_bytes(self.plan.samples(after))
+        seconds = self.hardware.collective_seconds("all_gather", after // before, num_bytes, before)
+        yield from exposed(f"reshard {name}", self.hardware.link_of(after // before, before), seconds)

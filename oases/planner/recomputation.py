@@ -1,0 +1,142 @@
+"""Stage-aware recomputation: how many layers of each pipeline stage the backward pass computes again.
+
+Earlier stages have more micro-batches in flight, so what fits on a later one does not fit on them.
+Source of the closed form: Merak (arXiv 2206.04959).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from oases.errors import UsageError
+from oases.planner.plan import Plan, Stage
+from oases.simulator.quantities import bytes_text
+
+PeakBytes = Callable[[Plan, int], float]
+"""Bytes that a stage of a plan holds at its peak, as `Predictor.peak_bytes` says."""
+
+SHIFTED = "shifted_critical_path"
+"""The pipeline whose stage before the last has as much in flight as the one before it."""
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What each stage computes again. kind: none, full, layers (the same number everywhere), merak, or fits.
+
+    layers: of `layers`. first_share: of `merak`, the share of the first stage's layers.
+    """
+
+    kind: str
+    layers: int = 0
+    first_share: float = 0.0
+
+    @staticmethod
+    def parse(text: str) -> Recomputation:
+        """From none, full, fits, a number of layers, or merak:SHARE; UsageError names the text."""
+        if text in ("none", "full", "fits"):
+            return Recomputation(text)
+        if text.isdecimal():
+            return Recomputation("layers", layers=int(text[:9]))
+        head, _, share = text.partition(":")
+        if head == "merak":
+            try:
+                first_share = float(share)
+            except ValueError as error:
+                raise UsageError(f"recompute {text!r} has no share; give one from 0 to 1, as merak:0.8") from error
+            return Recomputation("merak", first_share=_checked(first_share))
+        raise UsageError(
+            f"recompute {text!r} is neither none, full, fits, merak:SHARE nor a number of layers of each stage"
+        )
+
+    def shares(self, num_stages: int, pipeline: str) -> tuple[float, ...] | None:
+        """Of each stage's layers, to cut stages by; None where the memory says it."""
+        if self.kind == "merak":
+            return merak_shares(num_stages, self.first_share, shifted=pipeline == SHIFTED)
+        return {"fits": None, "full": (1.0,) * num_stages}.get(self.kind, (0.0,) * num_stages)
+
+    def applied(self, plan: Plan, budget: float, peak_bytes: PeakBytes) -> Plan:
+        """The plan with so many layers recomputed on each stage. budget: bytes that a rank may fill.
+
+        Raises UsageError where `fits` does not, or where a stage has fewer layers than are asked for.
+        """
+        if self.kind == "fits":
+            return as_much_as_fits(plan, budget, peak_bytes)
+        shares = self.shares(len(plan.stages), plan.pipeline)
+        assert shares is not None
+        for number in range(len(plan.stages)):
+            # Rounded up: no stage keeps more than its share.
+            most = num_layers(plan.stages[number])
+            layers = self.layers if self.kind == "layers" else math.ceil(shares[number] * most - 1e-9)
+            plan = recomputing(plan, number, layers)
+        return plan
+
+
+def merak_shares(num_stages: int, first_share: float, *, shifted: bool = False) -> tuple[float, ...]:
+    """Merak's shares of layers that are recomputed, stage by stage, which even out what the stages keep.
+
+    first_share: of the first stage, from 0 to 1. With s counted from 1, r_s = 1 - (1 - r_1)(p - 1) / (p - s), at
+    least 0, and r_p = 0. shifted: the stage before the last takes the share of the one before it.
+    """
+    p = num_stages
+    if p < 1:
+        raise UsageError(f"recompute: a pipeline has at least 1 stage, got {p}")
+    _checked(first_share)
+    if p == 1:
+        return (first_share,)
+    shares = [max(0.0, 1 - (1 - first_share) * (p - 1) / (p - s)) for s in range(1, p)] + [0.0]
+    if shifted and p >= 3:
+        shares[p - 2] = shares[p - 3]
+    return tuple(shares)
+
+
+def as_much_as_fits(plan: Plan, budget: float, peak_bytes: PeakBytes) -> Plan:
+    """The plan in which every stage keeps the activations of as many layers as fit, and recomputes the others.
+
+    budget: bytes that a rank may fill. Raises UsageError where a stage does not fit whatever it recomputes.
+    """
+    for number, stage in enumerate(plan.stages):
+        least = math.inf
+        for layers in range(num_layers(stage) + 1):
+            changed = recomputing(plan, number, layers)
+            needed = peak_bytes(changed, number)
+            least = min(least, needed)
+            if needed <= budget:
+                plan = changed
+                break
+        else:
+            raise UsageError(
+                f"recompute fits: stage {number} needs at least {bytes_text(least)}, and {bytes_text(budget)} may be "
+                "filled; give more memory, smaller micro-batches, a higher degree, more stages, or a sharded "
+                "optimizer"
+            )
+    return plan
+
+
+def recomputing(plan: Plan, number: int, layers: int) -> Plan:
+    """The plan with so many layers recomputed on one stage, its first ones. UsageError where it has fewer."""
+    stage, left = plan.stages[number], layers
+    if not 0 <= layers <= num_layers(stage):
+        raise UsageError(
+            f"plan: stage {number}: recomputed_layers must be from 0 to the {num_layers(stage)} layers of the stage, "
+            f"got {layers}"
+        )
+    segments = []
+    for segment in stage.segments:
+        here = min(left, (segment.num_blocks + 1) // 2)
+        segments.append(replace(segment, recomputed_layers=here))
+        left -= here
+    stages: Sequence[Stage] = [*plan.stages[:number], Stage(tuple(segments)), *plan.stages[number + 1 :]]
+    return replace(plan, stages=tuple(stages), prediction=None)
+
+
+def num_layers(stage: Stage) -> int:
+    """Layers that a stage can recompute: each segment's pairs of blocks, an odd block counted as one."""
+    return sum((segment.num_blocks + 1) // 2 for segment in stage.segments)
+
+
+def _checked(share: float) -> float:
+    if not 0 <= share <= 1:
+        raise UsageError(f"recompute: the share of layers must be from 0 to 1, got {share}")
+    return share
