@@ -173,6 +173,13 @@ def _join(options: RankOptions, local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
         extra = {"pg_options": nccl_options(), "device_id": torch.device("cuda", local_rank)}
     timeout = timedelta(seconds=options.timeout_seconds)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's store outlives the ranks that it starts again, and those before left their addresses in it.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        extra |= {"rank": int(os.environ["RANK"]), "world_size": options.size}
+        extra["store"] = dist.PrefixStore(f"oases/attempt {attempt}", store)
     dist.init_process_group(options.backend.activate(), timeout=timeout, **extra)
 
 
