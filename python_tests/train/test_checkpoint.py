@@ -312,7 +312,7 @@ def test_a_disk_that_is_really_full(corpus, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     run = kills.command(corpus, tp=1, steps=9, checkpoint=disk / "c", checkpoint_every=1, keep=9)
-    script = 'mount -t tmpfs -o size=5m none "$0"; "$@"; code=$?; ls -A "$0/c"; exit $code'
+    script = 'mount -t tmpfs -o size=3m none "$0"; "$@"; code=$?; ls -A "$0/c"; exit $code'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script, str(disk), *run], capture_output=True, text=True, timeout=150,
         check=False,
