@@ -25,6 +25,7 @@ from oases.testbed import Nodes
 
 _PORT = 29400  # of the store on node 0, whose network is its own
 _PATIENCE_SECONDS = 20.0  # ranks that are ended call the roll first
+_SAVING_SECONDS = 35.0  # those that have SIGTERM may save; an agent waits 30 s for its own
 _PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 _HELD_BACK = (signal.SIGINT, signal.SIGTERM)
 
@@ -126,12 +127,16 @@ def _launch_on(nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[An
                 agent.connection.send("joined")
             last = signal.SIGTERM
             return _result(agents)
-        except KeyboardInterrupt:
-            if last == signal.SIGTERM:
-                last = signal.SIGINT  # at which ranks leave without a word
+        except KeyboardInterrupt as error:
+            if last == signal.SIGTERM and not isinstance(error, _TerminatedError):
+                last = signal.SIGINT  # at which ranks leave without a word; at SIGTERM they may have to save first
             raise
         finally:
             _end(agents, last)
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """An interrupt that is SIGTERM."""
 
 
 @contextmanager
@@ -139,7 +144,7 @@ def _sigterm_interrupts() -> Iterator[None]:
     """As elastic's agents have it: whatever tells this process to end interrupts it."""
 
     def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
+        raise _TerminatedError
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -200,7 +205,7 @@ def _end(agents: list[_Agent], last: signal.Signals) -> None:
             assert agent.process.pid is not None
             os.kill(agent.process.pid, last)
         open_ends: list[Any] = [agent.connection for agent in running]
-        end = time.monotonic() + _PATIENCE_SECONDS
+        end = time.monotonic() + (_SAVING_SECONDS if last == signal.SIGTERM else _PATIENCE_SECONDS)
         while open_ends and time.monotonic() < end:
             for connection in wait(open_ends, end - time.monotonic()):
                 open_ends.remove(connection)

@@ -5,12 +5,13 @@ Outside torchrun a command starts its own ranks; under torchrun each process is 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -18,9 +19,12 @@ import torch
 import torch.distributed as dist
 
 from oases.agents import RankFailedError, die_with_parent, launch
-from oases.errors import UsageError
+from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.rollcall import RollCall
 from oases.testbed import Backend, Nodes
+
+_RESTARTS = "OASES_RESTARTS"
+"""Of the ranks' environment: how often `run_ranks` has started them again."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class RankOptions:
 
     timeout: seconds until a collective counts as lost. nodes: of this machine's testbed to spread the ranks over, for
     a process behind their link; None: all on one. asked: who asked for so many ranks, in words; empty where it was
-    --tp.
+    --tp. max_restarts: how often all ranks are started again after one that failed. told: made here; where ranks say
+    that they ended with their state saved.
     """
 
     size: int
@@ -37,6 +42,13 @@ class RankOptions:
     timeout_seconds: float = 300.0
     nodes: Nodes | None = None
     asked: str = ""
+    max_restarts: int = 0
+    told: Any = None
+
+
+def restart_count() -> int:
+    """How often the run of which this process is a rank was started again, by torchrun or by oases itself."""
+    return sum(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", _RESTARTS))
 
 
 def under_torchrun() -> bool:
@@ -78,18 +90,37 @@ def _stand_for_all(function: Callable[..., Any], arguments: tuple[Any, ...], opt
 
 def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.size)))
+    # Not the agent's own restarts: agents of several nodes do not start again together, and they would repeat what
+    # no restart can mend.
+    told = multiprocessing.get_context("spawn").Value("i", 0, lock=False)
+    options = replace(options, told=told)
     try:
-        return launch(_rank_main, (function, arguments, options), options.size, options.nodes)
+        for restart in range(options.max_restarts + 1):
+            os.environ[_RESTARTS] = str(restart)
+            try:
+                return launch(_rank_main, (function, arguments, options), options.size, options.nodes)
+            except RankFailedError as error:
+                _go_on_or_exit(error, told.value, restart, options.max_restarts)
     except KeyboardInterrupt:
-        print("oases: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except RankFailedError as error:
-        how = f"exit code {error.exit_code}"
-        if error.exit_code < 0:
-            how = f"signal {signal.Signals(-error.exit_code).name}"
-        if error.exit_code != 2:
-            print(f"oases: {error.who} ended with {how}; the run is over", file=sys.stderr)
-        sys.exit(2 if error.exit_code == 2 else 1)
+        if not told.value:
+            print("oases: interrupted", file=sys.stderr)
+        sys.exit(told.value or 130)
+    finally:
+        del os.environ[_RESTARTS]
+    raise AssertionError("the last start returns or exits")
+
+
+def _go_on_or_exit(error: RankFailedError, told: int, restart: int, max_restarts: int) -> None:
+    """Exit, with the code that ranks told or that says what happened, unless they are to be started again."""
+    if error.exit_code == 2 or told:  # nothing that a restart could mend
+        sys.exit(told or 2)
+    how = f"exit code {error.exit_code}"
+    if error.exit_code < 0:
+        how = f"signal {signal.Signals(-error.exit_code).name}"
+    then = f"restart {restart + 1} of {max_restarts}" if restart < max_restarts else "the run is over"
+    print(f"oases: {error.who} ended with {how}; {then}", file=sys.stderr, flush=True)
+    if restart == max_restarts:
+        sys.exit(1)
 
 
 def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
@@ -108,14 +139,7 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
     signal.signal(signal.SIGTERM, lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
     signal.signal(signal.SIGINT, lambda number, frame: _leave(130))  # Ctrl-C: the launcher says so
     try:
-        extra: dict[str, Any] = {}
-        if options.backend.name == "nccl":
-            from oases.parallel.group import nccl_options
-
-            torch.cuda.set_device(local_rank)
-            extra = {"pg_options": nccl_options(), "device_id": torch.device("cuda", local_rank)}
-        timeout = timedelta(seconds=options.timeout_seconds)
-        dist.init_process_group(options.backend.activate(), timeout=timeout, **extra)
+        _join(options, local_rank)
         result = function(*arguments)
         dist.barrier()
         roll_call.stop()
@@ -125,12 +149,38 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
         if rank == 0:
             print(f"oases: error: {error}", file=sys.stderr, flush=True)
         _leave(2)
+    except SavedExit as ended:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, now that other ranks leave
+        if rank == 0:
+            print(f"oases: {ended.message}", file=sys.stderr, flush=True)
+        if options.told is not None:
+            options.told.value = SAVED_EXIT_CODE
+        _leave(SAVED_EXIT_CODE)
     except Exception as error:
         # Collectives outside the scheduler (barriers, object exchange) fail with gloo's bare RuntimeError.
         if isinstance(error, dist.DistBackendError) or (type(error) is RuntimeError and "gloo" in str(error).lower()):
             _end(str(error).strip().splitlines()[0], roll_call)
         print(f"oases: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         _leave(1)
+
+
+def _join(options: RankOptions, local_rank: int) -> None:
+    """Make the default group."""
+    extra: dict[str, Any] = {}
+    if options.backend.name == "nccl":
+        from oases.parallel.group import nccl_options
+
+        torch.cuda.set_device(local_rank)
+        extra = {"pg_options": nccl_options(), "device_id": torch.device("cuda", local_rank)}
+    timeout = timedelta(seconds=options.timeout_seconds)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's store outlives the ranks that it starts again, and those before left their addresses in it.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        extra |= {"rank": int(os.environ["RANK"]), "world_size": options.size}
+        extra["store"] = dist.PrefixStore(f"oases/attempt {attempt}", store)
+    dist.init_process_group(options.backend.activate(), timeout=timeout, **extra)
 
 
 def _end(message: str, roll_call: RollCall) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The commands that train: demo and train."""
+"""The commands that train, and export what was trained: demo, train and export."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from oases.cli.options import (
 )
 from oases.errors import UsageError
 
+_NOT_OF_DEMO = ("schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log")
+
 
 def add(commands: Any) -> None:
     """Add them to the command line."""
     from oases.train.config import TrainConfig
 
     demo = command(commands, "demo", "train a GPT over a slow link, synchronous and overlapped, and show why")
-    add_options(demo, TrainConfig(steps=40, validation_batches=4), skip=("schedule", "checkpoint", "resume"))
+    add_options(demo, TrainConfig(steps=40, validation_batches=4), skip=_NOT_OF_DEMO)
     add_ranks(demo, link="1gbit")
     demo.add_argument("--out", default=".", metavar="DIR", help="where report and trace go (default: .)")
     demo.set_defaults(run=_demo)
@@ -40,7 +42,17 @@ def add(commands: Any) -> None:
         "--plan", metavar="FILE",
         help="execute this plan: it says the model, the batch, the ranks, their degrees and schedules",
     )  # fmt: skip
+    train.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N",
+        help="start all ranks again, up to N times, after one that failed; they go on from the newest checkpoint in "
+        "--checkpoint (default: 0)",
+    )  # fmt: skip
     train.set_defaults(run=_train)
+
+    export = command(commands, "export", "write the weights of a checkpoint as one file of safetensors")
+    export.add_argument("checkpoint", help="a checkpoint, or a folder of them for the newest")
+    export.add_argument("file", help="the file to write, e.g. model.safetensors")
+    export.set_defaults(run=_export)
 
 
 def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
@@ -80,7 +92,12 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.train.run import run_training
 
     config, corpus, plan = _what_to_train(options)
-    ranks = rank_options(options, config.device)
+    ranks = _restarting(options, rank_options(options, config.device))
+    if ranks.backend.alone and not (config.checkpoint is config.resume is None):
+        raise UsageError(
+            "checkpoints need all ranks, and this backend has one process stand for them; leave out --checkpoint "
+            "and --resume, or use gloo or nccl"
+        )
     if plan is not None:
         ranks = dataclasses.replace(ranks, asked=f"the plan {options.plan!r}")
         if ranks.backend.alone and plan.world > 1:
@@ -109,6 +126,28 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
             "hidden under compute", soft_wrap=True,
         )  # fmt: skip
     write_json(options.json, result)
+
+
+def _export(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.terminal import console
+    from oases.train.export import export
+
+    require_writable("file", options.file)
+    shapes = export(options.checkpoint, options.file)
+    console.print(f"{len(shapes)} tensors in {options.file}", soft_wrap=True)
+    write_json(options.json, {"tensors": shapes})
+
+
+def _restarting(options: argparse.Namespace, ranks: Any) -> Any:
+    from oases.ranks import under_torchrun
+
+    if options.max_restarts < 0:
+        raise UsageError(f"--max-restarts must be at least 0, got {options.max_restarts}")
+    if options.max_restarts and under_torchrun():
+        raise UsageError(
+            f"--max-restarts {options.max_restarts} is for ranks that oases starts; give it to torchrun, before -m"
+        )
+    return dataclasses.replace(ranks, max_restarts=options.max_restarts)
 
 
 def _what_to_train(options: argparse.Namespace) -> tuple[Any, Any, Any]:

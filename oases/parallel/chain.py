@@ -82,6 +82,16 @@ class PlannedStack(nn.Module):
             degree = segment.tp
         return x, calls
 
+    @property
+    def calls(self) -> int:
+        """Forward passes so far, as `OverlappedStack.calls`."""
+        return max(stack.calls for stack in self.segments)
+
+    @calls.setter
+    def calls(self, calls: int) -> None:
+        for stack in self.segments:
+            stack.calls = calls
+
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Each segment's parameters and the ranks that hold the same ones."""
         for part, stacks in zip(self.chunks, self._stacks, strict=True):

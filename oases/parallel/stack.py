@@ -152,6 +152,15 @@ class OverlappedStack(HoldsGroup, nn.Module):
         """What errors and statistics call this stack."""
         return f"stack {self.number} {self.name}".rstrip()
 
+    @property
+    def calls(self) -> int:
+        """Forward passes so far, which tell the streams of random numbers; set by a run that goes on."""
+        return self._calls
+
+    @calls.setter
+    def calls(self, calls: int) -> None:
+        self._calls = calls
+
     def run_as(
         self,
         schedule: str | Schedule,

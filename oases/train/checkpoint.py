@@ -1,17 +1,16 @@
 """Checkpoints by torch.distributed.checkpoint: each rank writes its shards, any degree reads them back.
 
 Shards are wrapped as DTensors for the time of saving and loading, which is what lets a checkpoint of one
-tensor-parallel degree be read by another. A checkpoint is written aside and takes its place by a rename once it is
-whole. Only folders that are checkpoints themselves are ever replaced.
+tensor-parallel degree be read by another. A checkpoint is written aside, with a checksum of every file, and takes its
+place by a rename once it is whole. Only folders that are checkpoints themselves are ever replaced.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,16 @@ from torch.distributed.tensor import DTensor, Shard
 from oases.errors import UsageError
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.sharding import holders, sharded_parameters
-from oases.train.data import VOCABULARY
+from oases.train.agreement import SaveError, everywhere
+from oases.train.integrity import checksums, fault_of, write_checksums
 from oases.train.optimizer import Optimizer, state_of
+from oases.train.record import RECORD, Record, is_checkpoint
 
-SIZES = "model.json"
-"""The model's sizes, in the checkpoint's folder: what weights alone do not tell, the heads, among them."""
+# One process is what it looks like. Once, and not around each call: filters are no thread's own.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-
-def require_checkpoint(path: str | Path) -> Path:
-    """Raise UsageError unless `path` is a folder that `save` wrote."""
-    path = Path(path)
-    if not ((path / ".metadata").is_file() and (path / SIZES).is_file()):
-        raise UsageError(f"{str(path)!r} is no checkpoint folder; give one that --checkpoint wrote")
-    return path
+State = dict[str, Any]
+"""What this rank holds of a checkpoint: tensors and DTensors by name."""
 
 
 def require_replaceable(path: str | Path) -> Path:
@@ -45,7 +41,7 @@ def require_replaceable(path: str | Path) -> Path:
     given, path = path, Path(path).resolve()
     if path.exists() and not path.is_dir():
         raise UsageError(f"checkpoint {str(given)!r} is a file; give the path of a folder of its own")
-    if path.is_dir() and any(path.iterdir()) and not (path / SIZES).is_file():
+    if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
         raise UsageError(
             f"checkpoint {str(given)!r} holds other files, which would be replaced; give a new or empty folder"
         )
@@ -53,38 +49,54 @@ def require_replaceable(path: str | Path) -> Path:
 
 
 def save(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    step: int,
-    sizes: dict[str, Any],
-    group: ProcessGroup | None,
+    path: str | Path, model: nn.Module, optimizer: Optimizer, record: Record, group: ProcessGroup | None
 ) -> None:
-    """Write model, optimizer and step to the folder `path`, replacing an earlier checkpoint. All ranks call it.
+    """Write model, optimizer and record to the folder `path`, replacing an earlier checkpoint. All ranks call it.
 
-    sizes: what a model must be built with to load it, as plain values. group: all ranks that train the model; what
-    several of them hold is written once. Raises UsageError for a path that holds anything else.
+    group: all ranks that train the model; what several of them hold is written once. Raises UsageError for a path
+    that holds anything else, SaveError where writing failed.
     """
+    write(path, state(model, optimizer, group), record, group)
+
+
+def write(path: str | Path, state: State, record: Record, group: ProcessGroup | None) -> None:
+    """Write what `state` or `staged` gave and the record, as `save` does."""
     path = require_replaceable(path)
     aside, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
     _barrier(group)  # nobody writes before everybody has looked
-    first = group_rank(group) == 0
-    if first:
+    rank = group_rank(group)
+
+    def prepare() -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        (aside / SIZES).write_text(json.dumps(sizes, indent=1))
-    _barrier(group)
-    state = _state(model, optimizer, group) | {"step": torch.tensor(step)}
-    with _quiet():
+        record.write(aside)
+
+    def store() -> None:
         dcp.save(state, checkpoint_id=aside, process_group=group, no_dist=group is None)
-    _barrier(group)
-    if first:
+
+    def seal() -> None:
+        write_checksums(aside, {name: digest for part in parts for name, digest in part.items()})
+        _sync(aside)
         shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             path.rename(old)
         aside.rename(path)
+        _sync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
-    _barrier(group)
+
+    what = f"checkpoint {str(path)!r}"
+    try:
+        _by_first(prepare, what, group)
+        everywhere(store, what, group)
+        own = [RECORD, ".metadata"] if rank == 0 else []  # besides the shards, which carry the rank in their names
+        parts = everywhere(
+            lambda: checksums([*(aside / name for name in own), *sorted(aside.glob(f"__{rank}_*"))]), what, group
+        )
+        _by_first(seal, what, group)
+    except SaveError:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def load(
@@ -93,55 +105,76 @@ def load(
     optimizer: Optimizer | None,
     sizes: dict[str, Any],
     group: ProcessGroup | None,
-) -> int:
-    """Read a checkpoint into model and optimizer (None: the model alone), in place; return its step.
+    *,
+    verify: bool = True,
+) -> Record:
+    """Read a checkpoint into model and optimizer (None: the model alone), in place; return its record.
 
-    Raises UsageError where the folder is no checkpoint or holds a model of other sizes.
+    With an optimizer random states are restored too, those of rank 0 on every rank if the run had other ranks.
+    verify: compare the checksums first; for those who have not just done so.
+    Raises UsageError where the folder is no checkpoint, is broken, is of a newer format or holds a model of other
+    sizes.
     """
-    path = require_checkpoint(path)
-    require_sizes(path, sizes)
-    state = _state(model, optimizer, group) | {"step": torch.tensor(0)}
-    with _quiet():
-        dcp.load(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+    path = Path(path)
+    record = Record.read(path)
+    record.require_sizes(sizes, path)
+    fault = fault_of(path, group) if verify else ""
+    if fault:
+        raise UsageError(f"checkpoint {str(path)!r} is broken: {fault}; take another")
+    wanted = state(model, optimizer, group)
+    generators = _generators(model)
+    if optimizer is not None:
+        rank = group_rank(group) if record.ranks == group_size(group) else 0
+        generators = {name: one for name, one in generators.items() if name in record.random}
+        wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith("random.")}
+        wanted |= {_random(name, rank): one.get_state() for name, one in generators.items()}
+    dcp.load(wanted, checkpoint_id=path, process_group=group, no_dist=group is None)
     if optimizer is not None:
         for parameter in model.parameters():
             moments = state_of(optimizer, parameter)
             if moments is not None:
-                moments["step"].fill_(float(state["step"]))
-    return int(state["step"])
+                moments["step"].fill_(float(record.updates))
+        for name, generator in generators.items():
+            generator.set_state(wanted[_random(name, rank)])
+    return record
 
 
-def require_sizes(path: str | Path, sizes: dict[str, Any]) -> None:
-    """Raise UsageError, naming what differs, unless the checkpoint is of a model of these sizes."""
-    saved = {"vocabulary": VOCABULARY} | json.loads((Path(path) / SIZES).read_text())
-    for name, size in sizes.items():
-        if saved.get(name) != size:
-            raise UsageError(
-                f"checkpoint {str(path)!r} does not fit: {name} is {saved.get(name)} there and {size} here; give "
-                "the sizes of the model that was saved"
-            )
+def state(model: nn.Module, optimizer: Optimizer | None, group: ProcessGroup | None) -> State:
+    """What this rank holds, the training's own tensors; with an optimizer, copies of the random states too."""
+    return _state(model, optimizer, group, lambda tensor: tensor, None)
 
 
-def _state(model: nn.Module, optimizer: Optimizer | None, group: ProcessGroup | None) -> dict[str, Any]:
-    """What this rank holds. A shard belongs to the group of its layer: replicas of it hold the same one."""
+def staged(model: nn.Module, optimizer: Optimizer, group: ProcessGroup | None) -> State:
+    """Like `state`, but copies in the CPU's memory, which later steps leave as they are."""
+    return _state(model, optimizer, group, lambda tensor: tensor.to("cpu", copy=True), "cpu")
+
+
+def _state(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    group: ProcessGroup | None,
+    copied: Callable[[Tensor], Tensor],
+    device: str | None,
+) -> State:
+    """A shard belongs to the group of its layer: replicas of it hold the same one."""
     dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
     cut_by = holders(model)
     meshes: dict[str, DeviceMesh] = {}
 
     def whole(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        tensor = tensor.detach()
+        tensor = copied(tensor.detach())
         holder = cut_by.get(id(parameter))
         cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
         if holder is None or cutting is None or group_size(cutting) == 1:
             return tensor
         name = group_name(cutting)
         if name not in meshes:
-            meshes[name] = DeviceMesh.from_group(cutting, parameter.device.type)
+            meshes[name] = DeviceMesh.from_group(cutting, device or parameter.device.type)
         return DTensor.from_local(tensor, meshes[name], [Shard(dims[id(parameter)])])
 
-    state: dict[str, Any] = {}
+    found: State = {}
     for name, parameter in model.named_parameters():
-        state[f"model.{name}"] = whole(parameter, parameter)
+        found[f"model.{name}"] = whole(parameter, parameter)
         moments = None if optimizer is None else state_of(optimizer, parameter)
         if moments is None:  # a sharded optimizer keeps those of this parameter on another rank, which writes them
             continue
@@ -150,16 +183,43 @@ def _state(model: nn.Module, optimizer: Optimizer | None, group: ProcessGroup | 
             moments["exp_avg"] = torch.zeros_like(parameter)
             moments["exp_avg_sq"] = torch.zeros_like(parameter)
         for moment in ("exp_avg", "exp_avg_sq"):
-            state[f"optimizer.{name}.{moment}"] = whole(moments[moment], parameter)
-    return state
+            found[f"optimizer.{name}.{moment}"] = whole(moments[moment], parameter)
+    if optimizer is not None:
+        for name, generator in _generators(model).items():
+            found[_random(name, group_rank(group))] = generator.get_state()
+    return found
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """One process is what it looks like; DCP need not warn of it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def random_streams(model: nn.Module) -> list[str]:
+    """The names of the random states that a checkpoint of this model has for every rank."""
+    return list(_generators(model))
+
+
+def _generators(model: nn.Module) -> dict[str, torch.Generator]:
+    """Torch's own, of the CPU and of the model's GPU; nothing here draws from Python's or numpy's."""
+    found = {"cpu": torch.default_generator}
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    for device in devices:
+        found["cuda"] = torch.cuda.default_generators[device.index or 0]
+    return found
+
+
+def _random(name: str, rank: int) -> str:
+    return f"random.{rank}.{name}"
+
+
+def _by_first(action: Callable[[], None], what: str, group: ProcessGroup | None) -> None:
+    """On the first rank alone; it fails on all or on none."""
+    everywhere(action if group_rank(group) == 0 else lambda: None, what, group)
+
+
+def _sync(folder: Path) -> None:
+    """Have the disk know the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _barrier(group: ProcessGroup | None) -> None:

@@ -12,9 +12,15 @@ import torch
 
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig
+from oases.ranks import restart_count
 from oases.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, parse_schedule, validate
-from oases.train.checkpoint import require_checkpoint, require_replaceable, require_sizes
 from oases.train.data import VOCABULARY, TextCorpus
+from oases.train.guard import POLICIES
+from oases.train.log import steps_in
+from oases.train.retention import require_folder
+
+AUTO = "auto"
+"""As `resume`: the newest checkpoint in `checkpoint`, or the start."""
 
 
 def option(default: Any, description: str) -> Any:
@@ -134,8 +140,20 @@ class TrainConfig(ModelOptions):
     validation_batches: int = option(8, "held-out batches in the final validation loss")
     seed: int = option(0, "seed of weights and batches")
     device: str = option("cpu", "cpu or cuda")
-    checkpoint: str | None = option(None, "folder to save the final state to")
-    resume: str | None = option(None, "checkpoint folder to go on from, of any tensor-parallel degree")
+    checkpoint: str | None = option(
+        None, "folder for checkpoints, one per step that is saved, the last step among them"
+    )
+    checkpoint_every: int = option(0, "steps from one checkpoint to the next; 0 = the last step alone")
+    keep: int = option(3, "newest checkpoints that are kept; 0 = all")
+    save_error: str = option("warn", "when a checkpoint cannot be written, a full disk: warn and go on, or stop")
+    resume: str | None = option(
+        None,
+        "checkpoint to go on from, of any degrees or plan, or a folder of them for the newest whole one; auto: the "
+        "newest in --checkpoint, or the start if there is none",
+    )
+    step_log: str | None = option(None, "file for a line of JSON per step; a run that goes on continues it")
+    bad_loss: str = option("stop", "what a loss or gradient that is not finite does: stop, skip the step, or off")
+    spike: float = option(0.0, "a loss above so many times the median of the last 32 is bad too; 0 = never")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,11 +165,28 @@ class TrainConfig(ModelOptions):
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
-        for name in ("warmup", "weight_decay"):
+        for name in ("warmup", "weight_decay", "checkpoint_every", "keep", "spike"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
         require_seed(self.seed)
         require_device(self.device)
+        self._require_survival()
+
+    def _require_survival(self) -> None:
+        """What of checkpoints, restarts and bad losses can be known from the values alone."""
+        for name, known in (("save_error", ("warn", "stop")), ("bad_loss", POLICIES)):
+            if getattr(self, name) not in known:
+                raise UsageError(f"unknown {name} {getattr(self, name)!r}; known are {', '.join(known)}")
+        if 0 < self.spike <= 1:
+            raise UsageError(f"spike must be above 1, or 0 for never, got {self.spike}")
+        if self.checkpoint is None and (self.checkpoint_every or self.resume == AUTO):
+            what = f"checkpoint_every {self.checkpoint_every}" if self.checkpoint_every else f"resume {self.resume!r}"
+            raise UsageError(f"{what} needs a folder; give --checkpoint DIR")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run begins with the newest of its own checkpoints, where there is one."""
+        return self.checkpoint is not None and (self.resume == AUTO or restart_count() > 0)
 
     def check(self, degree: int) -> TextCorpus:
         """Everything that can be known before any rank starts; returns the corpus."""
@@ -163,14 +198,27 @@ class TrainConfig(ModelOptions):
 
     def check_files(self, sizes: dict[str, Any]) -> TextCorpus:
         """What is read and written, for a model of these sizes; returns the corpus."""
-        if self.resume is not None:
-            require_sizes(require_checkpoint(self.resume), sizes)
+        from oases.train.resumption import require_resumable  # which reads this configuration
+
         if self.checkpoint is not None:
-            require_replaceable(self.checkpoint)
+            require_folder(self.checkpoint)
+        require_resumable(self, sizes)
+        self._require_step_log()
         corpus = TextCorpus(self.data)
         for split in ("train", "validation"):
             corpus.batch(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)
         return corpus
+
+    def _require_step_log(self) -> None:
+        """Raise UsageError for a log of another run, which this one would overwrite, and for what is no log."""
+        if self.step_log is None:
+            return
+        if not Path(self.step_log).resolve().parent.is_dir():
+            raise UsageError(f"step log {self.step_log!r}: its folder does not exist")
+        if Path(self.step_log).is_dir():
+            raise UsageError(f"step log {self.step_log!r} is a folder; give the path of a file")
+        if steps_in(self.step_log) and self.resume is None and not self.goes_on:
+            raise UsageError(f"step log {self.step_log!r} holds the steps of another run; give a new file")
 
 
 def sizes_of(options: ModelOptions) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,16 +20,20 @@ from oases.models.gpt import GPT
 from oases.parallel.average import GradientAverage
 from oases.parallel.collectives import all_reduce
 from oases.parallel.gradients import clip_grad_norm
-from oases.parallel.group import ProcessGroup, group_size, resolve
+from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.parallel.statistics import Report, report
 from oases.planner.plan import Plan
-from oases.train.checkpoint import load, save
-from oases.train.config import WIRE_DTYPES, TrainConfig, sizes_of
+from oases.train.checkpoint import load, random_streams, save
+from oases.train.config import WIRE_DTYPES, TrainConfig, settings, sizes_of
 from oases.train.data import TextCorpus
+from oases.train.guard import LossGuard, Policy
 from oases.train.optimizer import adamw
 from oases.train.plan import require_fit
+from oases.train.record import Record
+from oases.train.resumption import first_checkpoint
 from oases.train.stage import TrainedStage
+from oases.train.supervision import Supervision
 
 
 class Trainer:
@@ -80,13 +87,54 @@ class Trainer:
             sharded=plan is not None and plan.zero,
         )
         self.steps_done = 0
-        if config.resume is not None:
-            self.steps_done = load(config.resume, self.model, self.optimizer, self.sizes, self.group)
-            if self.steps_done >= config.steps:
-                raise UsageError(
-                    f"checkpoint {config.resume!r} is at step {self.steps_done} of {config.steps}: nothing is "
-                    "left to do; give more --steps"
-                )
+        self.updates = 0
+        """Steps that changed the weights: all but those that were skipped."""
+        self.guard = LossGuard(cast(Policy, config.bad_loss), config.spike)
+        self.resumed = first_checkpoint(config, self.group)
+        """The checkpoint that this run began with."""
+        if self.resumed is not None:
+            self._go_on(self.resumed)
+
+    def _go_on(self, path: Path) -> None:
+        record = load(path, self.model, self.optimizer, self.sizes, self.group, verify=False)
+        self.steps_done, self.updates = record.step, record.updates
+        self.model.stack.calls = record.calls
+        self.guard.recent.extend(record.losses)
+        other = record.other_data(self._data())
+        if other and group_rank(self.group) == 0:
+            warnings.warn(f"checkpoint {str(path)!r} goes on with other batches: {other}", stacklevel=3)
+        # A run that starts by itself may find that it was done.
+        if self.steps_done >= self.config.steps and not self.config.goes_on:
+            raise UsageError(
+                f"checkpoint {str(path)!r} is at step {self.steps_done} of {self.config.steps}: nothing is "
+                "left to do; give more --steps"
+            )
+
+    def _data(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "seed": config.seed, "batch": config.batch, "sequence": config.sequence, "bytes": self.corpus.num_bytes,
+        }  # fmt: skip
+
+    def record(self) -> Record:
+        """Where the run stands, as a checkpoint says it."""
+        return Record(
+            step=self.steps_done,
+            updates=self.updates,
+            sizes=self.sizes,
+            learning_rate=self.learning_rate(self.steps_done),
+            data=self._data() | {"next_step": self.steps_done},
+            ranks=group_size(self.group),
+            calls=self.model.stack.calls,
+            random=random_streams(self.model),
+            losses=list(self.guard.recent),
+            config=settings(self.config),
+            plan=None if self.plan is None else json.loads(self.plan.to_json()),
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """Of a step, counted from 0: a function of the step alone, so a resumed run needs no state."""
+        return self.config.learning_rate * warmup_then_cosine(step, self.config)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -96,17 +144,19 @@ class Trainer:
     def step(self) -> float:
         """One optimizer step; returns the training loss in nats per byte."""
         config = self.config
-        for group in self.optimizer.param_groups:  # a function of the step alone, so a resumed run needs no state
-            group["lr"] = config.learning_rate * warmup_then_cosine(self.steps_done, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.steps_done)
         loss = self.backward(self.steps_done)
-        clip_grad_norm(
+        norm = clip_grad_norm(
             self.model,
             config.clip,
             process_group=self.group,
             stages=1 if self.plan is None else len(self.plan.stages),
             counted_elsewhere=None if self.model.is_first else self.model.tied,
         )
-        self.optimizer.step()
+        if self.guard.admits(loss, float(norm), self.steps_done, self.group, self.device):
+            self.optimizer.step()
+            self.updates += 1
         self.optimizer.zero_grad()
         self.steps_done += 1
         return loss
@@ -158,18 +208,21 @@ class Trainer:
     def train(self, on_step: Callable[[int, float, float], None] | None = None) -> dict[str, Any]:
         """Run to `config.steps`; return losses, times, throughput and what was hidden.
 
-        on_step(step, loss, seconds) is called after every step. Saves to `config.checkpoint` at the end.
+        on_step(step, loss, seconds) is called after every step. Logs to `config.step_log` and saves to
+        `config.checkpoint` as the configuration says, and after the last step. Raises SavedExit, a SystemExit, after
+        a step that SIGTERM came in, if there is a checkpoint folder.
         """
         config = self.config
         losses, seconds = [], []
-        while self.steps_done < config.steps:
-            start = time.perf_counter()
-            losses.append(self.step())
-            seconds.append(time.perf_counter() - start)
-            if on_step is not None:
-                on_step(self.steps_done, losses[-1], seconds[-1])
-        if config.checkpoint is not None:
-            self.save(config.checkpoint)
+        with Supervision(self) as supervision:
+            while self.steps_done < config.steps:
+                start = time.perf_counter()
+                losses.append(self.step())
+                seconds.append(time.perf_counter() - start)
+                if on_step is not None:
+                    on_step(self.steps_done, losses[-1], seconds[-1])
+                supervision.after_step(losses[-1], seconds[-1])
+            supervision.finish()
         median = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
         return {
             "losses": losses,
@@ -177,11 +230,14 @@ class Trainer:
             "tokens_per_second": config.batch * config.sequence / median,
             "validation_loss": self.validate(),
             "overlap": self.overlap(),
+            "resumed": None if self.resumed is None else str(self.resumed),
+            "skipped_steps": self.guard.skipped,
+            "checkpoints": supervision.summary(),
         }
 
     def save(self, path: str) -> None:
         """Write a checkpoint that any tensor-parallel degree and any plan can load."""
-        save(path, self.model, self.optimizer, self.steps_done, self.sizes, self.group)
+        save(path, self.model, self.optimizer, self.record(), self.group)
 
     def overlap(self) -> dict[str, Any]:
         """What was hidden so far, as `oases.report()` tells it."""

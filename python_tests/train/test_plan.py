@@ -147,7 +147,8 @@ def test_a_checkpoint_goes_on_under_any_plan(two_ranks, four_ranks, corpus, alon
     files = sum(file.stat().st_size for file in (tmp_path / "checkpoint").glob("*.distcp"))
     two_steps(plan_of(1, (4, 1)).to_json(), corpus, path)
     once = sum(file.stat().st_size for file in (tmp_path / "checkpoint").glob("*.distcp"))
-    assert files < 1.5 * once  # headers of more files and shards, but no replica's copy
+    # Headers of more files and shards, and the random states of three more ranks, but no replica's copy.
+    assert files - 3 * torch.get_rng_state().numel() < 1.5 * once
 
 
 def optimizer_numbers(text, corpus):

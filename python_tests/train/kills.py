@@ -1,0 +1,132 @@
+"""Kills ranks of a run at random moments: `python kills.py [KILLS [SEED]]`; test_survival.py does it with few."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SIZES = {
+    "hidden": 64, "layers": 1, "heads": 4, "sequence": 64, "batch": 4, "sub-batches": 2, "warmup": 2,
+    "validation-batches": 1,
+}  # fmt: skip
+KINDS = ("step", "checkpoint", "start")
+"""In a step, while a checkpoint is being written, while the ranks start."""
+
+
+def write_corpus(path):
+    path.write_text("".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)))
+    return path
+
+
+def command(corpus, **options):
+    """The command line of a run; options by name, with _ for -."""
+    given = SIZES | {name.replace("_", "-"): value for name, value in options.items()}
+    words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+    return [sys.executable, "-m", "oases", "train", "--data", str(corpus), *words]
+
+
+def lines_of(log):
+    """The whole lines of a log."""
+    text = Path(log).read_text() if Path(log).exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses_of(log):
+    """(step, loss) of every line."""
+    return [(line["step"], line["loss"]) for line in lines_of(log)]
+
+
+def ranks_of(parent):
+    """The processes that run ranks, in rank order."""
+    found = []
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        try:
+            words = Path(f"/proc/{child}/cmdline").read_text()
+        except FileNotFoundError:
+            continue
+        if "spawn_main" in words:
+            found.append(int(child))
+    return sorted(found)
+
+
+def wait_until(condition, run, seconds=120):
+    """Whether the condition came true before the run ended."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if run.poll() is not None:
+            return False
+        assert time.monotonic() < end, "the run does not come to where it is to be killed"
+        time.sleep(0.001)
+    return True
+
+
+def kill_a_rank(run, kind, step, ranks, before, log, folder, generator):
+    """Wait for the moment and kill one of the ranks, new ones since `before`; returns them, [] if the run ended."""
+    if not wait_until(lambda: len(set(ranks_of(run.pid)) - set(before)) == ranks, run):
+        return []
+    now = sorted(set(ranks_of(run.pid)) - set(before))
+    if kind == "start":
+        time.sleep(generator.uniform(0, 4))
+    else:
+        if not wait_until(lambda: any(line["step"] >= step for line in lines_of(log)), run):
+            return []
+        if kind == "checkpoint" and not wait_until(lambda: any(folder.glob(".step-*.part")), run):
+            return []
+        time.sleep(generator.uniform(0, 0.02))
+    os.kill(now[generator.randrange(ranks)], signal.SIGKILL)
+    return now
+
+
+def killed_run(corpus, folder, *, kinds, seed, steps, ranks=2, **options):
+    """Run to the end, killed once for each kind; returns (exit code, what it said, its log, kills that hit)."""
+    log, checkpoints = folder / "killed.jsonl", folder / "killed"
+    words = command(
+        corpus, tp=ranks, steps=steps, checkpoint=checkpoints, checkpoint_every=4, keep=2, step_log=log,
+        max_restarts=len(kinds), **options,
+    )  # fmt: skip
+    generator = random.Random(seed)
+    moments = sorted(generator.randrange(1, steps - 1) for _ in kinds)
+    hits = 0
+    with (folder / "stderr").open("w") as said:
+        run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=said)
+        try:
+            now = []
+            for kind, step in zip(kinds, moments, strict=True):
+                now = kill_a_rank(run, kind, step, ranks, now, log, checkpoints, generator)
+                hits += bool(now)
+            run.wait(timeout=150)
+        finally:
+            if run.poll() is None:
+                run.kill()
+    return run.returncode, (folder / "stderr").read_text(), log, hits
+
+
+def unbroken_run(corpus, folder, *, steps, ranks=2, **options):
+    """The log of a run that nobody disturbs."""
+    log = folder / "unbroken.jsonl"
+    words = command(corpus, tp=ranks, steps=steps, step_log=log, **options)
+    subprocess.run(words, stdout=subprocess.DEVNULL, check=True, timeout=120)
+    return log
+
+
+if __name__ == "__main__":
+    kills, seed = (int(word) for word in (*sys.argv[1:], *("20", "0")[len(sys.argv) - 1 :]))
+    kinds = [("step", "checkpoint", "step", "checkpoint", "start")[i % 5] for i in range(kills)]
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        corpus = write_corpus(folder / "text.txt")
+        start = time.monotonic()
+        code, said, log, hits = killed_run(corpus, folder, kinds=kinds, seed=seed, steps=200)
+        print(said)
+        same = losses_of(log) == losses_of(unbroken_run(corpus, folder, steps=200))
+        print(
+            f"{hits} of {kills} kills, exit code {code}, {len(losses_of(log))} steps logged, equal to the bit: {same}"
+        )
+        print(
+            f"{time.monotonic() - start:.0f} s; kept: {sorted(path.name for path in (folder / 'killed').iterdir())}"
+        )
