@@ -249,7 +249,7 @@ _VIEWS = (
     *("detach", "alias", "contiguous", "aten.to.", "diagonal", "unfold", "lift_fresh", "as_strided", "type_as"),
     *(
         "ravel",
-        "atleast",
+        "atleast_",
         "broadcast",
         "real",
         "imag",
