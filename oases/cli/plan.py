@@ -17,7 +17,7 @@ from oases.planner.memory import usable_bytes
 from oases.planner.objective import published_plan
 from oases.planner.plan import Plan
 from oases.planner.predict import Predictor
-from oases.planner.space import Space, require_runnable, require_runnable_pipelines
+from oases.planner.space import Space, require_runnable
 from oases.planner.sweep import Problem, as_data, sweep
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
@@ -87,7 +87,6 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
     require_runnable(model)
     space = space_of(options)
-    require_runnable_pipelines(space)
     if options.objective == "published":
         _refuse_published(options)
     if options.sweep is not None:

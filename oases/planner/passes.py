@@ -17,7 +17,6 @@ from oases.planner.pieces import SENT, PartPieces, Piece, StagePieces
 from oases.planner.plan import BUCKET_BYTES, Part, Plan, Segment
 from oases.schedule import Op
 from oases.schedule.pipeline import early, last_pass
-from oases.schedule.tensor import weights_put_off
 from oases.simulator.hardware import Hardware
 from oases.simulator.lowering import StagePasses, lower
 from oases.simulator.model import ModelShape
@@ -48,7 +47,8 @@ def _buckets(lane: Sequence[tuple[tuple[int, int], int]]) -> Iterator[tuple[tupl
 class Lowered:
     """The instructions of a segment's passes. recompute: what of the backward pass can be done ahead of time.
 
-    backward: all of it but `weights`, the weight gradients where they are a pass of their own.
+    backward: all of it but `weights`, the weight gradients where they are a pass of their own: the ops W of
+    the segment's list. Of a list without W, the backward pass computes them.
     """
 
     forward: Tagged
@@ -62,8 +62,6 @@ class Lowered:
     ) -> Lowered:  # fmt: skip
         """first: the number of the segment's first block, of which only its kind matters."""
         schedule = segment.generated()
-        if weights_apart:
-            schedule = weights_put_off(schedule)
         kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
         costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule)
         forward, backward = lower(schedule, costs, prefix)
@@ -292,6 +290,9 @@ class StageModel:
             return
         made = {op.block: at for at, (_, op) in enumerate(ops) if op is not None and op.kind in ("BC", "B", "W")}
         behind = {at: block for block, at in made.items()}
+        for (segment, block), lane in starts.items():  # where W is the last pass, B may have made them
+            if segment == part.first_segment + index and block not in made:
+                yield from lane
         for at, (instruction, _) in enumerate(ops):
             yield instruction
             yield from starts.get((part.first_segment + index, behind.get(at, -1)), ())

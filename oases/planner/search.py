@@ -131,7 +131,7 @@ class SettingSearch:
         whole = kept_bytes(self.model, kind, tp, samples, recomputed=False)
         # A micro-batch in flight on a part is in flight on its share of the stage's blocks.
         held = self.setting.in_flight(stage) / self.setting.chunks * kept
-        held += (whole - kept) * self.setting.recomputes_early(stage)
+        held += (whole - kept) * self.setting.recomputes_early(stage) + whole * self.setting.weights_waiting(stage)
         return state_bytes(self.model, parameters, replicas, zero=self.setting.zero) + held
 
     def _once(self, state: State, stage: int) -> int:

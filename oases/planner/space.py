@@ -16,11 +16,8 @@ from oases.simulator.model import ModelShape
 RUNNABLE_STAGES = 1
 """Pipeline stages that the runtime executes. Longer pipelines can be simulated; a search leaves them out."""
 
-RUNNABLE_PIPELINES = tuple(name for name in PIPELINES if name != "zb_h1")
-"""Those that the runtime executes: a stack hands weight gradients out in its backward pass, so none with passes W."""
-
-BEST_PIPELINES = ("one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved")
-"""Runnable ones that can win: gpipe and pre_recompute hold as much as one of these and take as long or longer."""
+BEST_PIPELINES = ("one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1")
+"""Those that can win: gpipe and pre_recompute hold as much as one of these and take as long or longer."""
 ONLY_EARLIER = ("pre_recompute", "last_no_recompute")
 """Those that are 1F1B where nothing is computed again."""
 
@@ -75,16 +72,6 @@ class Space:
                 )
 
 
-def require_runnable_pipelines(space: Space) -> None:
-    """Raise UsageError where a plan might be chosen that cannot be executed."""
-    for name in space.pipelines:
-        if name not in RUNNABLE_PIPELINES:
-            raise UsageError(
-                f"pipelines: a plan with {name} cannot be executed yet, only with {', '.join(RUNNABLE_PIPELINES)}; "
-                "oases simulate predicts it"
-            )
-
-
 @dataclass(frozen=True)
 class Setting:
     """What is the same for all blocks: how many stages and micro-batches, and whether the optimizer is sharded."""
@@ -126,6 +113,10 @@ class Setting:
     def chunks(self) -> int:
         """Parts of the model that a stage has."""
         return chunks_of(self.pipeline)
+
+    def weights_waiting(self, stage: int) -> int:
+        """Micro-batches whose backward pass a stage has done, but not their weight gradients."""
+        return min(stage, self.micro_batches) if self.pipeline == "zb_h1" else 0
 
     def recomputes_early(self, stage: int) -> bool:
         """Whether a stage ever holds a whole micro-batch that it recomputed ahead of its backward pass."""

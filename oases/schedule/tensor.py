@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Literal
@@ -161,15 +160,6 @@ def sub_pipelined(
 
     name = "sub_pipelined" if level == 3 else f"sub_pipelined_{level}"
     return Schedule(name, num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
-
-
-def weights_put_off(schedule: Schedule) -> Schedule:
-    """The same list with every weight gradient a W of its own; those that B computed itself come at the end."""
-    apart = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
-    more = [Op("W", *place) for op in schedule if op.kind == "B" and (place := (op.block, op.sub_batch)) not in apart]
-    found = replace(schedule, ops=(*schedule.ops, *more))
-    validate(found)
-    return found
 
 
 def recomputed_blocks(num_blocks: int, recompute: Recompute, layer_of: LayerOf = None) -> frozenset[int]:

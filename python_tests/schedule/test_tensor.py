@@ -3,7 +3,6 @@
 import pytest
 
 from oases.schedule import GENERATORS, ScheduleError, generate, oases, recomputed_layers, sync
-from oases.schedule.tensor import weights_put_off
 
 
 def in_flight(schedule):
@@ -66,13 +65,3 @@ def test_layers_of_other_blocks_are_refused():
     for layer_of in ((0, 0), (1, 0, 1, 0)):
         with pytest.raises(ScheduleError, match="each of the 4 blocks its layer, in order"):
             generate("oases", 4, 2, 1, layer_of)
-
-
-def test_weight_gradients_put_off():
-    for name in GENERATORS:
-        schedule = generate(name, 4, 2, 1)
-        apart = weights_put_off(schedule)
-        places = [(op.block, op.sub_batch) for op in apart if op.kind == "W"]
-        assert sorted(places) == sorted((op.block, op.sub_batch) for op in apart if op.kind == "B")
-        assert [op for op in apart if op.kind != "W"] == [op for op in schedule if op.kind != "W"]
-    assert weights_put_off(oases(4, 2)) == oases(4, 2)
