@@ -1,9 +1,13 @@
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from oases.testing import RankPool
+
+if not torch.cuda.is_available():  # before any test imports triton, which reads it then
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

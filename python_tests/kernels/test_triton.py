@@ -1,15 +1,11 @@
 """The Triton twins beside the native kernels: masks bit by bit, results and gradients to a few roundings.
 
-On the CPU they run under Triton's interpreter, which the environment must name before triton is imported.
+On the CPU they run under Triton's interpreter (see python_tests/conftest.py).
 """
-
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="the package triton is not installed: pip install triton")
 
 from oases import kernels
