@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from oases.errors import UsageError
 from oases.graph.fields import Record
@@ -75,8 +76,33 @@ class Node:
     bytes_out: int = 0
 
 
+class Run:
+    """Nodes in execution order: all of a graph, or some of it."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def nodes(self) -> tuple[Node, ...]:
+            """In execution order."""
+
+    @property
+    def flops(self) -> int:
+        """Of one forward pass."""
+        return sum(node.flops for node in self.nodes)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Written by one forward pass."""
+        return sum(node.bytes_out for node in self.nodes)
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of the modules in lists, in execution order, e.g. "model.layers.0"."""
+        return tuple(dict.fromkeys(layer for node in self.nodes if (layer := layer_of(node.module))))
+
+
 @dataclass(frozen=True)
-class LayerGraph:
+class LayerGraph(Run):
     """A model: nodes in execution order, inputs, names of the outputs, parameters and buffers under all names."""
 
     name: str
@@ -168,21 +194,6 @@ class LayerGraph:
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones once, buffers not."""
         return sum({each.identity: each.size for each in self.parameters if not each.buffer}.values())
-
-    @property
-    def flops(self) -> int:
-        """Of one forward pass."""
-        return sum(node.flops for node in self.nodes)
-
-    @property
-    def activation_bytes(self) -> int:
-        """Written by one forward pass."""
-        return sum(node.bytes_out for node in self.nodes)
-
-    @cached_property
-    def layers(self) -> tuple[str, ...]:
-        """The paths of the modules in lists, in execution order, e.g. "model.layers.0"."""
-        return tuple(dict.fromkeys(layer for node in self.nodes if (layer := layer_of(node.module))))
 
     def to_json(self) -> str:
         """The graph as JSON that `from_json` reads back."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from oases.graph.layer_graph import LayerGraph, Node, Parameter, layer_of
+from oases.graph.layer_graph import LayerGraph, Node, Parameter, Run
 
 MANY_USERS = 5
 """Of a value with more users than this: it travels along, as masks and position ids do."""
@@ -23,7 +23,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Run):
     """Nodes `start` up to `stop` of a graph."""
 
     graph: LayerGraph = field(repr=False, compare=False)
@@ -54,21 +54,6 @@ class Part:
     def parameter_bytes(self) -> int:
         """Of its parameters."""
         return sum(each.num_bytes for each in self.parameters)
-
-    @property
-    def flops(self) -> int:
-        """Of one forward pass."""
-        return sum(node.flops for node in self.nodes)
-
-    @property
-    def activation_bytes(self) -> int:
-        """Written by one forward pass."""
-        return sum(node.bytes_out for node in self.nodes)
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Paths of the modules in lists that it runs, or a part of."""
-        return tuple(dict.fromkeys(layer for node in self.nodes if (layer := layer_of(node.module))))
 
     @cached_property
     def embedding(self) -> bool:

@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from oases.errors import UsageError
+from oases.graph.trace.samples import sample_inputs
 from oases.partition.export import leaves, running_without_data, without_data
 from oases.partition.recorder import Ops, Recorder
 from oases.partition.watch import assigned
@@ -64,27 +65,17 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def made_up_inputs(model: nn.Module) -> Inputs:
-    """Arguments that a transformers model takes, by its main input and configuration, on meta.
+    """Arguments that a transformers model takes (see `sample_inputs`), of lengths that tell its dimensions apart.
 
-    Raises UsageError for a model that does not say: give `ParallelSpec(inputs=...)`.
+    Raises UsageError for a model that does not say what it takes.
     """
-    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    tokens = torch.empty(BATCH, SEQUENCE, dtype=torch.long, device="meta")
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if config is not None and main == "input_ids":
-        given = {"input_ids": tokens}
-        if getattr(config, "is_encoder_decoder", False):
-            given["decoder_input_ids"] = torch.empty(BATCH, SEQUENCE + 2, dtype=torch.long, device="meta")
-        return (), given
-    if config is not None and main == "pixel_values":
-        size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        channels = getattr(config, "num_channels", 3)
-        return (), {main: torch.empty(BATCH, channels, height, width, dtype=dtype, device="meta")}
-    raise UsageError(
-        f"what {type(model).__name__} takes as input is not known; give parallelize() "
-        "spec=ParallelSpec(inputs=((arguments,), {keywords})) with tensors of the right shapes"
-    )
+    try:
+        given = sample_inputs(model, BATCH, SEQUENCE)
+    except UsageError as error:
+        raise UsageError(f"{error}; parallelize() takes them as spec=ParallelSpec(inputs=(args, kwargs))") from error
+    if "decoder_input_ids" in given:
+        given["decoder_input_ids"] = torch.empty(BATCH, SEQUENCE + 2, dtype=torch.long, device="meta")
+    return (), given
 
 
 def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = ()) -> Observed:

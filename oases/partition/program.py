@@ -233,6 +233,3 @@ def _weight(exported: Exported, node: fx.Node) -> str:
 
 def _varying(tensor: Tensor) -> dict[int, Any]:
     return {dim: torch.export.Dim.AUTO for dim, length in enumerate(tensor.shape) if length > 1}
-
-
-__all__ = ["Form", "Kind", "Program", "leaves"]

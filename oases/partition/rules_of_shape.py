@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from oases.partition.export import UnsplittableError
@@ -181,8 +182,6 @@ def taken_apart(s: Splitter, node: fx.Node) -> tuple[Value, ...]:
     inside = pieces(split.segments, lengths)
     if inside is None:
         raise UnsplittableError(f"{node.target} into {lengths} of what is split in {split.segments}")
-    import torch
-
     made = s.call(
         torch.ops.aten.split_with_sizes.default, (s.value(x).node, [s.local(n) for n in lengths], dim), node
     )

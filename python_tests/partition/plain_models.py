@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from partition.comparison import gradients_apart
 from torch import nn
 
 import oases
-from oases.parallel.sharding import cuts
 from oases.partition import ParallelSpec
 
 WIDTH, HEADS, ROWS = 16, 4, 50
@@ -96,12 +95,6 @@ def spec(data=None, **options) -> ParallelSpec:
     return ParallelSpec(inputs=((tokens() if data is None else data,), {}), **options)
 
 
-def whole(part, cut):
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
-    return cut.join(parts)
-
-
 def loss_of(result) -> torch.Tensor:
     """A number that all of a result matters to."""
     found = result if isinstance(result, torch.Tensor) else result[0]
@@ -119,19 +112,7 @@ def apart(model, parallel, data, call=None) -> float:
     worst = float((first[0] - first[1]).abs().max() / first[0].abs().max())
     loss_of(expected).backward()
     loss_of(got).backward()
-    known, theirs = cuts(parallel), dict(parallel.named_parameters())
-    largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
-    for name, parameter in model.named_parameters():
-        mine = theirs.pop(name)
-        if parameter.grad is None:
-            assert mine.grad is None or not mine.grad.any(), name
-            continue
-        assert mine.grad is not None, f"{name} has no gradient"
-        gradient = whole(mine.grad, known[id(mine)]) if id(mine) in known else mine.grad
-        difference = float((gradient - parameter.grad).abs().max() / max(parameter.grad.abs().max(), 1e-3 * largest))
-        worst = max(worst, difference)
-    assert not theirs, theirs
-    return worst
+    return max(worst, gradients_apart(model, parallel)[0])
 
 
 def beside_itself(kind, args=(), options=None, given=None, data=None, call=None):

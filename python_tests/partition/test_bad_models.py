@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from partition.comparison import said
 from partition.plain_models import WIDTH, Block, Plain, apart, loss_of, made, spec, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -174,17 +175,13 @@ CASES = {
 
 
 def message(name):
-    try:
-        CASES[name][0]()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".replace("\n", " ")
-    return "nothing was raised"
+    return said(CASES[name][0])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_clear_error(two_ranks, name):
-    for said in two_ranks.run(message, name):
-        assert re.search(CASES[name][1], said), said
+    for text in two_ranks.run(message, name):
+        assert re.search(CASES[name][1], text), text
 
 
 def with_spec():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from partition.comparison import ACROSS, CLOSE, INSIDE, WHOLE
 from partition.plain_models import (
     WIDTH,
     Block,
@@ -10,9 +11,6 @@ from partition.plain_models import (
     beside_itself,
 )  # fmt: skip
 from torch import nn
-
-CLOSE = 1e-12
-ACROSS, INSIDE, WHOLE = "across layers", "inside layers", "replicated"
 
 
 class Loop(Plain):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from partition.comparison import CLOSE
 from partition.plain_models import (
     WIDTH,
     Block,
@@ -16,9 +17,6 @@ from torch import nn
 
 import oases
 from oases.parallel.sharding import cuts
-
-CLOSE = 1e-12
-ACROSS, INSIDE, WHOLE = "across layers", "inside layers", "replicated"
 
 
 class Undone(nn.Module):

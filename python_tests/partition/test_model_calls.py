@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import transformers
-from partition.test_models import gradients_apart
+from partition.comparison import gradients_apart, said
 from partition.zoo import OTHERS, batch, build
 
 import oases
@@ -121,17 +121,13 @@ ERRORS = {
 
 def message(function):
     torch.manual_seed(0)
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".replace("\n", " ")
-    return "nothing was raised"
+    return said(function)
 
 
 @pytest.mark.parametrize("function", ERRORS)
 def test_a_clear_error_of_a_call(two_ranks, function):
-    for said in two_ranks.run(message, function):
-        assert re.search(ERRORS[function], said), said
+    for text in two_ranks.run(message, function):
+        assert re.search(ERRORS[function], text), text
 
 
 def plans(name):

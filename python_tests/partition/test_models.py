@@ -2,37 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from partition.comparison import gradients_apart
 from partition.zoo import MODELS, OTHERS, batch, build
 
 import oases
-from oases.parallel.sharding import cuts
-
-
-def whole(part, cut):
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
-    return cut.join(parts)
-
-
-def gradients_apart(model, parallel):
-    """The largest difference of a gradient, relative to the largest entry of it.
-
-    That of a bias of keys is zero but for rounding: there, relative to a thousandth of the largest of all.
-    """
-    known, worst = cuts(parallel), (0.0, "")
-    floor = 1e-3 * max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
-    theirs = dict(parallel.named_parameters())
-    for name, parameter in model.named_parameters():
-        got = theirs.pop(name)
-        if parameter.grad is None:
-            assert got.grad is None or not got.grad.any(), name
-            continue
-        gradient = whole(got.grad, known[id(got)]) if id(got) in known else got.grad
-        scale = max(parameter.grad.abs().max(), floor)
-        worst = max(worst, (float((gradient - parameter.grad).abs().max() / scale), name))
-    assert not theirs
-    return worst
 
 
 def trained_beside_itself(name, options, dtype=torch.float32):

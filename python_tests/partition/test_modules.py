@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from partition.comparison import ACROSS, CLOSE, INSIDE, WHOLE
 from partition.plain_models import (
     ROWS,
     WIDTH,
@@ -21,9 +22,6 @@ from partition.plain_models import (
 from torch import nn
 
 import oases
-
-CLOSE = 1e-12
-ACROSS, INSIDE, WHOLE = "across layers", "inside layers", "replicated"
 
 
 class Einsum(Block):
