@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "experts.h"
 #include "kernels.h"
 #include "lonely_backend.h"
 #include "scheduler.h"
@@ -29,6 +30,46 @@ py::dict build_info() {
   info["architectures"] = py::list();
 #endif
   return info;
+}
+
+using oases::experts::Costs;
+using oases::experts::Layer;
+
+const int64_t* whole_numbers(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.dim() == 2 && tensor.scalar_type() == at::kLong && tensor.is_contiguous(),
+              "counts and routes are contiguous int64 of two dimensions");
+  return tensor.const_data_ptr<int64_t>();
+}
+
+// (routes [E, D], device of each copy by expert, tokens by device, seconds)
+auto described(const Layer& layer, int64_t experts, int64_t devices) {
+  at::Tensor routes = at::empty({experts, devices}, at::kLong);
+  std::vector<std::vector<int32_t>> copies;
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    copies.push_back(layer.holders(expert));
+    for (int64_t device = 0; device < devices; ++device)
+      routes.mutable_data_ptr<int64_t>()[expert * devices + device] = layer.route(expert, device);
+  }
+  return std::make_tuple(routes, copies, layer.tokens(), layer.seconds());
+}
+
+auto search_experts(const at::Tensor& counts, const Costs& costs, int64_t slots) {
+  const int64_t* data = whole_numbers(counts);
+  const Layer found = oases::experts::search(data, counts.size(0), counts.size(1), costs, slots);
+  return described(found, counts.size(0), counts.size(1));
+}
+
+auto place_experts(const at::Tensor& counts, const at::Tensor& routes,
+                   const std::vector<std::vector<int32_t>>& copies, const Costs& costs) {
+  const int64_t experts = counts.size(0), devices = counts.size(1);
+  const int64_t* to = whole_numbers(routes);
+  Layer layer(whole_numbers(counts), experts, devices, costs);
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    for (const int32_t device : copies.at(expert)) layer.copy(expert, device);
+    for (int64_t device = 0; device < devices; ++device)
+      layer.send(expert, device, to[expert * devices + device]);
+  }
+  return described(layer, experts, devices);
 }
 
 }  // namespace
@@ -117,6 +158,25 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("inner"), py::arg("startup_seconds"), py::arg("bandwidth"),
       "A backend that moves data through `inner` at the pace of a link: seconds and bytes per second.");
+
+  py::class_<Costs>(module, "ExpertCosts", "What a layer of experts costs; see oases.moe.costs.")
+      .def(py::init<>())
+      .def_readwrite("token_seconds", &Costs::token_seconds)
+      .def_readwrite("token_bytes", &Costs::token_bytes)
+      .def_readwrite("expert_bytes", &Costs::expert_bytes)
+      .def_readwrite("bandwidth", &Costs::bandwidth)
+      .def_readwrite("latency", &Costs::latency)
+      .def_readwrite("non_expert_seconds", &Costs::non_expert_seconds)
+      .def_readwrite("backward", &Costs::backward)
+      .def_readwrite("scheduled", &Costs::scheduled)
+      .def_readwrite("mean_transfer", &Costs::mean_transfer)
+      .def_readwrite("devices_per_node", &Costs::devices_per_node)
+      .def_readwrite("node_bandwidth", &Costs::node_bandwidth);
+
+  module.def("search_experts", search_experts, py::arg("counts"), py::arg("costs"), py::arg("slots"),
+             "Pro-Prophet's search: (routes, copies, tokens by device, seconds).");
+  module.def("place_experts", place_experts, py::arg("counts"), py::arg("routes"), py::arg("copies"),
+             py::arg("costs"), "The same of a given placement.");
 
   module.def(
       "build_info", build_info,

@@ -1,0 +1,161 @@
+"""Where each expert is computed besides at home, and which device computes whose tokens.
+
+A placement is a pure function of the loads, so every rank finds the same one without a word. Source: Pro-Prophet
+(arXiv 2411.10003), section on the lightweight expert placement. There a device with a copy of an expert computes its
+own tokens for it and all others go to the expert's home; here they may go to any copy, which takes fewer of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from oases.errors import UsageError
+from oases.moe.costs import Costs
+
+Integers = NDArray[np.int64]
+Copies = tuple[tuple[int, ...], ...]
+"""For each expert the devices that hold it besides its home, in rising order."""
+Chosen = tuple[Integers, Sequence[Sequence[int]]]
+"""(routes, copies): see `Placement`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Experts' copies, and where every device's tokens are computed.
+
+    copies[expert]: devices that hold it besides its home. routes[expert, device]: which device computes the device's
+    tokens for the expert. device_loads[device]: tokens that it computes. predicted_seconds: of the layer, forward and
+    backward. method: who placed it.
+    """
+
+    method: str
+    copies: Copies
+    routes: Integers
+    device_loads: Integers
+    predicted_seconds: float
+
+    @property
+    def balance_degree(self) -> float:
+        """Standard deviation of the devices' loads, in tokens."""
+        return float(np.std(self.device_loads))
+
+    @cached_property
+    def moved(self) -> tuple[int, ...]:
+        """The experts that are copied."""
+        return tuple(expert for expert, devices in enumerate(self.copies) if devices)
+
+    @property
+    def most_copies(self) -> int:
+        """Copies on the device that has most."""
+        held = [device for devices in self.copies for device in devices]
+        return int(np.bincount(held, minlength=1).max())
+
+
+def plan(
+    counts: ArrayLike, costs: Costs, *, method: str = "prophet", memory_budget: float | None = None
+) -> Placement:
+    """Where to compute which expert's tokens.
+
+    counts[expert, device]: the device's tokens for the expert, whole numbers. costs: of the layer. method: "none",
+    "prophet", "faster_moe" (shadowing), "eplb" (replication as DeepSeek's) or "optimum" (a mixed-integer programme,
+    for small cases). memory_budget: bytes that the copies on one device may take; None for no limit. A budget for
+    less than one copy places none.
+    UsageError for counts that are no whole numbers of at least 0, for experts that the devices do not divide, and
+    for an unknown method.
+    """
+    methods = _methods()
+    if method not in methods:
+        raise UsageError(f"unknown placement {method!r}; known are {', '.join(methods)}")
+    loads = checked(counts)
+    slots = _slots(memory_budget, costs, len(loads))
+    return described(method, loads, costs, methods[method](loads, costs, slots))
+
+
+def described(method: str, counts: Integers, costs: Costs, chosen: Chosen) -> Placement:
+    """The placement with these routes and copies, and what it costs."""
+    import torch
+
+    from oases._C import place_experts
+
+    routes, copies = chosen
+    _, _, tokens, seconds = place_experts(
+        torch.from_numpy(counts), torch.from_numpy(routes), copies, costs.native(counts.shape[1])
+    )
+    held = tuple(tuple(sorted(int(device) for device in devices)) for devices in copies)
+    return Placement(method, held, routes, np.rint(tokens).astype(np.int64), seconds)
+
+
+def homes(experts: int, devices: int) -> Integers:
+    """The home of each expert. UsageError where the devices do not divide the experts."""
+    if devices < 1 or experts < devices or experts % devices:
+        raise UsageError(
+            f"{experts} experts do not divide over {devices} devices; give a multiple of {devices} experts, or an "
+            "expert-parallel degree that divides them"
+        )
+    return np.repeat(np.arange(devices), experts // devices)
+
+
+def at_home(counts: Integers) -> Chosen:
+    """No copies: every token goes to its expert's home."""
+    experts, devices = counts.shape
+    return np.repeat(homes(experts, devices)[:, None], devices, axis=1), [()] * experts
+
+
+def checked(counts: ArrayLike) -> Integers:
+    """Counts as whole numbers [expert, device]; UsageError for anything else."""
+    found: NDArray[Any] = np.asarray(counts)
+    if found.ndim != 2 or not found.size:
+        raise UsageError(f"counts must be [expert, device], got a shape of {list(found.shape)}")
+    if not np.issubdtype(found.dtype, np.integer) and not np.issubdtype(found.dtype, np.floating):
+        raise UsageError(f"counts must be whole numbers of tokens, got {found.dtype}")
+    with np.errstate(invalid="ignore"):
+        whole = np.ascontiguousarray(found, dtype=np.int64)
+    wrong = np.argwhere((whole != found) | (whole < 0))
+    if len(wrong):
+        expert, device = wrong[0]
+        raise UsageError(
+            f"counts[{expert}, {device}] is {found[expert, device]}; tokens are whole numbers of at least 0"
+        )
+    homes(*whole.shape)
+    return whole
+
+
+def _slots(memory_budget: float | None, costs: Costs, experts: int) -> int:
+    if memory_budget is None or (costs.expert_bytes == 0 and memory_budget >= 0):
+        return experts
+    if not memory_budget >= 0:
+        raise UsageError(f"memory_budget must be at least 0 bytes, got {memory_budget}")
+    return int(min(experts, memory_budget // costs.expert_bytes))
+
+
+def _searched(counts: Integers, costs: Costs, slots: int) -> Chosen:
+    import torch
+
+    from oases._C import search_experts
+
+    routes, copies, _, _ = search_experts(torch.from_numpy(counts), costs.native(counts.shape[1]), slots)
+    return routes.numpy(), copies
+
+
+Method = Callable[[Integers, Costs, int], Chosen]
+"""(counts, costs, copies that a device may hold) -> routes and copies."""
+
+
+def _methods() -> dict[str, Method]:
+    from oases.moe.eplb import replicated
+    from oases.moe.optimum import optimum
+    from oases.moe.shadowing import shadowed
+
+    return {
+        "none": lambda counts, costs, slots: at_home(counts),
+        "prophet": _searched,
+        "faster_moe": shadowed,
+        "eplb": replicated,
+        "optimum": optimum,
+    }

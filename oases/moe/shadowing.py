@@ -1,0 +1,32 @@
+"""FasterMoE's shadowing: experts, the heaviest first, are copied to all devices while the modelled time falls.
+
+Source: FasterMoE (PPoPP 2022), as Pro-Prophet's evaluation describes it (arXiv 2411.10003).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oases.moe.costs import Costs
+from oases.moe.placement import Chosen, Integers, at_home, described, homes
+
+
+def shadowed(counts: Integers, costs: Costs, slots: int) -> Chosen:
+    """Routes and copies. slots: copies that a device may hold; a home needs none of its own experts."""
+    experts, devices = counts.shape
+    home, everyone = homes(experts, devices), np.arange(devices)
+    best = at_home(counts)
+    seconds = described("", counts, costs, best).predicted_seconds
+    held = np.zeros(devices, dtype=np.int64)
+    for expert in np.argsort(-counts.sum(1), kind="stable").tolist():
+        others = everyone[everyone != home[expert]]
+        held[others] += 1
+        if devices == 1 or held.max() > slots:
+            break
+        routes, copies = best[0].copy(), list(best[1])
+        routes[expert], copies[expert] = everyone, others.tolist()
+        after = described("", counts, costs, (routes, copies)).predicted_seconds
+        if after >= seconds:
+            break
+        best, seconds = (routes, copies), after
+    return best

@@ -1,0 +1,108 @@
+"""Load traces: which device had how many tokens for which expert, step by step; recorded, replayed, generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from oases.errors import UsageError
+from oases.moe.placement import Integers, checked
+
+KIND = "oases loads"
+
+
+class Recorder:
+    """Writes a trace as lines of JSON, a step and layer each, so that a run that is ended leaves what it wrote.
+
+    path: replaced unless `append`, with which a run that goes on adds to it.
+    """
+
+    def __init__(self, path: str | Path, *, append: bool = False) -> None:
+        self._file = Path(path).open("a" if append else "w", encoding="utf-8")
+        if not append or not self._file.tell():
+            self._file.write(json.dumps({"kind": KIND, "version": 1}) + "\n")
+
+    def write(self, step: int, layer: int, counts: ArrayLike) -> None:
+        """One layer's counts [expert, device] of a step."""
+        self._file.write(json.dumps({"step": step, "layer": layer, "counts": checked(counts).tolist()}) + "\n")
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def replay(path: str | Path) -> Iterator[tuple[int, int, Integers]]:
+    """(step, layer, counts) as they were recorded. UsageError, with the line, for what is no trace.
+
+    A last line that was cut off, by a run that was killed, ends the trace.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+        head = json.loads(lines[0]) if lines else {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"trace {str(path)!r} cannot be read: {error}; record one with --record-loads") from error
+    if not isinstance(head, dict) or head.get("kind") != KIND:
+        raise UsageError(f"trace {str(path)!r} is no trace of loads; record one with --record-loads")
+    if head.get("version") != 1:
+        raise UsageError(f"trace {str(path)!r} is of version {head.get('version')}; this oases reads version 1")
+    shape: tuple[int, ...] | None = None
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            found = json.loads(line)
+            step, layer, counts = int(found["step"]), int(found["layer"]), checked(found["counts"])
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                return
+            raise UsageError(f"trace {str(path)!r}, line {number}: {error}") from error
+        if shape is not None and counts.shape != shape:
+            raise UsageError(f"trace {str(path)!r}, line {number}: counts of {counts.shape} after {shape}")
+        shape = counts.shape
+        yield step, layer, counts
+
+
+def generate(
+    *,
+    experts: int,
+    devices: int,
+    tokens: int,
+    steps: int = 1,
+    concentration: float = 0.3,
+    drift: float = 0.05,
+    difference: float = 0.1,
+    seed: int = 0,
+) -> Iterator[Integers]:
+    """Counts [expert, device] of one layer over some steps: a Dirichlet gate whose logits walk slowly.
+
+    tokens: of each device, each times the experts that it is sent to. concentration: of the Dirichlet distribution,
+    small for a gate that prefers few experts. drift: standard deviation of a step of the walk, in logits.
+    difference: of the devices' gates from the common one, in logits.
+    """
+    for name, value in (("experts", experts), ("devices", devices), ("steps", steps)):
+        if value < 1:
+            raise UsageError(f"generate: {name} must be at least 1, got {value}")
+    if tokens < 0 or not concentration > 0 or drift < 0 or difference < 0:
+        raise UsageError(
+            "generate: tokens, drift and difference must be at least 0 and concentration above 0, got "
+            f"{tokens}, {drift}, {difference} and {concentration}"
+        )
+    random = np.random.default_rng(seed)
+    logits = np.log(random.dirichlet(np.full(experts, concentration)) + 1e-9)
+    own = difference * random.standard_normal((devices, experts))
+    for _ in range(steps):
+        gates = np.exp(logits + own)
+        gates /= gates.sum(1, keepdims=True)
+        yield np.stack([random.multinomial(tokens, gate) for gate in gates]).T.copy()
+        logits = logits + drift * random.standard_normal(experts)

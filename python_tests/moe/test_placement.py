@@ -1,0 +1,173 @@
+"""Placements of experts: the performance model against plain arithmetic, the search against the optimum."""
+
+import numpy as np
+import pytest
+
+from oases.errors import UsageError
+from oases.moe.costs import Costs
+from oases.moe.eplb import rebalance
+from oases.moe.placement import plan
+from oases.moe.traces import generate
+
+FAST = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
+SLOW = Costs(token_seconds=4e-6, token_bytes=2048, expert_bytes=4 << 20, bandwidth=125e6, non_expert_seconds=5e-3)
+METHODS = ("none", "prophet", "faster_moe", "eplb")
+
+
+def counts_of(experts, devices, seed, concentration=0.3, tokens=512):
+    (found,) = generate(experts=experts, devices=devices, tokens=tokens, seed=seed, concentration=concentration)
+    return found
+
+
+def seconds_by_hand(counts, placement, costs):
+    """Equations (6) and (8) written out, with loops."""
+    experts, devices = counts.shape
+    tokens, sent, received = np.zeros(devices), np.zeros(devices), np.zeros(devices)
+    out, into, exchanged = np.zeros(devices), np.zeros(devices), np.zeros(devices)
+    nodes = devices // costs.devices_per_node if costs.devices_per_node else 1
+    node = [device * nodes // devices for device in range(devices)]
+    crossing = np.zeros((4, nodes))
+    for expert in range(experts):
+        home = expert * devices // experts
+        for device in range(devices):
+            to, number = placement.routes[expert, device], counts[expert, device]
+            assert to == home or to in placement.copies[expert]
+            tokens[to] += number
+            if to != device:
+                sent[device] += number
+                received[to] += number
+            if node[to] != node[device]:
+                crossing[0, node[device]] += number
+                crossing[1, node[to]] += number
+        held = placement.copies[expert]
+        assert home not in held
+        assert len(set(held)) == len(held)
+        for device in held:
+            out[home] += 1 / len(held)
+            into[device] += 1 / len(held)
+            exchanged[device] += (len(held) - 1) / len(held)
+            if node[device] != node[home]:
+                crossing[2, node[home]] += 1 / len(held)
+                crossing[3, node[device]] += 1 / len(held)
+            for other in held:
+                if node[other] != node[device]:
+                    crossing[2, node[device]] += 1 / len(held)
+                    crossing[3, node[other]] += 1 / len(held)
+    assert tokens.tolist() == placement.device_loads.tolist()
+    if costs.transfer == "mean":
+        moving = costs.expert_bytes * sum(map(len, placement.copies)) / devices / costs.bandwidth
+    else:
+        rounds = (max(out.max(), into.max()) + exchanged.max()) / costs.bandwidth
+        moving = costs.expert_bytes * max(rounds, crossing[2:].max() / costs.node_bandwidth)
+        moving += 2 * costs.latency * any(map(len, placement.copies))
+    a2a = costs.latency + costs.token_bytes * max(
+        max(sent.max(), received.max()) / costs.bandwidth, crossing[:2].max() / costs.node_bandwidth
+    )
+    forward = costs.token_seconds * tokens.max()
+    total = 4 * a2a + (1 + costs.backward) * forward
+    if not costs.scheduled:
+        return total + 2 * moving
+    under = forward + costs.non_expert_seconds
+    return total + max(0, moving - under) + max(0, moving - costs.backward * under)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scheduled": False}, {"transfer": "mean"}, {"latency": 1e-3},
+     {"devices_per_node": 4, "node_bandwidth": 5e7}, {"backward": 1.5, "scheduled": False, "latency": 1e-4}],
+)  # fmt: skip
+def test_seconds_are_those_of_the_equations(method, options):
+    for base in (FAST, SLOW):
+        costs = Costs(**{**vars(base), **options})
+        for seed in range(4):
+            counts = counts_of(16, 8, seed)
+            placement = plan(counts, costs, method=method)
+            assert placement.predicted_seconds == pytest.approx(seconds_by_hand(counts, placement, costs), rel=1e-9)
+            assert placement.device_loads.sum() == counts.sum()
+
+
+@pytest.mark.parametrize("devices", [8, 16, 32, 64])
+def test_never_above_the_others_at_an_equal_budget(devices):
+    for seed in range(25):
+        for costs in (FAST, SLOW):
+            budget = costs.expert_bytes * (2, 4, 8, devices)[seed % 4]
+            counts = counts_of(devices, devices, seed, (0.05, 0.2, 0.5, 2.0, 10.0)[seed % 5])
+            found = {method: plan(counts, costs, method=method, memory_budget=budget) for method in METHODS}
+            for method in METHODS:
+                assert found["prophet"].predicted_seconds <= found[method].predicted_seconds * (1 + 1e-9), method
+                assert found[method].most_copies * costs.expert_bytes <= budget
+
+
+@pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize("seed", range(3))
+def test_near_the_optimum(costs, seed):
+    counts = counts_of(8, 8, seed, 0.3, tokens=1024)
+    best = plan(counts, costs, method="optimum")
+    assert best.predicted_seconds == pytest.approx(seconds_by_hand(counts, best, costs), rel=1e-9)
+    assert plan(counts, costs).predicted_seconds <= 1.03 * best.predicted_seconds
+
+
+def test_eplb_is_what_its_authors_show():
+    loads = [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]]
+    assert rebalance(loads, 16, 4, 2, 8).tolist() == [
+        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+    ]
+
+
+def test_even_loads_are_left_alone():
+    even = np.full((16, 8), 100)
+    for method in ("prophet", "faster_moe"):
+        assert plan(even, SLOW, method=method).moved == ()
+
+
+def test_all_tokens_to_one_expert_and_no_tokens_at_all():
+    counts = np.zeros((8, 8), dtype=int)
+    counts[3] = 1000
+    found = plan(counts, FAST)
+    assert found.device_loads.max() < 3 * counts.sum() / 8
+    nothing = plan(np.zeros((8, 8), dtype=int), FAST)
+    assert nothing.moved == ()
+    assert nothing.device_loads.tolist() == [0] * 8
+
+
+def test_a_budget_for_less_than_a_copy_places_none():
+    counts = counts_of(8, 8, 0, 0.05)
+    for method in METHODS:
+        assert plan(counts, FAST, method=method, memory_budget=FAST.expert_bytes - 1).moved == ()
+
+
+@pytest.mark.parametrize("method", [*METHODS, "optimum"])
+def test_one_device_and_one_expert_each(method):
+    assert plan([[5], [7]], FAST, method=method).device_loads.tolist() == [12]
+    assert plan([[5, 1], [7, 2]], FAST, method=method).device_loads.sum() == 15
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ([[1, -1], [0, 0]], r"counts\[0, 1\] is -1"),
+        ([[1.5, 1], [0, 0]], r"counts\[0, 0\] is 1.5"),
+        ([[float("nan"), 1], [0, 0]], r"counts\[0, 0\] is nan"),
+        ([[1, 1, 1], [1, 1, 1]], "2 experts do not divide over 3 devices"),
+        ([1, 2], r"a shape of \[2\]"),
+        ([["a"]], "must be whole numbers"),
+    ],
+)
+def test_bad_counts(counts, said):
+    with pytest.raises(UsageError, match=said):
+        plan(counts, FAST)
+
+
+def test_bad_options():
+    with pytest.raises(UsageError, match="unknown placement 'best'; known are none, prophet"):
+        plan([[1, 1], [1, 1]], FAST, method="best")
+    with pytest.raises(UsageError, match="memory_budget must be at least 0 bytes, got -1"):
+        plan([[1, 1], [1, 1]], FAST, memory_budget=-1)
+    with pytest.raises(UsageError, match="bandwidth must be above 0"):
+        Costs(token_seconds=1, token_bytes=1, expert_bytes=1, bandwidth=0)
+    with pytest.raises(UsageError, match="8 devices are no whole nodes of 3"):
+        plan(counts_of(8, 8, 0), Costs(**{**vars(FAST), "devices_per_node": 3}))
+    with pytest.raises(UsageError, match="takes too long"):
+        plan(counts_of(16, 16, 0), FAST, method="optimum")
