@@ -3,6 +3,7 @@
 Shards are wrapped as DTensors for the time of saving and loading, which is what lets a checkpoint of one
 tensor-parallel degree be read by another. A checkpoint is written aside, with a checksum of every file, and takes its
 place by a rename once it is whole. Only folders that are checkpoints themselves are ever replaced.
+What of torch is for checkpoints alone takes half a second to import, so that is done by who saves or loads one.
 """
 
 from __future__ import annotations
@@ -16,10 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from oases.errors import UsageError
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
@@ -72,6 +70,8 @@ def write(path: str | Path, state: State, record: Record, group: ProcessGroup | 
         record.write(aside)
 
     def store() -> None:
+        import torch.distributed.checkpoint as dcp
+
         dcp.save(state, checkpoint_id=aside, process_group=group, no_dist=group is None)
 
     def seal() -> None:
@@ -128,6 +128,8 @@ def load(
         generators = {name: one for name, one in generators.items() if name in record.random}
         wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith("random.")}
         wanted |= {_random(name, rank): one.get_state() for name, one in generators.items()}
+    import torch.distributed.checkpoint as dcp
+
     dcp.load(wanted, checkpoint_id=path, process_group=group, no_dist=group is None)
     if optimizer is not None:
         for parameter in model.parameters():
@@ -157,6 +159,9 @@ def _state(
     device: str | None,
 ) -> State:
     """A shard belongs to the group of its layer: replicas of it hold the same one."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
     dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
     cut_by = holders(model)
     meshes: dict[str, DeviceMesh] = {}

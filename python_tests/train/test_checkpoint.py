@@ -12,6 +12,7 @@ from unittest import mock
 import kills
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.distributed as dist
 from safetensors.torch import load_file
 from test_plan import PLANS
@@ -246,7 +247,7 @@ def test_a_folder_with_later_steps_is_refused(corpus, saved, tmp_path):
 
 def test_training_goes_on_while_a_checkpoint_is_written(corpus, alone, tmp_path):
     """The thread is held up until two more steps are done; what it then writes is the state from before them."""
-    gate, save = threading.Event(), checkpoint.dcp.save
+    gate, save = threading.Event(), dcp.save
     folder = tmp_path / "checkpoints"
 
     def held_up(*arguments, **options):
@@ -260,7 +261,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(corpus, alone, tmp_path)
 
     config = dataclasses.replace(CONFIG, data=corpus, checkpoint=str(folder), checkpoint_every=2)
     trainer = Trainer(config)
-    with mock.patch.object(checkpoint.dcp, "save", held_up), pytest.raises(InterruptedError):
+    with mock.patch.object(dcp, "save", held_up), pytest.raises(InterruptedError):
         trainer.train(on_step)
     for thread in threading.enumerate():
         if thread.name == "checkpoint":
