@@ -12,8 +12,8 @@ from unittest import mock
 import kills
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from test_plan import PLANS
 
