@@ -146,6 +146,8 @@ class TrainConfig(ModelOptions):
     def merged(cls, in_file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         """A file's values, and before them those `given`; with a plan, a file's defaults are the plan's to say."""
         values = in_file | given
+        if "degrees" in values:
+            values["degrees"] = Degrees.of(values["degrees"])
         if values.get("plan") is None:
             return values
         usual = {item.name: item.default for item in fields(cls)}
