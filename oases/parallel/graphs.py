@@ -136,4 +136,11 @@ class Method(nn.Module):
 
     def leaves(self) -> Leaves:
         """Fresh stand-ins of all parameters, by name, without gradients."""
-        return Leaves({name: p.detach().requires_grad_(p.requires_grad) for name, p in self.named_parameters()})
+        return Leaves({name: _stand_in(parameter) for name, parameter in self.named_parameters()})
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    found = parameter.detach().requires_grad_(parameter.requires_grad)
+    if parameter.grad_dtype != parameter.dtype:  # sums over sub-batches are of the type of those over micro-batches
+        found.grad_dtype = parameter.grad_dtype
+    return found

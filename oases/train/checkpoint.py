@@ -24,7 +24,7 @@ from oases.parallel.group import HoldsGroup, ProcessGroup, group_name, group_ran
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.train.agreement import SaveError, everywhere
 from oases.train.integrity import checksums, fault_of, write_checksums
-from oases.train.optimizer import Optimizer, state_of
+from oases.train.optimizer import KeepsMasters, Optimizer, state_of, weight_of
 from oases.train.record import RECORD, Record, is_checkpoint
 
 # One process is what it looks like. Once, and not around each call: filters are no thread's own.
@@ -122,6 +122,8 @@ def load(
     if fault:
         raise UsageError(f"checkpoint {str(path)!r} is broken: {fault}; take another")
     wanted = state(model, optimizer, group)
+    # Where another rank keeps the master, the model's own weight is read, and rounded as that rank rounds it.
+    wanted = {**state(model, None, group), **wanted}
     generators = _generators(model)
     if optimizer is not None:
         rank = group_rank(group) if record.ranks == group_size(group) else 0
@@ -136,6 +138,8 @@ def load(
             moments = state_of(optimizer, parameter)
             if moments is not None:
                 moments["step"].fill_(float(record.updates))
+        if isinstance(optimizer, KeepsMasters):
+            optimizer.masters_to_model()
         for name, generator in generators.items():
             generator.set_state(wanted[_random(name, rank)])
     return record
@@ -179,20 +183,28 @@ def _state(
 
     found: State = {}
     for name, parameter in model.named_parameters():
-        found[f"model.{name}"] = whole(parameter, parameter)
-        moments = None if optimizer is None else state_of(optimizer, parameter)
-        if moments is None:  # a sharded optimizer keeps those of this parameter on another rank, which writes them
-            continue
-        if not moments:  # before the first step AdamW has none; zeros are what it would begin with
-            moments["step"] = torch.tensor(0.0)
-            moments["exp_avg"] = torch.zeros_like(parameter)
-            moments["exp_avg_sq"] = torch.zeros_like(parameter)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            found[f"optimizer.{name}.{moment}"] = whole(moments[moment], parameter)
+        weight, moments = weight_of(optimizer, parameter), _moments_of(optimizer, parameter)
+        if weight is not None:
+            found[f"model.{name}"] = whole(weight, parameter)
+        # A sharded optimizer keeps those of this parameter on another rank, which writes them.
+        found |= {f"optimizer.{name}.{kind}": whole(moment, parameter) for kind, moment in moments.items()}
     if optimizer is not None:
         for name, generator in _generators(model).items():
             found[_random(name, group_rank(group))] = generator.get_state()
     return found
+
+
+def _moments_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """The moments that this rank keeps of a parameter: AdamW's, made here if it has not begun."""
+    moments = None if optimizer is None else state_of(optimizer, parameter)
+    weight = weight_of(optimizer, parameter)
+    if moments is None or weight is None:
+        return {}
+    if not moments:  # zeros are what it would begin with
+        moments["step"] = torch.tensor(0.0)
+        moments["exp_avg"] = torch.zeros_like(weight)
+        moments["exp_avg_sq"] = torch.zeros_like(weight)
+    return {kind: moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
 
 
 def random_streams(model: nn.Module) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
-from oases.train.data import VOCABULARY
+from oases.train.tokenizer import BYTES
 
 FORMAT = 2
 """Of the folder. One is raised where an older reader would misread it."""
@@ -69,7 +69,7 @@ class Record:
 
     def require_sizes(self, sizes: dict[str, Any], folder: str | Path) -> None:
         """Raise UsageError, naming what differs, unless the checkpoint in `folder` is of a model of these sizes."""
-        saved = {"vocabulary": VOCABULARY} | self.sizes
+        saved = {"vocabulary": BYTES} | self.sizes
         for name, size in sizes.items():
             if saved.get(name) != size:
                 raise UsageError(

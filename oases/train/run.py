@@ -34,7 +34,11 @@ def run_training(
 
         def on_step(step: int, loss: float, seconds: float) -> None:
             rate = config.batch * config.sequence / seconds
-            advance(step, f"loss {loss:.3f}, {1e3 * seconds:.0f} ms, {rate:.0f} tokens/s")
+            note = f"loss {loss:.3f}, {1e3 * seconds:.0f} ms, {rate:.0f} tokens/s"
+            if trainer.evaluations:
+                at, held_out = list(trainer.evaluations.items())[-1]
+                note += f"; validation loss {held_out:.3f} at step {at}"
+            advance(step, note)
 
         result = trainer.train(on_step)
     if written is not None:

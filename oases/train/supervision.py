@@ -133,6 +133,7 @@ class Supervision:
             step=step, loss=loss, seconds=seconds, learning_rate=trainer.learning_rate(step - 1),
             tokens_per_second=config.batch * config.sequence / seconds, memory_bytes=_peak_bytes(trainer.device),
             skipped=step - 1 in trainer.guard.skipped, stall_seconds=self.stall_seconds,
+            **({"validation_loss": trainer.evaluations[step]} if step in trainer.evaluations else {}),
         )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -26,10 +25,9 @@ from oases.parallel.statistics import Report, report
 from oases.planner.plan import Plan
 from oases.train.checkpoint import load, random_streams, save
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings, sizes_of
-from oases.train.data import TextCorpus
 from oases.train.guard import LossGuard, Policy
-from oases.train.optimizer import adamw
-from oases.train.plan import require_fit
+from oases.train.masters import optimizer_for
+from oases.train.plan import asked_for, require_fit
 from oases.train.record import Record
 from oases.train.resumption import first_checkpoint
 from oases.train.stage import TrainedStage
@@ -41,7 +39,8 @@ class Trainer:
 
     config: the run. process_group: all ranks of the run; None is the default group, or one process. Without a plan
     they are the tensor-parallel group. plan: says degrees, schedules, micro-batches and what is sharded; config must
-    be of its sizes (`oases.train.plan.config_for`). mesh: its groups, made here where none are given.
+    be of its sizes (`oases.train.plan.config_for`); None: the configuration's own, where its degrees ask for one.
+    mesh: its groups, made here where none are given.
     Two trainers with equal configs walk through the same weights, whatever degree, schedule or plan.
     """
 
@@ -53,8 +52,9 @@ class Trainer:
         plan: Plan | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self.config, self.plan = config, plan
         self.group = resolve(process_group)
+        plan = asked_for(config, group_size(self.group)) if plan is None else plan
+        self.config, self.plan = config, plan
         device = torch.device(config.device)
         gpt, wire_dtype = config.gpt(config.seed), WIRE_DTYPES[config.wire_dtype]
         self.mesh: Mesh | None = None
@@ -74,21 +74,24 @@ class Trainer:
             self.mesh = mesh or Mesh.of(plan, process_group=self.group)
             gpt = dataclasses.replace(gpt, vocabulary=plan.model.vocabulary)
             model = GPT(gpt, plan=plan, mesh=self.mesh, wire_dtype=wire_dtype)
-        self.corpus = TextCorpus(config.data)
+        self.corpus = config.corpus()
         self.device = device
         self.model = model.to(device)
         if plan is not None and self.mesh is not None and len(plan.stages) > 1:
             self.stage = TrainedStage(self.model, plan, self.mesh, self.group)
-        self.average = GradientAverage(self.model.parts())
-        self.optimizer = adamw(
+        self.optimizer = optimizer_for(
             self.model.parts(),
+            config.precision,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
             sharded=plan is not None and plan.zero,
         )
+        self.average = GradientAverage(self.model.parts())
         self.steps_done = 0
         self.updates = 0
         """Steps that changed the weights: all but those that were skipped."""
+        self.evaluations: dict[int, float] = {}
+        """Validation losses in the middle of the run, in this process, by the steps done."""
         self.guard = LossGuard(cast(Policy, config.bad_loss), config.spike)
         self.resumed = first_checkpoint(config, self.group)
         """The checkpoint that this run began with."""
@@ -113,7 +116,7 @@ class Trainer:
     def _data(self) -> dict[str, Any]:
         config = self.config
         return {
-            "seed": config.seed, "batch": config.batch, "sequence": config.sequence, "bytes": self.corpus.num_bytes,
+            "seed": config.seed, "batch": config.batch, "sequence": config.sequence, **self.corpus.identity,
         }  # fmt: skip
 
     def record(self) -> Record:
@@ -134,7 +137,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """Of a step, counted from 0: a function of the step alone, so a resumed run needs no state."""
-        return self.config.learning_rate * warmup_then_cosine(step, self.config)
+        return self.config.rate(step)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -142,7 +145,7 @@ class Trainer:
         return sizes_of(self.config) | {"vocabulary": self.model.config.vocabulary}
 
     def step(self) -> float:
-        """One optimizer step; returns the training loss in nats per byte."""
+        """One optimizer step; returns the training loss in nats per token, a byte without a tokenizer."""
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.steps_done)
@@ -194,7 +197,7 @@ class Trainer:
         return float(all_reduce(loss.reshape(1), group, "loss")) / group_size(group)
 
     def validate(self) -> float:
-        """Mean loss over the held-out batches, nats per byte."""
+        """Mean loss over the held-out batches, nats per token; changes nothing of the training."""
         config = self.config
         batches = [self._micro_batches("validation", index) for index in range(config.validation_batches)]
         if self.stage is not None:
@@ -204,6 +207,10 @@ class Trainer:
             for micro_batches in batches:
                 losses += [self.model.loss(*batch) for batch in micro_batches]
         return self._mean_over_replicas(torch.stack(losses).mean())
+
+    def _last_validation(self) -> float:
+        known = self.evaluations.get(self.steps_done)  # all ranks know it or none does
+        return self.validate() if known is None else known
 
     def train(self, on_step: Callable[[int, float, float], None] | None = None) -> dict[str, Any]:
         """Run to `config.steps`; return losses, times, throughput and what was hidden.
@@ -219,6 +226,8 @@ class Trainer:
                 start = time.perf_counter()
                 losses.append(self.step())
                 seconds.append(time.perf_counter() - start)
+                if config.evaluate_every and self.steps_done % config.evaluate_every == 0:
+                    self.evaluations[self.steps_done] = self.validate()
                 if on_step is not None:
                     on_step(self.steps_done, losses[-1], seconds[-1])
                 supervision.after_step(losses[-1], seconds[-1])
@@ -228,7 +237,8 @@ class Trainer:
             "losses": losses,
             "step_seconds": median,
             "tokens_per_second": config.batch * config.sequence / median,
-            "validation_loss": self.validate(),
+            "validation_loss": self._last_validation(),
+            "validation_losses": self.evaluations,
             "overlap": self.overlap(),
             "resumed": None if self.resumed is None else str(self.resumed),
             "skipped_steps": self.guard.skipped,
@@ -248,11 +258,3 @@ class Trainer:
             [row for one in reports for row in one.layers],
             [row for one in reports for row in one.others] + ([] if self.stage is None else self.stage.messages.rows),
         ).json()
-
-
-def warmup_then_cosine(step: int, config: TrainConfig) -> float:
-    """Share of the peak learning rate at `step`: up in a line, down to a tenth in half a cosine."""
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
