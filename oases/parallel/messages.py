@@ -136,7 +136,7 @@ class Messages:
 
     @property
     def waited_seconds(self) -> float:
-        """How long this rank has stood still for messages so far."""
+        """How long this rank has stood still for messages so far, those it sent among them, at the end of lists."""
         return sum(lane.row.blocked_seconds for lane in self._lanes.values())
 
     def begin(self, ops: Iterable[Op]) -> None:
@@ -203,7 +203,9 @@ class Messages:
     def end(self) -> None:
         """After the list: wait until everything that was sent has arrived."""
         for op in list(self._sent):
+            start = time.perf_counter()
             self._finish(op)
+            self._lane(op).row.blocked_seconds += time.perf_counter() - start
         for work, _, op in self._headers:
             self._wait(work, op)
         self._headers.clear()
