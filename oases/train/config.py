@@ -18,6 +18,7 @@ from oases.train.data import VOCABULARY, TextCorpus
 from oases.train.guard import POLICIES
 from oases.train.log import steps_in
 from oases.train.retention import require_folder
+from oases.train.scalars import require_tensorboard
 
 AUTO = "auto"
 """As `resume`: the newest checkpoint in `checkpoint`, or the start."""
@@ -152,6 +153,14 @@ class TrainConfig(ModelOptions):
         "newest in --checkpoint, or the start if there is none",
     )
     step_log: str | None = option(None, "file for a line of JSON per step; a run that goes on continues it")
+    tensorboard: str | None = option(
+        None, "folder for TensorBoard's curves of every step; a run that goes on continues them"
+    )
+    peak_flops: float = option(
+        0.0,
+        "FLOP/s of one rank at its best, for the utilisation; 0 = a known GPU's data sheet, or a measured product",
+    )
+    print_every: int = option(0, "steps from line to line where progress goes to no terminal; 0 = ten lines in all")
     bad_loss: str = option("stop", "what a loss or gradient that is not finite does: stop, skip the step, or off")
     spike: float = option(0.0, "a loss above so many times the median of the last 32 is bad too; 0 = never")
 
@@ -165,7 +174,7 @@ class TrainConfig(ModelOptions):
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
-        for name in ("warmup", "weight_decay", "checkpoint_every", "keep", "spike"):
+        for name in ("warmup", "weight_decay", "checkpoint_every", "keep", "spike", "peak_flops", "print_every"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
         require_seed(self.seed)
@@ -204,6 +213,8 @@ class TrainConfig(ModelOptions):
             require_folder(self.checkpoint)
         require_resumable(self, sizes)
         self._require_step_log()
+        if self.tensorboard is not None:
+            require_tensorboard(self.tensorboard, new=self.resume is None and not self.goes_on)
         corpus = TextCorpus(self.data)
         for split in ("train", "validation"):
             corpus.batch(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)

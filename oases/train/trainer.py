@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,9 +27,11 @@ from oases.train.checkpoint import load, random_streams, save
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings, sizes_of
 from oases.train.data import TextCorpus
 from oases.train.guard import LossGuard, Policy
+from oases.train.measures import Meter, StepReport
 from oases.train.optimizer import adamw
 from oases.train.plan import require_fit
 from oases.train.record import Record
+from oases.train.reporter import Reporter
 from oases.train.resumption import first_checkpoint
 from oases.train.stage import TrainedStage
 from oases.train.supervision import Supervision
@@ -89,6 +90,10 @@ class Trainer:
         self.steps_done = 0
         self.updates = 0
         """Steps that changed the weights: all but those that were skipped."""
+        self.gradient_norm = math.nan
+        """Of the last step's gradient, before it was clipped."""
+        messages = None if self.stage is None else self.stage.messages
+        self.meter = Meter(self.group, self._groups(), messages, device)
         self.guard = LossGuard(cast(Policy, config.bad_loss), config.spike)
         self.resumed = first_checkpoint(config, self.group)
         """The checkpoint that this run began with."""
@@ -154,8 +159,10 @@ class Trainer:
             stages=1 if self.plan is None else len(self.plan.stages),
             counted_elsewhere=None if self.model.is_first else self.model.tied,
         )
-        if self.guard.admits(loss, float(norm), self.steps_done, self.group, self.device):
-            self.optimizer.step()
+        self.gradient_norm = float(norm)
+        if self.guard.admits(loss, self.gradient_norm, self.steps_done, self.group, self.device):
+            with self.meter.optimizing():
+                self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad()
         self.steps_done += 1
@@ -205,29 +212,29 @@ class Trainer:
                 losses += [self.model.loss(*batch) for batch in micro_batches]
         return self._mean_over_replicas(torch.stack(losses).mean())
 
-    def train(self, on_step: Callable[[int, float, float], None] | None = None) -> dict[str, Any]:
+    def train(self, on_step: Callable[[StepReport], None] | None = None) -> dict[str, Any]:
         """Run to `config.steps`; return losses, times, throughput and what was hidden.
 
-        on_step(step, loss, seconds) is called after every step. Logs to `config.step_log` and saves to
-        `config.checkpoint` as the configuration says, and after the last step. Raises SavedExit, a SystemExit, after
-        a step that SIGTERM came in, if there is a checkpoint folder.
+        on_step(report) is called after every step, with the same report on every rank that gave one. Logs to
+        `config.step_log` and `config.tensorboard` and saves to `config.checkpoint` as the configuration says, and
+        after the last step. Raises SavedExit, a SystemExit, after a step that SIGTERM came in, if there is a
+        checkpoint folder.
         """
         config = self.config
-        losses, seconds = [], []
+        losses: list[float] = []
+        reporter = Reporter(self, watched=on_step is not None)
         with Supervision(self) as supervision:
             while self.steps_done < config.steps:
-                start = time.perf_counter()
-                losses.append(self.step())
-                seconds.append(time.perf_counter() - start)
-                if on_step is not None:
-                    on_step(self.steps_done, losses[-1], seconds[-1])
-                supervision.after_step(losses[-1], seconds[-1])
+                with self.meter.step():
+                    losses.append(self.step())
+                report = reporter.report(losses[-1])
+                if on_step is not None and report is not None:
+                    on_step(report)
+                supervision.after_step(report)
             supervision.finish()
-        median = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
         return {
             "losses": losses,
-            "step_seconds": median,
-            "tokens_per_second": config.batch * config.sequence / median,
+            **reporter.summary(),
             "validation_loss": self.validate(),
             "overlap": self.overlap(),
             "resumed": None if self.resumed is None else str(self.resumed),
@@ -239,10 +246,13 @@ class Trainer:
         """Write a checkpoint that any tensor-parallel degree and any plan can load."""
         save(path, self.model, self.optimizer, self.record(), self.group)
 
+    def _groups(self) -> list[ProcessGroup]:
+        groups = [self.group] if self.mesh is None else [self.group, *self.mesh.groups]
+        return [group for group in groups if group is not None]
+
     def overlap(self) -> dict[str, Any]:
         """What was hidden so far, as `oases.report()` tells it."""
-        groups = [self.group] if self.mesh is None else [self.group, *self.mesh.groups]
-        reports = [report(group) for group in groups if group is not None]
+        reports = [report(group) for group in self._groups()]
         return Report(
             [row for one in reports for row in one.stacks],
             [row for one in reports for row in one.layers],
