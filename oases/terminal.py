@@ -38,7 +38,7 @@ class _WithNote(Progress):
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        yield Text(self.note, overflow="ellipsis", no_wrap=True)
+        yield Text(self.note)
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def progress(
         TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
     if below:
-        with _WithNote(*columns[:-1], console=console) as lines:
+        with _WithNote(*columns[:-1], TextColumn("left"), console=console) as lines:
             task = lines.add_task(what, total=total, completed=done_before)
 
             def advance(done: int, note: str = "") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oases.planner.plan import Plan, Prediction
@@ -23,14 +23,12 @@ class Comparison:
     parts: dict[str, Row]
 
     @staticmethod
-    def of(plan: Plan, measured: Sequence[StepParts], unseen: Collection[str] = ()) -> Comparison | None:
-        """None where the plan has no prediction. measured: every rank's. unseen: parts that were not measured."""
+    def of(plan: Plan, measured: Sequence[StepParts]) -> Comparison | None:
+        """None where the plan has no prediction. measured: every rank's."""
         if plan.prediction is None:
             return None
         predicted = _predicted(plan.prediction)
         found = _measured(measured)
-        if unseen:
-            found |= dict.fromkeys([*unseen, "compute"])
         return Comparison(
             {
                 name: {

@@ -14,15 +14,18 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from oases.parallel.clock import Clock
 from oases.parallel.collectives import all_gather_cut
 from oases.parallel.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 from oases.parallel.messages import Messages
 from oases.parallel.sharding import Cut
+from oases.simulator.quantities import rate_text, seconds_text
 
 AT_THE_END = frozenset({"loss", "tied table"})
 """Collectives for which a stage that is done waits for the others."""
@@ -37,8 +40,7 @@ class StepReport:
     step: counted from 1. loss: nats per token. seconds: of the slowest rank. flops_per_second: the model's, of all
     ranks together, and utilisation what share that is of their peak, see `oases.train.utilisation`. memory_bytes: of
     the rank with most, at its peak: what torch allocated on its GPU, or the process's resident set. exposed, bubble:
-    shares of the step, means over the ranks; of a pipeline on GPUs bubble is None, because a rank there does not wait
-    itself. skipped: the weights are those from before.
+    shares of the step, means over the ranks. skipped: the weights are those from before.
     """
 
     step: int
@@ -51,23 +53,25 @@ class StepReport:
     utilisation: float
     memory_bytes: int
     exposed: float
-    bubble: float | None
+    bubble: float
     skipped: bool
 
     def text(self) -> str:
         """In a line, e.g. "loss 2.341  412 ms  9930 tokens/s  MFU 31 %  1.25 GB  exposed 4 %  bubble 12 %"."""
         parts = [
-            f"loss {self.loss:.3f}", f"{1e3 * self.seconds:.0f} ms", f"{self.tokens_per_second:.0f} tokens/s",
+            f"loss {self.loss:.3f}", seconds_text(self.seconds), f"{rate_text(self.tokens_per_second)} tokens/s",
             f"MFU {_percent(self.utilisation)}", f"{self.memory_bytes / 1e9:.2f} GB",
-            f"exposed {_percent(self.exposed)}",
+            f"exposed {_percent(self.exposed)}", f"bubble {_percent(self.bubble)}",
         ]  # fmt: skip
-        if self.bubble is not None:
-            parts.append(f"bubble {_percent(self.bubble)}")
         return "  ".join([*parts, *(["skipped"] if self.skipped else [])])
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %" if 0 < share < 0.0995 else f"{100 * share:.0f} %"
+
+
+Marks = list[tuple[Any, Any]]
+"""Pairs of a clock's marks, around what is measured."""
 
 
 @dataclass(frozen=True)
@@ -102,40 +106,53 @@ class Meter:
     ) -> None:
         self.process_group, self.messages, self.device = process_group, messages, device
         self._names = tuple(dict.fromkeys(group_name(group) for group in groups if group_size(group) > 1))
-        self._optimizer = 0.0
+        self._clock = Clock(device)
+        self._updates: Marks | None = None  # of the step under way
+        self._pending: Marks = []  # of the last one in the history
         self._telling: ProcessGroup | None = None
-        self.history: deque[StepParts] = deque(maxlen=REMEMBERED)
-        """This rank's last steps."""
-
-    @property
-    def unseen(self) -> tuple[str, ...]:
-        """What is not measured: on a GPU the host queues the update and the waits for messages, and goes on."""
-        if self.device.type == "cpu":
-            return ()
-        return ("optimizer",) if self.messages is None else ("optimizer", "bubble")
+        self._history: deque[StepParts] = deque(maxlen=REMEMBERED)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a step; what it took is then the last of `history`. One that raises is not counted."""
         exposed, bubble = self._stood_still()
-        self._optimizer = 0.0
+        updates: Marks = []
+        self._updates = updates
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        finally:
+            self._updates = None
         seconds = time.perf_counter() - start
         exposed_after, bubble_after = self._stood_still()
-        self.history.append(
-            StepParts(
-                seconds, exposed_after - exposed, bubble_after - bubble, self._optimizer,
-                float(peak_bytes(self.device)),
-            )
-        )  # fmt: skip
+        self._settle()
+        self._pending = updates
+        held = float(peak_bytes(self.device))
+        self._history.append(StepParts(seconds, exposed_after - exposed, bubble_after - bubble, 0.0, held))
 
     @contextmanager
     def optimizing(self) -> Iterator[None]:
-        """Around the optimizer's update, within a step. On a GPU: until it is queued."""
-        start = time.perf_counter()
+        """Around the optimizer's update; counts in a step that is measured."""
+        start = self._clock.mark()
         yield
-        self._optimizer += time.perf_counter() - start
+        if self._updates is not None:
+            self._updates.append((start, self._clock.mark()))
+
+    @property
+    def history(self) -> Sequence[StepParts]:
+        """This rank's last steps. On a GPU, asking waits for the last one's update."""
+        self._settle()
+        return self._history
+
+    @property
+    def last(self) -> StepParts:
+        """The last step as far as it is known without waiting: its update may still go on, and is not told then."""
+        return self._history[-1]
+
+    def forget(self) -> None:
+        """Begin a new history."""
+        self._pending = []
+        self._history.clear()
 
     def everywhere(self, parts: StepParts) -> list[StepParts]:
         """Every rank's, in rank order; all ranks call it. One small all-gather, of numbers that the host has."""
@@ -149,9 +166,17 @@ class Meter:
 
     def medians(self) -> StepParts:
         """Of this rank's steps, but for the first, which warms up; the most memory. Zeros before any step."""
-        rows = list(self.history)[1:] or list(self.history) or [StepParts(0, 0, 0, 0, 0)]
+        steps = list(self.history)
+        rows = steps[1:] or steps or [StepParts(0, 0, 0, 0, 0)]
         found = {item.name: statistics.median(getattr(row, item.name) for row in rows) for item in fields(StepParts)}
         return StepParts(**found | {"memory_bytes": max(row.memory_bytes for row in rows)})
+
+    def _settle(self) -> None:
+        """Give the last step its update's seconds. A GPU may not have come to its end when the step was over."""
+        if self._pending:
+            seconds = sum(self._clock.seconds(*marks) for marks in self._pending)
+            self._history[-1] = replace(self._history[-1], optimizer=seconds)
+        self._pending = []
 
     def _told_over(self) -> tuple[ProcessGroup, torch.device]:
         """The group that what ranks saw goes over, and where its tensors are."""

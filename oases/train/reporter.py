@@ -38,14 +38,14 @@ class Reporter:
         self.flops = model_flops(ModelShape(**sizes), config.batch)
         """Of the model, a step."""
         self.peak = Peak.of(trainer.device, next(trainer.model.parameters()).dtype, trainer.group, config.peak_flops)
-        trainer.meter.history.clear()
+        trainer.meter.forget()
 
     def report(self, loss: float) -> StepReport | None:
         """Of the step that the trainer has done last; None where nobody wants one. loss: the step's."""
         if not self.watched:
             return None
         trainer, step = self.trainer, self.trainer.steps_done
-        ranks = trainer.meter.everywhere(trainer.meter.history[-1])
+        ranks = trainer.meter.everywhere(trainer.meter.last)
         seconds = max(rank.seconds for rank in ranks)
         return StepReport(
             step=step,
@@ -58,11 +58,7 @@ class Reporter:
             utilisation=self.flops / seconds / self.peak.flops_per_second,
             memory_bytes=round(max(rank.memory_bytes for rank in ranks)),
             exposed=sum(rank.exposed / rank.seconds for rank in ranks) / len(ranks),
-            bubble=(
-                None
-                if "bubble" in trainer.meter.unseen
-                else sum(rank.bubble / rank.seconds for rank in ranks) / len(ranks)
-            ),
+            bubble=sum(rank.bubble / rank.seconds for rank in ranks) / len(ranks),
             skipped=step - 1 in trainer.guard.skipped,
         )
 
@@ -71,7 +67,7 @@ class Reporter:
         meter, plan = self.trainer.meter, self.trainer.plan
         ranks = meter.everywhere(meter.medians())
         step = max(rank.seconds for rank in ranks) or float("nan")
-        comparison = None if plan is None else Comparison.of(plan, ranks, meter.unseen)
+        comparison = None if plan is None else Comparison.of(plan, ranks)
         return {
             "step_seconds": step,
             "tokens_per_second": self.tokens / step,

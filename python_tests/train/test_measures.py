@@ -1,6 +1,7 @@
 """What a step tells, against numbers made by hand, on one process and on stages; measuring changes no bit."""
 
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -187,16 +188,65 @@ def timed_stage(pipeline_name):
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
 def test_bubbles_are_near_the_simulators(four_ranks, name):
-    ends, of_busy = [], []
-    for bubble, busy, step, predicted, total in four_ranks.run(timed_stage, name):
+    told = four_ranks.run(timed_stage, name)
+    for bubble, busy, step, predicted, total in told:
         assert step > 0.98 * total  # sleeps are lower bounds
+        assert busy > 0.98 * (total - predicted)
         assert busy + bubble <= step
-        of_busy.append(busy)
-        ends.append((bubble, predicted))
-    assert min(of_busy) > 0.9 * min(total - predicted for _, predicted in ends)
     # The first stage fills the pipeline and ends last, so all its bubbles are waits for messages.
-    bubble, predicted = ends[0]
-    assert bubble > 0.8 * predicted
+    bubble, busy, _, predicted, total = told[0]
+    assert bubble > 0.5 * predicted
+    assert busy + bubble > 0.8 * total
+
+
+class QueuedMark:
+    """As an event of a GPU's stream: it can be read once it was waited for."""
+
+    def __init__(self, at):
+        self.at, self.waited = at, False
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        self.waited = True
+
+    def elapsed_time(self, end):
+        assert end.waited
+        return 1e3 * (end.at - self.at)
+
+
+def test_a_gpus_update_is_told_when_it_is_done(monkeypatch):
+    """The events of a GPU are stood for: its update takes 3, 4 and 5 seconds, whatever the host does."""
+    ends = itertools.chain(*((10 * step, 10 * step + 3 + step) for step in range(3)))
+    marks = []
+
+    def event(enable_timing):
+        marks.append(QueuedMark(next(ends)))
+        return marks[-1]
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    meter = Meter(None, [], None, torch.device("cuda"))
+    for step in range(3):
+        with meter.step(), meter.optimizing():
+            pass
+        assert meter.last.optimizer == 0  # not known yet, and nobody waits for it
+        assert [mark.waited for mark in marks[1::2]] == [True] * step + [False]
+    assert [parts.optimizer for parts in meter.history] == [3, 4, 5]
+    assert meter.medians().optimizer == 4.5
+    assert meter.medians().memory_bytes == 7
+    meter.forget()
+    assert list(meter.history) == []
+
+
+def test_a_step_that_fails_is_not_counted():
+    meter = Meter(None, [], None, CPU)
+    with pytest.raises(InterruptedError), meter.step():
+        raise InterruptedError
+    with meter.optimizing():  # of nobody's step
+        pass
+    assert list(meter.history) == []
 
 
 # --- the peak ---
@@ -229,7 +279,7 @@ def test_a_report_in_a_line():
     report = StepReport(7, 2.3412, 1e-3, 0.5, 0.4123, 9930.2, 1e9, 0.314, 1_254_000_000, 0.042, 0.12, False)
     line = "loss 2.341  412 ms  9930 tokens/s  MFU 31 %  1.25 GB  exposed 4.2 %  bubble 12 %"
     assert report.text() == line
-    assert dataclasses.replace(report, bubble=None, skipped=True).text() == line.replace("bubble 12 %", "skipped")
+    assert dataclasses.replace(report, skipped=True).text() == f"{line}  skipped"
 
 
 def test_bad_values_are_named():
