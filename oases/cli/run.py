@@ -24,7 +24,7 @@ from oases.errors import UsageError
 
 _NOT_OF_DEMO = (
     "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
-    "degrees", "pipeline_schedule", "micro_batches", "zero", "plan",
+    "degrees", "pipeline_schedule", "micro_batches", "zero", "plan", "tensorboard", "peak_flops", "print_every",
 )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.ranks import run_ranks
-    from oases.terminal import console, percent
+    from oases.terminal import comparison_table, console, percent
     from oases.train.run import run_training
 
     if options.write_config:
@@ -132,6 +132,16 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
         f"validation loss {result['validation_loss']:.4f} nats per {unit}; step "
         f"{1e3 * result['step_seconds']:.0f} ms, {result['tokens_per_second']:.0f} tokens/s"
     )
+    console.print(
+        f"{result['flops_per_second'] / 1e9:.4g} GFLOP/s of the model, {percent(result['utilisation'])} of the peak: "
+        f"{result['peak_flops']['source']}", soft_wrap=True,
+    )  # fmt: skip
+    if plan is not None and result["prediction"] is None:
+        console.print(
+            "the plan has no prediction to lay over the measured step; oases plan --json writes one with it"
+        )
+    elif plan is not None:
+        console.print(comparison_table(result["prediction"]))
     others = [row for row in result["overlap"]["others"] if row["where"].startswith(("reshard", "gradients over"))]
     for row in result["overlap"]["stacks"] + others:
         console.print(

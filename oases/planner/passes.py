@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from oases.planner.ends import embedding, exposed, head
 from oases.planner.memory import embedding_segment, stage_parameters, stage_state_bytes
-from oases.planner.pieces import SENT, PartPieces, Piece, StagePieces
+from oases.planner.pieces import OPTIMIZER, SENT, PartPieces, Piece, StagePieces
 from oases.planner.plan import BUCKET_BYTES, Part, Plan, Segment
 from oases.schedule import Op
 from oases.schedule.pipeline import early, last_pass
@@ -164,8 +164,11 @@ class StageModel:
             last = self.weights(part, m)
         else:
             last = self.backward(part, m)
-        last = [*last, Compute(SENT, 0.0), *self.finish()]
-        return StagePieces(made, Piece.of(contention, last, before), stage_state_bytes(self.plan, self.number))
+        finish = list(self.finish())
+        last = [*last, Compute(SENT, 0.0), *finish]
+        optimizer = sum(op.seconds for op in finish if isinstance(op, Compute) and op.name.startswith(OPTIMIZER))
+        held = stage_state_bytes(self.plan, self.number)
+        return StagePieces(made, Piece.of(contention, last, before), held, optimizer)
 
     def _part_pieces(self, part: Part, contention: Mapping[str, Contention]) -> PartPieces:
         forward, backward = self.forward(part, 0), self._backward(part, 0, after=False, gradients=False)
@@ -268,7 +271,7 @@ class StageModel:
         for part, (parameters, replicas) in enumerate(stage_parameters(self.plan, self.number)):
             rate = self.hardware.device.bytes_per_second
             mine = parameters // replicas if self.plan.zero else parameters
-            yield Compute(f"optimizer {part}", _ADAM_BYTES * mine / rate)
+            yield Compute(f"{OPTIMIZER} {part}", _ADAM_BYTES * mine / rate)
             if self.plan.zero and replicas > 1:
                 num_bytes, stride = parameters * self.model.element_bytes, self.plan.stage_ranks // replicas
                 seconds = self.hardware.collective_seconds("all_gather", replicas, num_bytes, stride)

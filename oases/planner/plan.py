@@ -91,12 +91,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the simulator says of a plan. memory_bytes: at the peak, by stage."""
+    """What the simulator says of a plan. memory_bytes: at the peak, by stage.
+
+    Exposed communication and bubble are each those of the stage with most; optimizer_seconds, its update alone, too,
+    and None in a plan that was written before it was told.
+    """
 
     step_seconds: float
     exposed_seconds: float
     bubble_seconds: float
     memory_bytes: tuple[int, ...]
+    optimizer_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -280,9 +285,11 @@ class Plan:
 
 
 def _check_prediction(prediction: Prediction, stages: int) -> None:
-    for name in ("step_seconds", "exposed_seconds", "bubble_seconds"):
+    for name in ("step_seconds", "exposed_seconds", "bubble_seconds", "optimizer_seconds"):
         value = getattr(prediction, name)
-        if not 0 <= value < math.inf:
+        if name == "optimizer_seconds" and value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
             raise UsageError(f"plan: prediction: {name} must be finite and at least 0, got {value!r}")
     memory = prediction.memory_bytes
     if len(memory) != stages or not all(type(each) is int and each >= 0 for each in memory):

@@ -25,6 +25,7 @@ from oases.train.learning_rate import SCHEDULES, Course, share_of_peak
 from oases.train.log import steps_in
 from oases.train.masters import PRECISIONS
 from oases.train.retention import require_folder
+from oases.train.scalars import require_tensorboard
 from oases.train.sizes import ModelOptions, option, sizes_of
 from oases.train.tokenizer import tokenizer_called
 from oases.train.tokens import corpus_of
@@ -47,7 +48,7 @@ _KNOWN: dict[str, Iterable[str]] = {
 _AT_LEAST_1 = ("steps", "validation_batches", "micro_batches")
 _AT_LEAST_0 = (
     "warmup", "weight_decay", "checkpoint_every", "keep", "spike", "evaluate_every", "decay_steps", "vocabulary",
-    "learning_rate_floor",
+    "learning_rate_floor", "peak_flops", "print_every",
 )  # fmt: skip
 
 
@@ -108,6 +109,14 @@ class TrainConfig(ModelOptions):
         "newest in --checkpoint, or the start if there is none",
     )
     step_log: str | None = option(None, "file for a line of JSON per step; a run that goes on continues it")
+    tensorboard: str | None = option(
+        None, "folder for TensorBoard's curves of every step; a run that goes on continues them"
+    )
+    peak_flops: float = option(
+        0.0,
+        "FLOP/s of one rank at its best, for the utilisation; 0 = a known GPU's data sheet, or a measured product",
+    )
+    print_every: int = option(0, "steps from line to line where progress goes to no terminal; 0 = ten lines in all")
     bad_loss: str = option("stop", "what a loss or gradient that is not finite does: stop, skip the step, or off")
     spike: float = option(0.0, "a loss above so many times the median of the last 32 is bad too; 0 = never")
 
@@ -224,6 +233,8 @@ class TrainConfig(ModelOptions):
             require_folder(self.checkpoint)
         require_resumable(self, sizes)
         self._require_step_log()
+        if self.tensorboard is not None:
+            require_tensorboard(self.tensorboard, new=self.resume is None and not self.goes_on)
         corpus = self.corpus()
         for split in ("train", "validation"):
             corpus.batch(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,8 +27,10 @@ from oases.train.checkpoint import load, random_streams, save
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings, sizes_of
 from oases.train.guard import LossGuard, Policy
 from oases.train.masters import optimizer_for
+from oases.train.measures import Meter, StepReport
 from oases.train.plan import asked_for, require_fit
 from oases.train.record import Record
+from oases.train.reporter import Reporter
 from oases.train.resumption import first_checkpoint
 from oases.train.stage import TrainedStage
 from oases.train.supervision import Supervision
@@ -92,6 +94,10 @@ class Trainer:
         """Steps that changed the weights: all but those that were skipped."""
         self.evaluations: dict[int, float] = {}
         """Validation losses in the middle of the run, in this process, by the steps done."""
+        self.gradient_norm = math.nan
+        """Of the last step's gradient, before it was clipped."""
+        messages = None if self.stage is None else self.stage.messages
+        self.meter = Meter(self.group, self._groups(), messages, device)
         self.guard = LossGuard(cast(Policy, config.bad_loss), config.spike)
         self.resumed = first_checkpoint(config, self.group)
         """The checkpoint that this run began with."""
@@ -157,8 +163,10 @@ class Trainer:
             stages=1 if self.plan is None else len(self.plan.stages),
             counted_elsewhere=None if self.model.is_first else self.model.tied,
         )
-        if self.guard.admits(loss, float(norm), self.steps_done, self.group, self.device):
-            self.optimizer.step()
+        self.gradient_norm = float(norm)
+        if self.guard.admits(loss, self.gradient_norm, self.steps_done, self.group, self.device):
+            with self.meter.optimizing():
+                self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad()
         self.steps_done += 1
@@ -212,31 +220,31 @@ class Trainer:
         known = self.evaluations.get(self.steps_done)  # all ranks know it or none does
         return self.validate() if known is None else known
 
-    def train(self, on_step: Callable[[int, float, float], None] | None = None) -> dict[str, Any]:
+    def train(self, on_step: Callable[[StepReport], None] | None = None) -> dict[str, Any]:
         """Run to `config.steps`; return losses, times, throughput and what was hidden.
 
-        on_step(step, loss, seconds) is called after every step. Logs to `config.step_log` and saves to
-        `config.checkpoint` as the configuration says, and after the last step. Raises SavedExit, a SystemExit, after
-        a step that SIGTERM came in, if there is a checkpoint folder.
+        on_step(report) is called after every step, with the same report on every rank that gave one. Logs to
+        `config.step_log` and `config.tensorboard` and saves to `config.checkpoint` as the configuration says, and
+        after the last step. Raises SavedExit, a SystemExit, after a step that SIGTERM came in, if there is a
+        checkpoint folder.
         """
         config = self.config
-        losses, seconds = [], []
+        losses: list[float] = []
+        reporter = Reporter(self, watched=on_step is not None)
         with Supervision(self) as supervision:
             while self.steps_done < config.steps:
-                start = time.perf_counter()
-                losses.append(self.step())
-                seconds.append(time.perf_counter() - start)
+                with self.meter.step():
+                    losses.append(self.step())
                 if config.evaluate_every and self.steps_done % config.evaluate_every == 0:
                     self.evaluations[self.steps_done] = self.validate()
-                if on_step is not None:
-                    on_step(self.steps_done, losses[-1], seconds[-1])
-                supervision.after_step(losses[-1], seconds[-1])
+                report = reporter.report(losses[-1])
+                if on_step is not None and report is not None:
+                    on_step(report)
+                supervision.after_step(report)
             supervision.finish()
-        median = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
         return {
             "losses": losses,
-            "step_seconds": median,
-            "tokens_per_second": config.batch * config.sequence / median,
+            **reporter.summary(),
             "validation_loss": self._last_validation(),
             "validation_losses": self.evaluations,
             "overlap": self.overlap(),
@@ -249,10 +257,13 @@ class Trainer:
         """Write a checkpoint that any tensor-parallel degree and any plan can load."""
         save(path, self.model, self.optimizer, self.record(), self.group)
 
+    def _groups(self) -> list[ProcessGroup]:
+        groups = [self.group] if self.mesh is None else [self.group, *self.mesh.groups]
+        return [group for group in groups if group is not None]
+
     def overlap(self) -> dict[str, Any]:
         """What was hidden so far, as `oases.report()` tells it."""
-        groups = [self.group] if self.mesh is None else [self.group, *self.mesh.groups]
-        reports = [report(group) for group in groups if group is not None]
+        reports = [report(group) for group in self._groups()]
         return Report(
             [row for one in reports for row in one.stacks],
             [row for one in reports for row in one.layers],

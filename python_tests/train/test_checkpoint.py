@@ -59,8 +59,8 @@ def saved(corpus, tmp_path_factory):
 
 
 def stop_after(steps):
-    def stop(step, loss, seconds):
-        if step == steps:
+    def stop(report):
+        if report.step == steps:
             raise InterruptedError
 
     return stop
@@ -125,7 +125,7 @@ def two_steps_more(corpus, folder, plan):
     if dist.is_initialized():
         dist.barrier()
     with pytest.raises(InterruptedError) if done < 4 else mock.MagicMock():
-        trainer.train(lambda step, loss, seconds: (losses.append(loss), stop_after(done + 3)(step, loss, seconds)))
+        trainer.train(lambda report: (losses.append(report.loss), stop_after(done + 3)(report)))
     if trainer.mesh is not None:
         trainer.mesh.destroy()
     return losses[:2]
@@ -254,8 +254,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(corpus, alone, tmp_path)
         assert gate.wait(60)
         return save(*arguments, **options)
 
-    def on_step(step, loss, seconds):
-        if step == 4:
+    def on_step(report):
+        if report.step == 4:
             gate.set()
             raise InterruptedError
 

@@ -173,10 +173,12 @@ def test_the_command_line_executes_a_plan(corpus, alone, tmp_path):
     run = subprocess.run([*command, "--learning-rate", "1e-2"], capture_output=True, text=True, timeout=170)
     assert run.returncode == 0, run.stderr
     assert "1 blocks tp 1 x dp 4" in run.stdout
+    assert "the plan has no prediction to lay over the measured step" in run.stdout
     result = json.loads(out.read_text())
     assert result["losses"] == pytest.approx(alone[1], rel=1e-5)
     assert result["validation_loss"] == pytest.approx(alone[4], rel=1e-5)
     assert result["plan"]["world"] == 4
+    assert result["prediction"] is None
     labels = {row["where"] for row in result["overlap"]["others"]}
     assert {"reshard tp 1 to 4", "reshard tp 4 to 2, backward", "gradients over 2 ranks, bucket 0"} <= labels
 
