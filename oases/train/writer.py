@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from pathlib import Path
 from types import TracebackType
 
@@ -14,6 +15,9 @@ from oases.train import retention
 from oases.train.agreement import SaveError, everywhere
 from oases.train.checkpoint import State, write
 from oases.train.record import Record
+
+PATIENCE_SECONDS = 30.0
+"""How long a run that fails waits for the checkpoint under way; peers that are gone may hold it up for ever."""
 
 
 class CheckpointWriter:
@@ -73,9 +77,24 @@ class CheckpointWriter:
     ) -> None:
         if kind is None:
             self.wait()
+        else:
+            self._settle()
         if self._group is not None and self._thread is None and not self._stays:
             dist.destroy_process_group(self._group)
             self._group = None
+
+    def _settle(self) -> None:
+        """Let the one under way come to its end while another error is raised, which stays the one that is raised."""
+        if self._thread is None:
+            return
+        self._thread.join(PATIENCE_SECONDS)
+        if self._thread.is_alive():
+            warnings.warn(f"a checkpoint in {str(self.folder)!r} is left unfinished", stacklevel=4)
+            return
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            warnings.warn(f"the last checkpoint was not written: {error}", stacklevel=4)
 
     def _write(self, state: State, record: Record) -> None:
         start = time.perf_counter()

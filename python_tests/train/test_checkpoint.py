@@ -262,10 +262,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(corpus, alone, tmp_path)
     trainer = Trainer(config)
     with mock.patch.object(checkpoint.dcp, "save", held_up), pytest.raises(InterruptedError):
         trainer.train(on_step)
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint":
-            thread.join()
-    assert names(folder) == ["step-000002"]
+    assert names(folder) == ["step-000002"]  # a run that fails waits for it
     assert trained(corpus, resume=str(folder))[0] == alone[2:]
 
 
