@@ -58,6 +58,7 @@ class Trainer:
         device = torch.device(config.device)
         gpt, wire_dtype = config.gpt(config.seed), WIRE_DTYPES[config.wire_dtype]
         self.mesh: Mesh | None = None
+        self._owns_mesh = mesh is None
         self.stage: TrainedStage | None = None
         if plan is None:
             config.require_degree(group_size(self.group))
@@ -98,7 +99,6 @@ class Trainer:
     def _go_on(self, path: Path) -> None:
         record = load(path, self.model, self.optimizer, self.sizes, self.group, verify=False)
         self.steps_done, self.updates = record.step, record.updates
-        self.model.stack.calls = record.calls
         self.guard.recent.extend(record.losses)
         other = record.other_data(self._data())
         if other and group_rank(self.group) == 0:
@@ -125,7 +125,6 @@ class Trainer:
             learning_rate=self.learning_rate(self.steps_done),
             data=self._data() | {"next_step": self.steps_done},
             ranks=group_size(self.group),
-            calls=self.model.stack.calls,
             random=random_streams(self.model),
             losses=list(self.guard.recent),
             config=settings(self.config),
@@ -164,6 +163,8 @@ class Trainer:
     def backward(self, step: int) -> float:
         """Forward and backward passes of one step's batch; its loss. Gradients are those of the whole batch."""
         batches = self._micro_batches("train", step)
+        # Streams of random numbers follow from the step alone: the same after a restart, a validation, a failure.
+        self.model.stack.calls = step * len(batches)
         if self.stage is not None:
             return self.stage.backward(batches, self.average)
         losses: list[Tensor] = []
@@ -238,6 +239,13 @@ class Trainer:
     def save(self, path: str) -> None:
         """Write a checkpoint that any tensor-parallel degree and any plan can load."""
         save(path, self.model, self.optimizer, self.record(), self.group)
+
+    def close(self) -> None:
+        """End the groups that were made here; for a process that goes on without this trainer. All ranks call it."""
+        if self.stage is not None:
+            self.stage.messages.close()
+        if self.mesh is not None and self._owns_mesh:
+            self.mesh.destroy()
 
     def overlap(self) -> dict[str, Any]:
         """What was hidden so far, as `oases.report()` tells it."""
