@@ -26,8 +26,9 @@ class Record:
     step: steps done, which is also the learning rate's position. updates: those of them that changed the weights;
     a step whose loss was bad may have been skipped. sizes: what a model must be built with to load it. data: seed,
     sizes of a batch and of the corpus, and the next step's number, which together tell the next batch. ranks: of the
-    run. random: whose states the checkpoint has of every rank, "cpu" and "cuda"; the streams of the stacks' ops follow
-    from the step. losses: recent ones, nats per byte, for what counts as a spike. config, plan: as given, for people.
+    run. random: whose states the checkpoint has of every rank, "cpu" and "cuda"; the streams of the stacks' ops
+    follow from the step. losses: recent ones, nats per byte, for what counts as a spike. config, plan: as given, for
+    people.
     """
 
     step: int

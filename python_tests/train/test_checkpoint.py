@@ -128,8 +128,7 @@ def two_steps_more(corpus, folder, plan):
         dist.barrier()
     with pytest.raises(InterruptedError) if done < 4 else mock.MagicMock():
         trainer.train(lambda step, loss, seconds: (losses.append(loss), stop_after(done + 3)(step, loss, seconds)))
-    if trainer.mesh is not None:
-        trainer.mesh.destroy()
+    trainer.close()
     return losses[:2]
 
 
