@@ -19,6 +19,10 @@ RECORD = "checkpoint.json"
 """The record's file in a checkpoint's folder; a folder with one is a checkpoint."""
 
 
+_KINDS = {"step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list}
+"""Of the fields that a run goes on with."""
+
+
 @dataclass(frozen=True)
 class Record:
     """Where a run stood when it was saved.
@@ -60,7 +64,11 @@ class Record:
                     f"checkpoint {str(folder)!r} is of format {version}, this oases reads formats up to {FORMAT}; "
                     "upgrade oases"
                 )
-            return cls(**given)
+            record = cls(**given)
+            for name, kind in _KINDS.items():
+                if not isinstance(getattr(record, name), kind):
+                    raise TypeError(f"{name} is {getattr(record, name)!r}")
+            return record
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise UsageError(
                 f"checkpoint {str(folder)!r} is broken: its {RECORD} cannot be read ({error}); take another"

@@ -24,6 +24,7 @@ from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.parallel.statistics import Report, report
 from oases.planner.plan import Plan
+from oases.train.alarm import Alarm
 from oases.train.checkpoint import load, random_streams, save
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings, sizes_of
 from oases.train.data import TextCorpus
@@ -80,6 +81,9 @@ class Trainer:
         self.model = model.to(device)
         if plan is not None and self.mesh is not None and len(plan.stages) > 1:
             self.stage = TrainedStage(self.model, plan, self.mesh, self.group)
+        self.alarm = Alarm([self.group, *([] if self.mesh is None else self.mesh.groups)], device)
+        self._updating = False
+        """Whether weights are being changed, or were when that failed."""
         self.average = GradientAverage(self.model.parts())
         self.optimizer = adamw(
             self.model.parts(),
@@ -141,7 +145,24 @@ class Trainer:
         return sizes_of(self.config) | {"vocabulary": self.model.config.vocabulary}
 
     def step(self) -> float:
-        """One optimizer step; returns the training loss in nats per byte."""
+        """One optimizer step; returns the training loss in nats per byte.
+
+        What fails on one rank is raised on all. Gradients are dropped then; where there is no plan and the weights
+        are as they were, the step can be tried again, else a RuntimeError asks for a new trainer.
+        """
+        if self.alarm.rung and self.plan is not None:
+            raise _ended(self.steps_done)
+        self.alarm.doing = f"step {self.steps_done}"
+        try:
+            with self.alarm:
+                if self._updating:
+                    raise _ended(self.steps_done)
+                return self._step()
+        except Exception:
+            self.optimizer.zero_grad()
+            raise
+
+    def _step(self) -> float:
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.steps_done)
@@ -154,7 +175,9 @@ class Trainer:
             counted_elsewhere=None if self.model.is_first else self.model.tied,
         )
         if self.guard.admits(loss, float(norm), self.steps_done, self.group, self.device):
+            self._updating = True
             self.optimizer.step()
+            self._updating = False
             self.updates += 1
         self.optimizer.zero_grad()
         self.steps_done += 1
@@ -217,12 +240,13 @@ class Trainer:
         losses, seconds = [], []
         with Supervision(self) as supervision:
             while self.steps_done < config.steps:
-                start = time.perf_counter()
-                losses.append(self.step())
-                seconds.append(time.perf_counter() - start)
-                if on_step is not None:
-                    on_step(self.steps_done, losses[-1], seconds[-1])
-                supervision.after_step(losses[-1], seconds[-1])
+                with self.alarm:
+                    start = time.perf_counter()
+                    losses.append(self.step())
+                    seconds.append(time.perf_counter() - start)
+                    if on_step is not None:
+                        on_step(self.steps_done, losses[-1], seconds[-1])
+                    supervision.after_step(losses[-1], seconds[-1])
             supervision.finish()
         median = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
         return {
@@ -256,6 +280,13 @@ class Trainer:
             [row for one in reports for row in one.layers],
             [row for one in reports for row in one.others] + ([] if self.stage is None else self.stage.messages.rows),
         ).json()
+
+
+def _ended(step: int) -> RuntimeError:
+    return RuntimeError(
+        f"step {step} has failed, and ended what its ranks had begun together; make a new Trainer on all ranks, with "
+        "resume='auto' to go on from the newest checkpoint"
+    )
 
 
 def warmup_then_cosine(step: int, config: TrainConfig) -> float:
