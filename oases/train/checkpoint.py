@@ -96,6 +96,7 @@ def write(path: str | Path, state: State, record: Record, group: ProcessGroup | 
     except SaveError:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
+        _barrier(group)  # nobody goes on, and looks, while it is being removed
         raise
 
 

@@ -19,6 +19,10 @@ RECORD = "checkpoint.json"
 """The record's file in a checkpoint's folder; a folder with one is a checkpoint."""
 
 
+_KINDS = {"step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list}
+"""Of the fields that a run goes on with."""
+
+
 @dataclass(frozen=True)
 class Record:
     """Where a run stood when it was saved.
@@ -26,9 +30,9 @@ class Record:
     step: steps done, which is also the learning rate's position. updates: those of them that changed the weights;
     a step whose loss was bad may have been skipped. sizes: what a model must be built with to load it. data: seed,
     sizes of a batch and of the corpus, and the next step's number, which together tell the next batch. ranks: of the
-    run. calls: forward passes of its stacks, which name the streams of random numbers. random: whose states the
-    checkpoint has of every rank, "cpu" and "cuda". losses: recent ones, nats per byte, for what counts as a spike.
-    config, plan: as given, for people.
+    run. random: whose states the checkpoint has of every rank, "cpu" and "cuda"; the streams of the stacks' ops
+    follow from the step. losses: recent ones, nats per byte, for what counts as a spike. config, plan: as given, for
+    people.
     """
 
     step: int
@@ -37,7 +41,6 @@ class Record:
     learning_rate: float = 0.0
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
     ranks: int = 1
-    calls: int = 0
     random: list[str] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -61,7 +64,11 @@ class Record:
                     f"checkpoint {str(folder)!r} is of format {version}, this oases reads formats up to {FORMAT}; "
                     "upgrade oases"
                 )
-            return cls(**given)
+            record = cls(**given)
+            for name, kind in _KINDS.items():
+                if not isinstance(getattr(record, name), kind):
+                    raise TypeError(f"{name} is {getattr(record, name)!r}")
+            return record
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise UsageError(
                 f"checkpoint {str(folder)!r} is broken: its {RECORD} cannot be read ({error}); take another"

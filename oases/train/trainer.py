@@ -23,6 +23,7 @@ from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.parallel.statistics import Report, report
 from oases.planner.plan import Plan
+from oases.train.alarm import Alarm
 from oases.train.checkpoint import load, random_streams, save
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings, sizes_of
 from oases.train.guard import LossGuard, Policy
@@ -60,6 +61,7 @@ class Trainer:
         device = torch.device(config.device)
         gpt, wire_dtype = config.gpt(config.seed), WIRE_DTYPES[config.wire_dtype]
         self.mesh: Mesh | None = None
+        self._owns_mesh = mesh is None
         self.stage: TrainedStage | None = None
         if plan is None:
             config.require_degree(group_size(self.group))
@@ -81,6 +83,9 @@ class Trainer:
         self.model = model.to(device)
         if plan is not None and self.mesh is not None and len(plan.stages) > 1:
             self.stage = TrainedStage(self.model, plan, self.mesh, self.group)
+        self.alarm = Alarm([self.group, *([] if self.mesh is None else self.mesh.groups)], device)
+        self._updating = False
+        """Whether weights are being changed, or were when that failed."""
         self.optimizer = optimizer_for(
             self.model.parts(),
             config.precision,
@@ -107,7 +112,6 @@ class Trainer:
     def _go_on(self, path: Path) -> None:
         record = load(path, self.model, self.optimizer, self.sizes, self.group, verify=False)
         self.steps_done, self.updates = record.step, record.updates
-        self.model.stack.calls = record.calls
         self.guard.recent.extend(record.losses)
         other = record.other_data(self._data())
         if other and group_rank(self.group) == 0:
@@ -134,7 +138,6 @@ class Trainer:
             learning_rate=self.learning_rate(self.steps_done),
             data=self._data() | {"next_step": self.steps_done},
             ranks=group_size(self.group),
-            calls=self.model.stack.calls,
             random=random_streams(self.model),
             losses=list(self.guard.recent),
             config=settings(self.config),
@@ -151,7 +154,24 @@ class Trainer:
         return sizes_of(self.config) | {"vocabulary": self.model.config.vocabulary}
 
     def step(self) -> float:
-        """One optimizer step; returns the training loss in nats per token, a byte without a tokenizer."""
+        """One optimizer step; returns the training loss in nats per token, a byte without a tokenizer.
+
+        What fails on one rank is raised on all. Gradients are dropped then; where there is no plan and the weights
+        are as they were, the step can be tried again, else a RuntimeError asks for a new trainer.
+        """
+        if self.alarm.rung and self.plan is not None:
+            raise _ended(self.steps_done)
+        self.alarm.doing = f"step {self.steps_done}"
+        try:
+            with self.alarm:
+                if self._updating:
+                    raise _ended(self.steps_done)
+                return self._step()
+        except Exception:
+            self.optimizer.zero_grad()
+            raise
+
+    def _step(self) -> float:
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.steps_done)
@@ -165,8 +185,10 @@ class Trainer:
         )
         self.gradient_norm = float(norm)
         if self.guard.admits(loss, self.gradient_norm, self.steps_done, self.group, self.device):
+            self._updating = True
             with self.meter.optimizing():
                 self.optimizer.step()
+            self._updating = False
             self.updates += 1
         self.optimizer.zero_grad()
         self.steps_done += 1
@@ -175,6 +197,8 @@ class Trainer:
     def backward(self, step: int) -> float:
         """Forward and backward passes of one step's batch; its loss. Gradients are those of the whole batch."""
         batches = self._micro_batches("train", step)
+        # Streams of random numbers follow from the step alone: the same after a restart, a validation, a failure.
+        self.model.stack.calls = step * len(batches)
         if self.stage is not None:
             return self.stage.backward(batches, self.average)
         losses: list[Tensor] = []
@@ -233,14 +257,15 @@ class Trainer:
         reporter = Reporter(self, watched=on_step is not None)
         with Supervision(self) as supervision:
             while self.steps_done < config.steps:
-                with self.meter.step():
-                    losses.append(self.step())
-                if config.evaluate_every and self.steps_done % config.evaluate_every == 0:
-                    self.evaluations[self.steps_done] = self.validate()
-                report = reporter.report(losses[-1])
-                if on_step is not None and report is not None:
-                    on_step(report)
-                supervision.after_step(report)
+                with self.alarm:
+                    with self.meter.step():
+                        losses.append(self.step())
+                    if config.evaluate_every and self.steps_done % config.evaluate_every == 0:
+                        self.evaluations[self.steps_done] = self.validate()
+                    report = reporter.report(losses[-1])
+                    if on_step is not None and report is not None:
+                        on_step(report)
+                    supervision.after_step(report)
             supervision.finish()
         return {
             "losses": losses,
@@ -261,6 +286,13 @@ class Trainer:
         groups = [self.group] if self.mesh is None else [self.group, *self.mesh.groups]
         return [group for group in groups if group is not None]
 
+    def close(self) -> None:
+        """End the groups that were made here; for a process that goes on without this trainer. All ranks call it."""
+        if self.stage is not None:
+            self.stage.messages.close()
+        if self.mesh is not None and self._owns_mesh:
+            self.mesh.destroy()
+
     def overlap(self) -> dict[str, Any]:
         """What was hidden so far, as `oases.report()` tells it."""
         reports = [report(group) for group in self._groups()]
@@ -269,3 +301,10 @@ class Trainer:
             [row for one in reports for row in one.layers],
             [row for one in reports for row in one.others] + ([] if self.stage is None else self.stage.messages.rows),
         ).json()
+
+
+def _ended(step: int) -> RuntimeError:
+    return RuntimeError(
+        f"step {step} has failed, and ended what its ranks had begun together; make a new Trainer on all ranks, with "
+        "resume='auto' to go on from the newest checkpoint"
+    )

@@ -101,7 +101,7 @@ def check_plan(text, corpus, expected):
         assert mine.keys() == theirs.keys()
         for name, tensor in mine.items():
             torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
-    trainer.mesh.destroy()
+    trainer.close()
 
 
 @pytest.mark.parametrize("name", PLANS[2])
