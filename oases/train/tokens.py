@@ -144,9 +144,10 @@ class TokenCorpus(Corpus):
                         if last and self._tokenizer.end is not None:
                             np.asarray([self._tokenizer.end], self._kind).tofile(out)
                     done += sum(len(text) for text in texts)
-                    while shown < min(100, 100 * done // max(1, self._source.num_bytes)):
+                    while shown < min(99, 100 * done // max(1, self._source.num_bytes)):
                         shown += 1
                         advance(shown)
+                advance(100)
                 out.flush()
                 os.fsync(out.fileno())
             aside.rename(self.file)
