@@ -132,6 +132,7 @@ class TrainConfig(ModelOptions):
         "oases", "oases, sync, oases@4 or another by name, auto to choose by measuring, or the path of one's text"
     )
     wire_dtype: str = option("none", "type that activations are summed in: none (their own), bfloat16 or float16")
+    sequence_parallel: bool = option(False, "between blocks each tensor-parallel rank holds its part of the sequence")
     steps: int = option(200, "optimizer steps")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     warmup: int = option(10, "steps of linear warm-up before the cosine")
@@ -192,6 +193,11 @@ class TrainConfig(ModelOptions):
         """Everything that can be known before any rank starts; returns the corpus."""
         self.require_degree(degree)
         self.schedule_or_auto(self.schedule)
+        if self.sequence_parallel and (degree == 1 or self.sequence % degree):
+            raise UsageError(
+                f"a sequence of {self.sequence} cannot be cut over --tp {degree}; leave out --sequence-parallel, or "
+                "change --sequence"
+            )
         if self.device == "cpu":
             require_memory(self, degree)
         return self.check_files(sizes_of(self))

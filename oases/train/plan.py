@@ -15,7 +15,7 @@ from oases.train.data import VOCABULARY, TextCorpus
 __all__ = ["check", "config_for", "read_plan", "require_fit"]
 
 _SIZES = ("hidden", "layers", "heads", "sequence")
-_SAID = ("schedule", "sub_batches", "recompute")
+_SAID = ("schedule", "sub_batches", "recompute", "sequence_parallel")
 
 
 def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
@@ -25,7 +25,9 @@ def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
     """
     for name in _SAID:
         if name in given:
-            raise UsageError(f"the plan says schedules and recomputation of every segment; leave out {_option(name)}")
+            raise UsageError(
+                f"the plan says schedules, recomputation and what is sequence-parallel; leave out {_option(name)}"
+            )
     config = TrainConfig(**{**_sizes(plan), **given})
     require_fit(config, plan)
     return config

@@ -68,6 +68,7 @@ class Trainer:
                 sub_batches="auto",  # a schedule that is resolved brings its own
                 recompute=config.recompute,
                 wire_dtype=wire_dtype,
+                sequence_parallel=config.sequence_parallel,
             )
         else:
             require_fit(config, plan)
