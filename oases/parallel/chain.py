@@ -98,6 +98,11 @@ class PlannedStack(nn.Module):
             for segment, stack in zip(part.segments, stacks, strict=True):
                 yield list(stack.parameters()), self.mesh.data(segment.tp)
 
+    def compile_blocks(self, **options: Any) -> None:
+        """As `OverlappedStack.compile_blocks`, of all segments."""
+        for stack in self.segments:
+            stack.compile_blocks(**options)
+
     def train(self, mode: bool = True) -> PlannedStack:
         """Of the segments too, which are not registered."""
         for stack in self.segments:

@@ -8,7 +8,7 @@ its parameters (DistributedDataParallel's, say) fire while the rest still runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ class Call:
     """
 
     def __init__(
-        self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, tuning: Tuning | None
+        self, blocks: Sequence[nn.Module], execution: Execution, scheduler: Scheduler, tuning: Tuning | None
     ) -> None:
         self.execution = execution
         self._tuning = None if tuning is None or tuning.choice is not None else tuning

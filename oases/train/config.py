@@ -133,6 +133,9 @@ class TrainConfig(ModelOptions):
     )
     wire_dtype: str = option("none", "type that activations are summed in: none (their own), bfloat16 or float16")
     sequence_parallel: bool = option(False, "between blocks each tensor-parallel rank holds its part of the sequence")
+    compile: str = option(
+        "none", "what torch.compile compiles the methods of each block with: none, or a backend such as inductor"
+    )
     steps: int = option(200, "optimizer steps")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     warmup: int = option(10, "steps of linear warm-up before the cosine")
@@ -171,6 +174,7 @@ class TrainConfig(ModelOptions):
                 raise UsageError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
         require_seed(self.seed)
         require_device(self.device)
+        require_compiler(self.compile)
         self._require_survival()
 
     def _require_survival(self) -> None:
@@ -256,6 +260,14 @@ def require_bytes(need: int, what: str, remedy: str) -> None:
             f"{what} needs {need / 1e9:.0f} GB for weights and optimizer, this machine has {have / 1e9:.0f} GB; "
             f"{remedy}"
         )
+
+
+def require_compiler(name: str) -> None:
+    """Raise UsageError unless `name` is none or a backend that torch.compile knows."""
+    if name != "none":
+        known = torch.compiler.list_backends(exclude_tags=())
+        if name not in known:
+            raise UsageError(f"unknown compile {name!r}; known are none, {', '.join(known)}")
 
 
 def require_device(device: str) -> None:

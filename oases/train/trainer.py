@@ -80,6 +80,8 @@ class Trainer:
         self.model = model.to(device)
         if plan is not None and self.mesh is not None and len(plan.stages) > 1:
             self.stage = TrainedStage(self.model, plan, self.mesh, self.group)
+        if config.compile != "none":
+            self.model.stack.compile_blocks(backend=config.compile, fullgraph=True)  # or an error, not eager blocks
         self.average = GradientAverage(self.model.parts())
         self.optimizer = adamw(
             self.model.parts(),
