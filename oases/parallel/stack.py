@@ -21,6 +21,7 @@ from oases.parallel.delivery import Call, deliver
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.execution import Execution, Methods
 from oases.parallel.failure import watch_of
+from oases.parallel.fsdp import Unit
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
 from oases.parallel.inputs import BlockInputs, Inputs, differentiable
 from oases.parallel.randomness import Randomness, hash_of
@@ -135,6 +136,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.run_as(schedule, sub_batches, recompute)
         self.number = next(_numbers)
         """Counts the stacks of this process, so that errors and statistics can tell them apart."""
+        self.units: list[Unit] = []
+        """By block, where weights are sharded over data-parallel ranks (see `oases.parallel.fsdp`)."""
         self._compiled: list[nn.Module] = []
         self.first_block, self.replica = 0, 0
         """Of a stack that is a part of a model, or has a share of the batch: which, for its random numbers."""
@@ -375,6 +378,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
             ),
             cut=cut,
             inputs=held,
+            units=self.units,
             watch=watch,
             spans=self.spans,
             clock=self.clock,
@@ -382,7 +386,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.recent = Calls()
         if not with_gradients:
             return execution.run_forward()
-        call = Call(blocks, execution, scheduler, tuning)
+        call = Call(blocks, execution, scheduler, tuning, self.units)
         self.recent = Calls([call])
         return deliver(call, x)
 

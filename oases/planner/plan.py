@@ -107,7 +107,8 @@ class Prediction:
 class Plan:
     """Stages, micro-batches and what is sharded; `global_batch` samples make one optimizer step.
 
-    zero: optimizer state is sharded over the data-parallel ranks. pipeline: the pipeline's schedule.
+    zero: optimizer state is sharded over the data-parallel ranks. fsdp: so are weights and gradients; the planner
+    does not choose it. pipeline: the pipeline's schedule.
     """
 
     model: ModelShape
@@ -119,6 +120,7 @@ class Plan:
     zero: bool = False
     pipeline: str = "one_f_one_b"
     prediction: Prediction | None = None
+    fsdp: bool = False
 
     def __post_init__(self) -> None:
         for name in ("world", "ranks_per_node", "global_batch", "micro_batches"):
@@ -127,6 +129,8 @@ class Plan:
                 raise UsageError(f"plan: {name} must be at least 1, got {value}")
             if value > LARGEST:
                 raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
+        if self.zero and self.fsdp:
+            raise UsageError("plan: fsdp shards the optimizer's state, too; leave out zero")
         if self.pipeline not in PLANNED:
             raise UsageError(f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PLANNED)}")
         self._check_stages()
@@ -141,6 +145,8 @@ class Plan:
             raise UsageError(f"plan: {len(self.stages)} stages do not divide {self.world} ranks")
         for number, stage in enumerate(self.stages):
             self._check_stage(stage, f"plan: stage {number}")
+        if self.fsdp and all(segment.tp == self.stage_ranks for stage in self.stages for segment in stage.segments):
+            raise UsageError(f"plan: fsdp needs replicas to shard over, and tp is {self.stage_ranks}; leave it out")
         if chunks_of(self.pipeline) > 1:
             self._check_parts(chunks_of(self.pipeline))
 
@@ -257,7 +263,9 @@ class Plan:
             first += many
         counts = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
         how = [self.pipeline] if len(self.stages) > 1 else []
-        return "; ".join([*names, counts, *how, *(["sharded optimizer"] if self.zero else [])])
+        return "; ".join(
+            [*names, counts, *how, *(["sharded optimizer"] if self.zero else []), *(["fsdp"] if self.fsdp else [])]
+        )
 
     def to_json(self) -> str:
         """The plan as JSON that `from_json` reads back."""

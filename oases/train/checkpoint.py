@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from oases.errors import UsageError
+from oases.parallel.fsdp import laid_out, local, units_of
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.train.agreement import SaveError, everywhere
@@ -158,36 +159,48 @@ def _state(
 ) -> State:
     """A shard belongs to the group of its layer: replicas of it hold the same one."""
     dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
-    cut_by = holders(model)
+    cut_by, units = holders(model), units_of(model)
     meshes: dict[str, DeviceMesh] = {}
 
     def whole(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        tensor = copied(tensor.detach())
-        holder = cut_by.get(id(parameter))
-        cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
-        if holder is None or cutting is None or group_size(cutting) == 1:
+        tensor = copied(local(tensor.detach()))
+        cutting, dim = _cutting(cut_by.get(id(parameter)), group), dims.get(id(parameter), 0)
+        if isinstance(parameter, DTensor):
+            return laid_out(tensor, units[id(parameter)], parameter, cutting, dim)
+        if cutting is None:
             return tensor
         name = group_name(cutting)
         if name not in meshes:
             meshes[name] = DeviceMesh.from_group(cutting, device or parameter.device.type)
-        return DTensor.from_local(tensor, meshes[name], [Shard(dims[id(parameter)])])
+        return DTensor.from_local(tensor, meshes[name], [Shard(dim)])
 
     found: State = {}
     for name, parameter in model.named_parameters():
         found[f"model.{name}"] = whole(parameter, parameter)
-        moments = None if optimizer is None else state_of(optimizer, parameter)
-        if moments is None:  # a sharded optimizer keeps those of this parameter on another rank, which writes them
-            continue
-        if not moments:  # before the first step AdamW has none; zeros are what it would begin with
-            moments["step"] = torch.tensor(0.0)
-            moments["exp_avg"] = torch.zeros_like(parameter)
-            moments["exp_avg_sq"] = torch.zeros_like(parameter)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            found[f"optimizer.{name}.{moment}"] = whole(moments[moment], parameter)
+        for moment, tensor in _moments(optimizer, parameter).items():
+            found[f"optimizer.{name}.{moment}"] = whole(tensor, parameter)
     if optimizer is not None:
         for name, generator in _generators(model).items():
             found[_random(name, group_rank(group))] = generator.get_state()
     return found
+
+
+def _moments(optimizer: Optimizer | None, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Nothing where another rank keeps those of this parameter, which writes them: a sharded optimizer does so."""
+    kept = None if optimizer is None else state_of(optimizer, parameter)
+    if kept is None:
+        return {}
+    if not kept:  # before the first step AdamW has none; zeros are what it would begin with
+        kept["step"] = torch.tensor(0.0)
+        kept["exp_avg"] = torch.zeros_like(parameter)
+        kept["exp_avg_sq"] = torch.zeros_like(parameter)
+    return {moment: kept[moment] for moment in ("exp_avg", "exp_avg_sq")}
+
+
+def _cutting(holder: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group that a layer's parameters are cut over; None where every rank has them whole."""
+    cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
+    return None if holder is None or group_size(cutting) == 1 else cutting
 
 
 def random_streams(model: nn.Module) -> list[str]:

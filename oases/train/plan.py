@@ -62,7 +62,8 @@ def _bytes_of(plan: Plan) -> int:
     """Of weights, gradients and AdamW's two moments of all ranks."""
     total, number = 0.0, 0
     for segment in (segment for part in plan.parts for segment in part.segments):
-        copies = 2 + 2 / (plan.stage_ranks // segment.tp if plan.zero else 1)
+        replicas = plan.stage_ranks // segment.tp
+        copies = 4 / replicas if plan.fsdp else 2 + 2 / (replicas if plan.zero else 1)
         for _ in range(segment.num_blocks):
             total += copies * plan.stage_ranks * plan.model.block_parameters(plan.model.kind_of(number), segment.tp)
             number += 1

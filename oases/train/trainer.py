@@ -19,6 +19,7 @@ from oases.errors import UsageError
 from oases.models.gpt import GPT
 from oases.parallel.average import GradientAverage
 from oases.parallel.collectives import all_reduce
+from oases.parallel.fsdp import ShardedAverage
 from oases.parallel.gradients import clip_grad_norm
 from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.mesh import Mesh
@@ -82,7 +83,11 @@ class Trainer:
             self.stage = TrainedStage(self.model, plan, self.mesh, self.group)
         if config.compile != "none":
             self.model.stack.compile_blocks(backend=config.compile, fullgraph=True)  # or an error, not eager blocks
-        self.average = GradientAverage(self.model.parts())
+        self.average: GradientAverage | ShardedAverage
+        if plan is not None and plan.fsdp:
+            self.average = self.model.shard_weights()
+        else:
+            self.average = GradientAverage(self.model.parts())
         self.optimizer = adamw(
             self.model.parts(),
             learning_rate=config.learning_rate,
