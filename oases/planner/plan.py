@@ -108,7 +108,7 @@ class Plan:
     """Stages, micro-batches and what is sharded; `global_batch` samples make one optimizer step.
 
     zero: optimizer state is sharded over the data-parallel ranks. fsdp: so are weights and gradients; the planner
-    does not choose it. pipeline: the pipeline's schedule.
+    does not choose it, and predicts its memory but not the time of its gathers. pipeline: the pipeline's schedule.
     """
 
     model: ModelShape

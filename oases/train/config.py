@@ -265,9 +265,9 @@ def require_bytes(need: int, what: str, remedy: str) -> None:
 def require_compiler(name: str) -> None:
     """Raise UsageError unless `name` is none or a backend that torch.compile knows."""
     if name != "none":
-        known = torch.compiler.list_backends(exclude_tags=())
-        if name not in known:
-            raise UsageError(f"unknown compile {name!r}; known are none, {', '.join(known)}")
+        if name not in torch.compiler.list_backends(exclude_tags=()):
+            known = ", ".join(torch.compiler.list_backends())
+            raise UsageError(f"unknown compile {name!r}; known are none, {known}, and torch's for debugging")
 
 
 def require_device(device: str) -> None:
