@@ -264,10 +264,9 @@ def require_bytes(need: int, what: str, remedy: str) -> None:
 
 def require_compiler(name: str) -> None:
     """Raise UsageError unless `name` is none or a backend that torch.compile knows."""
-    if name != "none":
-        if name not in torch.compiler.list_backends(exclude_tags=()):
-            known = ", ".join(torch.compiler.list_backends())
-            raise UsageError(f"unknown compile {name!r}; known are none, {known}, and torch's for debugging")
+    if name != "none" and name not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise UsageError(f"unknown compile {name!r}; known are none, {known}, and torch's for debugging")
 
 
 def require_device(device: str) -> None:

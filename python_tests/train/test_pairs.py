@@ -99,6 +99,17 @@ def test_fsdp_holds_a_share_of_the_weights(two_ranks, four_ranks, corpus, alone)
     ] * 4
 
 
+def check_without_a_plan(data, expected):
+    sizes = {name: getattr(DEEP, name) for name in ("hidden", "layers", "heads", "sequence")}
+    trainer = Trainer(TrainConfig(**sizes, batch=16, sequence_parallel=True, **config_values(data)))
+    assert "gather" in {op.kind.removeprefix("all_") for op in trainer.model.stack.schedule}
+    assert curve(trainer)[1] == pytest.approx(expected[1], rel=1e-10)
+
+
+def test_a_run_without_a_plan_may_be_sequence_parallel(two_ranks, corpus, alone):  # noqa: F811
+    two_ranks.run(check_without_a_plan, corpus, alone)
+
+
 # --- checkpoints ---
 
 
@@ -130,6 +141,20 @@ def test_checkpoints_of_shards_go_on_under_any_plan(two_ranks, four_ranks, corpu
     again = str(tmp_path / "again")
     four_ranks.run(two_steps, together("pipeline", "data").to_json(), corpus, again)
     four_ranks.run(goes_on, sharded, corpus, again, alone)
+
+
+def check_behind(text, data, folder):
+    """Written behind the training, and gone on from: the same losses to the bit."""
+    plan, values = Plan.from_json(text), config_values(data)
+    first = Trainer(config_for(plan, {**values, "checkpoint": folder, "checkpoint_every": 2}), plan=plan).train()
+    path = f"{folder}/step-000002"
+    second = Trainer(config_for(plan, {**values, "resume": path}), plan=plan).train()
+    assert second["losses"] == first["losses"][2:]
+    assert second["validation_loss"] == first["validation_loss"]
+
+
+def test_shards_are_saved_behind_the_training(four_ranks, corpus, tmp_path):  # noqa: F811
+    four_ranks.run(check_behind, together("tensor", "fsdp").to_json(), corpus, str(tmp_path / "checkpoints"))
 
 
 # --- what cannot be together ---
