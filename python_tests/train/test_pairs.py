@@ -7,13 +7,13 @@ import pairs
 import pytest
 import torch
 from covering import covering, every_pair, pairs_in
-from test_plan import corpus, curve, cut_like, plan_of  # noqa: F401
+from test_plan import MODEL, corpus, curve, cut_like, plan_of  # noqa: F401
 from test_stage_plans import DEEP, config_values, even
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 from oases.parallel.fsdp import local, units_of
-from oases.planner.plan import Plan
+from oases.planner.plan import Plan, Segment, Stage
 from oases.testing import RankPool
 from oases.train.plan import check, config_for
 
@@ -25,18 +25,28 @@ def together(*kinds):
     tp = 2 if {"tensor", "sequence"} & set(kinds) else 1
     stages = 2 if "pipeline" in kinds else 1
     replicas = 2 if {"data", "fsdp"} & set(kinds) else 1
-    plan = even(
-        tp * stages * replicas, stages, tp, "oases", "some" if "recompute" in kinds else "none", "one_f_one_b",
-        4 // replicas, fsdp="fsdp" in kinds,
-    )  # fmt: skip
-    segments = tuple(stage.segments[0] for stage in plan.stages)
-    made = [dataclasses.replace(segment, sequence_parallel="sequence" in kinds) for segment in segments]
-    return dataclasses.replace(plan, stages=tuple(dataclasses.replace(plan.stages[0], segments=(s,)) for s in made))
+    blocks = MODEL.num_blocks // stages
+    segment = Segment(blocks, tp, "oases", 2, int("recompute" in kinds), "sequence" in kinds)
+    return plan_of(
+        tp * stages * replicas,
+        stages=(Stage((segment,)),) * stages,
+        micro_batches=4 // replicas,
+        fsdp="fsdp" in kinds,
+    )
+
+
+def alone_of(model, data):
+    return curve(Trainer(config_for(plan_of(1, (model.num_blocks, 1), model=model), config_values(data))))
 
 
 @pytest.fixture(scope="module")
 def alone(corpus):  # noqa: F811
-    return curve(Trainer(config_for(plan_of(1, (8, 1), model=DEEP), config_values(corpus))))
+    return alone_of(MODEL, corpus)
+
+
+@pytest.fixture(scope="module")
+def deep_alone(corpus):  # noqa: F811
+    return alone_of(DEEP, corpus)
 
 
 def held_like(model, tensors):
@@ -80,11 +90,12 @@ def test_any_two_train_like_one_process(two_ranks, four_ranks, corpus, alone, ki
 
 
 @pytest.mark.parametrize("pipeline", ["pre_recompute", "interleaved", "zb_h1"])
-def test_fsdp_in_other_pipelines(four_ranks, corpus, alone, pipeline):  # noqa: F811
-    four_ranks.run(check_equal, even(4, 2, 1, "oases", "full", pipeline, fsdp=True).to_json(), corpus, alone, "none")
+def test_fsdp_in_other_pipelines(four_ranks, corpus, deep_alone, pipeline):  # noqa: F811
+    plan = even(4, 2, 1, "oases", "full", pipeline, fsdp=True)
+    four_ranks.run(check_equal, plan.to_json(), corpus, deep_alone, "none")
 
 
-DEGREES = plan_of(4, (2, 2), (4, 1), (2, 4, "oases", 2, 1), model=DEEP, fsdp=True, micro_batches=2)
+DEGREES = plan_of(4, (1, 2), (2, 1), (1, 4, "oases", 2, 1), fsdp=True, micro_batches=2)
 
 
 def test_fsdp_of_segments_of_other_degrees(four_ranks, corpus, alone):  # noqa: F811
@@ -93,14 +104,14 @@ def test_fsdp_of_segments_of_other_degrees(four_ranks, corpus, alone):  # noqa: 
 
 def test_fsdp_holds_a_share_of_the_weights(two_ranks, four_ranks, corpus, alone):  # noqa: F811
     whole = sum(tensor.numel() for tensor in alone[3].values())
-    plan = plan_of(4, (8, 1), model=DEEP, fsdp=True)
+    plan = plan_of(4, (4, 1), fsdp=True)
     assert [held for _, held in four_ranks.run(check_equal, plan.to_json(), corpus, alone, "none")] == [
         whole // 4
     ] * 4
 
 
 def check_without_a_plan(data, expected):
-    sizes = {name: getattr(DEEP, name) for name in ("hidden", "layers", "heads", "sequence")}
+    sizes = {name: getattr(MODEL, name) for name in ("hidden", "layers", "heads", "sequence")}
     trainer = Trainer(TrainConfig(**sizes, batch=16, sequence_parallel=True, **config_values(data)))
     assert "gather" in {op.kind.removeprefix("all_") for op in trainer.model.stack.schedule}
     assert curve(trainer)[1] == pytest.approx(expected[1], rel=1e-10)
@@ -134,7 +145,7 @@ def goes_on(text, data, path, expected):
 def test_checkpoints_of_shards_go_on_under_any_plan(two_ranks, four_ranks, corpus, alone, tmp_path):  # noqa: F811
     path, sharded = str(tmp_path / "checkpoint"), together("tensor", "fsdp").to_json()
     four_ranks.run(two_steps, sharded, corpus, path)
-    goes_on(plan_of(1, (8, 1), model=DEEP).to_json(), corpus, path, alone)
+    goes_on(plan_of(1, (4, 1)).to_json(), corpus, path, alone)
     two_ranks.run(goes_on, together("fsdp", "compile").to_json(), corpus, path, alone)
     four_ranks.run(goes_on, together("pipeline", "fsdp").to_json(), corpus, path, alone)
     four_ranks.run(goes_on, DEGREES.to_json(), corpus, path, alone)
@@ -169,16 +180,16 @@ def test_what_cannot_be_combined_is_refused_by_name(corpus):  # noqa: F811
     whole = together("data")
     refused(
         "fsdp shards the optimizer's state, too; leave out zero",
-        lambda: plan_of(2, (8, 1), model=DEEP, zero=True, fsdp=True),
+        lambda: plan_of(2, (4, 1), zero=True, fsdp=True),
     )
-    refused("fsdp needs replicas to shard over, and tp is 2", lambda: plan_of(2, (8, 2), model=DEEP, fsdp=True))
+    refused("fsdp needs replicas to shard over, and tp is 2", lambda: plan_of(2, (4, 2), fsdp=True))
     refused(
         "cannot be cut over tp 1; leave out sequence_parallel",
-        lambda: plan_of(1, (8, 1, "oases", 2, 0, True), model=DEEP),
+        lambda: plan_of(1, (4, 1, "oases", 2, 0, True)),
     )
-    odd = dataclasses.replace(DEEP, sequence=7)
+    odd = dataclasses.replace(MODEL, sequence=7)
     refused(
-        "a sequence of 7 tokens cannot be cut over tp 2", lambda: plan_of(2, (8, 2, "oases", 2, 0, True), model=odd)
+        "a sequence of 7 tokens cannot be cut over tp 2", lambda: plan_of(2, (4, 2, "oases", 2, 0, True), model=odd)
     )
     refused("leave out --sequence-parallel", lambda: whole, sequence_parallel=True)
     refused("unknown compile 'nosuch'; known are none, ", lambda: whole, compile="nosuch")
