@@ -24,7 +24,8 @@ from oases.errors import UsageError
 
 _NOT_OF_DEMO = (
     "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
-    "degrees", "pipeline_schedule", "micro_batches", "zero", "plan", "tensorboard", "peak_flops", "print_every",
+    "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "peak_flops",
+    "print_every",
 )  # fmt: skip
 
 

@@ -29,8 +29,9 @@ class Mesh:
 
     degrees: the tensor-parallel degrees that will be asked for. process_group: all ranks of the run; None is the
     default group. timeout: of their collectives; None is the backend's own. stage: which of `num_stages` this mesh is
-    for; a rank of another stage helps to make it, and is not in it. Groups are held by name, so a mesh keeps no
-    destroyed group alive. Raises UsageError for degrees that do not divide the ranks or do not nest.
+    for; a rank of another stage helps to make it, and is not in it. fsdp: with groups to gather weights in. Groups
+    are held by name, so a mesh keeps no destroyed group alive. Raises UsageError for degrees that do not divide the
+    ranks or do not nest.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Mesh:
         timeout: timedelta | None = None,
         stage: int = 0,
         num_stages: int = 1,
+        fsdp: bool = False,
     ) -> None:
         run = resolve(process_group)
         self.stage, self.num_stages, self.timeout = stage, num_stages, timeout
@@ -57,12 +59,15 @@ class Mesh:
         self._ends = ""
         self._tensor: dict[Layout, str] = {}
         self._data: dict[Layout, str] = {}
+        self._weights: dict[Layout, str] = {}
         options = self.group_options()
         for degree in self.degrees:
             self._make(self._tensor, self._replicas(degree), options)
             # Groups of their own even where the ranks are those of a tensor-parallel group: sums that a block waits
             # for must not queue behind buckets of gradients.
             self._make(self._data, self._strided(self.ranks, degree), options)
+            if fsdp:  # nor must weights that a block waits for
+                self._make(self._weights, self._strided(self.ranks, degree), options)
         for larger in self.degrees:
             for smaller in self.degrees:
                 if smaller < larger:
@@ -81,9 +86,12 @@ class Mesh:
                 f"plan: it is for {plan.world} ranks, the run has {group_size(run)}; start as many as it says"
             )
         made = [
-            cls(degrees_of(plan, stage), process_group=run, timeout=timeout, stage=stage, num_stages=stages)
+            cls(
+                degrees_of(plan, stage), process_group=run, timeout=timeout, stage=stage, num_stages=stages,
+                fsdp=plan.fsdp,
+            )
             for stage in range(stages)
-        ]
+        ]  # fmt: skip
         mine = made[group_rank(run) // plan.stage_ranks]
         if stages > 1:
             mine._join_ends()
@@ -114,6 +122,10 @@ class Mesh:
         """The ranks that hold the same parameters as this one in segments of a degree."""
         return group_of(self._data[self._strided(self.ranks, degree)])
 
+    def weights(self, degree: int) -> ProcessGroup | None:
+        """The ranks of `data(degree)` as a group that weights are gathered in, of a mesh with fsdp."""
+        return group_of(self._weights[self._strided(self.ranks, degree)])
+
     def resharding(self, degree: int, other: int) -> ProcessGroup | None:
         """The ranks that hand samples to each other between segments of two different degrees."""
         return group_of(self._tensor[self._strided(max(degree, other), min(degree, other))])
@@ -127,14 +139,18 @@ class Mesh:
         return self.ranks // degree
 
     @property
+    def _all(self) -> tuple[dict[Layout, str], ...]:
+        return self._tensor, self._data, self._weights
+
+    @property
     def groups(self) -> list[ProcessGroup]:
         """All groups of this rank that were made here and have more than one rank."""
-        found = [group_of(name) for names in (self._tensor, self._data) for name in names.values()] + [self.ends]
+        found = [group_of(name) for names in self._all for name in names.values()] + [self.ends]
         return [group for group in found if group is not None and group.size() > 1]
 
     def destroy(self) -> None:
         """End the groups made here; for a process that goes on without them."""
-        for names in (self._tensor, self._data):
+        for names in self._all:
             for name in names.values():
                 group = group_of(name)
                 if group is not None:

@@ -123,8 +123,8 @@ class StageModel:
         ends = self.number == 0, self.number == len(plan.stages) - 1
         return (
             self.model, plan.stages[self.number].segments, tuple(part.first_block % 2 for part in self.parts), ends,
-            several, plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, embedding_segment(plan).tp,
-            kind, bool(self.early), (part, m) in self.early,
+            several, plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, plan.fsdp,
+            embedding_segment(plan).tp, kind, bool(self.early), (part, m) in self.early,
         )  # fmt: skip
 
     def passes(self, part: Part, pieces: StagePieces | None = None) -> StagePasses:
@@ -270,7 +270,7 @@ class StageModel:
             return
         for part, (parameters, replicas) in enumerate(stage_parameters(self.plan, self.number)):
             rate = self.hardware.device.bytes_per_second
-            mine = parameters // replicas if self.plan.zero else parameters
+            mine = parameters // replicas if self.plan.zero or self.plan.fsdp else parameters
             yield Compute(f"{OPTIMIZER} {part}", _ADAM_BYTES * mine / rate)
             if self.plan.zero and replicas > 1:
                 num_bytes, stride = parameters * self.model.element_bytes, self.plan.stage_ranks // replicas

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.errors import UsageError
+from oases.parallel.fsdp import laid_out, local, units_of
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.train.agreement import SaveError, everywhere
@@ -168,19 +169,20 @@ def _state(
     from torch.distributed.tensor import DTensor, Shard
 
     dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
-    cut_by = holders(model)
+    cut_by, units = holders(model), units_of(model)
     meshes: dict[str, DeviceMesh] = {}
 
     def whole(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        tensor = copied(tensor.detach())
-        holder = cut_by.get(id(parameter))
-        cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
-        if holder is None or cutting is None or group_size(cutting) == 1:
+        tensor = copied(local(tensor.detach()))
+        cutting, dim = _cutting(cut_by.get(id(parameter)), group), dims.get(id(parameter), 0)
+        if isinstance(parameter, DTensor):
+            return laid_out(tensor, units[id(parameter)], parameter, cutting, dim)
+        if cutting is None:
             return tensor
         name = group_name(cutting)
         if name not in meshes:
             meshes[name] = DeviceMesh.from_group(cutting, device or parameter.device.type)
-        return DTensor.from_local(tensor, meshes[name], [Shard(dims[id(parameter)])])
+        return DTensor.from_local(tensor, meshes[name], [Shard(dim)])
 
     found: State = {}
     for name, parameter in model.named_parameters():
@@ -206,6 +208,12 @@ def _moments_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> dict[st
         moments["exp_avg"] = torch.zeros_like(weight)
         moments["exp_avg_sq"] = torch.zeros_like(weight)
     return {kind: moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
+
+
+def _cutting(holder: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group that a layer's parameters are cut over; None where every rank has them whole."""
+    cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
+    return None if holder is None or group_size(cutting) == 1 else cutting
 
 
 def random_streams(model: nn.Module) -> list[str]:

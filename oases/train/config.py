@@ -76,6 +76,7 @@ class TrainConfig(ModelOptions):
     pipeline_schedule: str = option("one_f_one_b", f"order of passes on the stages: {', '.join(PIPELINES)}")
     micro_batches: int = option(1, "parts of a batch whose gradients are added up before a step")
     zero: bool = option(False, "spread the optimizer's state over the replicas")
+    fsdp: bool = option(False, "spread weights and gradients over the replicas, too, by FSDP2; in place of zero")
     plan: str | None = option(
         None, "execute the plan in this file: it says the model, the batch, the ranks, their degrees and schedules"
     )
@@ -83,6 +84,10 @@ class TrainConfig(ModelOptions):
         "oases", "oases, sync, oases@4 or another by name, auto to choose by measuring, or the path of one's text"
     )
     wire_dtype: str = option("none", "type that activations are summed in: none (their own), bfloat16 or float16")
+    sequence_parallel: bool = option(False, "between blocks each tensor-parallel rank holds its part of the sequence")
+    compile: str = option(
+        "none", "what torch.compile compiles the methods of each block with: none, or a backend such as inductor"
+    )
     steps: int = option(200, "optimizer steps")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     learning_rate_schedule: str = option(
@@ -138,6 +143,7 @@ class TrainConfig(ModelOptions):
             raise UsageError(f"learning_rate_floor must be from 0 to 1, got {self.learning_rate_floor}")
         require_seed(self.seed)
         require_device(self.device)
+        require_compiler(self.compile)
         self._require_survival()
 
     @classmethod
@@ -175,7 +181,7 @@ class TrainConfig(ModelOptions):
     @property
     def is_planned(self) -> bool:
         """Whether it asks for more than one tensor-parallel group and one pass, and so for a plan."""
-        return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero
+        return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp
 
     @property
     def usual_sub_batches(self) -> int:
@@ -221,6 +227,11 @@ class TrainConfig(ModelOptions):
         """Everything that can be known before any rank starts; returns the corpus."""
         self.require_degree(degree)
         self.schedule_or_auto(self.schedule)
+        if self.sequence_parallel and (degree == 1 or self.sequence % degree):
+            raise UsageError(
+                f"a sequence of {self.sequence} cannot be cut over --tp {degree}; leave out --sequence-parallel, or "
+                "change --sequence"
+            )
         if self.device == "cpu":
             require_memory(self, degree)
         return self.check_files(sizes_of(self))
@@ -275,6 +286,13 @@ def require_bytes(need: int, what: str, remedy: str) -> None:
             f"{what} needs {need / 1e9:.0f} GB for weights and optimizer, this machine has {have / 1e9:.0f} GB; "
             f"{remedy}"
         )
+
+
+def require_compiler(name: str) -> None:
+    """Raise UsageError unless `name` is none or a backend that torch.compile knows."""
+    if name != "none" and name not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise UsageError(f"unknown compile {name!r}; known are none, {known}, and torch's for debugging")
 
 
 def require_device(device: str) -> None:

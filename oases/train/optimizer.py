@@ -113,10 +113,11 @@ def weight_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> Tensor | 
 
 def decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """AdamW's groups: weight decay is of matrices alone."""
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+    # A fused update takes either shards of FSDP2 or plain tensors, and shards of one mesh alone.
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dim() < 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    return [
+        {"params": found, "weight_decay": 0.0 if is_vector else weight_decay}
+        for (is_vector, _), found in sorted(groups.items(), key=lambda group: group[0][0])
     ]
-    return [group for group in groups if group["params"]]

@@ -23,7 +23,10 @@ from oases.train.tokenizer import tokenizer_called
 __all__ = ["asked_for", "by_hand", "check", "config_for", "read_plan", "require_fit"]
 
 _SIZES = ("hidden", "layers", "heads", "sequence", "vocabulary")
-_SAID = ("schedule", "sub_batches", "recompute", "degrees", "pipeline_schedule", "micro_batches", "zero")
+_SAID = (
+    "schedule", "sub_batches", "recompute", "sequence_parallel", "degrees", "pipeline_schedule", "micro_batches",
+    "zero", "fsdp",
+)  # fmt: skip
 
 
 def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
@@ -34,7 +37,8 @@ def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
     for name in _SAID:
         if name in given:
             raise UsageError(
-                f"the plan says schedules, recomputation, degrees and micro-batches; leave out {_option(name)}"
+                "the plan says schedules, recomputation, what is sequence-parallel, degrees and micro-batches; leave "
+                f"out {_option(name)}"
             )
     config = TrainConfig(**{**_sizes(plan), "precision": plan.model.dtype, **given})
     require_fit(config, plan)
@@ -89,7 +93,10 @@ def by_hand(config: TrainConfig, tensor: int) -> Plan:
     cuts = [-(-config.layers * part // num_parts) for part in range(num_parts + 1)]
     layers = [last - first for first, last in itertools.pairwise(cuts)]
     again = config.recompute == "full"
-    segments = [Segment(2 * count, tensor, name, sub_batches, count if again else 0) for count in layers]
+    segments = [
+        Segment(2 * count, tensor, name, sub_batches, count if again else 0, config.sequence_parallel)
+        for count in layers
+    ]
     plan = Plan(
         model=ModelShape(
             config.hidden, config.layers, config.heads, config.sequence, config.rows, dtype=config.precision
@@ -100,6 +107,7 @@ def by_hand(config: TrainConfig, tensor: int) -> Plan:
         micro_batches=config.micro_batches,
         stages=tuple(Stage(tuple(segments[stage :: degrees.pipeline])) for stage in range(degrees.pipeline)),
         zero=config.zero,
+        fsdp=config.fsdp,
         pipeline=config.pipeline_schedule,
     )
     require_runnable(plan)
@@ -120,6 +128,11 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
         raise UsageError(
             f"plan: its model computes in {plan.model.dtype}, training here in {config.precision}; leave out "
             "--precision, or plan for that"
+        )
+    if plan.fsdp and config.precision != "float32":
+        raise UsageError(
+            f"precision {config.precision} and fsdp do not go together: the masters would have to be in shards, too; "
+            "take zero, which has them so, or float32"
         )
     tokenizer = tokenizer_called(config.tokenizer)
     if plan.model.vocabulary < tokenizer.size:
@@ -142,7 +155,8 @@ def _bytes_of(plan: Plan) -> int:
     """Of weights, gradients and AdamW's two moments of all ranks."""
     total, number = 0.0, 0
     for segment in (segment for part in plan.parts for segment in part.segments):
-        copies = 2 + 2 / (plan.stage_ranks // segment.tp if plan.zero else 1)
+        replicas = plan.stage_ranks // segment.tp
+        copies = 4 / replicas if plan.fsdp else 2 + 2 / (replicas if plan.zero else 1)
         for _ in range(segment.num_blocks):
             total += copies * plan.stage_ranks * plan.model.block_parameters(plan.model.kind_of(number), segment.tp)
             number += 1

@@ -18,6 +18,7 @@ from oases.errors import UsageError
 from oases.models.gpt import GPT
 from oases.parallel.average import GradientAverage
 from oases.parallel.collectives import all_reduce
+from oases.parallel.fsdp import ShardedAverage
 from oases.parallel.gradients import clip_grad_norm
 from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.mesh import Mesh
@@ -72,6 +73,7 @@ class Trainer:
                 sub_batches="auto",  # a schedule that is resolved brings its own
                 recompute=config.recompute,
                 wire_dtype=wire_dtype,
+                sequence_parallel=config.sequence_parallel,
             )
         else:
             require_fit(config, plan)
@@ -86,6 +88,9 @@ class Trainer:
         self.alarm = Alarm([self.group, *([] if self.mesh is None else self.mesh.groups)], device)
         self._updating = False
         """Whether weights are being changed, or were when that failed."""
+        if config.compile != "none":
+            self.model.stack.compile_blocks(backend=config.compile, fullgraph=True)  # or an error, not eager blocks
+        shards = self.model.shard_weights() if plan is not None and plan.fsdp else None
         self.optimizer = optimizer_for(
             self.model.parts(),
             config.precision,
@@ -93,7 +98,7 @@ class Trainer:
             weight_decay=config.weight_decay,
             sharded=plan is not None and plan.zero,
         )
-        self.average = GradientAverage(self.model.parts())
+        self.average: GradientAverage | ShardedAverage = shards or GradientAverage(self.model.parts())
         self.steps_done = 0
         self.updates = 0
         """Steps that changed the weights: all but those that were skipped."""
