@@ -186,6 +186,9 @@ def _values_of(options: argparse.Namespace) -> dict[str, Any]:
     given = values(TrainConfig, options)
     named = {"data": options.dp, "pipeline": options.pp, "tensor": options.tp}
     degrees = {name: degree for name, degree in named.items() if degree is not None}
+    for option, degree in (("--dp", options.dp), ("--pp", options.pp), ("--tp", options.tp)):
+        if degree is not None and degree < 1:
+            raise UsageError(f"{option} must be at least 1, got {degree}")
     if degrees:
         given["degrees"] = dataclasses.replace(Degrees.of(in_file.get("degrees", {})), **degrees)
     return TrainConfig.merged(in_file, given)

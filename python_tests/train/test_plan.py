@@ -212,7 +212,10 @@ def test_plans_that_cannot_be_executed_are_refused():
     refused(nested, "tp 2 and tp 3 do not nest")
     with pytest.raises(UsageError, match="recomputed_layers must be from 0 to the 2 layers"):
         plan_of(4, (4, 2, "oases", 2, 5))
-    refused(plan_of(4, (4, 2), model=dataclasses.replace(MODEL, dtype="bfloat16")), "computes in bfloat16")
+    half = plan_of(4, (4, 2), model=dataclasses.replace(MODEL, dtype="bfloat16"))
+    assert config_for(half, {}).precision == "bfloat16"
+    with pytest.raises(UsageError, match="computes in bfloat16, training here in float32; leave out --precision"):
+        config_for(half, {"precision": "float32"})
     refused(plan_of(4, (4, 2), model=dataclasses.replace(MODEL, vocabulary=128)), "vocabulary of 128 is too small")
     with pytest.raises(UsageError, match="for 4 ranks, the run has 1"):
         Trainer(config_for(plan_of(4, (4, 2)), {}), plan=plan_of(4, (4, 2)))
