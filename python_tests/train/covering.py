@@ -16,13 +16,13 @@ def pairs_in(row: Row) -> set[Pair]:
     return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
 
 
-def every_pair(factors: Mapping[str, Sequence[str]]) -> set[Pair]:
-    """All pairs of choices of two factors."""
-    return {
+def every_pair(factors: Mapping[str, Sequence[str]]) -> list[Pair]:
+    """All pairs of choices of two factors, in the order of the factors."""
+    return [
         frozenset({(one, mine), (other, theirs)})
         for one, other in itertools.combinations(factors, 2)
         for mine, theirs in itertools.product(factors[one], factors[other])
-    }
+    ]
 
 
 def covering(
@@ -34,18 +34,12 @@ def covering(
     no row may hold is left out. ValueError where a part was allowed and no row with it is.
     """
     missing = {pair for pair in every_pair(factors) if allowed(dict(pair))}
-    # In the order of the factors, whatever the order of a set is.
-    order = [
-        frozenset(pair)
-        for one, other in itertools.combinations(factors, 2)
-        for pair in itertools.product([(one, c) for c in factors[one]], [(other, c) for c in factors[other]])
-    ]
     rows: list[Row] = []
-    for pair in order:
+    for pair in every_pair(factors):
         if pair not in missing:
             continue
-        row = dict(pair)
-        for name in sorted(set(factors) - set(row), key=lambda n: -len(factors[n])):
+        row = {name: dict(pair)[name] for name in factors if name in dict(pair)}
+        for name in sorted((name for name in factors if name not in row), key=lambda name: -len(factors[name])):
             possible = [choice for choice in factors[name] if allowed({**row, name: choice})]
             if not possible:
                 raise ValueError(f"no choice of {name} goes with {row}")
