@@ -101,7 +101,9 @@ def timed_block(hardware: Hardware, model: ModelShape, number: int, group: Proce
 
 def space() -> Space:
     """What is measured, and what the planner may choose from."""
-    return Space(schedules=("oases", "fine_grained"), sub_batches=(2,), micro_batches=(1, 2), zero=(False,))
+    return Space(
+        schedules=("oases", "fine_grained"), sub_batches=(2,), micro_batches=(1, 2), zero=(False,), max_stages=1
+    )  # fmt: skip
 
 
 def every_plan(hardware: Hardware, model: ModelShape, world: int, global_batch: int) -> Iterator[Plan]:
