@@ -168,6 +168,26 @@ def pipelines_table(result: dict[str, Any]) -> Table:
     return table
 
 
+def nodes_table(result: dict[str, Any]) -> Table:
+    """A benchmark over nodes: a row per contestant, peers below."""
+    table = Table(
+        "pipeline/tensor", "step", "predicted", "error", "speedup", "bubble", "predicted", "peak MB by stage"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, row in (*result["schedules"].items(), *result["peers"].items()):
+        cells = ["-"] * 2
+        if "predicted_seconds" in row:
+            cells = [f"{1e3 * row['predicted_seconds']:.0f} ms", f"{100 * row['prediction_error']:+.1f} %"]
+        table.add_row(
+            name, f"{1e3 * row['step_seconds']:.0f} ms", *cells,
+            f"{row['speedup']:.3f}" if "speedup" in row else "-",
+            *([percent(row["bubble"]), percent(row["predicted_bubble"])] if "bubble" in row else ["-", "-"]),
+            " ".join(f"{num_bytes / 1e6:.2f}" for num_bytes in row.get("peak_bytes_per_stage", ())) or "-",
+        )  # fmt: skip
+    return table
+
+
 def predictions_table(result: dict[str, Any]) -> Table:
     """Measured and predicted steps of an overlap benchmark."""
     table = Table(title="predicted beside measured", title_justify="left")

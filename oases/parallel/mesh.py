@@ -9,7 +9,7 @@ Stage s of p has the s-th of p equal parts of the run's ranks; ranks with the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,9 +29,10 @@ class Mesh:
 
     degrees: the tensor-parallel degrees that will be asked for. process_group: all ranks of the run; None is the
     default group. timeout: of their collectives; None is the backend's own. stage: which of `num_stages` this mesh is
-    for; a rank of another stage helps to make it, and is not in it. fsdp: with groups to gather weights in. Groups
-    are held by name, so a mesh keeps no destroyed group alive. Raises UsageError for degrees that do not divide the
-    ranks or do not nest.
+    for; a rank of another stage helps to make it, and is not in it. fsdp: with groups to gather weights in. order:
+    the run's ranks, by their numbers in the default group, in the order that the above counts them in; None as they
+    are numbered. Groups are held by name, so a mesh keeps no destroyed group alive. Raises UsageError for degrees
+    that do not divide the ranks or do not nest.
     """
 
     def __init__(
@@ -43,18 +44,25 @@ class Mesh:
         stage: int = 0,
         num_stages: int = 1,
         fsdp: bool = False,
+        order: Sequence[int] | None = None,
     ) -> None:
         run = resolve(process_group)
         self.stage, self.num_stages, self.timeout = stage, num_stages, timeout
         self.ranks = group_size(run) // num_stages
-        self.rank = group_rank(run) - stage * self.ranks
+        self._everyone = [0] if run is None else dist.get_process_group_ranks(run)
+        place = group_rank(run)
+        if order is not None:
+            if sorted(order) != sorted(self._everyone):
+                raise UsageError(f"order must have each rank of the run once, got {list(order)}")
+            place = list(order).index(self._everyone[place])
+            self._everyone = list(order)
+        self.rank = place - stage * self.ranks
         self.degrees = tuple(sorted(set(degrees)))
         require_nested(self.degrees)
         for degree in self.degrees:
             if degree < 1 or self.ranks % degree:
                 raise UsageError(f"plan: tp {degree} does not divide the {self.ranks} ranks of the run")
         self._run_name = group_name(run)
-        self._everyone = [0] if run is None else dist.get_process_group_ranks(run)
         self._members = self._everyone[stage * self.ranks : (stage + 1) * self.ranks]
         self._ends = ""
         self._tensor: dict[Layout, str] = {}
@@ -74,7 +82,14 @@ class Mesh:
                     self._make(self._tensor, self._strided(larger, smaller), options)
 
     @classmethod
-    def of(cls, plan: Plan, *, process_group: ProcessGroup | None = None, timeout: timedelta | None = None) -> Mesh:
+    def of(
+        cls,
+        plan: Plan,
+        *,
+        process_group: ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        order: Sequence[int] | None = None,
+    ) -> Mesh:
         """The mesh of this rank's stage of a plan. All ranks make those of all stages together.
 
         Raises UsageError where the plan cannot be executed or is for another number of ranks.
@@ -87,12 +102,17 @@ class Mesh:
             )
         made = [
             cls(
-                degrees_of(plan, stage), process_group=run, timeout=timeout, stage=stage, num_stages=stages,
+                degrees_of(plan, stage),
+                process_group=run,
+                timeout=timeout,
+                stage=stage,
+                num_stages=stages,
                 fsdp=plan.fsdp,
+                order=order,
             )
             for stage in range(stages)
-        ]  # fmt: skip
-        mine = made[group_rank(run) // plan.stage_ranks]
+        ]
+        mine = next(mesh for mesh in made if 0 <= mesh.rank < mesh.ranks)
         if stages > 1:
             mine._join_ends()
         return mine
@@ -177,7 +197,10 @@ class Mesh:
         names[layout] = ""
         for ranks in layout:
             if self._run_name:
-                group = dist.new_group([self._members[rank] for rank in ranks], **options)
+                members = [self._members[rank] for rank in ranks]
+                if members != sorted(members):  # torch would sort them, and shares of a batch change places
+                    raise UsageError(f"order must rise within each group, and {members} are one")
+                group = dist.new_group(members, **options)
                 if self.rank in ranks:
                     names[layout] = group_name(group)
 
