@@ -165,6 +165,9 @@ def pipelines_table(result: dict[str, Any]) -> Table:
             percent(row["bubble"]), percent(row["predicted_bubble"]),
             " ".join(f"{num_bytes / 1e6:.2f}" for num_bytes in row["peak_bytes_per_stage"]),
         )  # fmt: skip
+    for name, row in result["peers"].items():
+        speedup = f"{row['speedup']:.3f}" if "speedup" in row else "-"
+        table.add_row(name, f"{1e3 * row['step_seconds']:.0f} ms", "-", speedup, *["-"] * 4)
     return table
 
 

@@ -8,7 +8,6 @@ the groups of each axis; the simulator knows them and the waits, and nothing els
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -215,7 +214,7 @@ def run_nodes_bench(config: NodesBenchConfig, nodes: int, show_progress: bool) -
             advance(done)
     shared = config.across == "tensor"
     rows = {name: each.row(peaks[name], predicted(each.plan, predictor, shared)) for name, each in ours.items()}
-    found = {name: _peer_row(peer) for name, peer in peers.items()}
+    found = {name: peer.row() for name, peer in peers.items()}
     base = rows.get(_REFERENCE)
     for row in (*rows.values(), *found.values()):
         if base is not None:
@@ -223,10 +222,6 @@ def run_nodes_bench(config: NodesBenchConfig, nodes: int, show_progress: bool) -
     names = {stride: name for name, stride in _strides(config).items()}
     links = {names[stride]: [asdict(sample) for sample in link.samples] for stride, link in hardware.axes.items()}
     return {"config": settings(config) | {"nodes": nodes}, "schedules": rows, "peers": found, "links": links}
-
-
-def _peer_row(peer: StagePeer) -> dict[str, Any]:
-    return {"step_seconds": statistics.median(peer.seconds), "steps": peer.seconds}
 
 
 def _strides(config: NodesBenchConfig) -> dict[str, int]:

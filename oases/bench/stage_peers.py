@@ -1,4 +1,4 @@
-"""Other people's pipelines, as contestants: torch.distributed.pipelining over torch's tensor and data parallelism.
+"""Other people's pipelines, as contestants: torch.distributed.pipelining, and it over torch's other parallelism.
 
 Stages hold the same timed blocks as ours, as many of them. Tensor parallelism is what ColwiseParallel and
 RowwiseParallel make of a block: a replicated DTensor whose gradient is a partial sum goes in, a partial sum comes
@@ -7,7 +7,9 @@ out, and both are redistributed: all-reduced. Recomputation is torch's checkpoin
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +25,19 @@ from oases.planner.plan import Plan
 from oases.simulator.hardware import Hardware
 
 PEERS = ("torch",)
+"""With all three kinds of parallelism."""
+PIPELINE_PEERS = ("torch_1f1b", "torch_gpipe")
+"""Of pipelines alone."""
 
 
-def parse_peers(text: str) -> tuple[str, ...]:
-    """The names in `text`: names joined by commas, all or none. UsageError for one that is unknown."""
+def parse_peers(text: str, known: tuple[str, ...] = PEERS) -> tuple[str, ...]:
+    """The names in `text`: names joined by commas, all or none. UsageError for one that is not `known`."""
     if text in ("all", "none"):
-        return PEERS if text == "all" else ()
+        return known if text == "all" else ()
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
-        if name not in PEERS:
-            raise UsageError(f"--peers: unknown peer {name!r}; known are {', '.join(PEERS)}, or say all or none")
+        if name not in known:
+            raise UsageError(f"--peers: unknown peer {name!r}; known are {', '.join(known)}, or say all or none")
     return names
 
 
@@ -82,52 +87,91 @@ class _StageModule(nn.Module):
         return x
 
 
-class StagePeer:
-    """torch's Schedule1F1B on this rank.
+class TorchPipeline:
+    """A schedule of torch.distributed.pipelining on this rank, which is a stage.
+
+    module: the stage's. data: its replicas, over which torch's DDP averages; None for one. stage, stages: which of
+    how many. many: micro-batches. x: the first stage's input, of all of them. group: of the stages. gpipe: its
+    schedule in place of 1F1B.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        stage: int,
+        stages: int,
+        many: int,
+        x: Tensor,
+        group: ProcessGroup | None,
+        data: ProcessGroup | None = None,
+        gpipe: bool = False,
+    ) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.module = module
+        if data is not None and data.size() > 1:
+            module = DistributedDataParallel(module, process_group=data)
+        self._is_first, self._is_last, self._many, self._x = stage == 0, stage == stages - 1, many, x
+        assert group_rank(group) == stage
+        loss: Callable[[Tensor, Tensor], Tensor] = lambda y, _: y.mean()  # noqa: E731
+        schedule = ScheduleGPipe if gpipe else Schedule1F1B
+        self._schedule = schedule(
+            PipelineStage(module, stage, stages, torch.device("cpu"), group=group), many, loss_fn=loss
+        )
+        self.seconds: list[float] = []
+
+    def backward(self) -> list[Tensor]:
+        """The passes of a step; the losses on the last stage, each its share."""
+        losses: list[Tensor] = []
+        given = (self._x,) if self._is_first else ()
+        if self._is_last:
+            self._schedule.step(*given, target=self._x, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step(*given, return_outputs=False)
+        return [loss.detach() / self._many for loss in losses]
+
+    def step(self) -> None:
+        """One step, timed as ours."""
+        self.seconds.append(timed_step(self.backward))
+        self.module.zero_grad()
+
+    def row(self) -> dict[str, Any]:
+        """What is said of it."""
+        return {"step_seconds": statistics.median(self.seconds), "steps": self.seconds}
+
+
+def stage_of_blocks(blocks: list[TimedBlock], again: int, first: bool) -> nn.Module:
+    """A stage of layers of two blocks each on one rank; `again`: how many of the layers are computed again."""
+    layers = [_TensorParallel(blocks[at : at + 2], None) for at in range(0, len(blocks), 2)]
+    return _StageModule(layers, again, first)
+
+
+class StagePeer(TorchPipeline):
+    """torch's Schedule1F1B on this rank, with its tensor and data parallelism.
 
     plan: one segment per stage, all of one degree; its schedules do not count. pipeline: the group of the ranks with
     this one's place in all stages.
     """
 
     def __init__(self, plan: Plan, hardware: Hardware, mesh: Mesh, pipeline: ProcessGroup) -> None:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-        from torch.nn.parallel import DistributedDataParallel
-
         segment, model = plan.stages[mesh.stage].segments[0], plan.model
         tensor, first = mesh.tensor(segment.tp), plan.parts[mesh.stage].first_block
         blocks = [timed_block(hardware, model, first + number, tensor) for number in range(segment.num_blocks)]
         layers = [_TensorParallel(blocks[at : at + 2], tensor) for at in range(0, len(blocks), 2)]
-        self._module: nn.Module = _StageModule(layers, segment.recomputed_layers, mesh.stage == 0)
         self._names = [f"blocks.{first + number}.weight" for number in range(segment.num_blocks)]
-        module: nn.Module = self._module
-        data = mesh.data(segment.tp)
-        if data is not None and data.size() > 1:
-            module = DistributedDataParallel(module, process_group=data)
-        self._mesh, self._many, self._last = mesh, plan.micro_batches, mesh.stage == mesh.num_stages - 1
-        samples = int(plan.samples(segment.tp))
-        self._x = torch.ones(samples * self._many, model.sequence, model.hidden)
-        assert group_rank(pipeline) == mesh.stage
-        stage = PipelineStage(module, mesh.stage, mesh.num_stages, torch.device("cpu"), group=pipeline)
-        loss: Callable[[Tensor, Tensor], Tensor] = lambda y, _: y.mean()  # noqa: E731
-        self._schedule = Schedule1F1B(stage, self._many, loss_fn=loss)
-        self.seconds: list[float] = []
-
-    def backward(self) -> list[Tensor]:
-        """The passes of a step; the losses on the last stage, each its share."""
-        losses: list[Tensor] = []
-        given = (self._x,) if self._mesh.stage == 0 else ()
-        if self._last:
-            self._schedule.step(*given, target=self._x, losses=losses, return_outputs=False)
-        else:
-            self._schedule.step(*given, return_outputs=False)
-        return [loss.detach() / self._many for loss in losses]
+        super().__init__(
+            _StageModule(layers, segment.recomputed_layers, mesh.stage == 0),
+            stage=mesh.stage,
+            stages=mesh.num_stages,
+            many=plan.micro_batches,
+            x=torch.ones(int(plan.samples(segment.tp)) * plan.micro_batches, model.sequence, model.hidden),
+            group=pipeline,
+            data=mesh.data(segment.tp),
+        )
 
     def gradients(self) -> dict[str, Tensor]:
         """By the name in the whole model."""
-        parameters = self._module.parameters()
+        parameters = self.module.parameters()
         return {n: p.grad.clone() for n, p in zip(self._names, parameters, strict=True) if p.grad is not None}
-
-    def step(self) -> None:
-        """One step, timed as ours."""
-        self.seconds.append(timed_step(self.backward))
-        self._module.zero_grad()
