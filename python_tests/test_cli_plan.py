@@ -137,6 +137,7 @@ def test_simulate_by_hand_with_page_and_trace(tmp_path, capsys):
     plan = json.loads(result.read_text())["plan"]
     assert plan["pipeline"] == "gpipe"
     segment = {"num_blocks": 2, "tp": 2, "schedule": "cross_pass", "sub_batches": 2, "recomputed_layers": 1}
+    segment["sequence_parallel"] = False
     assert plan["stages"] == [{"segments": [segment]}] * 2
     assert len(json.loads(result.read_text())["stages"]) == 2
     text = page.read_text()

@@ -23,6 +23,7 @@ from oases.parallel.group import ProcessGroup, group_name, group_of, scheduler_o
 from oases.schedule import Op
 
 if TYPE_CHECKING:  # FSDP2 and DTensor take as long to import as all the rest of a run, which mostly does without
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -85,14 +86,13 @@ class Unit:
         label: str,
         others: Collection[nn.Parameter] = (),
     ) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
         self.names = [name for name, parameter in module.named_parameters() if parameter not in set(others)]
         self.label = label
         self._group_name = group_name(group)
         device = next(module.parameters()).device.type
-        fully_shard(module, mesh=DeviceMesh.from_group(gathering, device), ignored_params=set(others))
+        fully_shard(module, mesh=mesh_of([gathering], device), ignored_params=set(others))
         module.fsdp_unit = self  # type: ignore[assignment]
         self._module = cast("FSDPModule", module)
         self._module.set_custom_all_gather(cast(Any, _AllGather(label)))
@@ -333,7 +333,6 @@ def laid_out(held: Tensor, unit: Unit, shard: DTensor, tensor: ProcessGroup | No
     held: the shard, or what is kept for it, on any device. tensor: the tensor-parallel group whose ranks have parts
     along `dim`, each of which lies in shards on the ranks of `unit`; None where they have the whole tensor.
     """
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     shape, placements, groups = list(shard.shape), shard.placements, [unit.group]
@@ -343,7 +342,20 @@ def laid_out(held: Tensor, unit: Unit, shard: DTensor, tensor: ProcessGroup | No
         ranks = [[part - dist.get_rank() + rank for rank in ranks] for part in dist.get_process_group_ranks(tensor)]
         shape[dim] *= tensor.size()
         placements = (Shard(dim), *placements)
-    names = ("tensor", "data")[-len(groups) :]
-    mesh = DeviceMesh.from_group(groups, held.device.type, mesh=ranks, mesh_dim_names=names)
+    mesh = mesh_of(groups, held.device.type, ranks)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(held, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def mesh_of(groups: Sequence[ProcessGroup], device: str, ranks: Any = None) -> DeviceMesh:
+    """A DeviceMesh of groups, a dimension each; ranks: of all of them where there are several.
+
+    Dimensions have the groups' names: torch takes meshes of the same ranks and names for one another and may use the
+    groups of the one it saw first, which can be destroyed by then.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    names = tuple(group_name(group) for group in groups)
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device, mesh_dim_names=names)
+    return DeviceMesh.from_group(list(groups), device, mesh=ranks, mesh_dim_names=names)

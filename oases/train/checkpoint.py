@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.parallel.fsdp import laid_out, local, units_of
+from oases.parallel.fsdp import laid_out, local, mesh_of, units_of
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.train.agreement import SaveError, everywhere
@@ -165,12 +165,11 @@ def _state(
     device: str | None,
 ) -> State:
     """A shard belongs to the group of its layer: replicas of it hold the same one."""
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
     cut_by, units = holders(model), units_of(model)
-    meshes: dict[str, DeviceMesh] = {}
+    meshes: dict[str, Any] = {}
 
     def whole(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
         tensor = copied(local(tensor.detach()))
@@ -181,7 +180,7 @@ def _state(
             return tensor
         name = group_name(cutting)
         if name not in meshes:
-            meshes[name] = DeviceMesh.from_group(cutting, device or parameter.device.type)
+            meshes[name] = mesh_of([cutting], device or parameter.device.type)
         return DTensor.from_local(tensor, meshes[name], [Shard(dim)])
 
     found: State = {}
