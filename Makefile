@@ -15,8 +15,9 @@ demo: build
 
 test: test-cpp test-python
 
+# Two files of tests at a time: ranks mostly wait for one another.
 test-python: build $(VENV)/tests
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 # On a machine with a GPU and a CUDA torch.
 test-gpu: build $(VENV)/tests

@@ -157,8 +157,9 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
             options.told.value = SAVED_EXIT_CODE
         _leave(SAVED_EXIT_CODE)
     except Exception as error:
-        # Collectives outside the scheduler (barriers, object exchange) fail with gloo's bare RuntimeError.
-        if isinstance(error, dist.DistBackendError) or (type(error) is RuntimeError and "gloo" in str(error).lower()):
+        from oases.parallel.failure import lost_a_rank
+
+        if lost_a_rank(error):
             _end(str(error).strip().splitlines()[0], roll_call)
         print(f"oases: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         _leave(1)

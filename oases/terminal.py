@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 console = Console(highlight=False, markup=False)  # paths may hold brackets
 if not console.is_terminal:
@@ -28,18 +31,37 @@ if not console.is_terminal:
 console.quiet = os.environ.get("RANK", "0") != "0"  # under torchrun every rank runs the command; one speaks
 
 
+class _WithNote(Progress):
+    """A bar with a note of its own line below."""
+
+    note = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.note)
+
+
 @contextmanager
-def progress(what: str, total: int, visible: bool = True) -> Iterator[Callable[..., None]]:
-    """A bar over `total` steps. Yields advance(done, note=""); where no terminal is, ten lines instead."""
+def progress(
+    what: str, total: int, visible: bool = True, *, done_before: int = 0, every: int = 0, below: bool = False
+) -> Iterator[Callable[..., None]]:
+    """A bar over `total` steps. Yields advance(done, note=""); where no terminal is, ten lines instead.
+
+    done_before: steps that count, and took none of the time. every: steps from line to line where no terminal is; 0:
+    ten in all. below: the note stands on a line of its own below the bar.
+    """
     if not visible:
         yield lambda done, note="": None
         return
     if not console.is_terminal:
-        every = max(1, total // 10)
+        every = every or max(1, total // 10)
+        start = time.perf_counter()
 
         def line(done: int, note: str = "") -> None:
             if done % every == 0 or done == total:
-                console.print(f"{what} {done}/{total} {note}", soft_wrap=True)
+                each = (time.perf_counter() - start) / max(1, done - done_before)
+                left = f"  {timedelta(seconds=round(each * (total - done)))} left" if below and done < total else ""
+                console.print(f"{what} {done}/{total} {note}{left}", soft_wrap=True)
 
         yield line
         return
@@ -47,8 +69,18 @@ def progress(what: str, total: int, visible: bool = True) -> Iterator[Callable[.
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
+    if below:
+        with _WithNote(*columns[:-1], TextColumn("left"), console=console) as lines:
+            task = lines.add_task(what, total=total, completed=done_before)
+
+            def advance(done: int, note: str = "") -> None:
+                lines.note = note
+                lines.update(task, completed=done)
+
+            yield advance
+        return
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(what, total=total, note="")
+        task = bar.add_task(what, total=total, completed=done_before, note="")
         yield lambda done, note="": bar.update(task, completed=done, note=note)
 
 
@@ -133,6 +165,29 @@ def pipelines_table(result: dict[str, Any]) -> Table:
             percent(row["bubble"]), percent(row["predicted_bubble"]),
             " ".join(f"{num_bytes / 1e6:.2f}" for num_bytes in row["peak_bytes_per_stage"]),
         )  # fmt: skip
+    for name, row in result["peers"].items():
+        speedup = f"{row['speedup']:.3f}" if "speedup" in row else "-"
+        table.add_row(name, f"{1e3 * row['step_seconds']:.0f} ms", "-", speedup, *["-"] * 4)
+    return table
+
+
+def nodes_table(result: dict[str, Any]) -> Table:
+    """A benchmark over nodes: a row per contestant, peers below."""
+    table = Table(
+        "pipeline/tensor", "step", "predicted", "error", "speedup", "bubble", "predicted", "peak MB by stage"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, row in (*result["schedules"].items(), *result["peers"].items()):
+        cells = ["-"] * 2
+        if "predicted_seconds" in row:
+            cells = [f"{1e3 * row['predicted_seconds']:.0f} ms", f"{100 * row['prediction_error']:+.1f} %"]
+        table.add_row(
+            name, f"{1e3 * row['step_seconds']:.0f} ms", *cells,
+            f"{row['speedup']:.3f}" if "speedup" in row else "-",
+            *([percent(row["bubble"]), percent(row["predicted_bubble"])] if "bubble" in row else ["-", "-"]),
+            " ".join(f"{num_bytes / 1e6:.2f}" for num_bytes in row.get("peak_bytes_per_stage", ())) or "-",
+        )  # fmt: skip
     return table
 
 
@@ -147,6 +202,19 @@ def predictions_table(result: dict[str, Any]) -> Table:
             name, f"{1e3 * row['step_seconds']:.0f} ms", f"{1e3 * row['predicted_seconds']:.0f} ms",
             f"{100 * row['prediction_error']:+.1f} %",
         )  # fmt: skip
+    return table
+
+
+def comparison_table(parts: dict[str, dict[str, float | None]]) -> Table:
+    """A training run's step by parts, as its plan predicted it and as it was measured."""
+    table = Table(title="the predicted step over the measured one", title_justify="left")
+    table.add_column("part", no_wrap=True)
+    for name in ("predicted", "measured", "ratio"):
+        table.add_column(name, justify="right")
+    for name, row in parts.items():
+        seconds = (row["predicted_seconds"], row["measured_seconds"])
+        texts = ("-" if each is None else f"{1e3 * each:.1f} ms" for each in seconds)
+        table.add_row(name, *texts, "-" if row["ratio"] is None else f"{row['ratio']:.2f}")
     return table
 
 

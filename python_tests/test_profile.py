@@ -113,7 +113,7 @@ def run_two_nodes():
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     try:
         return run_profile(
-            ProfileConfig(64, 1, 4, 16, 1, iterations=1, degrees="2"), Surroundings("as two nodes"), False
+            ProfileConfig(64, 1, 4, 256, 4, iterations=3, degrees="2"), Surroundings("as two nodes"), False
         )
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]

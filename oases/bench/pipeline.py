@@ -7,7 +7,6 @@ again, and all take the same time, so that steps can be laid beside their closed
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oases.bench.memory import measure_memory
+from oases.bench.stage_peers import PIPELINE_PEERS, TorchPipeline, parse_peers, stage_of_blocks
+from oases.bench.stages import timed_step
 from oases.errors import UsageError
 from oases.models.timed import TimedBlock, TimedSeconds
 from oases.parallel import OverlappedStack
@@ -51,6 +52,7 @@ class PipelineBenchConfig:
     hidden: int = option(64, "width of what is sent, features")
     sequence: int = option(128, "tokens per sample; a micro-batch is one")
     iterations: int = option(5, "interleaved repetitions")
+    peers: str = option("all", f"torch's own pipelines: {', '.join(PIPELINE_PEERS)}, all or none")
 
     def chosen(self, stages: int) -> dict[str, Pipeline]:
         """The pipelines by name. UsageError where one cannot be, before any rank starts."""
@@ -61,6 +63,7 @@ class PipelineBenchConfig:
                 raise UsageError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if self.micro_batches < stages:
             raise UsageError(f"--micro-batches {self.micro_batches} are fewer than the {stages} stages; give more")
+        parse_peers(self.peers, PIPELINE_PEERS)
         found = {}
         for name in self.pipelines.split(","):
             try:
@@ -74,6 +77,22 @@ class PipelineBenchConfig:
         forward = self.forward_ms / 1e3
         return {"F": forward, "R": forward, "B": _BACKWARD * forward}
 
+    def layer(self, chunks: int) -> list[TimedBlock]:
+        """The two blocks of a part, where a stage has so many parts."""
+        share = self.seconds()["F"] / chunks / 2
+        half = _BACKWARD * share / 2
+        times = TimedSeconds(forward=share, backward=half, weight_gradient=half)
+        return [TimedBlock(lambda _: times) for _ in range(2)]
+
+    def peer(self, name: str, stages: int) -> TorchPipeline:
+        """torch's pipeline on this rank of the default group: the same waits, the same messages."""
+        stage = dist.get_rank()
+        x = torch.ones(self.micro_batches, self.sequence, self.hidden)
+        return TorchPipeline(
+            stage_of_blocks(self.layer(1), 1, stage == 0), stage=stage, stages=stages, many=self.micro_batches, x=x,
+            group=dist.group.WORLD, gpipe=name == "torch_gpipe",
+        )  # fmt: skip
+
 
 class _Contestant:
     """One pipeline on this rank."""
@@ -81,14 +100,9 @@ class _Contestant:
     def __init__(self, config: PipelineBenchConfig, pipeline: Pipeline, mesh: Mesh) -> None:
         self.config, self.pipeline, self.mesh = config, pipeline, mesh
         alone = mesh.tensor(1)
-        share = config.seconds()["F"] / pipeline.chunks / 2  # a layer of two blocks
-        half = _BACKWARD * share / 2
-        times = TimedSeconds(forward=share, backward=half, weight_gradient=half)
         again: Recompute = "full" if pipeline.recomputes(mesh.stage) else "none"
         self._stacks = [
-            OverlappedStack(
-                [TimedBlock(lambda _: times) for _ in range(2)], process_group=alone, schedule="sync", recompute=again
-            )
+            OverlappedStack(config.layer(pipeline.chunks), process_group=alone, schedule="sync", recompute=again)
             for _ in range(pipeline.chunks)
         ]
         parts = pipeline.num_stages * pipeline.chunks
@@ -109,11 +123,7 @@ class _Contestant:
         """One step, timed from when every rank has begun to when the slowest has ended."""
         spans: list[tuple[str, float, float]] = []
         self.run.spans = spans
-        dist.barrier()
-        start = time.perf_counter()
-        self.run.run(self.forward)
-        dist.barrier()
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append(timed_step(lambda: self.run.run(self.forward)))
         self.busy.append(sum(end - begin for op, begin, end in spans if op[0] in "FRBW"))
 
     def peak_bytes(self) -> int:
@@ -148,16 +158,25 @@ def run_pipeline_bench(config: PipelineBenchConfig, show_progress: bool) -> dict
     contestants = {
         name: _Contestant(config, pipeline, meshes[rank]) for name, pipeline in config.chosen(stages).items()
     }
+    peers = {name: config.peer(name, stages) for name in parse_peers(config.peers, PIPELINE_PEERS)}
     peaks = {name: contestant.peak_bytes() for name, contestant in contestants.items()}  # and a warm-up
+    for peer in peers.values():
+        peer.step()
+        peer.seconds.clear()
     with progress("pipelines", config.iterations, show_progress and rank == 0) as advance:
         for done in range(1, config.iterations + 1):
             for contestant in contestants.values():
                 contestant.step()
+            for peer in peers.values():
+                peer.step()
             advance(done)
     rows = {name: contestant.row(peaks[name]) for name, contestant in contestants.items()}
-    result: dict[str, Any] = {"config": settings(config) | {"stages": stages}, "schedules": rows}
+    others = {name: peer.row() for name, peer in peers.items()}
+    result: dict[str, Any] = {"config": settings(config) | {"stages": stages}, "schedules": rows, "peers": others}
     if _REFERENCE in rows:
         base = rows[_REFERENCE]
+        for other in others.values():
+            other["speedup"] = base["step_seconds"] / other["step_seconds"]
         for row in rows.values():
             row["speedup"] = base["step_seconds"] / row["step_seconds"]
             row["predicted_speedup"] = base["predicted_seconds"] / row["predicted_seconds"]

@@ -69,8 +69,15 @@ def emulated(config: PlansBenchConfig, links: dict[str, list[Sample]], per_node:
     fitted = {scope: fit_link(samples, Contention()) for scope, samples in links.items()}
     cluster = fitted.get("cluster") or fitted["node"]
     plain = Hardware("emulated", device, per_node, fitted.get("node", cluster), cluster)
-    model, rows = config.model(), []
+    return replace(plain, blocks=emulated_blocks(plain, config.model()))
+
+
+def emulated_blocks(plain: Hardware, model: ModelShape) -> tuple[MeasuredBlock, ...]:
+    """Times of a model's blocks on an emulated device, as if they had been measured."""
+    rows = []
     for kind, tp, samples in itertools.product(KINDS, (1, 2, 4, 8), (1.0, 64.0)):
+        if not model.fits_degree(tp):
+            continue
         t = plain.block_times(model, kind, tp, samples)
         # A timed block runs whole when it runs again, and does C's backward in its own.
         times = replace(
@@ -78,12 +85,25 @@ def emulated(config: PlansBenchConfig, links: dict[str, list[Sample]], per_node:
             backward=t.backward + t.combine_backward,
         )  # fmt: skip
         rows.append(MeasuredBlock(kind, model.hidden, model.heads, model.sequence, model.dtype, tp, samples, times))
-    return replace(plain, blocks=tuple(rows))
+    return tuple(rows)
+
+
+def timed_block(hardware: Hardware, model: ModelShape, number: int, group: ProcessGroup | None) -> TimedBlock:
+    """The block of this number, cut over the group, that waits as long as the emulated device would compute."""
+    kind, tp = model.kind_of(number), group_size(group)
+
+    def seconds(samples: float) -> TimedSeconds:
+        times = hardware.block_times(model, kind, tp, samples)
+        return TimedSeconds(**{item.name: getattr(times, item.name) for item in fields(TimedSeconds)})
+
+    return TimedBlock(seconds, num_parameters=model.block_parameters(kind, tp))
 
 
 def space() -> Space:
     """What is measured, and what the planner may choose from."""
-    return Space(schedules=("oases", "fine_grained"), sub_batches=(2,), micro_batches=(1, 2), zero=(False,))
+    return Space(
+        schedules=("oases", "fine_grained"), sub_batches=(2,), micro_batches=(1, 2), zero=(False,), max_stages=1
+    )  # fmt: skip
 
 
 def every_plan(hardware: Hardware, model: ModelShape, world: int, global_batch: int) -> Iterator[Plan]:
@@ -134,13 +154,7 @@ class PlansBench:
         return step, average
 
     def _block(self, number: int, group: ProcessGroup | None) -> TimedBlock:
-        kind, tp = self.model.kind_of(number), group_size(group)
-
-        def seconds(samples: float) -> TimedSeconds:
-            times = self.hardware.block_times(self.model, kind, tp, samples)
-            return TimedSeconds(**{item.name: getattr(times, item.name) for item in fields(TimedSeconds)})
-
-        return TimedBlock(seconds, num_parameters=self.model.block_parameters(kind, tp))
+        return timed_block(self.hardware, self.model, number, group)
 
     def seconds(self, step: Callable[[], None]) -> float:
         """Of one step, the slowest rank's."""

@@ -28,10 +28,12 @@ from oases.errors import UsageError
 
 def add(commands: Any) -> None:
     """Add it to the command line."""
+    from oases.bench.nodes import NodesBenchConfig
     from oases.bench.overlap import OverlapConfig
     from oases.bench.pipeline import PipelineBenchConfig
     from oases.bench.planner import PlannerBenchConfig
     from oases.bench.plans import PlansBenchConfig
+    from oases.bench.recomputation import RecomputationBenchConfig
 
     bench = command(commands, "bench", "measure what is hidden on this machine")
     benches = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Parser)
@@ -55,6 +57,14 @@ def add(commands: Any) -> None:
     add_options(pipeline, PipelineBenchConfig())
     add_ranks(pipeline, link=None, tp=4)
     pipeline.set_defaults(run=_bench_pipeline)
+    nodes = command(benches, "nodes", "a step over several nodes in all three ways of cutting, beside torch's own")
+    add_options(nodes, NodesBenchConfig())
+    add_ranks(nodes, link=None, tp=8)
+    nodes.set_defaults(run=_bench_nodes, nodes=2)
+    again = command(benches, "recomputation", "stages that recompute what does not fit: how even, and what it saves")
+    add_options(again, RecomputationBenchConfig())
+    add_ranks(again, link=None, tp=4)
+    again.set_defaults(run=_bench_recomputation)
     gpu = command(
         benches, "gpu", "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed"
     )
@@ -195,6 +205,43 @@ def _bench_pipeline(options: argparse.Namespace, given: Sequence[str]) -> None:
     if not speaks():
         return
     console.print(pipelines_table(result))
+    write_json(options.json, result)
+
+
+def _bench_nodes(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.nodes import NodesBenchConfig, run_nodes_bench
+    from oases.ranks import run_ranks
+    from oases.terminal import console, nodes_table
+
+    config = configured(NodesBenchConfig, options)
+    config.check(options.tp, options.nodes)
+    joined = behind_link(options, given)
+    console.print(f"{config.text()} {joined}; compute is emulated, what is sent is sent", soft_wrap=True)
+    result = run_ranks(run_nodes_bench, (config, options.nodes, True), rank_options(options, "cpu"))
+    if not speaks():
+        return
+    result["config"] |= {"link": options.link}
+    console.print(nodes_table(result))
+    write_json(options.json, result)
+
+
+def _bench_recomputation(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.recomputation import RecomputationBenchConfig, run_recomputation_bench
+    from oases.ranks import run_ranks
+    from oases.terminal import console, nodes_table
+
+    config = configured(RecomputationBenchConfig, options)
+    plans = config.plans(options.tp)
+    joined = behind_link(options, given)
+    console.print(f"{options.tp} stages {joined}; memory is that of training, compute is emulated", soft_wrap=True)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "text.txt"
+        length = 4 * next(iter(plans.values())).model.sequence * config.micro_batches
+        data.write_text("any text does. " * length)
+        result = run_ranks(run_recomputation_bench, (config, str(data), True), rank_options(options, "cpu"))
+    if not speaks():
+        return
+    console.print(nodes_table(result))
     write_json(options.json, result)
 
 

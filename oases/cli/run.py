@@ -22,7 +22,11 @@ from oases.cli.options import (
 )
 from oases.errors import UsageError
 
-_NOT_OF_DEMO = ("schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log")
+_NOT_OF_DEMO = (
+    "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
+    "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "peak_flops",
+    "print_every",
+)  # fmt: skip
 
 
 def add(commands: Any) -> None:
@@ -35,13 +39,21 @@ def add(commands: Any) -> None:
     demo.add_argument("--out", default=".", metavar="DIR", help="where report and trace go (default: .)")
     demo.set_defaults(run=_demo)
 
-    train = command(commands, "train", "train a GPT on text over tensor-parallel ranks, or as a plan says")
-    add_options(train, TrainConfig(), only_given=True)
-    add_ranks(train, link=None, tp=None)
+    train = command(commands, "train", "train a GPT on text over ranks of one, two or three degrees, or by a plan")
     train.add_argument(
-        "--plan", metavar="FILE",
-        help="execute this plan: it says the model, the batch, the ranks, their degrees and schedules",
+        "--config", metavar="FILE",
+        help="YAML with any of the options below by their names, _ for -, and degrees: {data, pipeline, tensor}; or "
+        "Python that defines config = TrainConfig(...). Options given here go before it",
     )  # fmt: skip
+    train.add_argument(
+        "--write-config",
+        action="store_true",
+        help="print a YAML of all fields, their values and their help, and exit",
+    )
+    add_options(train, TrainConfig(), skip=("degrees",), only_given=True)
+    add_ranks(train, link=None, tp=None)
+    train.add_argument("--dp", "--data-parallel", type=int, metavar="N", help="replicas of the model (default: 1)")
+    train.add_argument("--pp", "--pipeline", type=int, metavar="N", help="pipeline stages (default: 1)")
     train.add_argument(
         "--max-restarts", type=int, default=0, metavar="N",
         help="start all ranks again, up to N times, after one that failed; they go on from the newest checkpoint in "
@@ -74,8 +86,8 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
         require_writable("--out", str(folder / name))
     link = behind_link(options, given, or_simulate=True)
     console.print(
-        f"A GPT of {config.layers} layers, width {config.hidden}, on {corpus.num_files} text files "
-        f"({corpus.num_bytes / 1e6:.1f} MB) from {corpus.path}\n{options.tp} ranks {link}; every step once per "
+        f"A GPT of {config.layers} layers, width {config.hidden}, on {corpus.described()}\n"
+        f"{options.tp} ranks {link}; every step once per "
         "schedule: " + ", ".join(demo.SCHEDULES), soft_wrap=True,
     )  # fmt: skip
     result = run_ranks(demo.run_demo, (config,), rank_options(options, config.device))
@@ -88,9 +100,12 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.ranks import run_ranks
-    from oases.terminal import console, percent
+    from oases.terminal import comparison_table, console, percent
     from oases.train.run import run_training
 
+    if options.write_config:
+        _write_config(options)
+        return
     config, corpus, plan = _what_to_train(options)
     ranks = _restarting(options, rank_options(options, config.device))
     if ranks.backend.alone and not (config.checkpoint is config.resume is None):
@@ -99,7 +114,9 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
             "and --resume, or use gloo or nccl"
         )
     if plan is not None:
-        ranks = dataclasses.replace(ranks, asked=f"the plan {options.plan!r}")
+        ranks = dataclasses.replace(
+            ranks, asked=str(config.degrees) if config.plan is None else f"the plan {config.plan!r}"
+        )
         if ranks.backend.alone and plan.world > 1:
             raise UsageError(
                 "a plan needs its ranks, and this backend has one process stand for all; use gloo or nccl"
@@ -107,17 +124,25 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     link = behind_link(options, given)
     if plan is not None:
         console.print(plan.text(), soft_wrap=True)
-    console.print(
-        f"{corpus.num_files} text files, {corpus.num_bytes / 1e6:.1f} MB, from {corpus.path}; {options.tp} ranks "
-        f"{link}", soft_wrap=True,
-    )  # fmt: skip
+    console.print(f"{corpus.described()}; {options.tp} ranks {link}", soft_wrap=True)
     result = run_ranks(run_training, (config, plan, options.timeout), ranks)
     if not speaks():
         return
+    unit = "byte" if config.tokenizer is None else "token"
     console.print(
-        f"validation loss {result['validation_loss']:.4f} nats per byte; step "
+        f"validation loss {result['validation_loss']:.4f} nats per {unit}; step "
         f"{1e3 * result['step_seconds']:.0f} ms, {result['tokens_per_second']:.0f} tokens/s"
     )
+    console.print(
+        f"{result['flops_per_second'] / 1e9:.4g} GFLOP/s of the model, {percent(result['utilisation'])} of the peak: "
+        f"{result['peak_flops']['source']}", soft_wrap=True,
+    )  # fmt: skip
+    if plan is not None and result["prediction"] is None:
+        console.print(
+            "the plan has no prediction to lay over the measured step; oases plan --json writes one with it"
+        )
+    elif plan is not None:
+        console.print(comparison_table(result["prediction"]))
     others = [row for row in result["overlap"]["others"] if row["where"].startswith(("reshard", "gradients over"))]
     for row in result["overlap"]["stacks"] + others:
         console.print(
@@ -150,19 +175,57 @@ def _restarting(options: argparse.Namespace, ranks: Any) -> Any:
     return dataclasses.replace(ranks, max_restarts=options.max_restarts)
 
 
+def _values_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What the file and the options give, options before the file."""
+    from oases.train.config import TrainConfig
+    from oases.train.config_file import read_values
+    from oases.train.degrees import Degrees
+
+    known = dataclasses.fields(TrainConfig)
+    in_file = {} if options.config is None else read_values(options.config, known)
+    given = values(TrainConfig, options)
+    named = {"data": options.dp, "pipeline": options.pp, "tensor": options.tp}
+    degrees = {name: degree for name, degree in named.items() if degree is not None}
+    for option, degree in (("--dp", options.dp), ("--pp", options.pp), ("--tp", options.tp)):
+        if degree is not None and degree < 1:
+            raise UsageError(f"{option} must be at least 1, got {degree}")
+    if degrees:
+        given["degrees"] = dataclasses.replace(Degrees.of(in_file.get("degrees", {})), **degrees)
+    return TrainConfig.merged(in_file, given)
+
+
+def _write_config(options: argparse.Namespace) -> None:
+    from oases.train.config import TrainConfig
+    from oases.train.config_file import written
+
+    found = _values_of(options)
+    if found.get("plan") is None:
+        TrainConfig(**found)  # says what cannot be
+    print(written(found, dataclasses.fields(TrainConfig)), end="")
+
+
 def _what_to_train(options: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Configuration, corpus and plan, if one was given; the number of ranks is then the plan's."""
+    """Configuration, corpus and plan, if one is given or needed; the number of ranks is then the plan's."""
+    from oases.train import plan as plans
     from oases.train.config import TrainConfig
 
-    if options.plan is None:
-        options.tp = 2 if options.tp is None else options.tp
-        config = configured(TrainConfig, options)
-        return config, config.check(options.tp), None
-    from oases.train import plan as plans
-
-    if options.tp is not None:
-        raise UsageError(f"the plan says every segment's tensor-parallel degree; leave out --tp {options.tp}")
-    plan = plans.read_plan(options.plan)
-    options.tp = plan.world
-    config = plans.config_for(plan, values(TrainConfig, options))
+    found = _values_of(options)
+    if found.get("plan") is not None:
+        if options.tp is not None:
+            raise UsageError(f"the plan says every segment's tensor-parallel degree; leave out --tp {options.tp}")
+        plan = plans.read_plan(found["plan"])
+        options.tp = plan.world
+        config = plans.config_for(plan, found)
+        return config, plans.check(config, plan), plan
+    config = TrainConfig(**found)
+    degrees = config.degrees
+    if not degrees.tensor:  # two, to show what is here, unless ranks are asked for in another way
+        config = dataclasses.replace(
+            config, degrees=dataclasses.replace(degrees, tensor=1 if config.is_planned else 2)
+        )
+    tensor = config.degrees.tensor
+    options.tp = config.degrees.data * config.degrees.pipeline * tensor
+    if not config.is_planned:
+        return config, config.check(tensor), None
+    plan = plans.by_hand(config, tensor)
     return config, plans.check(config, plan), plan

@@ -25,8 +25,6 @@ from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
 from oases.simulator.quantities import bytes_text, seconds_text
 
-MAX_STAGES = 64
-"""Pipeline stages that a search looks at."""
 PAGE_SPANS, TRACE_SPANS, TEXT_SPANS = 12_000, 200_000, 2_000
 """What a page, a trace and a text show at most."""
 TEXT_STAGES, TEXT_BLOCKS = 16, 24
@@ -136,7 +134,7 @@ def _what(options: argparse.Namespace) -> tuple[Plan, Hardware, Predictor]:
         plan = _by_hand(options, model, hardware, world, batch)
         predictor = Predictor(hardware)
         return predictor.with_prediction(plan), hardware, predictor
-    space = space_of(options, max_stages=MAX_STAGES)
+    space = space_of(options, only_simulated=True)
     plans, predictor = searched(model, hardware, world, batch, options.memory, space)
     return plans[0], hardware, predictor
 

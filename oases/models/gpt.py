@@ -7,6 +7,7 @@ Shapes: B batch, S sequence, H hidden, V vocabulary, t tensor-parallel degree.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ from oases.parallel import (
 )
 from oases.parallel.calls import Calls
 from oases.parallel.chain import BlockMaker, PlannedStack
-from oases.parallel.group import HoldsGroup, ProcessGroup, resolve, shard_size
+from oases.parallel.fsdp import ShardedAverage, Unit
+from oases.parallel.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
 from oases.parallel.mesh import Mesh
 from oases.parallel.reshard import reshard
 from oases.planner.plan import Plan
@@ -182,6 +184,8 @@ class GPT(HoldsGroup, nn.Module):
         group = resolve(process_group)
         self.mesh = mesh
         self.is_first = self.is_last = True
+        self.ends: Unit | None = None
+        """The weights of embedding, norm and head, where they are sharded."""
         if plan is not None:
             _require_sizes(config, plan)
             self.mesh = mesh = Mesh.of(plan, process_group=group) if mesh is None else mesh
@@ -208,7 +212,28 @@ class GPT(HoldsGroup, nn.Module):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Tokens, the same on every rank -> logits of this rank's part of the vocabulary, [B, S, V/t]."""
+        return self._logits(tokens_BS)
+
+    def _logits(self, tokens_BS: Tensor) -> Tensor:
+        # Apart from forward(), which FSDP2's hooks surround where weights are sharded.
         return self.head(self.stack(self.embed(tokens_BS)))
+
+    def shard_weights(self) -> ShardedAverage:
+        """Have the ranks of `parts` hold a shard of every weight (`oases.parallel.fsdp`); for a model of a plan.
+
+        The model is to be where it stays. Embedding, norm and head stay whole from their first use in a step until
+        its averages, as a root of FSDP2 does.
+        """
+        assert isinstance(self.stack, PlannedStack), "replicas are those of a plan"
+        mesh, units = self.stack.mesh, self.stack.shard_weights()
+        own = [*self.parameters(recurse=False), *([] if self.embedding is None else self.embedding.parameters())]
+        data, weights = mesh.data(self.tensor_parallel), mesh.weights(self.tensor_parallel)
+        if own and group_size(data) > 1:
+            assert data is not None
+            assert weights is not None
+            self.ends = Unit(self, data, weights, "embedding and head", others=set(self.stack.parameters()))
+            units = [self.ends, *units]
+        return ShardedAverage(units)
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
         """Tokens -> the first block's input, [B, S, H]. ValueError for a sequence longer than the model's."""
@@ -217,7 +242,8 @@ class GPT(HoldsGroup, nn.Module):
             raise ValueError(f"a sequence of {length} tokens exceeds the model's {self.config.sequence}")
         if self.embedding is None or self.positions is None:
             raise RuntimeError("this stage has no embedding; only the first one reads tokens")
-        embedded: Tensor = self.embedding(tokens_BS) + self.positions[:length]
+        with self._gathered():
+            embedded: Tensor = self.embedding(tokens_BS) + self.positions[:length]
         return embedded
 
     def head(self, x_BSH: Tensor) -> Tensor:
@@ -226,16 +252,26 @@ class GPT(HoldsGroup, nn.Module):
             raise RuntimeError("this stage has no head; only the last one makes logits")
         if isinstance(self.stack, PlannedStack):
             x_BSH = reshard(x_BSH, self.stack.last_degree, self.tensor_parallel, self.stack.mesh)
-        x_BSH = self.norm(x_BSH)
-        weight = self.embedding.weight
-        if self.tensor_parallel == 1:
-            return F.linear(x_BSH, weight)
-        logits: Tensor = torch.ops.oases.column_linear(x_BSH, weight, None, self._group_name, 2, False)
+        with self._gathered():
+            x_BSH = self.norm(x_BSH)
+            weight = self.embedding.weight
+            if self.tensor_parallel == 1:
+                return F.linear(x_BSH, weight)
+            logits: Tensor = torch.ops.oases.column_linear(x_BSH, weight, None, self._group_name, 2, False)
         return logits
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Around what reads the weights of embedding, norm and head; without gradients nobody needs them after."""
+        if self.ends is not None:
+            self.ends.gather()
+        yield
+        if self.ends is not None and not torch.is_grad_enabled():
+            self.ends.release()
 
     def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token, the same on every rank of a replica."""
-        return parallel_cross_entropy(self(tokens_BS), targets_BS, process_group=self.process_group)
+        return parallel_cross_entropy(self._logits(tokens_BS), targets_BS, process_group=self.process_group)
 
     def run_part(
         self, part: int, x_BSH: Tensor | None, tokens_BS: Tensor, targets_BS: Tensor

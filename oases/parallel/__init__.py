@@ -1,5 +1,7 @@
 """Tensor-parallel layers whose communication is hidden under compute."""
 
+from typing import TYPE_CHECKING, Any
+
 from oases.parallel.dropout import ParallelDropout
 from oases.parallel.embedding import OverlappedEmbedding
 from oases.parallel.gradients import clip_grad_norm
@@ -9,7 +11,9 @@ from oases.parallel.loss import parallel_cross_entropy
 from oases.parallel.sharding import sharded_parameters
 from oases.parallel.stack import OverlappedStack
 from oases.parallel.statistics import Report, report
-from oases.parallel.styles import OverlappedColwiseParallel, OverlappedRowwiseParallel
+
+if TYPE_CHECKING:
+    from oases.parallel.styles import OverlappedColwiseParallel, OverlappedRowwiseParallel
 
 __all__ = [
     "BlockInputs",
@@ -26,3 +30,12 @@ __all__ = [
     "report",
     "sharded_parameters",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the styles when they are asked for: DTensor, which they are of, takes longer to import than all else."""
+    if name not in ("OverlappedColwiseParallel", "OverlappedRowwiseParallel"):
+        raise AttributeError(f"module 'oases.parallel' has no attribute {name!r}")
+    from oases.parallel import styles
+
+    return getattr(styles, name)

@@ -38,7 +38,7 @@ class _Bucket:
         found = []
         for parameter in self.parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             found.append(parameter.grad)
         return found
 
@@ -150,10 +150,11 @@ def _buckets(parameters: list[nn.Parameter], bucket_bytes: int, group: ProcessGr
     buckets: list[list[nn.Parameter]] = []
     used, kind = 0, None
     for parameter in reversed(list(dict.fromkeys(parameters))):
-        size = parameter.numel() * parameter.element_size()
-        if not buckets or used + size > bucket_bytes or (parameter.dtype, parameter.device) != kind:
+        dtype = parameter.grad_dtype or parameter.dtype  # none: any
+        size = parameter.numel() * dtype.itemsize
+        if not buckets or used + size > bucket_bytes or (dtype, parameter.device) != kind:
             buckets.append([])
-            used, kind = 0, (parameter.dtype, parameter.device)
+            used, kind = 0, (dtype, parameter.device)
         buckets[-1].append(parameter)
         used += size
     where = f"gradients over {group_size(group)} ranks, bucket"

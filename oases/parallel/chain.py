@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from oases.parallel.calls import Calls
-from oases.parallel.group import ProcessGroup
+from oases.parallel.fsdp import Unit
+from oases.parallel.group import ProcessGroup, group_size
 from oases.parallel.mesh import Mesh
 from oases.parallel.reshard import reshard
 from oases.parallel.stack import OverlappedStack
@@ -97,6 +98,26 @@ class PlannedStack(nn.Module):
         for part, stacks in zip(self.chunks, self._stacks, strict=True):
             for segment, stack in zip(part.segments, stacks, strict=True):
                 yield list(stack.parameters()), self.mesh.data(segment.tp)
+
+    def shard_weights(self) -> list[Unit]:
+        """Have the ranks of `parts` hold a shard of every weight; a unit for each block that has replicas."""
+        found: list[Unit] = []
+        for part, stacks in zip(self.chunks, self._stacks, strict=True):
+            for segment, stack in zip(part.segments, stacks, strict=True):
+                group, gathering = self.mesh.data(segment.tp), self.mesh.weights(segment.tp)
+                if group is not None and gathering is not None and group_size(group) > 1:
+                    numbers = range(stack.first_block, stack.first_block + segment.num_blocks)
+                    stack.units = [
+                        Unit(block, group, gathering, f"block {number}")
+                        for number, block in zip(numbers, stack.blocks, strict=True)
+                    ]
+                    found += stack.units
+        return found
+
+    def compile_blocks(self, **options: Any) -> None:
+        """As `OverlappedStack.compile_blocks`, of all segments."""
+        for stack in self.segments:
+            stack.compile_blocks(**options)
 
     def train(self, mode: bool = True) -> PlannedStack:
         """Of the segments too, which are not registered."""

@@ -8,7 +8,7 @@ its parameters (DistributedDataParallel's, say) fire while the rest still runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from oases.parallel.autotune import Tuning, synchronize
 from oases.parallel.execution import Execution
+from oases.parallel.fsdp import Unit
+from oases.parallel.graphs import plain_name
 from oases.parallel.sharding import sharded_parameters
 from oases.parallel.wire import Scheduler, Silence
 
@@ -35,12 +37,19 @@ def deliver(call: Call, x: Tensor) -> Tensor:
 class Call:
     """One call of a stack: its execution and the hand-over of parameter gradients, block by block.
 
-    tuning: takes the time of this call's forward and backward pass.
+    tuning: takes the time of this call's forward and backward pass. units: those of the blocks, where weights are
+    sharded.
     """
 
     def __init__(
-        self, blocks: nn.ModuleList, execution: Execution, scheduler: Scheduler, tuning: Tuning | None
+        self,
+        blocks: Sequence[nn.Module],
+        execution: Execution,
+        scheduler: Scheduler,
+        tuning: Tuning | None,
+        units: Sequence[Unit | None] = (),
     ) -> None:
+        self._units = units
         self.execution = execution
         self._tuning = None if tuning is None or tuning.choice is not None else tuning
         self._seconds = 0.0
@@ -156,6 +165,9 @@ class Call:
         return [self._gradient(name) for name in self._replicated[block]]
 
     def _find(self, block: int, names: list[str]) -> list[nn.Parameter]:
+        unit = self._units[block] if self._units else None
+        if unit is not None:
+            return [unit.parameters[plain_name(name)] for name in names]
         return [self._blocks[block].get_parameter(name.removeprefix("block.")) for name in names]
 
     def _gradient(self, name: str) -> Tensor | None:

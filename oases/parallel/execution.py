@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.parallel.failure import Guard, Watch
+from oases.parallel.fsdp import Gathers, Unit
 from oases.parallel.graphs import Gradients, Graph, Leaves, Method
 from oases.parallel.inputs import Inputs
 from oases.parallel.randomness import Randomness
@@ -50,8 +51,9 @@ class Methods:
 class Execution:
     """Runs `schedule` over the blocks on one batch. Made once per call of a stack.
 
-    cut: how the batch is cut. inputs: what the blocks read besides `x`. watch: tells the other ranks of an op that
-    fails. spans: list to append (op, start, end) of every compute op and wait to, in what `clock` gives.
+    cut: how the batch is cut. inputs: what the blocks read besides `x`. units: of blocks whose weights are sharded,
+    if any. watch: tells the other ranks of an op that fails. spans: list to append (op, start, end) of every compute
+    op and wait to, in what `clock` gives.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Execution:
         randomness: Randomness,
         cut: SubBatches,
         inputs: Inputs,
+        units: Sequence[Unit | None] = (),
         watch: Watch | None = None,
         spans: list[tuple[str, Any, Any]] | None = None,
         clock: Callable[[], Any] = time.perf_counter,
@@ -79,6 +82,7 @@ class Execution:
         self._randomness = randomness
         self._cut = cut
         self.inputs = inputs
+        self._gathers = Gathers(units, [m.prepare is not None for m in methods])
         self._spans = spans
         self._clock = clock
         self._backward: tuple[Op, ...] = schedule.backward
@@ -103,13 +107,15 @@ class Execution:
         self._weights_wait = False
         self._waiting_leaves: dict[int, dict[str, Tensor]] = {}  # what the notes that wait are of, by block
         # Stand-ins and their gradients, apart for what runs before the sum over ranks and after it.
-        self._leaves = [(m.partial.leaves(), m.combine.leaves()) for m in methods]
+        both = zip(methods, self._gathers.parameters, strict=True)
+        self._leaves = [(m.partial.leaves(whole), m.combine.leaves(whole)) for m, whole in both]
         for s, part in enumerate(cut.split(x.detach())):
             self._h[0, s], self._x[0, s] = part, cut.tokens.part(part)
 
     def run_forward(self) -> Tensor:
         """Run the forward ops; return the output, [batch, ...] in the order of the input."""
         with self.guard:
+            self._gathers.begin(self._schedule.forward)
             self._run(self._schedule.forward)
             self.guard.doing = "the output"
             return self._cut.join([self._outputs.pop(s) for s in range(self._cut.number)])
@@ -123,12 +129,14 @@ class Execution:
             )
         for s, part in enumerate(self._cut.split(grad)):
             self._g[self._schedule.num_blocks, s] = self._cut.tokens.part(part)
+        self._gathers.begin(self._backward[self._position :])
 
     def recompute(self) -> None:
         """Run every R and RC of the rest of the backward pass now, with their collectives, in the list's order."""
         rest = self._backward[self._position :]
         again = [op for op in rest if (op.of or op.kind) in _AGAIN]
         with self.guard:
+            self._gathers.begin(again)
             self._run(again)
         left = tuple(op for op in rest if (op.of or op.kind) not in _AGAIN)
         self._backward = self._backward[: self._position] + left
@@ -180,20 +188,14 @@ class Execution:
     def _forget(self) -> None:
         """After a failure: let go of every tensor."""
         for held in (
-            self._x,
-            self._h,
-            self._y,
-            self._to_gather,
-            self._outputs,
-            self._g,
-            self._grad_y,
-            self._residual,
-        ):
+            self._x, self._h, self._y, self._to_gather, self._outputs, self._g, self._grad_y, self._residual,
+        ):  # fmt: skip
             held.clear()
         for graphs in (self._prepare, self._partial, self._combine, self._put_off):
             graphs.clear()
         self._waiting_leaves.clear()
         self._leaves = [(Leaves(), Leaves()) for _ in self._methods]
+        self._gathers.forget()
         self.inputs.forget()
         self._wire.forget()
 
@@ -208,7 +210,9 @@ class Execution:
                 self._start(op, (op.block, op.sub_batch))
                 continue
             start = self._clock() if self._spans is not None else None
+            self._gathers.before(op)
             getattr(self, f"_do_{op.kind}")(op, (op.block, op.sub_batch))
+            self._gathers.after(op)
             if self._spans is not None:
                 self._spans.append((str(op), start, self._clock()))
 

@@ -126,6 +126,11 @@ class Watch:
 
     def fail(self, failure: Failure) -> str:
         """Tell every rank; return when the collectives have ended: "", or why the group was aborted."""
+        self.tell(failure)
+        return str(self.scheduler.acknowledge())
+
+    def tell(self, failure: Failure) -> None:
+        """Tell every rank; the main thread then has to acknowledge."""
         key = self._key("failure")  # before the halt, which another rank's failure may have begun and ended
         if self.scheduler.halt(str(failure), failure.out_of_memory).newly:
             try:
@@ -136,7 +141,6 @@ class Watch:
             if lost:
                 self._give_up(lost)
             self._wake.set()
-        return str(self.scheduler.acknowledge())
 
     def check(self) -> None:
         """Raise what another rank raised, if this one has not heard of it yet."""
@@ -306,7 +310,7 @@ class Guard:
         if isinstance(op, Op):
             line = f"line {schedule.lines[op]} of {schedule.name}"
             where = f"{op} ({self._label}, {line}: block {op.block}, sub-batch {op.sub_batch})"
-        out_of_memory = _is_out_of_memory(error)
+        out_of_memory = is_out_of_memory(error)
         remedy = ""
         if out_of_memory:
             more = "" if schedule.recompute == "full" else "recompute='full', "
@@ -315,6 +319,13 @@ class Guard:
         return Failure(rank, where, f"{type(error).__name__}: {first_line}", remedy, out_of_memory)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def lost_a_rank(error: Exception) -> bool:
+    """Whether a link or a rank is gone: no op's failure."""
+    # Collectives outside the scheduler (barriers, object exchange) fail with gloo's bare RuntimeError.
+    return isinstance(error, dist.DistBackendError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an op found no memory."""
     # On the CPU torch raises a RuntimeError that is known by its text alone.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)

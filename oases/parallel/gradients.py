@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.parallel.collectives import all_reduce
+from oases.parallel.fsdp import local
 from oases.parallel.group import ProcessGroup, group_size, resolve
 from oases.parallel.sharding import holders
 
@@ -21,7 +22,8 @@ def clip_grad_norm(
     """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
 
     process_group: all ranks that train the model. Shards count once over them, also where a layer is cut over fewer
-    of them and its gradients are averages over the replicas; so do replicated gradients. stages: of a pipeline; the
+    of them and its gradients are averages over the replicas; so do replicated gradients, and the shards of sharded
+    ones. stages: of a pipeline; the
     ranks then have one each, as many ranks for each. counted_elsewhere: a parameter that another stage has, too.
     Returns the norm before, the same on every rank.
     """
@@ -32,17 +34,22 @@ def clip_grad_norm(
     gradients = []
     for parameter in model.parameters():
         if parameter.grad is not None:
-            gradients.append(parameter.grad)
-            dtype = torch.promote_types(parameter.grad.dtype, torch.float32)
-            square = parameter.grad.to(dtype).square().sum()
+            gradient = local(parameter.grad)
+            gradients.append(gradient)
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            square = gradient.to(dtype).square().sum()
+            sharded = gradient is not parameter.grad
             holder = shards.get(id(parameter))
             # Of a layer that is cut over t of R ranks there are R / t copies, and all of them are summed; so are
             # those of what is whole, where not every rank has it.
             copies = max(1, ranks // getattr(holder, "tensor_parallel", ranks))
-            if holder is None and stages > 1:
+            summed = holder is not None or stages > 1 or sharded
+            if holder is None and summed:
                 copies = ranks
+            if sharded:
+                copies //= parameter.grad.device_mesh.size()  # type: ignore[attr-defined]
             if parameter is not counted_elsewhere:
-                squares[holder is not None or stages > 1].append(square / copies)
+                squares[summed].append(square / copies)
     if not gradients:
         return torch.zeros(())
     zero = torch.zeros((), device=gradients[0].device, dtype=torch.float32)

@@ -6,7 +6,7 @@ Only graph edges are held, not the tensors at them, so memory goes as soon as no
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -100,6 +100,11 @@ class Graph:
         return list(found[: len(self._inputs)])
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name within its block, of that within the block's Method, be the block compiled or not."""
+    return name.removeprefix("block.").removeprefix("_orig_mod.")
+
+
 class Method(nn.Module):
     """A method of a block as a module of its own, with the parameters it runs on as an argument.
 
@@ -134,6 +139,19 @@ class Method(nn.Module):
             result: Tensor = torch.func.functional_call(self, leaves.tensors, (*sources, *values))
         return result, Graph(get_gradient_edge(result), [get_gradient_edge(source) for source in sources])
 
-    def leaves(self) -> Leaves:
-        """Fresh stand-ins of all parameters, by name, without gradients."""
-        return Leaves({name: p.detach().requires_grad_(p.requires_grad) for name, p in self.named_parameters()})
+    def leaves(self, whole: Mapping[str, nn.Parameter] | None = None) -> Leaves:
+        """Fresh stand-ins of all parameters, by name, without gradients.
+
+        whole: by their names in the block, where shards stand in the block and these are gathered when they are read.
+        """
+        found = dict(self.named_parameters())
+        if whole is not None:
+            found = {name: whole[plain_name(name)] for name in found}
+        return Leaves({name: _stand_in(parameter) for name, parameter in found.items()})
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    found = parameter.detach().requires_grad_(parameter.requires_grad)
+    if parameter.grad_dtype != parameter.dtype:  # sums over sub-batches are of the type of those over micro-batches
+        found.grad_dtype = parameter.grad_dtype
+    return found

@@ -9,7 +9,7 @@ Stage s of p has the s-th of p equal parts of the run's ranks; ranks with the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,8 +29,10 @@ class Mesh:
 
     degrees: the tensor-parallel degrees that will be asked for. process_group: all ranks of the run; None is the
     default group. timeout: of their collectives; None is the backend's own. stage: which of `num_stages` this mesh is
-    for; a rank of another stage helps to make it, and is not in it. Groups are held by name, so a mesh keeps no
-    destroyed group alive. Raises UsageError for degrees that do not divide the ranks or do not nest.
+    for; a rank of another stage helps to make it, and is not in it. fsdp: with groups to gather weights in. order:
+    the run's ranks, by their numbers in the default group, in the order that the above counts them in; None as they
+    are numbered. Groups are held by name, so a mesh keeps no destroyed group alive. Raises UsageError for degrees
+    that do not divide the ranks or do not nest.
     """
 
     def __init__(
@@ -41,35 +43,53 @@ class Mesh:
         timeout: timedelta | None = None,
         stage: int = 0,
         num_stages: int = 1,
+        fsdp: bool = False,
+        order: Sequence[int] | None = None,
     ) -> None:
         run = resolve(process_group)
         self.stage, self.num_stages, self.timeout = stage, num_stages, timeout
         self.ranks = group_size(run) // num_stages
-        self.rank = group_rank(run) - stage * self.ranks
+        self._everyone = [0] if run is None else dist.get_process_group_ranks(run)
+        place = group_rank(run)
+        if order is not None:
+            if sorted(order) != sorted(self._everyone):
+                raise UsageError(f"order must have each rank of the run once, got {list(order)}")
+            place = list(order).index(self._everyone[place])
+            self._everyone = list(order)
+        self.rank = place - stage * self.ranks
         self.degrees = tuple(sorted(set(degrees)))
         require_nested(self.degrees)
         for degree in self.degrees:
             if degree < 1 or self.ranks % degree:
                 raise UsageError(f"plan: tp {degree} does not divide the {self.ranks} ranks of the run")
         self._run_name = group_name(run)
-        self._everyone = [0] if run is None else dist.get_process_group_ranks(run)
         self._members = self._everyone[stage * self.ranks : (stage + 1) * self.ranks]
         self._ends = ""
         self._tensor: dict[Layout, str] = {}
         self._data: dict[Layout, str] = {}
+        self._weights: dict[Layout, str] = {}
         options = self.group_options()
         for degree in self.degrees:
             self._make(self._tensor, self._replicas(degree), options)
             # Groups of their own even where the ranks are those of a tensor-parallel group: sums that a block waits
             # for must not queue behind buckets of gradients.
             self._make(self._data, self._strided(self.ranks, degree), options)
+            if fsdp:  # nor must weights that a block waits for
+                self._make(self._weights, self._strided(self.ranks, degree), options)
         for larger in self.degrees:
             for smaller in self.degrees:
                 if smaller < larger:
                     self._make(self._tensor, self._strided(larger, smaller), options)
 
     @classmethod
-    def of(cls, plan: Plan, *, process_group: ProcessGroup | None = None, timeout: timedelta | None = None) -> Mesh:
+    def of(
+        cls,
+        plan: Plan,
+        *,
+        process_group: ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        order: Sequence[int] | None = None,
+    ) -> Mesh:
         """The mesh of this rank's stage of a plan. All ranks make those of all stages together.
 
         Raises UsageError where the plan cannot be executed or is for another number of ranks.
@@ -81,10 +101,18 @@ class Mesh:
                 f"plan: it is for {plan.world} ranks, the run has {group_size(run)}; start as many as it says"
             )
         made = [
-            cls(degrees_of(plan, stage), process_group=run, timeout=timeout, stage=stage, num_stages=stages)
+            cls(
+                degrees_of(plan, stage),
+                process_group=run,
+                timeout=timeout,
+                stage=stage,
+                num_stages=stages,
+                fsdp=plan.fsdp,
+                order=order,
+            )
             for stage in range(stages)
         ]
-        mine = made[group_rank(run) // plan.stage_ranks]
+        mine = next(mesh for mesh in made if 0 <= mesh.rank < mesh.ranks)
         if stages > 1:
             mine._join_ends()
         return mine
@@ -114,6 +142,10 @@ class Mesh:
         """The ranks that hold the same parameters as this one in segments of a degree."""
         return group_of(self._data[self._strided(self.ranks, degree)])
 
+    def weights(self, degree: int) -> ProcessGroup | None:
+        """The ranks of `data(degree)` as a group that weights are gathered in, of a mesh with fsdp."""
+        return group_of(self._weights[self._strided(self.ranks, degree)])
+
     def resharding(self, degree: int, other: int) -> ProcessGroup | None:
         """The ranks that hand samples to each other between segments of two different degrees."""
         return group_of(self._tensor[self._strided(max(degree, other), min(degree, other))])
@@ -127,14 +159,18 @@ class Mesh:
         return self.ranks // degree
 
     @property
+    def _all(self) -> tuple[dict[Layout, str], ...]:
+        return self._tensor, self._data, self._weights
+
+    @property
     def groups(self) -> list[ProcessGroup]:
         """All groups of this rank that were made here and have more than one rank."""
-        found = [group_of(name) for names in (self._tensor, self._data) for name in names.values()] + [self.ends]
+        found = [group_of(name) for names in self._all for name in names.values()] + [self.ends]
         return [group for group in found if group is not None and group.size() > 1]
 
     def destroy(self) -> None:
         """End the groups made here; for a process that goes on without them."""
-        for names in (self._tensor, self._data):
+        for names in self._all:
             for name in names.values():
                 group = group_of(name)
                 if group is not None:
@@ -161,7 +197,10 @@ class Mesh:
         names[layout] = ""
         for ranks in layout:
             if self._run_name:
-                group = dist.new_group([self._members[rank] for rank in ranks], **options)
+                members = [self._members[rank] for rank in ranks]
+                if members != sorted(members):  # torch would sort them, and shares of a batch change places
+                    raise UsageError(f"order must rise within each group, and {members} are one")
+                group = dist.new_group(members, **options)
                 if self.rank in ranks:
                     names[layout] = group_name(group)
 

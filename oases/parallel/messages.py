@@ -9,7 +9,6 @@ so each sends its part to its peer, and the receiving stage joins the parts over
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oases.parallel.clock import Clock
 from oases.parallel.group import ProcessGroup, group_name, group_of, scheduler_of
 from oases.parallel.mesh import Mesh
 from oases.parallel.statistics import Row
@@ -111,6 +111,8 @@ class Messages:
         """The message that this rank waits for, "" while it does not."""
         _in_use.add(self)
         self._device = torch.device(device)
+        self._clock = Clock(self._device)
+        self._waits: list[tuple[Row, Any, Any]] = []  # rows and marks that are not in them yet
         self._stages = pipeline.num_stages
         self._known = known_by(pipeline, mesh.stage)
         self._sent: dict[Op, tuple[Any, Tensor]] = {}
@@ -132,11 +134,13 @@ class Messages:
     @property
     def rows(self) -> list[Row]:
         """What the messages cost this rank, a row for each lane. When one arrived nobody can tell, only the wait."""
+        self._settle()
         return [lane.row for lane in self._lanes.values() if lane.row.collectives]
 
     @property
     def waited_seconds(self) -> float:
-        """How long this rank has stood still for messages so far."""
+        """How long this rank has stood still for messages so far, those it sent among them, at the end of lists."""
+        self._settle()
         return sum(lane.row.blocked_seconds for lane in self._lanes.values())
 
     def begin(self, ops: Iterable[Op]) -> None:
@@ -176,7 +180,7 @@ class Messages:
     def receive(self, op: Op) -> Tensor:
         """Wait for the message of `op`; the whole tensor, in memory of its own."""
         lane = self._lane(op)
-        start = time.perf_counter()
+        start = self._clock.mark()
         if lane.form is None:
             lane.form = self._announced(lane, op)
             self._lanes[lane.target, lane.source, "B"].form = lane.form
@@ -187,7 +191,7 @@ class Messages:
         self._post(lane)
         for sent in self._known[op]:
             self._finish(sent)
-        lane.row.blocked_seconds += time.perf_counter() - start
+        self._waits.append((lane.row, start, self._clock.mark()))
         lane.row.collectives += 1
         lane.row.bytes += part.numel() * part.element_size()
         shape, _ = lane.form
@@ -203,10 +207,18 @@ class Messages:
     def end(self) -> None:
         """After the list: wait until everything that was sent has arrived."""
         for op in list(self._sent):
+            start = self._clock.mark()
             self._finish(op)
+            self._waits.append((self._lane(op).row, start, self._clock.mark()))
         for work, _, op in self._headers:
             self._wait(work, op)
         self._headers.clear()
+
+    def _settle(self) -> None:
+        """Add waits to their rows. On an accelerator compute waits where the marks are, in its stream."""
+        for row, start, end in self._waits:
+            row.blocked_seconds += self._clock.seconds(start, end)
+        self._waits.clear()
 
     def close(self) -> None:
         """End the lanes; a neighbour that waits on one is told that this side is gone."""

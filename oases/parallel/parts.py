@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from oases.errors import UsageError
 from oases.planner.plan import Plan
-from oases.schedule.pipeline import Pipeline, generate_pipeline, require_sizes
+from oases.schedule.pipeline import Pipeline, generate_pipeline
 
 _ANY_NUMBER = ("gpipe",)
 """Pipelines that are what they are with fewer micro-batches than stages, too."""
@@ -36,10 +36,6 @@ def require_runnable(plan: Plan) -> None:
         raise UsageError(
             f"plan: {stages} stages are more than the {plan.model.layers} layers of the model; give each at least one"
         )
-    for number, stage in enumerate(plan.stages):
-        if not stage.segments:
-            raise UsageError(f"plan: stage {number} has no blocks; give each stage some, or fewer stages")
-    require_sizes(plan.pipeline, stages, plan.micro_batches)
     if plan.micro_batches < stages and plan.pipeline not in _ANY_NUMBER:
         raise UsageError(
             f"plan: {plan.pipeline} needs as many micro-batches as stages, got {plan.micro_batches} for {stages} "

@@ -21,6 +21,7 @@ from oases.parallel.delivery import Call, deliver
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.execution import Execution, Methods
 from oases.parallel.failure import watch_of
+from oases.parallel.fsdp import Unit
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
 from oases.parallel.inputs import BlockInputs, Inputs, differentiable
 from oases.parallel.randomness import Randomness, hash_of
@@ -135,6 +136,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.run_as(schedule, sub_batches, recompute)
         self.number = next(_numbers)
         """Counts the stacks of this process, so that errors and statistics can tell them apart."""
+        self.units: list[Unit] = []
+        """By block, where weights are sharded over data-parallel ranks (see `oases.parallel.fsdp`)."""
+        self._compiled: list[nn.Module] = []
         self.first_block, self.replica = 0, 0
         """Of a stack that is a part of a model, or has a share of the batch: which, for its random numbers."""
         self._seed: int | None = None
@@ -231,6 +235,11 @@ class OverlappedStack(HoldsGroup, nn.Module):
             among = labelled([self._laid_out(schedule) for schedule in schedules])
             self._tunings[key] = Tuning(among, self.process_group, key, has_off=not schedules[0].overlaps)
         return self._tunings[key]
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Have the methods of every block run compiled; options: those of torch.compile. Names of weights stay."""
+        # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
+        self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
 
     @property
     def joint_blocks(self) -> frozenset[int]:
@@ -349,9 +358,10 @@ class OverlappedStack(HoldsGroup, nn.Module):
             self._agreed.add((schedule, failures))
         assert self._seed is not None
         self._calls += 1
-        halves = [schedule.sequence_parallel and b > 0 and _is_halved(block) for b, block in enumerate(self.blocks)]
+        blocks = self._compiled or list(self.blocks)
+        halves = [schedule.sequence_parallel and b > 0 and _is_halved(block) for b, block in enumerate(blocks)]
         execution = Execution(
-            [Methods(block, halved=halved) for block, halved in zip(self.blocks, halves, strict=True)],
+            [Methods(block, halved=halved) for block, halved in zip(blocks, halves, strict=True)],
             schedule,
             Wire(scheduler, schedule, size, self.wire_dtype, self.label + WHOLE_BATCH * runs_whole, self.layer_of),
             x,
@@ -368,6 +378,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
             ),
             cut=cut,
             inputs=held,
+            units=self.units,
             watch=watch,
             spans=self.spans,
             clock=self.clock,
@@ -375,7 +386,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.recent = Calls()
         if not with_gradients:
             return execution.run_forward()
-        call = Call(self.blocks, execution, scheduler, tuning)
+        call = Call(blocks, execution, scheduler, tuning, self.units)
         self.recent = Calls([call])
         return deliver(call, x)
 

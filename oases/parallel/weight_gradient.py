@@ -42,10 +42,20 @@ class _Product:
         if self.weight.requires_grad:
             known = sums.get(id(self.weight))
             rows, columns = (self.x, self.grad) if self.transposed else (self.grad, self.x)
-            sums[id(self.weight)] = rows.t() @ columns if known is None else known.addmm_(rows.t(), columns)
+            if known is not None and known.dtype == rows.dtype:
+                known.addmm_(rows.t(), columns)
+            else:
+                _add(sums, self.weight, rows.t() @ columns)
         if self.bias is not None and self.bias.requires_grad:
-            known = sums.get(id(self.bias))
-            sums[id(self.bias)] = self.grad.sum(0) if known is None else known.add_(self.grad.sum(0))
+            _add(sums, self.bias, self.grad.sum(0))
+
+
+def _add(sums: dict[int, Tensor], parameter: Tensor, gradient: Tensor) -> None:
+    """In the type that the parameter's gradient has."""
+    known = sums.get(id(parameter))
+    sums[id(parameter)] = (
+        gradient.to(parameter.grad_dtype or gradient.dtype) if known is None else known.add_(gradient)
+    )
 
 
 class PutOff:

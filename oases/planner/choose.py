@@ -64,7 +64,7 @@ def rank_plans(
             break
         setting = search.setting
         alike = setting.pipeline in ONLY_EARLIER and replace(setting, pipeline="one_f_one_b") in nothing_again
-        candidates = [] if alike else list(search.candidates())
+        candidates = [] if alike else list(search.candidates(PRUNED * best))
         for plan in candidates:
             found[replace(plan, prediction=None)] = plan
             best = min(best, seconds_of(plan))

@@ -14,7 +14,6 @@ from functools import cache
 from math import exp, inf, log
 
 import numpy as np
-from scipy.optimize import nnls
 
 from oases.planner.published import ALL_REDUCE_MS, BLOCKS_MS, SPEEDUPS
 from oases.schedule import generate
@@ -106,6 +105,8 @@ def fitted_rates() -> Rates:
             seconds += [time / 1e3 for time in published[2 * place : 2 * place + 2]]
     terms = np.array(rows) / np.array(seconds)[:, None]
     scale = terms.max(0)  # the terms differ by many orders of magnitude
+    from scipy.optimize import nnls  # here, for the ranks of a run read plans and make none
+
     found, _ = nnls(terms / scale, np.ones(len(terms)))
     per_flop, per_byte, launch, per_score_byte = found / scale
     error = exp(float(np.abs(np.log(terms / scale @ found)).mean())) - 1

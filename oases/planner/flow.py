@@ -9,8 +9,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, csr_array, eye_array, hstack, vstack
 
 from oases.planner.chain import Dense
 
@@ -35,6 +33,10 @@ def solve_flow(chain: Dense, capacity: float, gap: float, time_limit: float) -> 
 def _solve(
     chain: Dense, capacity: float, limit: float, gap: float, time_limit: float
 ) -> tuple[list[int] | None, float, float]:
+    # Here, for the ranks of a run read plans and solve none.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array, csr_array, eye_array, hstack, vstack
+
     nodes, most = chain.costs.shape
     node, state = np.nonzero(np.isfinite(chain.costs))
     number = np.full((nodes, most), -1)

@@ -10,14 +10,16 @@ USABLE = 0.92
 """Share of a device's memory that a plan may fill; the rest is the runtime's, the allocator's and the libraries'."""
 
 
-def state_bytes(model: ModelShape, parameters: int, replicas: int, *, zero: bool) -> int:
+def state_bytes(model: ModelShape, parameters: int, replicas: int, *, zero: bool, fsdp: bool = False) -> int:
     """Parameters, gradients and Adam's state. Half-precision models keep masters in fp32 beside the two moments.
 
-    zero: the optimizer's state is cut over the `replicas`.
+    zero: the optimizer's state is cut over the `replicas`. fsdp: so are the parameters. Gradients are counted whole:
+    they are cut as the last micro-batch's backward pass goes, and add up whole before.
     """
     element = model.element_bytes
     optimizer = 8 if element == 4 else 12
-    return parameters * 2 * element + parameters * optimizer // (replicas if zero else 1)
+    held = parameters // (replicas if fsdp else 1) + parameters
+    return held * element + parameters * optimizer // (replicas if zero or fsdp else 1)
 
 
 def head_bytes(model: ModelShape, tp: int, samples: float) -> int:
@@ -59,10 +61,21 @@ def embedding_segment(plan: Plan) -> Segment:
 
 
 def stage_state_bytes(plan: Plan, number: int) -> int:
-    """Bytes that a rank of a stage holds all the time."""
-    return sum(
-        state_bytes(plan.model, count, replicas, zero=plan.zero) for count, replicas in stage_parameters(plan, number)
+    """Bytes that a rank of a stage holds all the time; with fsdp also the whole weights that it computes with.
+
+    Those are two blocks', one being gathered ahead, and the embedding's.
+    """
+    sizes = stage_parameters(plan, number)
+    states = sum(
+        state_bytes(plan.model, count, replicas, zero=plan.zero, fsdp=plan.fsdp) for count, replicas in sizes
     )
+    if not plan.fsdp:
+        return states
+    smallest = min(segment.tp for segment in plan.stages[number].segments)
+    whole = sum(plan.model.block_parameters(kind, smallest) for kind in KINDS)
+    if number in (0, len(plan.stages) - 1):
+        whole += plan.model.embedding_parameters(embedding_segment(plan).tp)
+    return states + whole * plan.model.element_bytes
 
 
 def usable_bytes(hardware: Hardware, budget: int | None = None) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from oases.planner.ends import embedding, exposed, head
 from oases.planner.memory import embedding_segment, stage_parameters, stage_state_bytes
-from oases.planner.pieces import SENT, PartPieces, Piece, StagePieces
+from oases.planner.pieces import OPTIMIZER, SENT, PartPieces, Piece, StagePieces
 from oases.planner.plan import BUCKET_BYTES, Part, Plan, Segment
 from oases.schedule import Op
 from oases.schedule.pipeline import early, last_pass
@@ -123,8 +123,8 @@ class StageModel:
         ends = self.number == 0, self.number == len(plan.stages) - 1
         return (
             self.model, plan.stages[self.number].segments, tuple(part.first_block % 2 for part in self.parts), ends,
-            several, plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, embedding_segment(plan).tp,
-            kind, bool(self.early), (part, m) in self.early,
+            several, plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, plan.fsdp,
+            embedding_segment(plan).tp, kind, bool(self.early), (part, m) in self.early,
         )  # fmt: skip
 
     def passes(self, part: Part, pieces: StagePieces | None = None) -> StagePasses:
@@ -164,8 +164,11 @@ class StageModel:
             last = self.weights(part, m)
         else:
             last = self.backward(part, m)
-        last = [*last, Compute(SENT, 0.0), *self.finish()]
-        return StagePieces(made, Piece.of(contention, last, before), stage_state_bytes(self.plan, self.number))
+        finish = list(self.finish())
+        last = [*last, Compute(SENT, 0.0), *finish]
+        optimizer = sum(op.seconds for op in finish if isinstance(op, Compute) and op.name.startswith(OPTIMIZER))
+        held = stage_state_bytes(self.plan, self.number)
+        return StagePieces(made, Piece.of(contention, last, before), held, optimizer)
 
     def _part_pieces(self, part: Part, contention: Mapping[str, Contention]) -> PartPieces:
         forward, backward = self.forward(part, 0), self._backward(part, 0, after=False, gradients=False)
@@ -267,8 +270,8 @@ class StageModel:
             return
         for part, (parameters, replicas) in enumerate(stage_parameters(self.plan, self.number)):
             rate = self.hardware.device.bytes_per_second
-            mine = parameters // replicas if self.plan.zero else parameters
-            yield Compute(f"optimizer {part}", _ADAM_BYTES * mine / rate)
+            mine = parameters // replicas if self.plan.zero or self.plan.fsdp else parameters
+            yield Compute(f"{OPTIMIZER} {part}", _ADAM_BYTES * mine / rate)
             if self.plan.zero and replicas > 1:
                 num_bytes, stride = parameters * self.model.element_bytes, self.plan.stage_ranks // replicas
                 seconds = self.hardware.collective_seconds("all_gather", replicas, num_bytes, stride)

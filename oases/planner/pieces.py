@@ -16,6 +16,8 @@ from oases.simulator.timeline import Timeline
 
 SENT = "sent"
 """Marks in the last pass where its gradient leaves."""
+OPTIMIZER = "optimizer"
+"""Begins the names of what the optimizer computes."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,28 @@ class PartPieces:
 
 @dataclass(frozen=True)
 class StagePieces:
-    """A stage. last: its last pass, up to the optimizer's end. held: bytes before the first one."""
+    """A stage. last: its last pass, up to the optimizer's end. held: bytes before the first one.
+
+    optimizer: seconds of `last` in which the optimizer computes.
+    """
 
     parts: tuple[PartPieces, ...]
     last: Piece
     held: int
+    optimizer: float = 0.0
 
 
 @dataclass(frozen=True)
 class Course:
-    """How a pipeline's step goes: seconds in all, and by stage exposed seconds, bubbles and bytes at the peak."""
+    """How a pipeline's step goes: seconds in all, and by stage exposed seconds, bubbles, bytes at the peak, and the
+    optimizer's seconds.
+    """
 
     seconds: float
     exposed: tuple[float, ...]
     bubbles: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+    optimizer: tuple[float, ...]
 
 
 def course(name: str, num_micro_batches: int, stages: Sequence[StagePieces]) -> Course:
@@ -103,7 +112,7 @@ def course(name: str, num_micro_batches: int, stages: Sequence[StagePieces]) -> 
     total = max(clock.now for clock in clocks)
     return Course(
         total, tuple(clock.exposed for clock in clocks), tuple(clock.waited + total - clock.now for clock in clocks),
-        tuple(clock.peak for clock in clocks),
+        tuple(clock.peak for clock in clocks), tuple(stage.optimizer for stage in stages),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
-from oases.schedule import GENERATORS, PIPELINES, Schedule, ScheduleError, generate
+from oases.schedule import GENERATORS, PIPELINES, Schedule, ScheduleError, generate, sequence_parallel
 from oases.schedule.pipeline import chunks_of, require_sizes
 from oases.simulator.model import LARGEST, ModelShape
 
@@ -34,6 +34,7 @@ BUCKET_BYTES = 16 * 2**20
 
 generated = lru_cache(maxsize=512)(generate)
 """As `generate`, remembered: a search asks for the same lists many times."""
+_cut_along_sequence = lru_cache(maxsize=64)(sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Segment:
     """Consecutive blocks of one tensor-parallel degree, run as one stack.
 
     recomputed_layers: layers of the segment, from its first, that the backward pass computes again.
+    sequence_parallel: between its blocks each of the tp ranks holds its part of the sequence.
     """
 
     num_blocks: int
@@ -48,10 +50,12 @@ class Segment:
     schedule: str = "oases"
     sub_batches: int = 2
     recomputed_layers: int = 0
+    sequence_parallel: bool = False
 
     def generated(self) -> Schedule:
         """The list of ops that the segment's stack runs."""
-        return generated(self.schedule, self.num_blocks, self.sub_batches, self.recomputed_layers)
+        made = generated(self.schedule, self.num_blocks, self.sub_batches, self.recomputed_layers)
+        return _cut_along_sequence(made) if self.sequence_parallel else made
 
 
 @dataclass(frozen=True)
@@ -91,19 +95,25 @@ class Part:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the simulator says of a plan. memory_bytes: at the peak, by stage."""
+    """What the simulator says of a plan. memory_bytes: at the peak, by stage.
+
+    Exposed communication and bubble are each those of the stage with most; optimizer_seconds, its update alone, too,
+    and None in a plan that was written before it was told.
+    """
 
     step_seconds: float
     exposed_seconds: float
     bubble_seconds: float
     memory_bytes: tuple[int, ...]
+    optimizer_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
     """Stages, micro-batches and what is sharded; `global_batch` samples make one optimizer step.
 
-    zero: optimizer state is sharded over the data-parallel ranks. pipeline: the pipeline's schedule.
+    zero: optimizer state is sharded over the data-parallel ranks. fsdp: so are weights and gradients; the planner
+    does not choose it, and predicts its memory but not the time of its gathers. pipeline: the pipeline's schedule.
     """
 
     model: ModelShape
@@ -115,6 +125,7 @@ class Plan:
     zero: bool = False
     pipeline: str = "one_f_one_b"
     prediction: Prediction | None = None
+    fsdp: bool = False
 
     def __post_init__(self) -> None:
         for name in ("world", "ranks_per_node", "global_batch", "micro_batches"):
@@ -123,10 +134,15 @@ class Plan:
                 raise UsageError(f"plan: {name} must be at least 1, got {value}")
             if value > LARGEST:
                 raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
-        if not self.stages:
-            raise UsageError("plan: it has no stage; give at least 1")
+        if self.zero and self.fsdp:
+            raise UsageError("plan: fsdp shards the optimizer's state, too; leave out zero")
         if self.pipeline not in PLANNED:
             raise UsageError(f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PLANNED)}")
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        if not self.stages:
+            raise UsageError("plan: it has no stage; give at least 1")
         blocks = sum(stage.num_blocks for stage in self.stages)
         if blocks != self.model.num_blocks:
             raise UsageError(f"plan: its stages hold {blocks} blocks, the model has {self.model.num_blocks}")
@@ -134,6 +150,8 @@ class Plan:
             raise UsageError(f"plan: {len(self.stages)} stages do not divide {self.world} ranks")
         for number, stage in enumerate(self.stages):
             self._check_stage(stage, f"plan: stage {number}")
+        if self.fsdp and all(segment.tp == self.stage_ranks for stage in self.stages for segment in stage.segments):
+            raise UsageError(f"plan: fsdp needs replicas to shard over, and tp is {self.stage_ranks}; leave it out")
         if chunks_of(self.pipeline) > 1:
             self._check_parts(chunks_of(self.pipeline))
 
@@ -172,6 +190,11 @@ class Plan:
             raise UsageError(
                 f"{where}: recomputed_layers must be from 0 to the {layers} layers of its segment, got "
                 f"{segment.recomputed_layers}"
+            )
+        if segment.sequence_parallel and (segment.tp == 1 or self.model.sequence % segment.tp):
+            raise UsageError(
+                f"{where}: a sequence of {self.model.sequence} tokens cannot be cut over tp {segment.tp}; leave out "
+                "sequence_parallel there"
             )
         if segment.sub_batches < 1:
             raise UsageError(f"{where}: sub_batches must be at least 1, got {segment.sub_batches}")
@@ -229,6 +252,7 @@ class Plan:
             parts = []
             for segment in stage.segments:
                 again = f", {segment.recomputed_layers} layers recomputed" if segment.recomputed_layers else ""
+                again += ", sequence-parallel" if segment.sequence_parallel else ""
                 name = f"{segment.schedule}@{segment.sub_batches}" if segment.sub_batches > 1 else segment.schedule
                 replicas = self.stage_ranks // segment.tp
                 parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{again})")
@@ -244,7 +268,9 @@ class Plan:
             first += many
         counts = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
         how = [self.pipeline] if len(self.stages) > 1 else []
-        return "; ".join([*names, counts, *how, *(["sharded optimizer"] if self.zero else [])])
+        return "; ".join(
+            [*names, counts, *how, *(["sharded optimizer"] if self.zero else []), *(["fsdp"] if self.fsdp else [])]
+        )
 
     def to_json(self) -> str:
         """The plan as JSON that `from_json` reads back."""
@@ -280,9 +306,11 @@ class Plan:
 
 
 def _check_prediction(prediction: Prediction, stages: int) -> None:
-    for name in ("step_seconds", "exposed_seconds", "bubble_seconds"):
+    for name in ("step_seconds", "exposed_seconds", "bubble_seconds", "optimizer_seconds"):
         value = getattr(prediction, name)
-        if not 0 <= value < math.inf:
+        if name == "optimizer_seconds" and value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
             raise UsageError(f"plan: prediction: {name} must be finite and at least 0, got {value!r}")
     memory = prediction.memory_bytes
     if len(memory) != stages or not all(type(each) is int and each >= 0 for each in memory):

@@ -8,7 +8,7 @@ from typing import Any
 
 from oases.planner.memory import stage_state_bytes
 from oases.planner.passes import Lowered, StageModel
-from oases.planner.pieces import Course, StagePieces, course, peak_bytes
+from oases.planner.pieces import OPTIMIZER, Course, StagePieces, course, peak_bytes
 from oases.planner.plan import Plan, Prediction
 from oases.schedule import generate_pipeline
 from oases.simulator.engine import run
@@ -38,7 +38,7 @@ class Predictor:
         """Seconds of a step, what of them is exposed communication and bubble, and peak memory by stage."""
         found = self.course(plan)
         bubbles = max(found.bubbles) if len(plan.stages) > 1 else 0.0
-        return Prediction(found.seconds, max(found.exposed), bubbles, found.peak_bytes)
+        return Prediction(found.seconds, max(found.exposed), bubbles, found.peak_bytes, max(found.optimizer))
 
     def course(self, plan: Plan) -> Course:
         """How the step goes, stage by stage."""
@@ -48,7 +48,7 @@ class Predictor:
         timeline = self.timeline(plan)
         return Course(
             timeline.total_seconds, tuple(map(timeline.exposed, stages)), tuple(map(timeline.bubble, stages)),
-            tuple(map(timeline.peak_bytes, stages)),
+            tuple(map(timeline.peak_bytes, stages)), tuple(_optimizer(timeline, number) for number in stages),
         )  # fmt: skip
 
     def pieces(self, plan: Plan, number: int) -> StagePieces:
@@ -104,3 +104,8 @@ class Predictor:
             self.contention,
             tuple(stage_state_bytes(plan, number) for number in range(len(plan.stages))),
         )
+
+
+def _optimizer(timeline: Timeline, rank: int) -> float:
+    """Seconds in which a rank's optimizer computes."""
+    return sum(span.seconds for span in timeline.spans if span.rank == rank and span.name.startswith(OPTIMIZER))

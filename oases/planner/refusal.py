@@ -9,7 +9,7 @@ from oases.errors import UsageError
 from oases.planner.predict import Predictor
 from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch
-from oases.planner.space import RUNNABLE_STAGES, settings
+from oases.planner.space import settings
 from oases.simulator.quantities import bytes_text, count_text
 
 
@@ -24,8 +24,8 @@ def refusal(runs: Runs, world: int, global_batch: int, capacity: int) -> str:
         "recomputation (leave out --no-recompute)": (model, replace(runs.space, recompute=True)),
         "a sharded optimizer (leave out --no-zero)": (model, replace(runs.space, zero=(False, True))),
     }
-    simulated = runs.space.max_stages > RUNNABLE_STAGES  # what is only simulated may be of any type
-    if simulated and "bfloat16" in runs.hardware.device.flops_per_second and not runs.hardware.blocks:
+    simulated = runs.space.only_simulated and not runs.hardware.blocks
+    if simulated and "bfloat16" in runs.hardware.device.flops_per_second:
         others["bfloat16 instead of float32"] = (replace(model, dtype="bfloat16"), runs.space)
     changes = [
         change

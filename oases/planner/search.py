@@ -62,10 +62,18 @@ class SettingSearch:
     def least_seconds(self) -> float:
         """Less than any plan of this setting takes: every layer in its fastest state, stages as even as can be."""
         layer = min(self.run_of((tp, False)).layer_seconds for tp in self.degrees)
+        return self._least([self.model.layers * layer / self.setting.stages] * self.setting.stages)
+
+    def _least(self, stages: Sequence[float]) -> float:
+        """Less than a step takes whose stages take so long for the blocks of a micro-batch."""
         setting = self.setting
         # Passes W may fill all of the bubble that others leave.
         fill = 0.0 if setting.pipeline == "zb_h1" else (setting.stages - 1) / setting.chunks
-        return (setting.micro_batches + fill) * self.model.layers * layer / setting.stages
+        return max(setting.micro_batches * max(stages), (setting.micro_batches + fill) * sum(stages) / len(stages))
+
+    def _least_of(self, chosen: Sequence[tuple[State, ...]]) -> float:
+        """Less than a plan of these states takes; cheap beside simulating it."""
+        return self._least([sum(self.run_of(state).layer_seconds / 2 for state in states) for states in chosen])
 
     def solve(
         self, stage: int, count: int, states: tuple[State, ...], capacity: float, gradients: float,
@@ -196,11 +204,14 @@ class SettingSearch:
             way = self.run_of((tp, sum(again) * 2 > len(again)))
             yield Segment(len(again), tp, way.schedule, way.sub_batches, (sum(again) + 1) // 2)
 
-    def candidates(self) -> Iterator[Plan]:
-        """Plans that fit, by programmes over all states and over those of each degree alone."""
+    def candidates(self, limit: float = np.inf) -> Iterator[Plan]:
+        """Plans that fit, by programmes over all states and over those of each degree alone.
+
+        Those that take more than `limit` seconds at the very least are left out.
+        """
         for states in self._choices():
             for gradients in (0.0, 1.0) if len(self.degrees) > 1 and len(states) > 2 else (0.5,):
-                found = self._fitting(states, gradients)
+                found = self._fitting(states, gradients, limit)
                 if found is not None:
                     yield found
 
@@ -231,20 +242,24 @@ class SettingSearch:
         """The simulated peak of the choice that holds the least; infinite where there is none."""
         states = self._lightest_choice
         try:
-            plan = self._plan_with(states, 0.0, [self._smallest_of(states)] * self.setting.stages)
+            chosen = self._chosen(states, 0.0, [self._smallest_of(states)] * self.setting.stages)
         except _StageInfeasibleError:
             return np.inf
+        plan = self.predictor.with_prediction(self.plan_of(chosen))
         assert plan.prediction is not None
         return max(plan.prediction.memory_bytes)
 
-    def _fitting(self, states: tuple[State, ...], gradients: float) -> Plan | None:
-        """A plan whose simulated peak is within the capacity; what the closed form leaves out is taken off first."""
+    def _fitting(self, states: tuple[State, ...], gradients: float, limit: float) -> Plan | None:
+        """A plan whose simulated peak is within the capacity; what the closed form leaves out is taken off first.
+
+        None where there is none that could take less than `limit` seconds: less memory only takes longer.
+        """
         stages = self.setting.stages
         capacities = [float(self.capacity)] * stages
         corrections = 4
         while corrections:
             try:
-                plan = self._plan_with(states, gradients, capacities)
+                chosen = self._chosen(states, gradients, capacities)
             except _StageInfeasibleError as error:
                 if error.smallest > self.capacity or capacities[error.stage] == error.smallest:
                     return None
@@ -252,6 +267,9 @@ class SettingSearch:
                 corrections -= stages == 1
                 continue
             corrections -= 1
+            if self._least_of(chosen) > limit:
+                return None
+            plan = self.predictor.with_prediction(self.plan_of(chosen))
             assert plan.prediction is not None
             over = [held - self.capacity for held in plan.prediction.memory_bytes]
             if max(over) <= 0:
@@ -262,8 +280,10 @@ class SettingSearch:
     def _blocks(self, states: tuple[State, ...]) -> list[int]:
         return self.stage_blocks(sorted({tp for tp, _ in states}))
 
-    def _plan_with(self, states: tuple[State, ...], gradients: float, capacities: Sequence[float]) -> Plan:
-        """capacities: of each stage. Raises _StageInfeasibleError."""
+    def _chosen(
+        self, states: tuple[State, ...], gradients: float, capacities: Sequence[float]
+    ) -> tuple[tuple[State, ...], ...]:
+        """The states of each stage's blocks. capacities: of each stage. Raises _StageInfeasibleError."""
         chosen: list[tuple[State, ...]] = []
         # Of the stages between the ends, those after the one that nothing bound hold no more than it does.
         unbound: dict[tuple[int, int | None, bool], tuple[State, ...]] = {}
@@ -282,7 +302,7 @@ class SettingSearch:
                 if not found.binds and not ends:
                     unbound[key] = chosen[-1]
             border = chosen[-1][-1][0]
-        return self.predictor.with_prediction(self.plan_of(tuple(chosen)))
+        return tuple(chosen)
 
 
 def _least(loads: Sequence[StageLoad], layers: int) -> float:

@@ -13,8 +13,8 @@ from oases.schedule.pipeline import chunks_of, early, in_flight
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
 
-RUNNABLE_STAGES = 1
-"""Pipeline stages that the runtime executes. Longer pipelines can be simulated; a search leaves them out."""
+MAX_STAGES = 64
+"""Pipeline stages that a search looks at."""
 
 BEST_PIPELINES = ("one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1")
 """Those that can win: gpipe and pre_recompute hold as much as one of these and take as long or longer."""
@@ -40,7 +40,8 @@ def require_runnable(model: ModelShape) -> None:
 class Space:
     """Degrees, micro-batches: empty means every one that fits. recompute: whether layers may be computed again.
 
-    pipelines: schedules of several stages, up to `max_stages`.
+    pipelines: schedules of several stages, up to `max_stages`. only_simulated: what is found need not be executed, so
+    a refusal may propose a type that the trainer does not know.
     """
 
     degrees: tuple[int, ...] = ()
@@ -49,8 +50,9 @@ class Space:
     micro_batches: tuple[int, ...] = ()
     zero: tuple[bool, ...] = (False, True)
     recompute: bool = True
-    max_stages: int = RUNNABLE_STAGES
+    max_stages: int = MAX_STAGES
     pipelines: tuple[str, ...] = BEST_PIPELINES
+    only_simulated: bool = False
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.pipelines if name not in PIPELINES]

@@ -15,9 +15,9 @@ from torch import Tensor
 from oases.bench.config import DTYPES
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
+from oases.parallel.clock import Clock
 from oases.parallel.group import ProcessGroup
 from oases.parallel.wire import Silence
-from oases.profile.clock import Clock
 from oases.profile.config import ProfileConfig
 from oases.profile.groups import slowest, slowest_of
 from oases.schedule import Op, Schedule, generate, validate

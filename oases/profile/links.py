@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from oases.bench.config import DTYPES
+from oases.parallel.clock import Clock
 from oases.parallel.group import ProcessGroup, group_rank, scheduler_of
-from oases.profile.clock import Clock
 from oases.profile.config import ProfileConfig
 from oases.profile.groups import Probe, slowest
 from oases.simulator.links import Sample

@@ -9,16 +9,24 @@ PEAK_FLOPS = {
     "4090": {"float32": 82.6e12, "bfloat16": 165.2e12, "float16": 165.2e12},
     "a10": {"float32": 31.2e12, "bfloat16": 125e12, "float16": 125e12},
     "a100": {"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
+    "h100 nvl": {"float32": 60e12, "bfloat16": 835e12, "float16": 835e12},
+    "h100 pcie": {"float32": 51e12, "bfloat16": 756e12, "float16": 756e12},
+    "h100": {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12},
+    "h200 nvl": {"float32": 60e12, "bfloat16": 835e12, "float16": 835e12},
+    "h200": {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12},
     "l4": {"float32": 30.3e12, "bfloat16": 121e12, "float16": 121e12},
+    "l40s": {"float32": 91.6e12, "bfloat16": 362e12, "float16": 362e12},
     "t4": {"float32": 8.1e12, "float16": 65e12},
+    "v100": {"float32": 15.7e12, "float16": 125e12},
 }
-"""Dense products, FLOP/s by dtype, fp32 without TF32; half precision summed in fp32."""
+"""Dense products, FLOP/s by dtype, fp32 without TF32; half precision summed in fp32. What a name says more of comes
+before the rest of its kind."""
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """FLOP/s of a device whose name holds one of the known ones as a word; None where it is not known."""
+    """FLOP/s of a device whose name holds the words of one of the known ones; None where it is not known."""
     words = set(re.findall(r"\w+", device.lower()))
     for name, rates in PEAK_FLOPS.items():
-        if name in words:
+        if words.issuperset(name.split()):
             return rates.get(dtype)
     return None

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from oases.errors import UsageError
 from oases.parallel.group import ProcessGroup, group_size
@@ -31,6 +30,8 @@ def everywhere(action: Callable[[], T], what: str, group: ProcessGroup | None) -
 
     Raises SaveError on every rank, with what the system said, if it failed on one.
     """
+    from torch.distributed.checkpoint.api import CheckpointException  # see checkpoint.py
+
     result: Any = None
     fault = ""
     try:

@@ -3,6 +3,7 @@
 Shards are wrapped as DTensors for the time of saving and loading, which is what lets a checkpoint of one
 tensor-parallel degree be read by another. A checkpoint is written aside, with a checksum of every file, and takes its
 place by a rename once it is whole. Only folders that are checkpoints themselves are ever replaced.
+What of torch is for checkpoints alone takes half a second to import, so that is done by who saves or loads one.
 """
 
 from __future__ import annotations
@@ -16,17 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from oases.errors import UsageError
+from oases.parallel.fsdp import laid_out, local, mesh_of, units_of
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.train.agreement import SaveError, everywhere
 from oases.train.integrity import checksums, fault_of, write_checksums
-from oases.train.optimizer import Optimizer, state_of
+from oases.train.optimizer import KeepsMasters, Optimizer, state_of, weight_of
 from oases.train.record import RECORD, Record, is_checkpoint
 
 # One process is what it looks like. Once, and not around each call: filters are no thread's own.
@@ -72,6 +71,8 @@ def write(path: str | Path, state: State, record: Record, group: ProcessGroup | 
         record.write(aside)
 
     def store() -> None:
+        import torch.distributed.checkpoint as dcp
+
         dcp.save(state, checkpoint_id=aside, process_group=group, no_dist=group is None)
 
     def seal() -> None:
@@ -96,6 +97,7 @@ def write(path: str | Path, state: State, record: Record, group: ProcessGroup | 
     except SaveError:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
+        _barrier(group)  # nobody goes on, and looks, while it is being removed
         raise
 
 
@@ -122,18 +124,24 @@ def load(
     if fault:
         raise UsageError(f"checkpoint {str(path)!r} is broken: {fault}; take another")
     wanted = state(model, optimizer, group)
+    # Where another rank keeps the master, the model's own weight is read, and rounded as that rank rounds it.
+    wanted = {**state(model, None, group), **wanted}
     generators = _generators(model)
     if optimizer is not None:
         rank = group_rank(group) if record.ranks == group_size(group) else 0
         generators = {name: one for name, one in generators.items() if name in record.random}
         wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith("random.")}
         wanted |= {_random(name, rank): one.get_state() for name, one in generators.items()}
+    import torch.distributed.checkpoint as dcp
+
     dcp.load(wanted, checkpoint_id=path, process_group=group, no_dist=group is None)
     if optimizer is not None:
         for parameter in model.parameters():
             moments = state_of(optimizer, parameter)
             if moments is not None:
                 moments["step"].fill_(float(record.updates))
+        if isinstance(optimizer, KeepsMasters):
+            optimizer.masters_to_model()
         for name, generator in generators.items():
             generator.set_state(wanted[_random(name, rank)])
     return record
@@ -157,37 +165,54 @@ def _state(
     device: str | None,
 ) -> State:
     """A shard belongs to the group of its layer: replicas of it hold the same one."""
+    from torch.distributed.tensor import DTensor, Shard
+
     dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
-    cut_by = holders(model)
-    meshes: dict[str, DeviceMesh] = {}
+    cut_by, units = holders(model), units_of(model)
+    meshes: dict[str, Any] = {}
 
     def whole(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        tensor = copied(tensor.detach())
-        holder = cut_by.get(id(parameter))
-        cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
-        if holder is None or cutting is None or group_size(cutting) == 1:
+        tensor = copied(local(tensor.detach()))
+        cutting, dim = _cutting(cut_by.get(id(parameter)), group), dims.get(id(parameter), 0)
+        if isinstance(parameter, DTensor):
+            return laid_out(tensor, units[id(parameter)], parameter, cutting, dim)
+        if cutting is None:
             return tensor
         name = group_name(cutting)
         if name not in meshes:
-            meshes[name] = DeviceMesh.from_group(cutting, device or parameter.device.type)
-        return DTensor.from_local(tensor, meshes[name], [Shard(dims[id(parameter)])])
+            meshes[name] = mesh_of([cutting], device or parameter.device.type)
+        return DTensor.from_local(tensor, meshes[name], [Shard(dim)])
 
     found: State = {}
     for name, parameter in model.named_parameters():
-        found[f"model.{name}"] = whole(parameter, parameter)
-        moments = None if optimizer is None else state_of(optimizer, parameter)
-        if moments is None:  # a sharded optimizer keeps those of this parameter on another rank, which writes them
-            continue
-        if not moments:  # before the first step AdamW has none; zeros are what it would begin with
-            moments["step"] = torch.tensor(0.0)
-            moments["exp_avg"] = torch.zeros_like(parameter)
-            moments["exp_avg_sq"] = torch.zeros_like(parameter)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            found[f"optimizer.{name}.{moment}"] = whole(moments[moment], parameter)
+        weight, moments = weight_of(optimizer, parameter), _moments_of(optimizer, parameter)
+        if weight is not None:
+            found[f"model.{name}"] = whole(weight, parameter)
+        # A sharded optimizer keeps those of this parameter on another rank, which writes them.
+        found |= {f"optimizer.{name}.{kind}": whole(moment, parameter) for kind, moment in moments.items()}
     if optimizer is not None:
         for name, generator in _generators(model).items():
             found[_random(name, group_rank(group))] = generator.get_state()
     return found
+
+
+def _moments_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """The moments that this rank keeps of a parameter: AdamW's, made here if it has not begun."""
+    moments = None if optimizer is None else state_of(optimizer, parameter)
+    weight = weight_of(optimizer, parameter)
+    if moments is None or weight is None:
+        return {}
+    if not moments:  # zeros are what it would begin with
+        moments["step"] = torch.tensor(0.0)
+        moments["exp_avg"] = torch.zeros_like(weight)
+        moments["exp_avg_sq"] = torch.zeros_like(weight)
+    return {kind: moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
+
+
+def _cutting(holder: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group that a layer's parameters are cut over; None where every rank has them whole."""
+    cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
+    return None if holder is None or group_size(cutting) == 1 else cutting
 
 
 def random_streams(model: nn.Module) -> list[str]:

@@ -4,140 +4,102 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 
 from oases.errors import UsageError
-from oases.models.gpt import GPTConfig
 from oases.ranks import restart_count
-from oases.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, parse_schedule, validate
-from oases.train.data import VOCABULARY, TextCorpus
+from oases.schedule import (
+    PIPELINES,
+)
+from oases.train.config_file import read_values, written
+from oases.train.data import Corpus
+from oases.train.degrees import Degrees
+from oases.train.fields import require_known, require_types
 from oases.train.guard import POLICIES
+from oases.train.learning_rate import SCHEDULES, Course, share_of_peak
 from oases.train.log import steps_in
+from oases.train.masters import PRECISIONS
 from oases.train.retention import require_folder
+from oases.train.scalars import require_tensorboard
+from oases.train.sizes import ModelOptions, option, sizes_of
+from oases.train.tokenizer import tokenizer_called
+from oases.train.tokens import corpus_of
 
 AUTO = "auto"
 """As `resume`: the newest checkpoint in `checkpoint`, or the start."""
 
 
-def option(default: Any, description: str) -> Any:
-    """A field with the text its command-line option shows."""
-    return field(default=default, metadata={"help": description})
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """Sizes of the model and of a batch, and how the batch is scheduled."""
-
-    hidden: int = option(512, "width of the model, features")
-    layers: int = option(4, "transformer layers")
-    heads: int = option(0, "attention heads; 0 = hidden / 64")
-    sequence: int = option(128, "tokens (bytes of text) per sample")
-    batch: int = option(8, "samples per step")
-    sub_batches: int = option(
-        0, "parts the batch is cut into by an overlapping schedule; 0 = 4, or 2 for a batch below 4"
-    )
-    recompute: str = option("none", "what the backward pass computes again: none, or full to keep block inputs alone")
-
-    def __post_init__(self) -> None:
-        if self.heads == 0:
-            object.__setattr__(self, "heads", max(1, self.hidden // 64))
-        if self.sub_batches == 0:
-            object.__setattr__(self, "sub_batches", 4 if self.batch >= 4 else 2)
-        for name in ("hidden", "layers", "heads", "sequence", "batch", "sub_batches"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.recompute not in ("none", "full"):
-            raise UsageError(f"unknown recompute {self.recompute!r}; known are none and full")
-        if self.hidden % self.heads:
-            raise UsageError(f"hidden {self.hidden} does not divide by {self.heads} heads; change one of them")
-
-    def require_degree(self, degree: int) -> None:
-        """Raise UsageError unless the model can be cut over `degree` ranks."""
-        if degree < 1:
-            raise UsageError(f"--tp must be at least 1, got {degree}")
-        sizes = {"heads": self.heads, "hidden": self.hidden, "vocabulary": VOCABULARY}
-        for name, size in sizes.items():
-            if size % degree:
-                fits = ", ".join(str(t) for t in range(1, 65) if not any(other % t for other in sizes.values()))
-                raise UsageError(f"{name} {size} does not divide by --tp {degree}; degrees that do: {fits}")
-
-    def resolve_schedule(self, name: str, layer_of: LayerOf = None) -> Schedule:
-        """The schedule called `name`, or the one whose text stands in the file `name`, for this model.
-
-        NAME@N is the named schedule with N sub-batches in place of `sub_batches`. layer_of: each block's layer; None
-        where a layer is two blocks.
-        UsageError where there is neither or the batch is too small; ScheduleError for a bad text.
-        """
-        plain, _, count = name.partition("@")
-        num_blocks = 2 * self.layers if layer_of is None else len(layer_of)
-        if plain in GENERATORS and (not count or count.isdecimal()):
-            sub_batches = int(count[:9]) if count else self.sub_batches
-            recompute = cast(Recompute, self.recompute)
-            if plain not in WHOLE:
-                self._require_batch(sub_batches)
-            schedule = generate(plain, num_blocks, sub_batches, recompute, layer_of)
-        elif Path(name).is_file():
-            try:
-                schedule = parse_schedule(Path(name).read_text(encoding="utf-8"))
-            except UnicodeDecodeError as error:
-                raise UsageError(f"schedule file {name!r} is not UTF-8 text: {error.reason}") from error
-            if schedule.num_blocks != num_blocks:
-                raise UsageError(
-                    f"schedule file {name!r} is for {schedule.num_blocks} blocks; {self.layers} layers have "
-                    f"{num_blocks}"
-                )
-            if schedule.along == "batch":
-                self._require_batch(schedule.num_sub_batches)
-            validate(schedule)
-            if not schedule.backward:
-                raise UsageError(f"schedule file {name!r} has no backward pass, which training needs")
-        else:
-            raise UsageError(
-                f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}, auto to choose by measuring, "
-                "or give the path of a schedule's text"
-            )
-        return schedule
-
-    def schedule_or_auto(self, name: str, layer_of: LayerOf = None) -> Schedule | Literal["auto"]:
-        """Like `resolve_schedule`, but "auto" stands for itself: what it is, the first steps of a run decide."""
-        if name.startswith("auto@") and not Path(name).is_file():
-            raise UsageError(f"unknown schedule {name!r}; auto chooses the sub-batches too, so write auto alone")
-        return "auto" if name == "auto" else self.resolve_schedule(name, layer_of)
-
-    def _require_batch(self, num_sub_batches: int) -> None:
-        if self.batch < num_sub_batches:
-            raise UsageError(
-                f"a batch of {self.batch} cannot be cut into {num_sub_batches} sub-batches; raise --batch, lower "
-                "--sub-batches, or take --schedule auto, which can cut a single sample by its tokens"
-            )
-
-    def gpt(self, seed: int) -> GPTConfig:
-        """The built-in GPT of these sizes."""
-        return GPTConfig(hidden=self.hidden, layers=self.layers, heads=self.heads, sequence=self.sequence, seed=seed)
-
-
+ROWS_MULTIPLE = 64
+"""Rows of a tokenizer's table are rounded up to one, so that the degrees in use divide them."""
 WIRE_DTYPES: dict[str, torch.dtype | None] = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KNOWN: dict[str, Iterable[str]] = {
+    "wire_dtype": WIRE_DTYPES,
+    "precision": PRECISIONS,
+    "pipeline_schedule": PIPELINES,
+    "learning_rate_schedule": SCHEDULES,
+    "save_error": ("warn", "stop"),
+    "bad_loss": POLICIES,
+}
+_AT_LEAST_1 = ("steps", "validation_batches", "micro_batches")
+_AT_LEAST_0 = (
+    "warmup", "weight_decay", "checkpoint_every", "keep", "spike", "evaluate_every", "decay_steps", "vocabulary",
+    "learning_rate_floor", "peak_flops", "print_every",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TrainConfig(ModelOptions):
     """A training run. All values are checked when it is made; UsageError names the one that cannot be."""
 
-    data: str | None = option(None, "text file or folder of text files; default: Python's standard library")
+    data: str | None = option(
+        None,
+        "text file, folder of text files, or folder that Hugging Face datasets saved; default: Python's standard "
+        "library",
+    )
+    tokenizer: str | None = option(
+        None, "tokenizer.json, folder with one, or name of one of Hugging Face; default: bytes are the tokens"
+    )
+    text_column: str = option("text", "column of a dataset that holds the text")
+    vocabulary: int = option(
+        0, "rows of the table of tokens; 0 = the tokenizer's tokens, rounded up to 64's multiple"
+    )
+    precision: str = option("float32", "type of weights and activations: float32, or bfloat16 with float32 masters")
+    degrees: Degrees = field(
+        default=Degrees(),
+        metadata={"help": "replicas (data), stages (pipeline), ranks that share a layer (tensor; 0 = the rest)"},
+    )
+    pipeline_schedule: str = option("one_f_one_b", f"order of passes on the stages: {', '.join(PIPELINES)}")
+    micro_batches: int = option(1, "parts of a batch whose gradients are added up before a step")
+    zero: bool = option(False, "spread the optimizer's state over the replicas")
+    fsdp: bool = option(False, "spread weights and gradients over the replicas, too, by FSDP2; in place of zero")
+    plan: str | None = option(
+        None, "execute the plan in this file: it says the model, the batch, the ranks, their degrees and schedules"
+    )
     schedule: str = option(
         "oases", "oases, sync, oases@4 or another by name, auto to choose by measuring, or the path of one's text"
     )
     wire_dtype: str = option("none", "type that activations are summed in: none (their own), bfloat16 or float16")
+    sequence_parallel: bool = option(False, "between blocks each tensor-parallel rank holds its part of the sequence")
+    compile: str = option(
+        "none", "what torch.compile compiles the methods of each block with: none, or a backend such as inductor"
+    )
     steps: int = option(200, "optimizer steps")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
-    warmup: int = option(10, "steps of linear warm-up before the cosine")
+    learning_rate_schedule: str = option(
+        "cosine", "what follows the warm-up: cosine, linear, constant, or wsd (the peak, and a line down at the end)"
+    )
+    learning_rate_floor: float = option(0.1, "share of the peak learning rate at the end")
+    warmup: int = option(10, "steps of linear warm-up")
+    decay_steps: int = option(0, "last steps, in which wsd goes down; 0 = a tenth of all")
     weight_decay: float = option(0.1, "weight decay of matrices")
     clip: float = option(1.0, "largest norm of the gradient")
-    validation_batches: int = option(8, "held-out batches in the final validation loss")
+    validation_batches: int = option(8, "held-out batches in a validation loss")
+    evaluate_every: int = option(0, "steps from one validation loss to the next; 0 = after the last step alone")
     seed: int = option(0, "seed of weights and batches")
     device: str = option("cpu", "cpu or cuda")
     checkpoint: str | None = option(
@@ -152,31 +114,104 @@ class TrainConfig(ModelOptions):
         "newest in --checkpoint, or the start if there is none",
     )
     step_log: str | None = option(None, "file for a line of JSON per step; a run that goes on continues it")
+    tensorboard: str | None = option(
+        None, "folder for TensorBoard's curves of every step; a run that goes on continues them"
+    )
+    peak_flops: float = option(
+        0.0,
+        "FLOP/s of one rank at its best, for the utilisation; 0 = a known GPU's data sheet, or a measured product",
+    )
+    print_every: int = option(0, "steps from line to line where progress goes to no terminal; 0 = ten lines in all")
     bad_loss: str = option("stop", "what a loss or gradient that is not finite does: stop, skip the step, or off")
     spike: float = option(0.0, "a loss above so many times the median of the last 32 is bad too; 0 = never")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "degrees", Degrees.of(self.degrees))
+        require_types(self)
         super().__post_init__()
-        if self.wire_dtype not in WIRE_DTYPES:
-            raise UsageError(f"unknown wire_dtype {self.wire_dtype!r}; known are {', '.join(WIRE_DTYPES)}")
-        for name in ("steps", "validation_batches"):
+        require_known(self, _KNOWN)
+        for name in _AT_LEAST_1:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
-        for name in ("warmup", "weight_decay", "checkpoint_every", "keep", "spike"):
+        for name in _AT_LEAST_0:
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
+        if self.learning_rate_floor > 1:
+            raise UsageError(f"learning_rate_floor must be from 0 to 1, got {self.learning_rate_floor}")
         require_seed(self.seed)
         require_device(self.device)
+        require_compiler(self.compile)
         self._require_survival()
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> TrainConfig:
+        """The configuration in a file, YAML or Python; of its plan's sizes where it names a plan.
+
+        UsageError names file, line and field of what is wrong.
+        """
+        from oases.train.plan import config_for, read_plan  # which reads this configuration
+
+        values = cls.merged(read_values(Path(path), fields(cls)), {})
+        return cls(**values) if values.get("plan") is None else config_for(read_plan(values["plan"]), values)
+
+    @classmethod
+    def merged(cls, in_file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """A file's values, and before them those `given`; with a plan, a file's defaults are the plan's to say."""
+        values = in_file | given
+        if "degrees" in values:
+            values["degrees"] = Degrees.of(values["degrees"])
+        if values.get("plan") is None:
+            return values
+        usual = {item.name: item.default for item in fields(cls)}
+        return {name: value for name, value in values.items() if name in given or value != usual[name]}
+
+    def to_yaml(self) -> str:
+        """A YAML of all fields with their help as comments, which `from_yaml` reads back."""
+        return written(self.given(), fields(self))
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are not as they are where nothing is given."""
+        usual = {item.name: item.default for item in fields(self)}
+        usual |= {"heads": self.usual_heads, "sub_batches": self.usual_sub_batches}
+        return {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it asks for more than one tensor-parallel group and one pass, and so for a plan."""
+        return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp
+
+    @property
+    def usual_sub_batches(self) -> int:
+        """Where none were given: by a replica's samples of a micro-batch; 1 without tensor parallelism."""
+        if not self.is_planned:
+            return super().usual_sub_batches
+        samples = self.batch // (self.degrees.data * max(1, self.micro_batches))
+        return 1 if self.degrees.tensor == 1 or samples < 2 else 4 if samples >= 4 else 2
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table of tokens. UsageError for a tokenizer that cannot be had, or has more tokens."""
+        tokens = tokenizer_called(self.tokenizer).size
+        if 0 < self.vocabulary < tokens:
+            raise UsageError(
+                f"vocabulary {self.vocabulary} is too small; {self.tokenizer or 'bytes'} has {tokens} tokens"
+            )
+        return self.vocabulary or -(-tokens // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        course = Course(self.steps, self.warmup, self.learning_rate_floor, self.decay_steps)
+        return self.learning_rate * share_of_peak(self.learning_rate_schedule, course, step)
+
+    def corpus(self) -> Corpus:
+        """What it trains on. UsageError where it cannot be read."""
+        return corpus_of(self.data, tokenizer_called(self.tokenizer), self.text_column)
 
     def _require_survival(self) -> None:
         """What of checkpoints, restarts and bad losses can be known from the values alone."""
-        for name, known in (("save_error", ("warn", "stop")), ("bad_loss", POLICIES)):
-            if getattr(self, name) not in known:
-                raise UsageError(f"unknown {name} {getattr(self, name)!r}; known are {', '.join(known)}")
         if 0 < self.spike <= 1:
             raise UsageError(f"spike must be above 1, or 0 for never, got {self.spike}")
         if self.checkpoint is None and (self.checkpoint_every or self.resume == AUTO):
@@ -188,15 +223,20 @@ class TrainConfig(ModelOptions):
         """Whether the run begins with the newest of its own checkpoints, where there is one."""
         return self.checkpoint is not None and (self.resume == AUTO or restart_count() > 0)
 
-    def check(self, degree: int) -> TextCorpus:
+    def check(self, degree: int) -> Corpus:
         """Everything that can be known before any rank starts; returns the corpus."""
         self.require_degree(degree)
         self.schedule_or_auto(self.schedule)
+        if self.sequence_parallel and (degree == 1 or self.sequence % degree):
+            raise UsageError(
+                f"a sequence of {self.sequence} cannot be cut over --tp {degree}; leave out --sequence-parallel, or "
+                "change --sequence"
+            )
         if self.device == "cpu":
             require_memory(self, degree)
         return self.check_files(sizes_of(self))
 
-    def check_files(self, sizes: dict[str, Any]) -> TextCorpus:
+    def check_files(self, sizes: dict[str, Any]) -> Corpus:
         """What is read and written, for a model of these sizes; returns the corpus."""
         from oases.train.resumption import require_resumable  # which reads this configuration
 
@@ -204,7 +244,9 @@ class TrainConfig(ModelOptions):
             require_folder(self.checkpoint)
         require_resumable(self, sizes)
         self._require_step_log()
-        corpus = TextCorpus(self.data)
+        if self.tensorboard is not None:
+            require_tensorboard(self.tensorboard, new=self.resume is None and not self.goes_on)
+        corpus = self.corpus()
         for split in ("train", "validation"):
             corpus.batch(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)
         return corpus
@@ -219,12 +261,6 @@ class TrainConfig(ModelOptions):
             raise UsageError(f"step log {self.step_log!r} is a folder; give the path of a file")
         if steps_in(self.step_log) and self.resume is None and not self.goes_on:
             raise UsageError(f"step log {self.step_log!r} holds the steps of another run; give a new file")
-
-
-def sizes_of(options: ModelOptions) -> dict[str, Any]:
-    """What a model must be built with to load another's weights."""
-    sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "sequence")}
-    return {"vocabulary": VOCABULARY} | sizes
 
 
 def require_seed(seed: int) -> None:
@@ -252,6 +288,13 @@ def require_bytes(need: int, what: str, remedy: str) -> None:
         )
 
 
+def require_compiler(name: str) -> None:
+    """Raise UsageError unless `name` is none or a backend that torch.compile knows."""
+    if name != "none" and name not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise UsageError(f"unknown compile {name!r}; known are none, {known}, and torch's for debugging")
+
+
 def require_device(device: str) -> None:
     """Raise UsageError unless `device` is one that torch has here."""
     if device not in ("cpu", "cuda"):
@@ -262,4 +305,4 @@ def require_device(device: str) -> None:
 
 def settings(config: Any) -> dict[str, Any]:
     """A dataclass's fields by name, as plain values."""
-    return {item.name: getattr(config, item.name) for item in fields(config)}
+    return asdict(config)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from oases.parallel.group import ProcessGroup, group_name, group_size
 
@@ -31,7 +31,7 @@ class ShardedAdamW:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._here: dict[nn.Parameter, torch.optim.Optimizer] = {}
         for group, parameters in by_group.values():
-            groups = _decayed(parameters, weight_decay)
+            groups = decayed(parameters, weight_decay)
             optimizer: Any
             if group is None:
                 optimizer = local = torch.optim.AdamW(groups, lr=learning_rate, **OPTIONS)
@@ -69,7 +69,25 @@ class ShardedAdamW:
         return state
 
 
-Optimizer = torch.optim.AdamW | ShardedAdamW
+@runtime_checkable
+class KeepsMasters(Protocol):
+    """An optimizer whose weights are others than the model's, of a wider type; see `oases.train.masters`."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...  # noqa: D102
+
+    def step(self) -> None: ...  # noqa: D102
+
+    def zero_grad(self) -> None: ...  # noqa: D102
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any] | None: ...  # noqa: D102
+
+    def master_of(self, parameter: nn.Parameter) -> Tensor | None: ...  # noqa: D102
+
+    def masters_to_model(self) -> None: ...  # noqa: D102
+
+
+Optimizer = torch.optim.AdamW | ShardedAdamW | KeepsMasters
 
 
 def adamw(parts: Parts, *, learning_rate: float, weight_decay: float, sharded: bool = False) -> Optimizer:
@@ -77,22 +95,29 @@ def adamw(parts: Parts, *, learning_rate: float, weight_decay: float, sharded: b
     if sharded:
         return ShardedAdamW(parts, learning_rate=learning_rate, weight_decay=weight_decay)
     parameters = [parameter for part, _ in parts for parameter in part]
-    return torch.optim.AdamW(_decayed(parameters, weight_decay), lr=learning_rate, **OPTIONS)
+    return torch.optim.AdamW(decayed(parameters, weight_decay), lr=learning_rate, **OPTIONS)
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any] | None:
     """What an optimizer keeps of a parameter, empty before its first step; None where another rank keeps it."""
-    if isinstance(optimizer, ShardedAdamW):
+    if isinstance(optimizer, ShardedAdamW | KeepsMasters):
         return optimizer.state_of(parameter)
     state: dict[str, Any] = optimizer.state[parameter]
     return state
 
 
-def _decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+def weight_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> Tensor | None:
+    """The weight that an optimizer updates, the parameter or its master; None where another rank keeps that."""
+    return optimizer.master_of(parameter) if isinstance(optimizer, KeepsMasters) else parameter
+
+
+def decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups: weight decay is of matrices alone."""
+    # A fused update takes either shards of FSDP2 or plain tensors, and shards of one mesh alone.
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dim() < 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    return [
+        {"params": found, "weight_decay": 0.0 if is_vector else weight_decay}
+        for (is_vector, _), found in sorted(groups.items(), key=lambda group: group[0][0])
     ]
-    return [group for group in groups if group["params"]]

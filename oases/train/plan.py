@@ -1,21 +1,32 @@
-"""A training run as a plan says: the configuration that fits it, and what can be checked before any rank starts."""
+"""A training run as a plan says: the configuration that fits it, and what can be checked before any rank starts.
+
+A plan comes from the planner, or from the degrees that a configuration asks for.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from oases.errors import UsageError
 from oases.parallel.parts import require_runnable
-from oases.planner.plan import Plan, read_plan
+from oases.planner.plan import Plan, Segment, Stage, read_plan
+from oases.schedule import GENERATORS
+from oases.schedule.pipeline import chunks_of
+from oases.simulator.model import ModelShape
 from oases.train.config import TrainConfig, require_bytes, sizes_of
-from oases.train.data import VOCABULARY, TextCorpus
+from oases.train.data import Corpus
+from oases.train.tokenizer import tokenizer_called
 
-__all__ = ["check", "config_for", "read_plan", "require_fit"]
+__all__ = ["asked_for", "by_hand", "check", "config_for", "read_plan", "require_fit"]
 
-_SIZES = ("hidden", "layers", "heads", "sequence")
-_SAID = ("schedule", "sub_batches", "recompute")
+_SIZES = ("hidden", "layers", "heads", "sequence", "vocabulary")
+_SAID = (
+    "schedule", "sub_batches", "recompute", "sequence_parallel", "degrees", "pipeline_schedule", "micro_batches",
+    "zero", "fsdp",
+)  # fmt: skip
 
 
 def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
@@ -25,29 +36,113 @@ def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
     """
     for name in _SAID:
         if name in given:
-            raise UsageError(f"the plan says schedules and recomputation of every segment; leave out {_option(name)}")
-    config = TrainConfig(**{**_sizes(plan), **given})
+            raise UsageError(
+                "the plan says schedules, recomputation, what is sequence-parallel, degrees and micro-batches; leave "
+                f"out {_option(name)}"
+            )
+    config = TrainConfig(**{**_sizes(plan), "precision": plan.model.dtype, **given})
     require_fit(config, plan)
     return config
+
+
+def asked_for(config: TrainConfig, ranks: int) -> Plan | None:
+    """The plan that a configuration asks for in a run of so many ranks: the one it names, or one of its degrees.
+
+    None where all ranks are one tensor-parallel group and a batch is one pass. UsageError where it cannot be.
+    """
+    if config.plan is not None:
+        return read_plan(config.plan)
+    tensor = config.degrees.tensor_of(ranks)
+    return by_hand(config, tensor) if config.is_planned else None
+
+
+def by_hand(config: TrainConfig, tensor: int) -> Plan:
+    """A plan of the configuration's degrees without a profile: layers spread evenly, one schedule for all.
+
+    tensor: the tensor-parallel degree. Of a number of layers that does not divide, the last stage, which has the
+    head, has the fewer. UsageError for what cannot be executed: stages more than layers, micro-batches fewer than
+    stages, a batch that does not divide, a schedule that is no generator's name.
+    """
+    config.require_degree(tensor)
+    degrees, (name, _, count) = config.degrees, config.schedule.partition("@")
+    if name not in GENERATORS or (count and not count.isdecimal()):
+        raise UsageError(
+            f"schedule {config.schedule!r} is not for a run of several stages, replicas or micro-batches; give "
+            f"one of {', '.join(sorted(GENERATORS))}"
+        )
+    sub_batches = int(count[:9]) if count else config.sub_batches
+    chunks = chunks_of(config.pipeline_schedule)
+    num_parts = degrees.pipeline * chunks
+    if num_parts > config.layers:
+        each = f", each with {chunks} parts of the model," if chunks > 1 else ""
+        raise UsageError(
+            f"{degrees}: {degrees.pipeline} stages{each} are more than the {config.layers} layers; give fewer stages "
+            "or more --layers"
+        )
+    share = degrees.data * config.micro_batches
+    if config.batch % share:
+        raise UsageError(
+            f"a batch of {config.batch} does not divide into {config.micro_batches} micro-batches for each of "
+            f"{degrees.data} replicas; give a multiple of {share} as --batch"
+        )
+    if config.batch // share < sub_batches:
+        raise UsageError(
+            f"{config.batch // share} samples of a micro-batch on a replica cannot be cut into {sub_batches} "
+            f"sub-batches; raise --batch to {sub_batches * share}, or lower --sub-batches or --micro-batches"
+        )
+    cuts = [-(-config.layers * part // num_parts) for part in range(num_parts + 1)]
+    layers = [last - first for first, last in itertools.pairwise(cuts)]
+    again = config.recompute == "full"
+    segments = [
+        Segment(2 * count, tensor, name, sub_batches, count if again else 0, config.sequence_parallel)
+        for count in layers
+    ]
+    plan = Plan(
+        model=ModelShape(
+            config.hidden, config.layers, config.heads, config.sequence, config.rows, dtype=config.precision
+        ),
+        world=degrees.data * degrees.pipeline * tensor,
+        ranks_per_node=degrees.data * degrees.pipeline * tensor,
+        global_batch=config.batch,
+        micro_batches=config.micro_batches,
+        stages=tuple(Stage(tuple(segments[stage :: degrees.pipeline])) for stage in range(degrees.pipeline)),
+        zero=config.zero,
+        fsdp=config.fsdp,
+        pipeline=config.pipeline_schedule,
+    )
+    require_runnable(plan)
+    return plan
 
 
 def require_fit(config: TrainConfig, plan: Plan) -> None:
     """Raise UsageError, naming the field, unless plan and configuration are of the same model and batch."""
     for name, size in _sizes(plan).items():
-        if getattr(config, name) != size:
+        if getattr(config, name) != size and not (name == "vocabulary" and config.vocabulary == 0):
             raise UsageError(
                 f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {_option(name)}, or make "
                 "a plan for it"
             )
     if not (plan.model.is_gpt and plan.model.tied):
         raise UsageError(f"plan: its model {plan.model.name!r} is no GPT, which is what this trains; plan for a GPT")
-    if plan.model.dtype != "float32":
-        raise UsageError(f"plan: its model computes in {plan.model.dtype}, training here in float32; plan for that")
-    if plan.model.vocabulary < VOCABULARY:
-        raise UsageError(f"plan: a vocabulary of {plan.model.vocabulary} is too small; bytes are {VOCABULARY}")
+    if plan.model.dtype != config.precision:
+        raise UsageError(
+            f"plan: its model computes in {plan.model.dtype}, training here in {config.precision}; leave out "
+            "--precision, or plan for that"
+        )
+    if plan.fsdp and config.precision != "float32":
+        raise UsageError(
+            f"precision {config.precision} and fsdp do not go together: the masters would have to be in shards, too; "
+            "take zero, which has them so, or float32"
+        )
+    tokenizer = tokenizer_called(config.tokenizer)
+    if plan.model.vocabulary < tokenizer.size:
+        raise UsageError(
+            f"plan: a vocabulary of {plan.model.vocabulary} is too small; {tokenizer.name} has {tokenizer.size} "
+            "tokens"
+        )
 
 
-def check(config: TrainConfig, plan: Plan) -> TextCorpus:
+def check(config: TrainConfig, plan: Plan) -> Corpus:
     """Everything that can be known before any rank starts; returns the corpus."""
     require_fit(config, plan)
     require_runnable(plan)
@@ -60,7 +155,8 @@ def _bytes_of(plan: Plan) -> int:
     """Of weights, gradients and AdamW's two moments of all ranks."""
     total, number = 0.0, 0
     for segment in (segment for part in plan.parts for segment in part.segments):
-        copies = 2 + 2 / (plan.stage_ranks // segment.tp if plan.zero else 1)
+        replicas = plan.stage_ranks // segment.tp
+        copies = 4 / replicas if plan.fsdp else 2 + 2 / (replicas if plan.zero else 1)
         for _ in range(segment.num_blocks):
             total += copies * plan.stage_ranks * plan.model.block_parameters(plan.model.kind_of(number), segment.tp)
             number += 1

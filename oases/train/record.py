@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
-from oases.train.data import VOCABULARY
+from oases.train.tokenizer import BYTES
 
 FORMAT = 2
 """Of the folder. One is raised where an older reader would misread it."""
 
 RECORD = "checkpoint.json"
 """The record's file in a checkpoint's folder; a folder with one is a checkpoint."""
+
+
+_KINDS = {"step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list}
+"""Of the fields that a run goes on with."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,9 @@ class Record:
     step: steps done, which is also the learning rate's position. updates: those of them that changed the weights;
     a step whose loss was bad may have been skipped. sizes: what a model must be built with to load it. data: seed,
     sizes of a batch and of the corpus, and the next step's number, which together tell the next batch. ranks: of the
-    run. calls: forward passes of its stacks, which name the streams of random numbers. random: whose states the
-    checkpoint has of every rank, "cpu" and "cuda". losses: recent ones, nats per byte, for what counts as a spike.
-    config, plan: as given, for people.
+    run. random: whose states the checkpoint has of every rank, "cpu" and "cuda"; the streams of the stacks' ops
+    follow from the step. losses: recent ones, nats per byte, for what counts as a spike. config, plan: as given, for
+    people.
     """
 
     step: int
@@ -37,7 +41,6 @@ class Record:
     learning_rate: float = 0.0
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
     ranks: int = 1
-    calls: int = 0
     random: list[str] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -61,7 +64,11 @@ class Record:
                     f"checkpoint {str(folder)!r} is of format {version}, this oases reads formats up to {FORMAT}; "
                     "upgrade oases"
                 )
-            return cls(**given)
+            record = cls(**given)
+            for name, kind in _KINDS.items():
+                if not isinstance(getattr(record, name), kind):
+                    raise TypeError(f"{name} is {getattr(record, name)!r}")
+            return record
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise UsageError(
                 f"checkpoint {str(folder)!r} is broken: its {RECORD} cannot be read ({error}); take another"
@@ -69,7 +76,7 @@ class Record:
 
     def require_sizes(self, sizes: dict[str, Any], folder: str | Path) -> None:
         """Raise UsageError, naming what differs, unless the checkpoint in `folder` is of a model of these sizes."""
-        saved = {"vocabulary": VOCABULARY} | self.sizes
+        saved = {"vocabulary": BYTES} | self.sizes
         for name, size in sizes.items():
             if saved.get(name) != size:
                 raise UsageError(

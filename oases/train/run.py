@@ -30,13 +30,11 @@ def run_training(
         timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timeout)
     trainer = Trainer(config, process_group=dist.group.WORLD, plan=plan, mesh=mesh)
-    with progress("training", config.steps, dist.get_rank() == 0) as advance:
-
-        def on_step(step: int, loss: float, seconds: float) -> None:
-            rate = config.batch * config.sequence / seconds
-            advance(step, f"loss {loss:.3f}, {1e3 * seconds:.0f} ms, {rate:.0f} tokens/s")
-
-        result = trainer.train(on_step)
+    with progress(
+        "training", config.steps, dist.get_rank() == 0,
+        done_before=trainer.steps_done, every=config.print_every, below=True,
+    ) as advance:  # fmt: skip
+        result = trainer.train(lambda report: advance(report.step, report.text()))
     if written is not None:
         return {"config": settings(config), "plan": json.loads(written), **result}
     return {"config": settings(config) | {"tp": dist.get_world_size()}, **result}

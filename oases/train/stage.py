@@ -11,6 +11,7 @@ from oases.models.gpt import GPT
 from oases.parallel.average import GradientAverage
 from oases.parallel.calls import Calls
 from oases.parallel.collectives import all_reduce
+from oases.parallel.fsdp import ShardedAverage, local
 from oases.parallel.group import ProcessGroup
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
@@ -36,12 +37,12 @@ class TrainedStage:
         self.messages = Messages(pipeline, mesh, degrees, device=device)
         self.run = StageRun(pipeline, mesh.stage, self.messages)
 
-    def backward(self, batches: MicroBatches, average: GradientAverage) -> float:
+    def backward(self, batches: MicroBatches, average: GradientAverage | ShardedAverage) -> float:
         """Forward and backward passes of a step; the loss of its batch. Gradients are those of the whole batch."""
         losses = self.run.run(self._forward(batches), average.overlapped())
         tied = self.model.tied
         if tied is not None and tied.grad is not None:  # after the average: both sums are of what is averaged
-            all_reduce(tied.grad, self.mesh.ends, "tied table")
+            all_reduce(local(tied.grad), self.mesh.ends, "tied table")
         return self._everywhere(losses)
 
     def evaluate(self, batches: MicroBatches) -> float:

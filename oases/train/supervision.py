@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import resource
 import time
 import warnings
 from contextlib import ExitStack
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from oases.train.agreement import SaveError
 from oases.train.checkpoint import staged
 from oases.train.interruption import sigterm_noted
 from oases.train.log import StepLog
+from oases.train.measures import StepReport
+from oases.train.scalars import Scalars
 from oases.train.writer import CheckpointWriter
 
 if TYPE_CHECKING:
@@ -45,9 +47,12 @@ class Supervision:
         config = self.trainer.config
         self._writer: CheckpointWriter | None = None
         self._log: StepLog | None = None
+        self._scalars: Scalars | None = None
         self._told = lambda: False
         if config.step_log is not None and self.first:
             self._log = self._open.enter_context(StepLog(config.step_log, self.trainer.steps_done))
+        if config.tensorboard is not None and self.first:
+            self._scalars = self._open.enter_context(Scalars(config.tensorboard, self.trainer.steps_done))
         if config.checkpoint is not None:
             self._writer = self._open.enter_context(
                 CheckpointWriter(config.checkpoint, config.keep, self.trainer.group)
@@ -60,15 +65,15 @@ class Supervision:
     ) -> None:
         self._open.__exit__(kind, error, trace)
 
-    def after_step(self, loss: float, seconds: float) -> None:
-        """Log the step, and save where it is time. seconds: of the step.
+    def after_step(self, report: StepReport | None) -> None:
+        """Log the step, and save where it is time. report: of the step, None where nobody asked for one.
 
         Raises SavedExit once the process was told to end, SaveError where the policy is to stop at it.
         """
         config, step = self.trainer.config, self.trainer.steps_done
         told, failed = self._agreed()
         # Before the checkpoint starts: the log of a run that goes on from it must have the step.
-        self._write_log(loss, seconds)
+        self._write(report)
         if failed:
             self._settle()
         if self._writer is not None and (told or (config.checkpoint_every and step % config.checkpoint_every == 0)):
@@ -106,6 +111,8 @@ class Supervision:
     def _start(self) -> None:
         assert self._writer is not None
         start = time.perf_counter()
+        if self._scalars is not None:
+            self._scalars.flush()
         self._settle()  # before the copies: two of them at a time would need twice the memory
         trainer = self.trainer
         self._writer.start(staged(trainer.model, trainer.optimizer, trainer.group), trainer.record())
@@ -124,20 +131,10 @@ class Supervision:
             if self.first:
                 warnings.warn(f"{error}; training goes on", stacklevel=2)
 
-    def _write_log(self, loss: float, seconds: float) -> None:
-        if self._log is None:
+    def _write(self, report: StepReport | None) -> None:
+        if report is None:
             return
-        trainer = self.trainer
-        config, step = trainer.config, trainer.steps_done
-        self._log.write(
-            step=step, loss=loss, seconds=seconds, learning_rate=trainer.learning_rate(step - 1),
-            tokens_per_second=config.batch * config.sequence / seconds, memory_bytes=_peak_bytes(trainer.device),
-            skipped=step - 1 in trainer.guard.skipped, stall_seconds=self.stall_seconds,
-        )  # fmt: skip
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """The most memory so far: of the GPU, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        values = asdict(report) | {"stall_seconds": self.stall_seconds}
+        for log in (self._log, self._scalars):
+            if log is not None:
+                log.write(**values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,18 +18,21 @@ from oases.errors import UsageError
 from oases.models.gpt import GPT
 from oases.parallel.average import GradientAverage
 from oases.parallel.collectives import all_reduce
+from oases.parallel.fsdp import ShardedAverage
 from oases.parallel.gradients import clip_grad_norm
 from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.parallel.statistics import Report, report
 from oases.planner.plan import Plan
+from oases.train.alarm import Alarm
 from oases.train.checkpoint import load, random_streams, save
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings, sizes_of
-from oases.train.data import TextCorpus
 from oases.train.guard import LossGuard, Policy
-from oases.train.optimizer import adamw
-from oases.train.plan import require_fit
+from oases.train.masters import optimizer_for
+from oases.train.measures import Meter, StepReport
+from oases.train.plan import asked_for, require_fit
 from oases.train.record import Record
+from oases.train.reporter import Reporter
 from oases.train.resumption import first_checkpoint
 from oases.train.stage import TrainedStage
 from oases.train.supervision import Supervision
@@ -41,7 +43,8 @@ class Trainer:
 
     config: the run. process_group: all ranks of the run; None is the default group, or one process. Without a plan
     they are the tensor-parallel group. plan: says degrees, schedules, micro-batches and what is sharded; config must
-    be of its sizes (`oases.train.plan.config_for`). mesh: its groups, made here where none are given.
+    be of its sizes (`oases.train.plan.config_for`); None: the configuration's own, where its degrees ask for one.
+    mesh: its groups, made here where none are given.
     Two trainers with equal configs walk through the same weights, whatever degree, schedule or plan.
     """
 
@@ -53,11 +56,13 @@ class Trainer:
         plan: Plan | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self.config, self.plan = config, plan
         self.group = resolve(process_group)
+        plan = asked_for(config, group_size(self.group)) if plan is None else plan
+        self.config, self.plan = config, plan
         device = torch.device(config.device)
         gpt, wire_dtype = config.gpt(config.seed), WIRE_DTYPES[config.wire_dtype]
         self.mesh: Mesh | None = None
+        self._owns_mesh = mesh is None
         self.stage: TrainedStage | None = None
         if plan is None:
             config.require_degree(group_size(self.group))
@@ -68,27 +73,41 @@ class Trainer:
                 sub_batches="auto",  # a schedule that is resolved brings its own
                 recompute=config.recompute,
                 wire_dtype=wire_dtype,
+                sequence_parallel=config.sequence_parallel,
             )
         else:
             require_fit(config, plan)
             self.mesh = mesh or Mesh.of(plan, process_group=self.group)
             gpt = dataclasses.replace(gpt, vocabulary=plan.model.vocabulary)
             model = GPT(gpt, plan=plan, mesh=self.mesh, wire_dtype=wire_dtype)
-        self.corpus = TextCorpus(config.data)
+        self.corpus = config.corpus()
         self.device = device
         self.model = model.to(device)
         if plan is not None and self.mesh is not None and len(plan.stages) > 1:
             self.stage = TrainedStage(self.model, plan, self.mesh, self.group)
-        self.average = GradientAverage(self.model.parts())
-        self.optimizer = adamw(
+        self.alarm = Alarm([self.group, *([] if self.mesh is None else self.mesh.groups)], device)
+        self._updating = False
+        """Whether weights are being changed, or were when that failed."""
+        if config.compile != "none":
+            self.model.stack.compile_blocks(backend=config.compile, fullgraph=True)  # or an error, not eager blocks
+        shards = self.model.shard_weights() if plan is not None and plan.fsdp else None
+        self.optimizer = optimizer_for(
             self.model.parts(),
+            config.precision,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
             sharded=plan is not None and plan.zero,
         )
+        self.average: GradientAverage | ShardedAverage = shards or GradientAverage(self.model.parts())
         self.steps_done = 0
         self.updates = 0
         """Steps that changed the weights: all but those that were skipped."""
+        self.evaluations: dict[int, float] = {}
+        """Validation losses in the middle of the run, in this process, by the steps done."""
+        self.gradient_norm = math.nan
+        """Of the last step's gradient, before it was clipped."""
+        messages = None if self.stage is None else self.stage.messages
+        self.meter = Meter(self.group, self._groups(), messages, device)
         self.guard = LossGuard(cast(Policy, config.bad_loss), config.spike)
         self.resumed = first_checkpoint(config, self.group)
         """The checkpoint that this run began with."""
@@ -98,7 +117,6 @@ class Trainer:
     def _go_on(self, path: Path) -> None:
         record = load(path, self.model, self.optimizer, self.sizes, self.group, verify=False)
         self.steps_done, self.updates = record.step, record.updates
-        self.model.stack.calls = record.calls
         self.guard.recent.extend(record.losses)
         other = record.other_data(self._data())
         if other and group_rank(self.group) == 0:
@@ -113,7 +131,7 @@ class Trainer:
     def _data(self) -> dict[str, Any]:
         config = self.config
         return {
-            "seed": config.seed, "batch": config.batch, "sequence": config.sequence, "bytes": self.corpus.num_bytes,
+            "seed": config.seed, "batch": config.batch, "sequence": config.sequence, **self.corpus.identity,
         }  # fmt: skip
 
     def record(self) -> Record:
@@ -125,7 +143,6 @@ class Trainer:
             learning_rate=self.learning_rate(self.steps_done),
             data=self._data() | {"next_step": self.steps_done},
             ranks=group_size(self.group),
-            calls=self.model.stack.calls,
             random=random_streams(self.model),
             losses=list(self.guard.recent),
             config=settings(self.config),
@@ -134,7 +151,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """Of a step, counted from 0: a function of the step alone, so a resumed run needs no state."""
-        return self.config.learning_rate * warmup_then_cosine(step, self.config)
+        return self.config.rate(step)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -142,7 +159,24 @@ class Trainer:
         return sizes_of(self.config) | {"vocabulary": self.model.config.vocabulary}
 
     def step(self) -> float:
-        """One optimizer step; returns the training loss in nats per byte."""
+        """One optimizer step; returns the training loss in nats per token, a byte without a tokenizer.
+
+        What fails on one rank is raised on all. Gradients are dropped then; where there is no plan and the weights
+        are as they were, the step can be tried again, else a RuntimeError asks for a new trainer.
+        """
+        if self.alarm.rung and self.plan is not None:
+            raise _ended(self.steps_done)
+        self.alarm.doing = f"step {self.steps_done}"
+        try:
+            with self.alarm:
+                if self._updating:
+                    raise _ended(self.steps_done)
+                return self._step()
+        except Exception:
+            self.optimizer.zero_grad()
+            raise
+
+    def _step(self) -> float:
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.steps_done)
@@ -154,8 +188,12 @@ class Trainer:
             stages=1 if self.plan is None else len(self.plan.stages),
             counted_elsewhere=None if self.model.is_first else self.model.tied,
         )
-        if self.guard.admits(loss, float(norm), self.steps_done, self.group, self.device):
-            self.optimizer.step()
+        self.gradient_norm = float(norm)
+        if self.guard.admits(loss, self.gradient_norm, self.steps_done, self.group, self.device):
+            self._updating = True
+            with self.meter.optimizing():
+                self.optimizer.step()
+            self._updating = False
             self.updates += 1
         self.optimizer.zero_grad()
         self.steps_done += 1
@@ -164,6 +202,8 @@ class Trainer:
     def backward(self, step: int) -> float:
         """Forward and backward passes of one step's batch; its loss. Gradients are those of the whole batch."""
         batches = self._micro_batches("train", step)
+        # Streams of random numbers follow from the step alone: the same after a restart, a validation, a failure.
+        self.model.stack.calls = step * len(batches)
         if self.stage is not None:
             return self.stage.backward(batches, self.average)
         losses: list[Tensor] = []
@@ -194,7 +234,7 @@ class Trainer:
         return float(all_reduce(loss.reshape(1), group, "loss")) / group_size(group)
 
     def validate(self) -> float:
-        """Mean loss over the held-out batches, nats per byte."""
+        """Mean loss over the held-out batches, nats per token; changes nothing of the training."""
         config = self.config
         batches = [self._micro_batches("validation", index) for index in range(config.validation_batches)]
         if self.stage is not None:
@@ -205,30 +245,38 @@ class Trainer:
                 losses += [self.model.loss(*batch) for batch in micro_batches]
         return self._mean_over_replicas(torch.stack(losses).mean())
 
-    def train(self, on_step: Callable[[int, float, float], None] | None = None) -> dict[str, Any]:
+    def _last_validation(self) -> float:
+        known = self.evaluations.get(self.steps_done)  # all ranks know it or none does
+        return self.validate() if known is None else known
+
+    def train(self, on_step: Callable[[StepReport], None] | None = None) -> dict[str, Any]:
         """Run to `config.steps`; return losses, times, throughput and what was hidden.
 
-        on_step(step, loss, seconds) is called after every step. Logs to `config.step_log` and saves to
-        `config.checkpoint` as the configuration says, and after the last step. Raises SavedExit, a SystemExit, after
-        a step that SIGTERM came in, if there is a checkpoint folder.
+        on_step(report) is called after every step, with the same report on every rank that gave one. Logs to
+        `config.step_log` and `config.tensorboard` and saves to `config.checkpoint` as the configuration says, and
+        after the last step. Raises SavedExit, a SystemExit, after a step that SIGTERM came in, if there is a
+        checkpoint folder.
         """
         config = self.config
-        losses, seconds = [], []
+        losses: list[float] = []
+        reporter = Reporter(self, watched=on_step is not None)
         with Supervision(self) as supervision:
             while self.steps_done < config.steps:
-                start = time.perf_counter()
-                losses.append(self.step())
-                seconds.append(time.perf_counter() - start)
-                if on_step is not None:
-                    on_step(self.steps_done, losses[-1], seconds[-1])
-                supervision.after_step(losses[-1], seconds[-1])
+                with self.alarm:
+                    with self.meter.step():
+                        losses.append(self.step())
+                    if config.evaluate_every and self.steps_done % config.evaluate_every == 0:
+                        self.evaluations[self.steps_done] = self.validate()
+                    report = reporter.report(losses[-1])
+                    if on_step is not None and report is not None:
+                        on_step(report)
+                    supervision.after_step(report)
             supervision.finish()
-        median = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
         return {
             "losses": losses,
-            "step_seconds": median,
-            "tokens_per_second": config.batch * config.sequence / median,
-            "validation_loss": self.validate(),
+            **reporter.summary(),
+            "validation_loss": self._last_validation(),
+            "validation_losses": self.evaluations,
             "overlap": self.overlap(),
             "resumed": None if self.resumed is None else str(self.resumed),
             "skipped_steps": self.guard.skipped,
@@ -239,10 +287,20 @@ class Trainer:
         """Write a checkpoint that any tensor-parallel degree and any plan can load."""
         save(path, self.model, self.optimizer, self.record(), self.group)
 
+    def _groups(self) -> list[ProcessGroup]:
+        groups = [self.group] if self.mesh is None else [self.group, *self.mesh.groups]
+        return [group for group in groups if group is not None]
+
+    def close(self) -> None:
+        """End the groups that were made here; for a process that goes on without this trainer. All ranks call it."""
+        if self.stage is not None:
+            self.stage.messages.close()
+        if self.mesh is not None and self._owns_mesh:
+            self.mesh.destroy()
+
     def overlap(self) -> dict[str, Any]:
         """What was hidden so far, as `oases.report()` tells it."""
-        groups = [self.group] if self.mesh is None else [self.group, *self.mesh.groups]
-        reports = [report(group) for group in groups if group is not None]
+        reports = [report(group) for group in self._groups()]
         return Report(
             [row for one in reports for row in one.stacks],
             [row for one in reports for row in one.layers],
@@ -250,9 +308,8 @@ class Trainer:
         ).json()
 
 
-def warmup_then_cosine(step: int, config: TrainConfig) -> float:
-    """Share of the peak learning rate at `step`: up in a line, down to a tenth in half a cosine."""
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+def _ended(step: int) -> RuntimeError:
+    return RuntimeError(
+        f"step {step} has failed, and ended what its ranks had begun together; make a new Trainer on all ranks, with "
+        "resume='auto' to go on from the newest checkpoint"
+    )

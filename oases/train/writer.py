@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from pathlib import Path
 from types import TracebackType
 
@@ -14,6 +15,9 @@ from oases.train import retention
 from oases.train.agreement import SaveError, everywhere
 from oases.train.checkpoint import State, write
 from oases.train.record import Record
+
+PATIENCE_SECONDS = 30.0
+"""How long a run that fails waits for the checkpoint under way; peers that are gone may hold it up for ever."""
 
 
 class CheckpointWriter:
@@ -30,6 +34,7 @@ class CheckpointWriter:
         """Checkpoints written since this was made."""
         self.write_seconds = 0.0
         """What the threads took for them."""
+        self._first = group_rank(process_group) == 0
         self._group: ProcessGroup | None = None
         if process_group is not None and group_size(process_group) > 1:
             ranks = dist.get_process_group_ranks(process_group)
@@ -73,18 +78,34 @@ class CheckpointWriter:
     ) -> None:
         if kind is None:
             self.wait()
+        else:
+            self._settle()
         if self._group is not None and self._thread is None and not self._stays:
             dist.destroy_process_group(self._group)
             self._group = None
+
+    def _settle(self) -> None:
+        """Let the one under way come to its end while another error is raised, which stays the one that is raised."""
+        if self._thread is None:
+            return
+        self._thread.join(PATIENCE_SECONDS)
+        why = f"it took more than {PATIENCE_SECONDS:g} s"
+        if not self._thread.is_alive():
+            self._thread = None
+            error, self._error = self._error, None
+            if error is None:
+                return
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+        if self._first:
+            warnings.warn(f"the checkpoint under way in {str(self.folder)!r} is not whole: {why}", stacklevel=4)
 
     def _write(self, state: State, record: Record) -> None:
         start = time.perf_counter()
         try:
             path = retention.folder_of(self.folder, record.step)
             write(path, state, record, self._group)
-            first = group_rank(self._group) == 0
             what = f"after checkpoint {str(path)!r}, its folder"
-            everywhere(lambda: retention.prune(self.folder, self.keep) if first else None, what, self._group)
+            everywhere(lambda: retention.prune(self.folder, self.keep) if self._first else None, what, self._group)
         except Exception as error:  # the rank's main thread raises it
             self._error = error
         else:

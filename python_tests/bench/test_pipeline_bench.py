@@ -20,6 +20,9 @@ def test_every_pipeline_has_its_row(four_ranks):
         assert 0 < row["bubble"] < 1
         assert len(row["peak_bytes_per_stage"]) == 4
     assert rows["one_f_one_b"]["predicted_seconds"] == pytest.approx(7 * 4e-3)
+    for row in results[0]["peers"].values():
+        assert row["step_seconds"] > 0.9 * 7 * 4e-3
+    assert list(results[0]["peers"]) == ["torch_1f1b", "torch_gpipe"]
     assert rows["gpipe"]["peak_bytes_per_stage"][3] > rows["one_f_one_b"]["peak_bytes_per_stage"][3]
 
 
@@ -31,6 +34,7 @@ def test_every_pipeline_has_its_row(four_ranks):
         ({"micro_batches": 6, "pipelines": "interleaved"}, "multiples of the 4 stages"),
         ({"forward_ms": 0.0}, "--forward-ms must be between"),
         ({"iterations": 0}, "--iterations must be at least 1"),
+        ({"peers": "megatron"}, "unknown peer 'megatron'; known are torch_1f1b, torch_gpipe"),
     ],
 )
 def test_bad_values_are_named(changes, message):

@@ -76,3 +76,5 @@ def test_state_is_parameters_gradients_and_moments():
     held = sum(t.nbytes for t in optimizer.state[weights[0]].values() if t.dim() > 0)
     assert state_bytes(model, 100, 4, zero=False) == weights[0].nbytes + weights[0].grad.nbytes + held
     assert state_bytes(model, 100, 4, zero=True) == weights[0].nbytes + weights[0].grad.nbytes + held // 4
+    sharded = weights[0].nbytes // 4 + weights[0].grad.nbytes + held // 4  # gradients add up whole
+    assert state_bytes(model, 100, 4, zero=False, fsdp=True) == sharded

@@ -1,4 +1,7 @@
-"""Kills ranks of a run at random moments: `python kills.py [KILLS [SEED]]`; test_survival.py does it with few."""
+"""Kills ranks of a run at random moments: `python kills.py [--stages] [KILLS [SEED]]`; the tests do it with few.
+
+--stages: of a run by a plan of two stages with two tensor-parallel ranks each, else of two tensor-parallel ranks.
+"""
 
 import json
 import os
@@ -10,10 +13,19 @@ import tempfile
 import time
 from pathlib import Path
 
+from oases.planner.plan import Plan, Segment, Stage
+from oases.simulator.model import ModelShape
+
 SIZES = {
     "hidden": 64, "layers": 1, "heads": 4, "sequence": 64, "batch": 4, "sub-batches": 2, "warmup": 2,
     "validation-batches": 1,
 }  # fmt: skip
+STAGES = Plan(
+    model=ModelShape(hidden=64, layers=2, heads=4, sequence=64, vocabulary=256),
+    world=4, ranks_per_node=4, global_batch=8, micro_batches=4, stages=(Stage((Segment(2, 2, "oases", 2, 1),)),) * 2,
+    pipeline="shifted_critical_path",
+)  # fmt: skip
+"""Data x pipeline x tensor parallel ranks 1 x 2 x 2."""
 KINDS = ("step", "checkpoint", "start")
 """In a step, while a checkpoint is being written, while the ranks start."""
 
@@ -24,10 +36,16 @@ def write_corpus(path):
 
 
 def command(corpus, **options):
-    """The command line of a run; options by name, with _ for -."""
-    given = SIZES | {name.replace("_", "-"): value for name, value in options.items()}
+    """The command line of a run; options by name, with _ for -. With a plan, that says the sizes."""
+    sizes = {name: SIZES[name] for name in ("warmup", "validation-batches")} if "plan" in options else SIZES
+    given = sizes | {name.replace("_", "-"): value for name, value in options.items()}
     words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
     return [sys.executable, "-m", "oases", "train", "--data", str(corpus), *words]
+
+
+def write_plan(path, plan=STAGES):
+    path.write_text(plan.to_json())
+    return path
 
 
 def lines_of(log):
@@ -54,7 +72,7 @@ def ranks_of(parent):
     return sorted(found)
 
 
-def wait_until(condition, run, seconds=120):
+def wait_until(condition, run, seconds=300):
     """Whether the condition came true before the run ended."""
     end = time.monotonic() + seconds
     while not condition():
@@ -82,12 +100,18 @@ def kill_a_rank(run, kind, step, ranks, before, log, folder, generator):
     return now
 
 
-def killed_run(corpus, folder, *, kinds, seed, steps, ranks=2, **options):
+def ranks_as(plan):
+    """(ranks of a run, the option that asks for them). plan: the path of one; None: two tensor-parallel ranks."""
+    return (2, {"tp": 2}) if plan is None else (Plan.from_json(Path(plan).read_text()).world, {"plan": plan})
+
+
+def killed_run(corpus, folder, *, kinds, seed, steps, plan=None, **options):
     """Run to the end, killed once for each kind; returns (exit code, what it said, its log, kills that hit)."""
+    ranks, asked = ranks_as(plan)
     log, checkpoints = folder / "killed.jsonl", folder / "killed"
     words = command(
-        corpus, tp=ranks, steps=steps, checkpoint=checkpoints, checkpoint_every=4, keep=2, step_log=log,
-        max_restarts=len(kinds), **options,
+        corpus, steps=steps, checkpoint=checkpoints, checkpoint_every=4, keep=2, step_log=log,
+        max_restarts=len(kinds), **asked, **options,
     )  # fmt: skip
     generator = random.Random(seed)
     moments = sorted(generator.randrange(1, steps - 1) for _ in kinds)
@@ -99,34 +123,39 @@ def killed_run(corpus, folder, *, kinds, seed, steps, ranks=2, **options):
             for kind, step in zip(kinds, moments, strict=True):
                 now = kill_a_rank(run, kind, step, ranks, now, log, checkpoints, generator)
                 hits += bool(now)
-            run.wait(timeout=150)
+            run.wait(timeout=240)
         finally:
             if run.poll() is None:
                 run.kill()
     return run.returncode, (folder / "stderr").read_text(), log, hits
 
 
-def unbroken_run(corpus, folder, *, steps, ranks=2, **options):
+def unbroken_run(corpus, folder, *, steps, plan=None, **options):
     """The log of a run that nobody disturbs."""
     log = folder / "unbroken.jsonl"
-    words = command(corpus, tp=ranks, steps=steps, step_log=log, **options)
-    subprocess.run(words, stdout=subprocess.DEVNULL, check=True, timeout=120)
+    words = command(corpus, steps=steps, step_log=log, **ranks_as(plan)[1], **options)
+    subprocess.run(words, stdout=subprocess.DEVNULL, check=True, timeout=240)
     return log
 
 
-if __name__ == "__main__":
-    kills, seed = (int(word) for word in (*sys.argv[1:], *("20", "0")[len(sys.argv) - 1 :]))
+def main(words):
+    numbers = [int(word) for word in words if word != "--stages"]
+    kills, seed = (*numbers, *(20, 0)[len(numbers) :])
     kinds = [("step", "checkpoint", "step", "checkpoint", "start")[i % 5] for i in range(kills)]
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         corpus = write_corpus(folder / "text.txt")
+        plan = write_plan(folder / "plan.json") if "--stages" in words else None
         start = time.monotonic()
-        code, said, log, hits = killed_run(corpus, folder, kinds=kinds, seed=seed, steps=200)
+        code, said, log, hits = killed_run(corpus, folder, kinds=kinds, seed=seed, steps=200, plan=plan)
+        seconds = time.monotonic() - start
         print(said)
-        same = losses_of(log) == losses_of(unbroken_run(corpus, folder, steps=200))
+        same = losses_of(log) == losses_of(unbroken_run(corpus, folder, steps=200, plan=plan))
         print(
             f"{hits} of {kills} kills, exit code {code}, {len(losses_of(log))} steps logged, equal to the bit: {same}"
         )
-        print(
-            f"{time.monotonic() - start:.0f} s; kept: {sorted(path.name for path in (folder / 'killed').iterdir())}"
-        )
+        print(f"{seconds:.0f} s; kept: {sorted(path.name for path in (folder / 'killed').iterdir())}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

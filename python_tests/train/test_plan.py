@@ -101,7 +101,7 @@ def check_plan(text, corpus, expected):
         assert mine.keys() == theirs.keys()
         for name, tensor in mine.items():
             torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
-    trainer.mesh.destroy()
+    trainer.close()
 
 
 @pytest.mark.parametrize("name", PLANS[2])
@@ -173,10 +173,12 @@ def test_the_command_line_executes_a_plan(corpus, alone, tmp_path):
     run = subprocess.run([*command, "--learning-rate", "1e-2"], capture_output=True, text=True, timeout=170)
     assert run.returncode == 0, run.stderr
     assert "1 blocks tp 1 x dp 4" in run.stdout
+    assert "the plan has no prediction to lay over the measured step" in run.stdout
     result = json.loads(out.read_text())
     assert result["losses"] == pytest.approx(alone[1], rel=1e-5)
     assert result["validation_loss"] == pytest.approx(alone[4], rel=1e-5)
     assert result["plan"]["world"] == 4
+    assert result["prediction"] is None
     labels = {row["where"] for row in result["overlap"]["others"]}
     assert {"reshard tp 1 to 4", "reshard tp 4 to 2, backward", "gradients over 2 ranks, bucket 0"} <= labels
 
@@ -210,7 +212,10 @@ def test_plans_that_cannot_be_executed_are_refused():
     refused(nested, "tp 2 and tp 3 do not nest")
     with pytest.raises(UsageError, match="recomputed_layers must be from 0 to the 2 layers"):
         plan_of(4, (4, 2, "oases", 2, 5))
-    refused(plan_of(4, (4, 2), model=dataclasses.replace(MODEL, dtype="bfloat16")), "computes in bfloat16")
+    half = plan_of(4, (4, 2), model=dataclasses.replace(MODEL, dtype="bfloat16"))
+    assert config_for(half, {}).precision == "bfloat16"
+    with pytest.raises(UsageError, match="computes in bfloat16, training here in float32; leave out --precision"):
+        config_for(half, {"precision": "float32"})
     refused(plan_of(4, (4, 2), model=dataclasses.replace(MODEL, vocabulary=128)), "vocabulary of 128 is too small")
     with pytest.raises(UsageError, match="for 4 ranks, the run has 1"):
         Trainer(config_for(plan_of(4, (4, 2)), {}), plan=plan_of(4, (4, 2)))

@@ -130,8 +130,8 @@ def told_to_end(corpus, folder, victim):
     trainer = trainer_of(corpus, checkpoint=folder)
     before = signal.getsignal(signal.SIGTERM)
 
-    def on_step(step, loss, seconds):
-        if step == 3 and dist.get_rank() == victim:
+    def on_step(report):
+        if report.step == 3 and dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(SavedExit) as ended:

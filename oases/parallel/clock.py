@@ -14,7 +14,7 @@ from oases.parallel.autotune import synchronize
 
 
 class Clock:
-    """Marks in time on one device. On an accelerator, marks are events, and are read after `synchronize`."""
+    """Marks in time on one device. On an accelerator marks are events, and reading them waits for the later one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,7 +30,10 @@ class Clock:
 
     def seconds(self, start: Any, end: Any) -> float:
         """Between two marks; negative where `end` came first."""
-        return float(start.elapsed_time(end) / 1e3 if self._events else end - start)
+        if not self._events:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end) / 1e3)
 
     def synchronize(self) -> None:
         """Return when all that was queued has been done."""

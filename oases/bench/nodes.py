@@ -1,0 +1,279 @@
+"""A step over data x pipeline x tensor parallel ranks of several nodes, beside its simulation and beside torch's own.
+
+Compute is emulated by timed waits, so more ranks than cores can run; what is sent is sent. Every contestant runs the
+same model by the same degrees, micro-batches and recomputation, with the same waits. The links are measured first, by
+the groups of each axis; the simulator knows them and the waits, and nothing else of this machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from oases.bench.plans import emulated_blocks
+from oases.bench.stage_peers import PEERS, StagePeer, parse_peers
+from oases.bench.stages import PlannedSteps
+from oases.errors import UsageError
+from oases.parallel.group import ProcessGroup
+from oases.parallel.mesh import Mesh
+from oases.parallel.parts import require_runnable
+from oases.planner.plan import Plan, Segment, Stage
+from oases.planner.predict import Predictor
+from oases.profile.config import ProfileConfig
+from oases.profile.groups import Probe
+from oases.profile.links import LinkBench
+from oases.ranks import require_agreement
+from oases.schedule import ScheduleError
+from oases.schedule.pipeline import chunks_of
+from oases.simulator.hardware import Device, Hardware
+from oases.simulator.links import LinkModel
+from oases.simulator.model import ModelShape
+from oases.simulator.sharing import run_shared
+from oases.simulator.timeline import Timeline
+from oases.terminal import progress
+from oases.train.config import option, settings
+
+AXES = ("data", "pipeline", "tensor")
+_REFERENCE = "one_f_one_b/sync"
+
+
+@dataclass(frozen=True)
+class NodesBenchConfig:
+    """The model, how it is cut, and the device that its compute is emulated for."""
+
+    contestants: str = option(
+        "one_f_one_b/sync,one_f_one_b/oases,shifted_critical_path/sync,shifted_critical_path/oases",
+        "PIPELINE/SCHEDULE of the stages and of the tensor-parallel stacks in them, separated by commas",
+    )
+    peers: str = option(
+        "all", f"torch's own pipelining, tensor and data parallelism: {', '.join(PEERS)}, all or none"
+    )
+    data: int = option(2, "data-parallel replicas")
+    stages: int = option(2, "pipeline stages")
+    tensor: int = option(2, "tensor-parallel degree")
+    across: str = option("tensor", f"the axis whose ranks are on different nodes: {', '.join(AXES)}")
+    hidden: int = option(256, "width of the model, features")
+    layers: int = option(4, "transformer layers")
+    sequence: int = option(128, "tokens per sample")
+    samples: int = option(4, "samples of a micro-batch on a replica; overlapped schedules cut them in two")
+    micro_batches: int = option(8, "micro-batches of a step")
+    keep: bool = option(False, "keep all activations; else every layer is computed again")
+    flops: float = option(4e9, "FLOP/s of the emulated device")
+    iterations: int = option(3, "interleaved repetitions")
+
+    def model(self) -> ModelShape:
+        """Its shape. UsageError for one that cannot be."""
+        if not 1e6 <= self.flops <= 1e15:
+            raise UsageError(f"--flops must be between 1e6 and 1e15, got {self.flops}")
+        for name in ("data", "stages", "tensor", "hidden", "layers", "sequence", "samples", "iterations"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        return ModelShape(self.hidden, self.layers, max(1, self.hidden // 64), self.sequence, vocabulary=256)
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.data * self.stages * self.tensor
+
+    def text(self) -> str:
+        """How the ranks are cut, in words."""
+        cut = f"{self.data} replicas x {self.stages} stages x tp {self.tensor}"
+        return f"{cut}, {self.across} parallelism across the nodes:"
+
+    def check(self, ranks: int, nodes: int) -> None:
+        """Everything that can be known before any rank starts."""
+        if ranks != self.world:
+            raise UsageError(
+                f"--data {self.data} x --stages {self.stages} x --tensor {self.tensor} are {self.world} ranks, and "
+                f"--tp asks for {ranks}; give --tp {self.world}"
+            )
+        if ranks % nodes:
+            raise UsageError(f"{ranks} ranks do not spread evenly over --nodes {nodes}; give a divisor")
+        self.order(nodes)
+        self.plans(ranks // nodes)
+        self.peer_plan(ranks // nodes)
+        parse_peers(self.peers)
+
+    def plans(self, per_node: int) -> dict[str, Plan]:
+        """A plan for every contestant. UsageError, before any rank starts, for one that cannot be."""
+        found = {}
+        for name in self.contestants.split(","):
+            pipeline, _, schedule = name.strip().partition("/")
+            if not schedule:
+                raise UsageError(f"--contestants {name!r} is not PIPELINE/SCHEDULE, such as {_REFERENCE}")
+            try:
+                plan = self._plan(pipeline, schedule, per_node)
+                require_runnable(plan)
+            except ScheduleError as error:
+                raise UsageError(f"--contestants {name!r}: {error}") from error
+            found[name.strip()] = plan
+        return found
+
+    def peer_plan(self, per_node: int) -> Plan:
+        """What peers run: the same cut, everything computed again that is to be."""
+        return self._plan("one_f_one_b", "sync", per_node)
+
+    def _plan(self, pipeline: str, schedule: str, per_node: int) -> Plan:
+        parts = self.stages * chunks_of(pipeline)
+        if self.layers % parts:
+            raise UsageError(f"--layers {self.layers} do not divide over {parts} parts of the model; give a multiple")
+        layers = self.layers // parts
+        again, cuts = 0 if self.keep else layers, 1 if schedule in ("sync", "fine_grained") else 2
+        keeps_last = pipeline in ("last_no_recompute", "shifted_critical_path")
+
+        def stage(number: int) -> Stage:
+            layers_again = 0 if keeps_last and number == self.stages - 1 else again
+            segment = Segment(2 * layers, self.tensor, schedule, cuts, layers_again)
+            return Stage((segment,) * chunks_of(pipeline))
+
+        batch = self.samples * self.data * self.micro_batches
+        stages = tuple(map(stage, range(self.stages)))
+        return Plan(self.model(), self.world, per_node, batch, self.micro_batches, stages, pipeline=pipeline)
+
+    def order(self, nodes: int) -> list[int]:
+        """Ranks by their place in the mesh, so that the axis `across` joins the nodes.
+
+        Ranks are spread over nodes in their order; in the mesh tensor parallelism counts first, then data, then
+        stages.
+        """
+        if self.across not in AXES:
+            raise UsageError(f"--across must be one of {', '.join(AXES)}, got {self.across!r}")
+        degree = {"data": self.data, "pipeline": self.stages, "tensor": self.tensor}[self.across]
+        if degree % nodes:
+            raise UsageError(
+                f"--across {self.across} joins {nodes} nodes, and its degree {degree} is no multiple of that; give "
+                f"--{'stages' if self.across == 'pipeline' else self.across} {nodes}, or another axis"
+            )
+        placed: list[list[int]] = [[] for _ in range(nodes)]
+        shape = {"pipeline": self.stages, "data": self.data, "tensor": self.tensor}
+        for place, where in enumerate(itertools.product(*map(range, shape.values()))):
+            at = where[list(shape).index(self.across)]
+            placed[at * nodes // degree].append(place)
+        ranks = [0] * self.world
+        for rank, place in enumerate(place for node in placed for place in node):
+            ranks[place] = rank
+        return ranks
+
+
+@dataclass(frozen=True)
+class AxisHardware(Hardware):
+    """Hardware of which the links of one plan's axes are known, each as its own groups measured it.
+
+    axes: by how far apart the ranks of a group are in the mesh: 1, the tensor-parallel degree, a stage. across: that
+    of the axis that joins the nodes.
+    """
+
+    axes: Mapping[int, LinkModel] = field(default_factory=dict)
+    across: int = 0
+
+    def link_of(self, tp: int, stride: int = 1) -> str:
+        """As `Hardware.link_of`."""
+        return "cluster" if stride == self.across else "node"
+
+    def collective_seconds(self, collective: str, ranks: int, num_bytes: float, stride: int = 1) -> float:
+        """As `Hardware.collective_seconds`."""
+        return 0.0 if ranks == 1 else self.axes[stride].seconds(collective, ranks, num_bytes)
+
+
+def predicted(plan: Plan, predictor: Predictor, tensor_across: bool) -> Timeline:
+    """A step as the simulator says. The stages share the link of a node where their sums go over it."""
+    program = predictor.program(plan, every_op=True)
+    return replace(run_shared(program, {"cluster"} if tensor_across else set()), who="stage")
+
+
+def run_nodes_bench(config: NodesBenchConfig, nodes: int, show_progress: bool) -> dict[str, Any]:
+    """Measure on the default group, whose ranks are spread over `nodes` nodes; to be called by every rank."""
+    require_agreement(settings(config))
+    visible = show_progress and dist.get_rank() == 0
+    plans, order = config.plans(config.world // nodes), config.order(nodes)
+    mesh = Mesh.of(next(iter(plans.values())), order=order)
+    pairs = _pipeline_groups(config, order)
+    hardware = measured_axes(config, nodes, mesh, pairs, visible)
+    predictor = Predictor(hardware, stack_only=True)
+    # Parts of a message are joined over tensor-parallel links: a gain only where those are the faster ones.
+    split = config.across == "pipeline"
+    ours = {name: PlannedSteps(plan, hardware, mesh, split=split) for name, plan in plans.items()}
+    peers = {
+        name: StagePeer(config.peer_plan(config.world // nodes), hardware, mesh, pairs)
+        for name in parse_peers(config.peers)
+    }
+    peaks = {name: contestant.peak_bytes() for name, contestant in ours.items()}  # and a warm-up
+    for peer in peers.values():
+        peer.step()
+        peer.seconds.clear()
+    with progress("steps", config.iterations, visible) as advance:
+        for done in range(1, config.iterations + 1):
+            for contestant in ours.values():
+                contestant.step()
+            for peer in peers.values():
+                peer.step()
+            advance(done)
+    shared = config.across == "tensor"
+    rows = {name: each.row(peaks[name], predicted(each.plan, predictor, shared)) for name, each in ours.items()}
+    found = {name: peer.row() for name, peer in peers.items()}
+    base = rows.get(_REFERENCE)
+    for row in (*rows.values(), *found.values()):
+        if base is not None:
+            row["speedup"] = base["step_seconds"] / row["step_seconds"]
+    names = {stride: name for name, stride in _strides(config).items()}
+    links = {names[stride]: [asdict(sample) for sample in link.samples] for stride, link in hardware.axes.items()}
+    return {"config": settings(config) | {"nodes": nodes}, "schedules": rows, "peers": found, "links": links}
+
+
+def _strides(config: NodesBenchConfig) -> dict[str, int]:
+    """How far apart the ranks of a group are, of the axes that have groups."""
+    known = {"tensor": (config.tensor, 1), "data": (config.data, config.tensor)}
+    known["pipeline"] = config.stages, config.tensor * config.data
+    return {name: stride for name, (degree, stride) in known.items() if degree > 1}
+
+
+def _pipeline_groups(config: NodesBenchConfig, order: list[int]) -> ProcessGroup:
+    """This rank's group of the ranks with its place in all stages. Every rank must call this."""
+    ranks, mine = config.world // config.stages, None
+    for place in range(ranks):
+        members = order[place::ranks]
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            mine = group
+    assert mine is not None, "every rank has a place in its stage"
+    return mine
+
+
+def measured_axes(
+    config: NodesBenchConfig, nodes: int, mesh: Mesh, pipeline: ProcessGroup, visible: bool
+) -> AxisHardware:
+    """The emulated device behind the links of each axis, measured by the axis' own groups at once.
+
+    Where tensor parallelism goes over the link of the nodes, by those of one stage: `run_shared` lets stages share.
+    """
+    model, tensor, data = config.model(), mesh.tensor(config.tensor), mesh.data(config.tensor)
+    bench = LinkBench(ProfileConfig(hidden=config.hidden, heads=1, sequence=config.sequence, batch=config.samples))
+    unit = model.unit_bytes(config.samples)
+    gradients = sum(model.block_parameters(model.kind_of(b), config.tensor) for b in range(model.num_blocks))
+    first = mesh.stage == 0 or config.across != "tensor"
+    jobs = [
+        ("tensor", config.tensor, tensor if first else None, "all_reduce", (unit // 4, unit // 2, unit)),
+        ("data", config.data, data, "all_reduce", (1 << 16, model.element_bytes * gradients // config.stages)),
+        # A pair of stages stands for all: messages of a step hardly meet on the way.
+        ("pipeline", config.stages, pipeline, "send", (unit // 2, unit)),
+    ]
+    axes: dict[int, LinkModel] = {}
+    with progress("links", len(jobs), visible) as advance:
+        for done, (name, ranks, group, collective, sizes) in enumerate(jobs, start=1):
+            if ranks > 1:
+                probe = Probe(name, 2 if collective == "send" else ranks, group)
+                if collective == "send" and ranks > 2 and mesh.stage > 1:
+                    probe = replace(probe, mine=None)
+                samples = [bench.sample(probe, collective, size) for size in sizes]
+                rate = samples[-1].bytes / samples[-1].seconds
+                axes[_strides(config)[name]] = LinkModel(0.0, rate, samples=tuple(samples))
+            advance(done)
+    device = Device("emulated", 1 << 34, {"float32": config.flops}, config.flops / 4, 2e-4)
+    some = next(iter(axes.values()))
+    across = _strides(config)[config.across]
+    found = AxisHardware("emulated", device, config.world // nodes, some, some, axes=axes, across=across)
+    return replace(found, blocks=emulated_blocks(found, model))

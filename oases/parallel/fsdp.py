@@ -1,0 +1,361 @@
+"""Fully sharded data parallelism: weights, gradients and optimizer state lie in shards on the data-parallel ranks.
+
+Weights by torch's FSDP2 (`fully_shard`): outside of their use its parameters are shards, DTensors for optimizer and
+checkpoint, and it gathers and frees the whole ones. When, a stack's list says and not a module's forward(), which
+stacks never call: a block's weights are gathered ahead of its first op, behind the ops of the block before, and freed
+after its last. Gradients by the group's OverlapScheduler, as in `average`, and for the same reasons: they must not be
+reduced in the backward pass of each micro-batch, and on the CPU FSDP2 waits for each reduce-scatter at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oases.parallel.group import ProcessGroup, group_name, group_of, scheduler_of
+from oases.schedule import Op
+
+if TYPE_CHECKING:  # FSDP2 and DTensor take as long to import as all the rest of a run, which mostly does without
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+_OF_NEXT = ("C", "RC", "B", "BC")
+"""Ops that run the next block's norm, or its backward pass, where the block is halved at the gather."""
+_READERS = ("F", "R", *_OF_NEXT)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: a shard of one that is sharded, in its memory."""
+    return cast("DTensor", tensor).to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class _Arrival(dist.Work):
+    """A gather's ticket as FSDP2 waits for it."""
+
+    def __init__(self, scheduler: Any, ticket: Any) -> None:
+        super().__init__()
+        self._scheduler, self._ticket = scheduler, ticket
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return once the weights have arrived; the group's own timeout holds."""
+        self._scheduler.wait(self._ticket)
+        return True
+
+
+class _AllGather:
+    """How FSDP2 gathers a unit: by the group's OverlapScheduler, so that `oases.report()` tells what was hidden."""
+
+    def __init__(self, label: str) -> None:
+        self._label = f"{label}, gathered weights"
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of its own for each gather, as FSDP2 by default."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Start it; waited for at once where the work is not asked for."""
+        scheduler = scheduler_of(group)
+        ticket = scheduler.all_gather(output_tensor.view(group.size(), -1), input_tensor, self._label)
+        work = _Arrival(scheduler, ticket)
+        return work if async_op or not work.wait() else None
+
+
+class Unit:
+    """Weights that are gathered and freed together: all of a module but those in `others`.
+
+    group: the ranks that hold the same weights, over which gradients are averaged. gathering: a group of the same
+    ranks that weights are gathered in, so that nobody waits for them behind gradients. Every parameter is cut along
+    its first dimension, as by torch.chunk. Make it once the module is where it stays, and on every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup,
+        gathering: ProcessGroup,
+        label: str,
+        others: Collection[nn.Parameter] = (),
+    ) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self.names = [name for name, parameter in module.named_parameters() if parameter not in set(others)]
+        self.label = label
+        self._group_name = group_name(group)
+        device = next(module.parameters()).device.type
+        fully_shard(module, mesh=mesh_of([gathering], device), ignored_params=set(others))
+        module.fsdp_unit = self  # type: ignore[assignment]
+        self._module = cast("FSDPModule", module)
+        self._module.set_custom_all_gather(cast(Any, _AllGather(label)))
+        self._handle: Any = None
+        self._whole: dict[str, nn.Parameter] = {}
+        self.is_whole = False
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that hold the same weights."""
+        group = group_of(self._group_name)
+        assert group is not None
+        return group
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The whole ones by name, the same objects in every step. Their memory is there while `is_whole`."""
+        if not self._whole:
+            self.gather()
+            self.release()
+        return self._whole
+
+    @property
+    def shards(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank by name, DTensors. RuntimeError while the weights are whole."""
+        if self.is_whole:
+            raise RuntimeError(f"{self.label} is gathered; release it first")
+        return {name: self._named(name) for name in self.names}
+
+    def gather_ahead(self) -> None:
+        """Start the gather; nothing where it was started."""
+        if not self.is_whole and self._handle is None:
+            self._handle = self._module.unshard(async_op=True)
+
+    def gather(self) -> None:
+        """Return once the weights may be read, and stand in the module."""
+        if self.is_whole:
+            return
+        self.gather_ahead()
+        self._handle.wait()
+        self._handle, self.is_whole = None, True
+        if not self._whole:
+            self._whole = {name: self._named(name) for name in self.names}
+
+    def release(self) -> None:
+        """Free the whole weights; shards stand in the module again."""
+        if self.is_whole:
+            self._module.reshard()
+            self.is_whole = False
+
+    def _named(self, name: str) -> nn.Parameter:
+        return cast(nn.Module, self._module).get_parameter(name)
+
+
+class Gathers:
+    """Gathers the units of a stack's blocks for a list of ops, one ahead, and releases each after its last op.
+
+    units: by block, None for one that is not sharded; nothing where none is. halved: by block, whether its norm runs
+    with the op C of the block before.
+    """
+
+    def __init__(self, units: Sequence[Unit | None], halved: Sequence[bool]) -> None:
+        self._units = units if any(units) else [None] * len(halved)
+        self._some = any(units)
+        self._halved = halved
+        self._left = Counter[int]()
+        self._order: list[int] = []
+
+    @property
+    def parameters(self) -> list[Mapping[str, nn.Parameter] | None]:
+        """By block, the whole parameters of its unit."""
+        return [None if unit is None else unit.parameters for unit in self._units]
+
+    def begin(self, ops: Iterable[Op]) -> None:
+        """Before a list: note which ops of it read what."""
+        reads = [block for op in ops for block in self._blocks(op)]
+        self._left, self._order = Counter(reads), list(dict.fromkeys(reads))
+
+    def before(self, op: Op) -> None:
+        """Have what an op reads, and start the gather of what is needed next."""
+        for block in self._blocks(op):
+            unit = self._units[block]
+            assert unit is not None
+            unit.gather()
+            if block in self._order:
+                self._order.remove(block)
+                for following in self._order[:1]:
+                    ahead = self._units[following]
+                    assert ahead is not None
+                    ahead.gather_ahead()
+
+    def after(self, op: Op) -> None:
+        """Let go of what no later op reads."""
+        for block in self._blocks(op):
+            self._left[block] -= 1
+            unit = self._units[block]
+            if not self._left[block] and unit is not None:
+                unit.release()
+
+    def forget(self) -> None:
+        """After a failure: free what is whole."""
+        self._left.clear()
+        self._order.clear()
+        for unit in self._units:
+            if unit is not None:
+                unit.release()
+
+    def _blocks(self, op: Op) -> Iterator[int]:
+        if not self._some or op.kind not in _READERS:
+            return
+        found = [op.block]
+        following = op.block + 1
+        if op.kind in _OF_NEXT and following < len(self._units) and self._halved[following]:
+            found.append(following)
+        yield from (block for block in found if self._units[block] is not None)
+
+
+class _Bucket:
+    """The gradients of a unit, and what of them is on its way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.trained = {name: p for name, p in unit.parameters.items() if p.requires_grad}
+        self.missing: set[str] = set()
+        self.sent: tuple[Any, Tensor, list[int]] | None = None
+
+    def send(self) -> None:
+        """Start the reduce-scatter; whole gradients go. Zeros for a parameter that was not used here."""
+        ranks = self.unit.group.size()
+        rows = []
+        for parameter in self.trained.values():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = None
+            missing = -gradient.shape[0] % ranks
+            if missing:
+                gradient = torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
+            rows.append(gradient.reshape(ranks, -1))
+        flat = torch.cat(rows, dim=1)
+        mine = torch.empty_like(flat[0])
+        ticket = scheduler_of(self.unit.group).reduce_scatter(mine, flat, f"{self.unit.label}, sharded gradients")
+        self.sent = (ticket, mine, [row.shape[1] for row in rows])
+
+    def receive(self) -> None:
+        """Wait for the sums, and give each shard its average."""
+        from torch.distributed.tensor import DTensor
+
+        assert self.sent is not None
+        ticket, mine, sizes = self.sent
+        self.sent = None
+        scheduler_of(self.unit.group).wait(ticket)
+        shards = self.unit.shards
+        for name, part in zip(self.trained, mine.div_(self.unit.group.size()).split(sizes), strict=True):
+            shard = cast(DTensor, shards[name])
+            held = shard.to_local()
+            gradient = DTensor.from_local(
+                part[: held.numel()].view_as(held), shard.device_mesh, shard.placements, run_check=False,
+                shape=shard.shape, stride=shard.stride(),
+            )  # fmt: skip
+            shards[name].grad = gradient
+
+
+class ShardedAverage:
+    """As `GradientAverage`, of units: each rank has a shard of the averages.
+
+    units: in the order of the forward pass. Until the last pass gradients accumulate in whole parameters; the weights
+    of what no list releases stay whole until then, too.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._units = list(units)
+        self._buckets: list[_Bucket] = []
+        self._active = False
+        self._next: dict[str, int] = {}
+        self._lanes: dict[str, list[_Bucket]] = {}
+
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """Around the last backward pass of an optimizer step; afterwards the shards have their averages."""
+        self._begin()
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+        for name in self._lanes:
+            self._send(name, all_of_them=True)
+        for bucket in self._buckets:
+            bucket.unit.release()
+            bucket.receive()
+
+    def _begin(self) -> None:
+        if not self._buckets:
+            self._make()
+        self._next = dict.fromkeys(self._lanes, 0)
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.trained)
+
+    def _make(self) -> None:
+        """Not before the first step: the whole parameters are made when the model is where it stays."""
+        self._buckets = [_Bucket(unit) for unit in reversed(self._units)]
+        for bucket in self._buckets:
+            lane = group_name(bucket.unit.group)
+            self._lanes.setdefault(lane, []).append(bucket)
+            for name, parameter in bucket.trained.items():
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, name, lane))
+
+    def _hook(self, bucket: _Bucket, name: str, lane: str) -> Any:
+        def note(_: Tensor) -> None:
+            if self._active:
+                bucket.missing.discard(name)
+                self._send(lane)
+
+        return note
+
+    def _send(self, name: str, *, all_of_them: bool = False) -> None:
+        """In their order, whichever is full first, the same on every rank."""
+        lane = self._lanes[name]
+        while self._next[name] < len(lane):
+            bucket = lane[self._next[name]]
+            if bucket.missing and not all_of_them:
+                return
+            bucket.send()
+            self._next[name] += 1
+
+
+def units_of(model: nn.Module) -> dict[int, Unit]:
+    """The unit of each parameter that is sharded, by the id of its shard.
+
+    A shard's own mesh tells less: torch may have replaced it by an equal one of a group that was destroyed.
+    """
+    units = [unit for module in model.modules() if isinstance(unit := getattr(module, "fsdp_unit", None), Unit)]
+    return {id(shard): unit for unit in units for shard in unit.shards.values()}
+
+
+def laid_out(held: Tensor, unit: Unit, shard: DTensor, tensor: ProcessGroup | None, dim: int) -> DTensor:
+    """This rank's shard as its place in the whole tensor, which a checkpoint needs.
+
+    held: the shard, or what is kept for it, on any device. tensor: the tensor-parallel group whose ranks have parts
+    along `dim`, each of which lies in shards on the ranks of `unit`; None where they have the whole tensor.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape, placements, groups = list(shard.shape), shard.placements, [unit.group]
+    ranks: Any = dist.get_process_group_ranks(unit.group)
+    if tensor is not None:
+        groups.insert(0, tensor)
+        ranks = [[part - dist.get_rank() + rank for rank in ranks] for part in dist.get_process_group_ranks(tensor)]
+        shape[dim] *= tensor.size()
+        placements = (Shard(dim), *placements)
+    mesh = mesh_of(groups, held.device.type, ranks)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(held, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def mesh_of(groups: Sequence[ProcessGroup], device: str, ranks: Any = None) -> DeviceMesh:
+    """A DeviceMesh of groups, a dimension each; ranks: of all of them where there are several.
+
+    Dimensions have the groups' names: torch takes meshes of the same ranks and names for one another and may use the
+    groups of the one it saw first, which can be destroyed by then.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    names = tuple(group_name(group) for group in groups)
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device, mesh_dim_names=names)
+    return DeviceMesh.from_group(list(groups), device, mesh=ranks, mesh_dim_names=names)

@@ -1,0 +1,67 @@
+"""The step that a plan predicts laid over the one that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from oases.planner.plan import Plan, Prediction
+from oases.train.measures import StepParts
+
+Row = dict[str, float | None]
+"""predicted_seconds, measured_seconds, and ratio: predicted over measured. None: not known."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What becomes of a step, by part: the whole step, compute, exposed communication, bubble, optimizer.
+
+    Exposed communication, bubble and optimizer are each those of the rank with most, as a plan has them; compute is
+    the rest of the step.
+    """
+
+    parts: dict[str, Row]
+
+    @staticmethod
+    def of(plan: Plan, measured: Sequence[StepParts]) -> Comparison | None:
+        """None where the plan has no prediction. measured: every rank's."""
+        if plan.prediction is None:
+            return None
+        predicted = _predicted(plan.prediction)
+        found = _measured(measured)
+        return Comparison(
+            {
+                name: {
+                    "predicted_seconds": seconds,
+                    "measured_seconds": found[name],
+                    "ratio": _ratio(seconds, found[name]),
+                }
+                for name, seconds in predicted.items()
+            }
+        )
+
+
+def _predicted(found: Prediction) -> dict[str, float | None]:
+    optimizer = found.optimizer_seconds
+    rest = found.step_seconds - found.exposed_seconds - found.bubble_seconds - (optimizer or 0.0)
+    return {
+        "step": found.step_seconds,
+        "compute": None if optimizer is None else rest,
+        "exposed communication": found.exposed_seconds,
+        "bubble": found.bubble_seconds,
+        "optimizer": optimizer,
+    }
+
+
+def _measured(ranks: Sequence[StepParts]) -> dict[str, float | None]:
+    step, exposed, bubble, optimizer = (
+        max(getattr(parts, name) for parts in ranks) for name in ("seconds", "exposed", "bubble", "optimizer")
+    )
+    rest = step - exposed - bubble - optimizer
+    return {
+        "step": step, "compute": rest, "exposed communication": exposed, "bubble": bubble, "optimizer": optimizer,
+    }  # fmt: skip
+
+
+def _ratio(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or not measured else predicted / measured

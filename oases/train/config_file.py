@@ -1,0 +1,132 @@
+"""A training run's configuration in a file: YAML, or Python that defines `config`; and a YAML of it, commented."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import runpy
+import textwrap
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oases.errors import UsageError
+from oases.train.fields import type_fault
+
+_WIDTH = 100
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values as YAML 1.2 has them: `off` is text and 1e-3 a number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern) for tag, pattern in known if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+    ]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+    list("-+0123456789."),
+)
+
+
+def read_values(path: str | Path, known: Sequence[Field[Any]]) -> dict[str, Any]:
+    """The fields that a file gives, by name. known: a configuration's fields.
+
+    A Python file defines `config`, a configuration; what it leaves at its default is not given. UsageError names the
+    file and, where it can, the line: of a file that cannot be read, of an unknown field, with the nearest known one,
+    and of a value of another type.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else None
+    except OSError as error:
+        raise UsageError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"config {str(path)!r} is not UTF-8 text: {error.reason}") from error
+    if text is None:
+        raise UsageError(f"config {str(path)!r} is no file; write one with: oases train --write-config")
+    return _of_python(path, known) if path.suffix == ".py" else _of_yaml(path, text, known)
+
+
+def written(values: Mapping[str, Any], known: Sequence[Field[Any]]) -> str:
+    """A YAML of all `known` fields with their help as comments, and for each its value or else its default."""
+    lines = []
+    for item in known:
+        value = values.get(item.name, item.default)
+        lines += textwrap.wrap(
+            item.metadata["help"], _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+        )
+        plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        shown = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+        shown = shown.removesuffix("...\n").strip()
+        lines += [f"{item.name}: {shown}", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def unknown_field(name: object, known: Sequence[Field[Any]]) -> str:
+    """What is said of a field that no configuration has."""
+    names = [item.name for item in known]
+    near = difflib.get_close_matches(str(name), names, n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else "oases train --write-config lists all"
+    return f"unknown field {str(name)!r}; {remedy}"
+
+
+def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, Any]:
+    where = f"config {str(path)!r}"
+    by_name = {item.name: item for item in known}
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise UsageError(f"{where}: it must hold lines such as 'hidden: 512', got {text.strip()[:40]!r}")
+        given: dict[str, Any] = {}
+        for key, node in root.value:
+            line = f"{where}, line {key.start_mark.line + 1}"
+            name = loader.construct_object(key, deep=True)
+            if name not in by_name:
+                raise UsageError(f"{line}: {unknown_field(name, known)}")
+            if name in given:
+                raise UsageError(f"{line}: {name} is there twice; leave one out")
+            given[name] = loader.construct_object(node, deep=True)
+            fault = type_fault(by_name[name], given[name])
+            if fault:
+                raise UsageError(f"{line}: {fault}")
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        problem = getattr(error, "problem", None) or str(error)
+        raise UsageError(f"{where}{line}: no YAML: {problem}") from error
+    return given
+
+
+def _of_python(path: Path, known: Sequence[Field[Any]]) -> dict[str, Any]:
+    where = f"config {str(path)!r}"
+    try:
+        found = runpy.run_path(str(path)).get("config")
+    except Exception as error:  # the file is the user's: whatever is wrong in it, it is told with its line
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = lines[-1] if lines else getattr(error, "lineno", None)
+        message = str(error)
+        misspelt = re.search(r"unexpected keyword argument '(\w+)'", message)
+        if misspelt:
+            message = unknown_field(misspelt.group(1), known)
+        elif not isinstance(error, UsageError):
+            message = f"{type(error).__name__}: {message}"
+        raise UsageError(f"{where}{'' if line is None else f', line {line}'}: {message}") from error
+    if not is_dataclass(found) or isinstance(found, type) or not hasattr(found, "given"):
+        raise UsageError(f"{where} must define config = TrainConfig(...), got {found!r}")
+    values: dict[str, Any] = found.given()
+    return values

@@ -1,0 +1,136 @@
+"""Tokenizers: bytes as they are, a local tokenizer.json, or one of Hugging Face by its name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oases.errors import UsageError
+
+BYTES = 256
+"""Tokens of a run without a tokenizer: every byte is one."""
+
+_FILE = "tokenizer.json"
+
+
+class Bytes:
+    """Every byte of the text's UTF-8 is a token; documents are parted by a line break."""
+
+    name = "bytes"
+    size = BYTES
+    end: int | None = 10
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens."""
+        return "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[Any]:
+        """The tokens of each text, something that numpy makes an array of."""
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library.
+
+    name: for messages. size: its largest token plus one, special tokens counted. end: what is put behind every
+    document; None where the tokenizer names no end of a text.
+    """
+
+    def __init__(self, inner: Any, name: str, end: str | None) -> None:
+        self._inner = inner
+        self.name = name
+        known: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        if not known:
+            raise UsageError(f"tokenizer {name!r} has no tokens; train it first, or give another")
+        self.size = max(known.values()) + 1
+        self.end = None if end is None else known.get(end)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens: a hash of all that the tokenizer is."""
+        return hashlib.sha256(f"{self._inner.to_str()} {self.end}".encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[Any]:
+        """The tokens of each text, something that numpy makes an array of; no special ones are put around it."""
+        return [found.ids for found in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+AnyTokenizer = Bytes | Tokenizer
+
+
+@lru_cache(maxsize=4)
+def tokenizer_called(name: str | None) -> AnyTokenizer:
+    """The tokenizer at a path, or of Hugging Face by its name; None: bytes.
+
+    A path is a tokenizer.json or a folder with one, and is read by the `tokenizers` library, offline; the end of a
+    text is the `eos_token` of a tokenizer_config.json beside it. Any other name is what transformers' AutoTokenizer
+    is given, which downloads it or finds it in its cache. UsageError where there is none, where it cannot be read,
+    and with the pip command where the library is not installed.
+    """
+    if name is None:
+        return Bytes()
+    path = Path(name)
+    if not name:
+        raise UsageError("tokenizer '' is empty; give a tokenizer.json, a folder with one, or a name")
+    if path.is_file() or (path / _FILE).is_file():
+        return _of_file(path if path.is_file() else path / _FILE, name)
+    if path.suffix == ".json" or path.is_absolute() or name.startswith("."):
+        what = f"folder holds no {_FILE}" if path.is_dir() else "path does not exist"
+        raise UsageError(f"tokenizer {name!r}: the {what}; give a {_FILE}, a folder with one, or a name")
+    return _of_hub(name)
+
+
+def require_package(name: str, what: str, command: str) -> Any:
+    """The module `name`. UsageError with the pip command where it is not installed. what: that needs it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UsageError(f"{what} needs the package {name!r} ({error}); install it: {command}") from error
+
+
+def _of_file(file: Path, name: str) -> Tokenizer:
+    library = require_package("tokenizers", f"tokenizer {name!r}", "pip install tokenizers")
+    try:
+        inner = library.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"tokenizer {str(file)!r} cannot be read: {error.strerror}") from error
+    except Exception as error:  # the library raises nothing more special
+        raise UsageError(f"tokenizer {str(file)!r} is no file of the tokenizers library: {error}") from error
+    return Tokenizer(inner, name, _end_beside(file))
+
+
+def _end_beside(file: Path) -> str | None:
+    """The `eos_token` of the tokenizer_config.json in the same folder."""
+    beside = file.with_name("tokenizer_config.json")
+    if not beside.is_file():
+        return None
+    try:
+        said = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"{str(beside)!r} is no JSON object: {error}; mend it or remove it") from error
+    said = said.get("content") if isinstance(said, dict) else said
+    return said if isinstance(said, str) else None
+
+
+def _of_hub(name: str) -> Tokenizer:
+    library = require_package("transformers", f"tokenizer {name!r}", "pip install 'transformers>=5.23,<6'")
+    try:
+        found = library.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"tokenizer {name!r}: transformers cannot load it: {first}; give a {_FILE}, a folder with one, or the "
+            "name of one that can be downloaded"
+        ) from error
+    inner = getattr(found, "backend_tokenizer", None)
+    if inner is None:
+        raise UsageError(f"tokenizer {name!r} has no {_FILE}, only Python code, which is slow; convert it first")
+    return Tokenizer(inner, name, found.eos_token)

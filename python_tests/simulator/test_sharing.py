@@ -1,0 +1,49 @@
+"""Ranks that share a link: with nothing shared it is the engine, with a shared link each gets its part."""
+
+import pytest
+
+from oases.planner import Plan, Predictor, Segment, Stage
+from oases.simulator.cluster import cluster_called
+from oases.simulator.engine import DeadlockError, run
+from oases.simulator.model import ModelShape
+from oases.simulator.program import Compute, Contention, Program, Receive, Send, Start, Wait
+from oases.simulator.sharing import run_shared
+
+MODEL = ModelShape(hidden=256, layers=4, heads=4, sequence=128, vocabulary=512)
+HARDWARE, _ = cluster_called("64x3090")
+
+
+@pytest.mark.parametrize("pipeline", ["one_f_one_b", "shifted_critical_path", "interleaved", "zb_h1"])
+def test_with_nothing_shared_it_is_the_engine(pipeline):
+    parts = 2 if pipeline == "interleaved" else 1
+    stage = Stage((Segment(4 // parts, 2, "oases", 2, 1),) * parts)
+    plan = Plan(MODEL, 8, 4, 32, 4, (stage,) * 2, pipeline=pipeline)
+    program = Predictor(HARDWARE).program(plan, every_op=True)
+    one, other = run(program), run_shared(program, set())
+    assert other.total_seconds == pytest.approx(one.total_seconds, rel=1e-9)
+    for stage in range(2):
+        assert other.exposed(stage) == pytest.approx(one.exposed(stage), rel=1e-6, abs=1e-12)
+        assert other.bubble(stage) == pytest.approx(one.bubble(stage), rel=1e-6, abs=1e-12)
+        assert other.peak_bytes(stage) == one.peak_bytes(stage)
+
+
+def test_contention_is_the_engine_s():
+    ranks = ((Start("a", "link", 2.0), Compute("F 0.1", 3.0), Wait("a"), Compute("B 0.1", 1.0)),)
+    program = Program("", ranks, {"link": Contention(1.5, 1.25)})
+    assert run_shared(program, set()).total_seconds == pytest.approx(run(program).total_seconds)
+
+
+def test_two_on_a_link_take_twice_as_long_while_both_are_there():
+    def rank(late):
+        return (Compute("F 0.1", late), Start("a", "link", 2.0), Wait("a"))
+
+    program = Program("", (rank(0.0), rank(1.0)))
+    assert run(program).total_seconds == pytest.approx(3.0)
+    # One second alone, then both at half the pace: the first ends at 3, the second has one left of its two.
+    shared = run_shared(program, {"link"})
+    assert [(span.rank, span.end) for span in shared.spans if span.lane == "link"] == [(0, 3.0), (1, 4.0)]
+
+
+def test_a_message_that_nobody_sends_is_named():
+    with pytest.raises(DeadlockError, match="rank 1 waits for Receive"):
+        run_shared(Program("", ((Send("a", 1.0),), (Receive("a"), Receive("b")))), set())

@@ -1,0 +1,78 @@
+"""Learning-rate schedules against torch's own and plain formulas, step by step."""
+
+import math
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from oases import TrainConfig
+from oases.errors import UsageError
+from oases.train.learning_rate import SCHEDULES, Course, share_of_peak
+
+PEAK = 3e-3
+
+
+def curve(name, course):
+    return [PEAK * share_of_peak(name, course, step) for step in range(course.steps)]
+
+
+def torch_curve(make, steps):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    schedule, rates = make(optimizer), []
+    for _ in range(steps):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def after_warmup(warmup, then):
+    """Up in a line from a share of 1 / warmup to 1 in the last step of the warm-up, then `then`."""
+    return lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / warmup), then(optimizer)],
+        milestones=[warmup],
+    )
+
+
+def test_cosine_is_that_of_torch():
+    course = Course(steps=50, warmup=5, floor=0.2)
+    expected = torch_curve(
+        after_warmup(5, lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=45, eta_min=0.2 * PEAK)), 50
+    )
+    assert curve("cosine", course) == pytest.approx(expected, rel=1e-9)
+
+
+def test_linear_is_that_of_torch():
+    course = Course(steps=50, warmup=5, floor=0.25)
+    line = lambda o: lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=0.25, total_iters=45)  # noqa: E731
+    assert curve("linear", course) == pytest.approx(torch_curve(after_warmup(5, line), 50), rel=1e-9)
+
+
+def test_constant_and_wsd_are_their_formulas():
+    course = Course(steps=50, warmup=5, floor=0.1, decay_steps=10)
+    up = [PEAK * ((step + 1) / 5) for step in range(5)]
+    assert curve("constant", course) == up + [PEAK] * 45
+    down = [PEAK * (1 - 0.9 * done / 10) for done in range(10)]
+    assert curve("wsd", course) == pytest.approx(up + [PEAK] * 35 + down)
+    tenth = Course(steps=50, warmup=5, floor=0.1)
+    assert curve("wsd", tenth)[:46] == up + [PEAK] * 41
+    assert curve("wsd", tenth)[46] < PEAK
+
+
+def test_the_cosine_of_before_is_the_same_to_the_bit():
+    config = TrainConfig(steps=37, warmup=4)
+    for step in range(4, 37):
+        progress = min(1.0, (step - 4) / 33)
+        assert config.rate(step) == 1e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def test_every_schedule_is_finite_at_the_edges():
+    for name in SCHEDULES:
+        for course in (Course(1), Course(1, warmup=9), Course(3, warmup=3), Course(5, warmup=2, decay_steps=99)):
+            assert all(0 < share_of_peak(name, course, step) <= 1 for step in range(12))
+    with pytest.raises(UsageError, match="unknown learning_rate_schedule 'cosinus'; known are cosine, linear"):
+        TrainConfig(learning_rate_schedule="cosinus")
+    with pytest.raises(UsageError, match="learning_rate_floor must be from 0 to 1, got 2"):
+        TrainConfig(learning_rate_floor=2)

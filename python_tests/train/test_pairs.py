@@ -1,0 +1,228 @@
+"""Every two ways of training in parallel against one process; what cannot be together; the covering array."""
+
+import dataclasses
+import itertools
+
+import pairs
+import pytest
+import torch
+from covering import covering, every_pair, pairs_in
+from test_plan import MODEL, corpus, curve, cut_like, plan_of  # noqa: F401
+from test_stage_plans import DEEP, config_values, even
+
+from oases import TrainConfig, Trainer
+from oases.errors import UsageError
+from oases.parallel.fsdp import local, units_of
+from oases.planner.plan import Plan, Segment, Stage
+from oases.testing import RankPool
+from oases.train.plan import check, config_for
+
+KINDS = ("tensor", "sequence", "pipeline", "data", "fsdp", "recompute", "compile")
+
+
+def together(*kinds):
+    """A plan of them over as few ranks as they need, four samples and two sub-batches to a micro-batch."""
+    tp = 2 if {"tensor", "sequence"} & set(kinds) else 1
+    stages = 2 if "pipeline" in kinds else 1
+    replicas = 2 if {"data", "fsdp"} & set(kinds) else 1
+    blocks = MODEL.num_blocks // stages
+    segment = Segment(blocks, tp, "oases", 2, int("recompute" in kinds), "sequence" in kinds)
+    return plan_of(
+        tp * stages * replicas,
+        stages=(Stage((segment,)),) * stages,
+        micro_batches=4 // replicas,
+        fsdp="fsdp" in kinds,
+    )
+
+
+def alone_of(model, data):
+    return curve(Trainer(config_for(plan_of(1, (model.num_blocks, 1), model=model), config_values(data))))
+
+
+@pytest.fixture(scope="module")
+def alone(corpus):  # noqa: F811
+    return alone_of(MODEL, corpus)
+
+
+@pytest.fixture(scope="module")
+def deep_alone(corpus):  # noqa: F811
+    return alone_of(DEEP, corpus)
+
+
+def held_like(model, tensors):
+    """Whole tensors by name as this rank holds them: its part of a layer, its shard of that."""
+    units, held = units_of(model), cut_like(model, tensors)
+    for name, tensor in held.items():
+        unit = units.get(id(model.get_parameter(name)))
+        if unit is not None:
+            held[name] = tensor.chunk(unit.group.size())[unit.group.rank()]
+    return held
+
+
+def check_equal(text, data, expected, compiled):
+    plan = Plan.from_json(text)
+    trainer = Trainer(config_for(plan, {**config_values(data), "compile": compiled}), plan=plan)
+    first, losses, gradients, weights, validation = curve(trainer)
+    assert first == pytest.approx(expected[0], rel=1e-12)
+    assert losses == pytest.approx(expected[1], rel=1e-10)
+    assert validation == pytest.approx(expected[4], rel=1e-10)
+    for mine, whole in ((gradients, expected[2]), (weights, expected[3])):
+        theirs = held_like(trainer.model, {name: whole[name] for name in mine})
+        for name, tensor in mine.items():
+            held = local(tensor)
+            torch.testing.assert_close(held, theirs[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    if trainer.stage is not None:
+        trainer.stage.messages.close()
+    trainer.mesh.destroy()
+    held = sum(local(parameter).numel() for parameter in trainer.model.parameters())
+    return sorted(gradients), held
+
+
+@pytest.mark.parametrize("kinds", list(itertools.combinations(KINDS, 2)), ids="+".join)
+def test_any_two_train_like_one_process(two_ranks, four_ranks, corpus, alone, kinds):  # noqa: F811
+    plan, compiled = together(*kinds), "aot_eager" if "compile" in kinds else "none"
+    if plan.world == 1:
+        found = [check_equal(plan.to_json(), corpus, alone, compiled)]
+    else:
+        pool = two_ranks if plan.world == 2 else four_ranks
+        found = pool.run(check_equal, plan.to_json(), corpus, alone, compiled)
+    assert set().union(*(names for names, _ in found)) == set(alone[2])
+
+
+@pytest.mark.parametrize("pipeline", ["pre_recompute", "interleaved", "zb_h1"])
+def test_fsdp_in_other_pipelines(four_ranks, corpus, deep_alone, pipeline):  # noqa: F811
+    plan = even(4, 2, 1, "oases", "full", pipeline, fsdp=True)
+    four_ranks.run(check_equal, plan.to_json(), corpus, deep_alone, "none")
+
+
+DEGREES = plan_of(4, (1, 2), (2, 1), (1, 4, "oases", 2, 1), fsdp=True, micro_batches=2)
+
+
+def test_fsdp_of_segments_of_other_degrees(four_ranks, corpus, alone):  # noqa: F811
+    four_ranks.run(check_equal, DEGREES.to_json(), corpus, alone, "none")
+
+
+def test_fsdp_holds_a_share_of_the_weights(two_ranks, four_ranks, corpus, alone):  # noqa: F811
+    whole = sum(tensor.numel() for tensor in alone[3].values())
+    plan = plan_of(4, (4, 1), fsdp=True)
+    assert [held for _, held in four_ranks.run(check_equal, plan.to_json(), corpus, alone, "none")] == [
+        whole // 4
+    ] * 4
+
+
+def check_without_a_plan(data, expected):
+    sizes = {name: getattr(MODEL, name) for name in ("hidden", "layers", "heads", "sequence")}
+    trainer = Trainer(TrainConfig(**sizes, batch=16, sequence_parallel=True, **config_values(data)))
+    assert "gather" in {op.kind.removeprefix("all_") for op in trainer.model.stack.schedule}
+    assert curve(trainer)[1] == pytest.approx(expected[1], rel=1e-10)
+
+
+def test_a_run_without_a_plan_may_be_sequence_parallel(two_ranks, corpus, alone):  # noqa: F811
+    two_ranks.run(check_without_a_plan, corpus, alone)
+
+
+# --- checkpoints ---
+
+
+def two_steps(text, data, path):
+    plan = Plan.from_json(text)
+    trainer = Trainer(config_for(plan, config_values(data)), plan=plan)
+    trainer.step()
+    trainer.step()
+    trainer.save(path)
+
+
+def goes_on(text, data, path, expected):
+    plan = Plan.from_json(text)
+    trainer = Trainer(config_for(plan, {**config_values(data), "resume": path}), plan=plan)
+    assert trainer.steps_done == 2
+    assert trainer.step() == pytest.approx(expected[1][2], rel=1e-5)
+    assert trainer.validate() == pytest.approx(expected[4], rel=1e-5)
+    if trainer.stage is not None:
+        trainer.stage.messages.close()
+
+
+def test_checkpoints_of_shards_go_on_under_any_plan(two_ranks, four_ranks, corpus, alone, tmp_path):  # noqa: F811
+    path, sharded = str(tmp_path / "checkpoint"), together("tensor", "fsdp").to_json()
+    four_ranks.run(two_steps, sharded, corpus, path)
+    goes_on(plan_of(1, (4, 1)).to_json(), corpus, path, alone)
+    two_ranks.run(goes_on, together("fsdp", "compile").to_json(), corpus, path, alone)
+    four_ranks.run(goes_on, together("pipeline", "fsdp").to_json(), corpus, path, alone)
+    four_ranks.run(goes_on, DEGREES.to_json(), corpus, path, alone)
+    again = str(tmp_path / "again")
+    four_ranks.run(two_steps, together("pipeline", "data").to_json(), corpus, again)
+    four_ranks.run(goes_on, sharded, corpus, again, alone)
+
+
+def check_behind(text, data, folder):
+    """Written behind the training, and gone on from: the same losses to the bit."""
+    plan, values = Plan.from_json(text), config_values(data)
+    first = Trainer(config_for(plan, {**values, "checkpoint": folder, "checkpoint_every": 2}), plan=plan).train()
+    path = f"{folder}/step-000002"
+    second = Trainer(config_for(plan, {**values, "resume": path}), plan=plan).train()
+    assert second["losses"] == first["losses"][2:]
+    assert second["validation_loss"] == first["validation_loss"]
+
+
+def test_shards_are_saved_behind_the_training(four_ranks, corpus, tmp_path):  # noqa: F811
+    four_ranks.run(check_behind, together("tensor", "fsdp").to_json(), corpus, str(tmp_path / "checkpoints"))
+
+
+# --- what cannot be together ---
+
+
+def refused(message, plan, **given):
+    with pytest.raises(UsageError, match=message):
+        check(config_for(plan(), given), plan())
+
+
+def test_what_cannot_be_combined_is_refused_by_name(corpus):  # noqa: F811
+    whole = together("data")
+    refused(
+        "fsdp shards the optimizer's state, too; leave out zero",
+        lambda: plan_of(2, (4, 1), zero=True, fsdp=True),
+    )
+    refused("fsdp needs replicas to shard over, and tp is 2", lambda: plan_of(2, (4, 2), fsdp=True))
+    refused(
+        "cannot be cut over tp 1; leave out sequence_parallel",
+        lambda: plan_of(1, (4, 1, "oases", 2, 0, True)),
+    )
+    odd = dataclasses.replace(MODEL, sequence=7)
+    refused(
+        "a sequence of 7 tokens cannot be cut over tp 2", lambda: plan_of(2, (4, 2, "oases", 2, 0, True), model=odd)
+    )
+    refused("leave out --sequence-parallel", lambda: whole, sequence_parallel=True)
+    refused("unknown compile 'nosuch'; known are none, ", lambda: whole, compile="nosuch")
+    with pytest.raises(UsageError, match="a sequence of 128 cannot be cut over --tp 1"):
+        TrainConfig(sequence_parallel=True).check(1)
+
+
+# --- the covering array ---
+
+
+def test_rows_cover_every_pair():
+    factors = {"a": ("1", "2", "3"), "b": ("1", "2", "3", "4"), "c": ("1", "2"), "d": ("1", "2")}
+    rows = covering(factors)
+    assert len(rows) == 12  # as few as the two longest factors allow
+    assert set().union(*map(pairs_in, rows)) == set(every_pair(factors))
+    without = covering(factors, lambda row: (row.get("a"), row.get("c")) != ("1", "2"))
+    left = set(every_pair(factors)) - set().union(*map(pairs_in, without))
+    assert left == {frozenset({("a", "1"), ("c", "2")})}
+
+
+def test_the_array_of_plans_covers_every_pair():
+    assert set().union(*map(pairs_in, pairs.rows())) == set(every_pair(pairs.FACTORS))
+    for row in pairs.rows():
+        plan = pairs.plan_of_row(row)
+        check(config_for(plan, pairs.options(2, None)), plan)
+
+
+def test_rows_of_the_array_train_like_one_process(corpus):  # noqa: F811
+    """Three rows; `python pairs.py` runs them all."""
+    expected = pairs.alone(3, corpus)
+    chosen = [{"pipeline": "interleaved", "replicas": "fsdp"}, {"pipeline": "zb_h1"}, {"sequence": "parallel"}]
+    with RankPool(8) as eight_ranks:
+        for choices in chosen:
+            row = next(row for row in pairs.rows() if {**row, **choices, "compile": "none"} == row)
+            for losses in eight_ranks.run(pairs.run_row, row, 3, corpus):
+                assert pairs.difference(losses, expected) < 1e-5

@@ -1,0 +1,130 @@
+"""Training in bfloat16 with float32 masters: near float32, masters that move, sharded, and bit-equal going on."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from oases import TrainConfig, Trainer
+from oases.train.optimizer import state_of, weight_of
+
+CONFIG = TrainConfig(
+    hidden=32, layers=2, heads=4, sequence=16, batch=8, steps=6, warmup=1, validation_batches=1, learning_rate=3e-3,
+    precision="bfloat16",
+)  # fmt: skip
+PLANS = {
+    "tp 2": {"degrees": {"tensor": 2}},
+    "dp 2 zero": {"degrees": {"data": 2, "tensor": 1}, "zero": True},
+    "pp 2": {"degrees": {"pipeline": 2, "tensor": 1}, "micro_batches": 4, "pipeline_schedule": "zb_h1"},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)))
+    return str(path)
+
+
+def trainer_of(corpus, **changes):
+    return Trainer(dataclasses.replace(CONFIG, data=corpus, **({"sub_batches": 0} | changes)))
+
+
+def close(trainer):
+    if trainer.stage is not None:
+        trainer.stage.messages.close()
+    if trainer.mesh is not None:
+        trainer.mesh.destroy()
+
+
+def curve(corpus, **changes):
+    trainer = trainer_of(corpus, **changes)
+    result = trainer.train()
+    masters = [weight_of(trainer.optimizer, parameter) for parameter in trainer.model.parameters()]
+    held = sum(master.numel() for master in masters if master is not None)
+    types = {parameter.dtype for parameter in trainer.model.parameters()}
+    close(trainer)
+    return result["losses"], result["validation_loss"], held, types
+
+
+@pytest.fixture(scope="module")
+def alone(corpus):
+    return curve(corpus, precision="float32")
+
+
+def check_ranks(corpus, name, alone):
+    losses, validation, held, types = curve(corpus, **PLANS[name])
+    assert losses == pytest.approx(alone[0], rel=5e-3)
+    assert validation == pytest.approx(alone[1], rel=5e-3)
+    assert types == {torch.bfloat16}
+    if "zero" in name:
+        assert 0.4 < held / alone[2] < 0.6
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_losses_are_near_those_of_float32(two_ranks, corpus, alone, name):
+    two_ranks.run(check_ranks, corpus, name, alone)
+
+
+def test_masters_move_where_bfloat16_would_stand_still(corpus):
+    trainer = trainer_of(corpus, learning_rate=1e-7, weight_decay=0.0)
+    weight = trainer.model.stack.blocks[0].qkv.weight
+    before, master = weight.detach().clone(), weight_of(trainer.optimizer, weight)
+    first = master.detach().clone()
+    alone = before.clone()
+    for _ in range(3):
+        trainer.step()
+        alone += (master - first).to(torch.bfloat16) / 3  # what bfloat16 alone would make of such steps
+    assert master.dtype == state_of(trainer.optimizer, weight)["exp_avg"].dtype == torch.float32
+    assert (master != first).float().mean() > 0.9
+    assert (alone == before).float().mean() > 0.95
+    torch.testing.assert_close(weight.detach(), master.detach().to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_gradients_are_summed_in_float32(corpus):
+    trainer = trainer_of(corpus, schedule="oases", micro_batches=2, sub_batches=4)
+    trainer.backward(0)
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.grad.dtype == torch.float32, name
+        # A sum of four sub-batches that bfloat16 had held would be one of its numbers.
+        rounded = parameter.grad.to(torch.bfloat16).float()
+        assert (rounded != parameter.grad).float().mean() > 0.3, name
+
+
+def save(corpus, name, path):
+    trainer = trainer_of(corpus, **PLANS[name])
+    for step in range(CONFIG.steps):
+        if step == 3:
+            trainer.save(path)
+        loss = trainer.step()
+    close(trainer)
+    return loss
+
+
+def go_on(corpus, changes, path):
+    trainer = trainer_of(corpus, resume=path, **changes)
+    losses = [trainer.step() for _ in range(3)]
+    close(trainer)
+    return losses[-1]
+
+
+@pytest.mark.parametrize("name", ["dp 2 zero", "pp 2"])
+def test_a_run_goes_on_equal_to_the_bit(two_ranks, corpus, tmp_path, name):
+    path = str(tmp_path / "checkpoint")
+    expected = two_ranks.run(save, corpus, name, path)
+    assert two_ranks.run(go_on, corpus, PLANS[name], path) == expected
+    # The other precision, and another cut, read the same masters.
+    assert go_on(corpus, {"precision": "float32"}, path) == pytest.approx(expected[0], rel=5e-3)
+
+
+def test_a_checkpoint_holds_the_masters(corpus, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    trainer = trainer_of(corpus)
+    trainer.step()
+    trainer.save(path)
+    read = trainer_of(corpus, resume=path, precision="float32")
+    for (name, parameter), (_, other) in zip(
+        trainer.model.named_parameters(), read.model.named_parameters(), strict=True
+    ):
+        assert other.dtype == torch.float32
+        assert torch.equal(weight_of(trainer.optimizer, parameter), other), name
