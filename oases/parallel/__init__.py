@@ -36,6 +36,6 @@ def __getattr__(name: str) -> Any:
     """Load the styles when they are asked for: DTensor, which they are of, takes longer to import than all else."""
     if name not in ("OverlappedColwiseParallel", "OverlappedRowwiseParallel"):
         raise AttributeError(f"module 'oases.parallel' has no attribute {name!r}")
-    from oases.parallel import styles
+    import oases.parallel.styles as styles
 
     return getattr(styles, name)

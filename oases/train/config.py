@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from oases.errors import UsageError
+from oases.planner.plan import Plan, read_plan
 from oases.ranks import restart_count
 from oases.schedule import (
     PIPELINES,
@@ -20,19 +21,17 @@ from oases.train.config_file import read_values, written
 from oases.train.data import Corpus
 from oases.train.degrees import Degrees
 from oases.train.fields import require_known, require_types
+from oases.train.fit import require_fit, values_for
 from oases.train.guard import POLICIES
 from oases.train.learning_rate import SCHEDULES, Course, share_of_peak
 from oases.train.log import steps_in
 from oases.train.masters import PRECISIONS
+from oases.train.resumption import AUTO, require_resumable
 from oases.train.retention import require_folder
 from oases.train.scalars import require_tensorboard
 from oases.train.sizes import ModelOptions, option, sizes_of
 from oases.train.tokenizer import tokenizer_called
 from oases.train.tokens import corpus_of
-
-AUTO = "auto"
-"""As `resume`: the newest checkpoint in `checkpoint`, or the start."""
-
 
 ROWS_MULTIPLE = 64
 """Rows of a tokenizer's table are rounded up to one, so that the degrees in use divide them."""
@@ -152,8 +151,6 @@ class TrainConfig(ModelOptions):
 
         UsageError names file, line and field of what is wrong.
         """
-        from oases.train.plan import config_for, read_plan  # which reads this configuration
-
         values = cls.merged(read_values(Path(path), fields(cls)), {})
         return cls(**values) if values.get("plan") is None else config_for(read_plan(values["plan"]), values)
 
@@ -238,11 +235,9 @@ class TrainConfig(ModelOptions):
 
     def check_files(self, sizes: dict[str, Any]) -> Corpus:
         """What is read and written, for a model of these sizes; returns the corpus."""
-        from oases.train.resumption import require_resumable  # which reads this configuration
-
         if self.checkpoint is not None:
             require_folder(self.checkpoint)
-        require_resumable(self, sizes)
+        require_resumable(self.checkpoint, self.resume, self.goes_on, sizes)
         self._require_step_log()
         if self.tensorboard is not None:
             require_tensorboard(self.tensorboard, new=self.resume is None and not self.goes_on)
@@ -261,6 +256,16 @@ class TrainConfig(ModelOptions):
             raise UsageError(f"step log {self.step_log!r} is a folder; give the path of a file")
         if steps_in(self.step_log) and self.resume is None and not self.goes_on:
             raise UsageError(f"step log {self.step_log!r} holds the steps of another run; give a new file")
+
+
+def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
+    """A configuration of the plan's sizes with the values `given` for the rest.
+
+    UsageError for a given value that the plan says otherwise, and for a schedule, which is the plan's alone.
+    """
+    config = TrainConfig(**values_for(plan, given))
+    require_fit(config, plan)
+    return config
 
 
 def require_seed(seed: int) -> None:

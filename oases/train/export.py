@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+import oases.train.retention as retention
 from oases.errors import UsageError
 from oases.partition.safetensors_files import write_header
-from oases.train import retention
 from oases.train.integrity import fault_of
 from oases.train.record import Record, is_checkpoint
 

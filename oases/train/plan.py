@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from oases.errors import UsageError
 from oases.parallel.parts import require_runnable
@@ -16,33 +14,11 @@ from oases.planner.plan import Plan, Segment, Stage, read_plan
 from oases.schedule import GENERATORS
 from oases.schedule.pipeline import chunks_of
 from oases.simulator.model import ModelShape
-from oases.train.config import TrainConfig, require_bytes, sizes_of
+from oases.train.config import TrainConfig, config_for, require_bytes, sizes_of
 from oases.train.data import Corpus
-from oases.train.tokenizer import tokenizer_called
+from oases.train.fit import require_fit
 
 __all__ = ["asked_for", "by_hand", "check", "config_for", "read_plan", "require_fit"]
-
-_SIZES = ("hidden", "layers", "heads", "sequence", "vocabulary")
-_SAID = (
-    "schedule", "sub_batches", "recompute", "sequence_parallel", "degrees", "pipeline_schedule", "micro_batches",
-    "zero", "fsdp",
-)  # fmt: skip
-
-
-def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
-    """A configuration of the plan's sizes with the values `given` for the rest.
-
-    UsageError for a given value that the plan says otherwise, and for a schedule, which is the plan's alone.
-    """
-    for name in _SAID:
-        if name in given:
-            raise UsageError(
-                "the plan says schedules, recomputation, what is sequence-parallel, degrees and micro-batches; leave "
-                f"out {_option(name)}"
-            )
-    config = TrainConfig(**{**_sizes(plan), "precision": plan.model.dtype, **given})
-    require_fit(config, plan)
-    return config
 
 
 def asked_for(config: TrainConfig, ranks: int) -> Plan | None:
@@ -114,34 +90,6 @@ def by_hand(config: TrainConfig, tensor: int) -> Plan:
     return plan
 
 
-def require_fit(config: TrainConfig, plan: Plan) -> None:
-    """Raise UsageError, naming the field, unless plan and configuration are of the same model and batch."""
-    for name, size in _sizes(plan).items():
-        if getattr(config, name) != size and not (name == "vocabulary" and config.vocabulary == 0):
-            raise UsageError(
-                f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {_option(name)}, or make "
-                "a plan for it"
-            )
-    if not (plan.model.is_gpt and plan.model.tied):
-        raise UsageError(f"plan: its model {plan.model.name!r} is no GPT, which is what this trains; plan for a GPT")
-    if plan.model.dtype != config.precision:
-        raise UsageError(
-            f"plan: its model computes in {plan.model.dtype}, training here in {config.precision}; leave out "
-            "--precision, or plan for that"
-        )
-    if plan.fsdp and config.precision != "float32":
-        raise UsageError(
-            f"precision {config.precision} and fsdp do not go together: the masters would have to be in shards, too; "
-            "take zero, which has them so, or float32"
-        )
-    tokenizer = tokenizer_called(config.tokenizer)
-    if plan.model.vocabulary < tokenizer.size:
-        raise UsageError(
-            f"plan: a vocabulary of {plan.model.vocabulary} is too small; {tokenizer.name} has {tokenizer.size} "
-            "tokens"
-        )
-
-
 def check(config: TrainConfig, plan: Plan) -> Corpus:
     """Everything that can be known before any rank starts; returns the corpus."""
     require_fit(config, plan)
@@ -161,11 +109,3 @@ def _bytes_of(plan: Plan) -> int:
             total += copies * plan.stage_ranks * plan.model.block_parameters(plan.model.kind_of(number), segment.tp)
             number += 1
     return round(total * plan.model.element_bytes)
-
-
-def _sizes(plan: Plan) -> dict[str, int]:
-    return {name: getattr(plan.model, name) for name in _SIZES} | {"batch": plan.global_batch}
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

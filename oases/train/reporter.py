@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,10 +11,8 @@ from oases.planner.throughput import model_flops
 from oases.simulator.model import ModelShape
 from oases.train.comparison import Comparison
 from oases.train.measures import StepReport
+from oases.train.underway import Underway
 from oases.train.utilisation import Peak
-
-if TYPE_CHECKING:
-    from oases.train.trainer import Trainer
 
 
 class Reporter:
@@ -24,7 +22,7 @@ class Reporter:
     costs nothing more: there is no report, and no collective for one.
     """
 
-    def __init__(self, trainer: Trainer, *, watched: bool) -> None:
+    def __init__(self, trainer: Underway, *, watched: bool) -> None:
         config = trainer.config
         self.trainer = trainer
         asked = torch.tensor([float(watched)], device=trainer.device)

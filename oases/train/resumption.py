@@ -6,47 +6,47 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import oases.train.retention as retention
 from oases.errors import UsageError
 from oases.parallel.group import ProcessGroup, group_rank
-from oases.train import retention
 from oases.train.agreement import gathered
-from oases.train.config import AUTO, TrainConfig
 from oases.train.integrity import fault_of
 from oases.train.record import Record, is_checkpoint
 
+AUTO = "auto"
+"""As what to resume: the newest checkpoint of the run's own folder, or the start."""
 
-def first_checkpoint(config: TrainConfig, group: ProcessGroup | None) -> Path | None:
+
+def first_checkpoint(own: str | None, resume: str | None, goes_on: bool, group: ProcessGroup | None) -> Path | None:
     """The checkpoint that a run begins with, the same on all ranks, which call it together; None: from the start.
 
-    A run that a launcher has started again, or with resume "auto", begins with the newest good one in
-    `config.checkpoint`, if there is one. What is returned was read through and is whole. Broken ones are skipped with
-    a warning that names file and fault, and set aside where this run is going to write. UsageError for a checkpoint
-    given that is broken, and for a folder with later ones than the run begins with: they would count as newer than
-    what it writes.
+    own: the folder that the run writes to. resume: what it was given. A run that goes on, because a launcher has
+    started it again or resume is "auto", begins with the newest good one in its own folder, if there is one. What is
+    returned was read through and is whole. Broken ones are skipped with a warning that names file and fault, and set
+    aside where this run is going to write. UsageError for a checkpoint given that is broken, and for a folder with
+    later ones than the run begins with: they would count as newer than what it writes.
     """
-    own, found = config.checkpoint, None
+    found = None
     if own is not None:
         if group_rank(group) == 0:
             retention.tidy(own)
-        if config.goes_on:
+        if goes_on:
             found = _newest(own, group)
-    if found is None and config.resume not in (None, AUTO):
-        assert config.resume is not None
-        found = _whole(Path(config.resume), group)
+    if found is None and resume is not None and resume != AUTO:
+        found = _whole(Path(resume), group)
     if own is not None:
         _require_latest(own, 0 if found is None else Record.read(found).step, group)
     return found
 
 
-def require_resumable(config: TrainConfig, sizes: dict[str, Any]) -> None:
+def require_resumable(own: str | None, resume: str | None, goes_on: bool, sizes: dict[str, Any]) -> None:
     """What can be said before any rank starts: UsageError unless there is something of these sizes to begin with."""
-    if config.goes_on:
-        for path in retention.checkpoints(config.checkpoint or "")[:1]:
+    if goes_on:
+        for path in retention.checkpoints(own or "")[:1]:
             _fits(path, sizes)
-    if config.resume in (None, AUTO):
+    if resume is None or resume == AUTO:
         return
-    assert config.resume is not None
-    path = Path(config.resume)
+    path = Path(resume)
     if not is_checkpoint(path):
         inside = retention.checkpoints(path)
         if not inside:

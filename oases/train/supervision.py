@@ -7,7 +7,7 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +20,8 @@ from oases.train.interruption import sigterm_noted
 from oases.train.log import StepLog
 from oases.train.measures import StepReport
 from oases.train.scalars import Scalars
+from oases.train.underway import Underway
 from oases.train.writer import CheckpointWriter
-
-if TYPE_CHECKING:
-    from oases.train.trainer import Trainer
 
 
 class Supervision:
@@ -33,7 +31,7 @@ class Supervision:
     step, saves, and raises SavedExit. One small collective a step keeps the ranks to one decision.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Underway) -> None:
         self.trainer = trainer
         self.first = group_rank(trainer.group) == 0
         self.stall_seconds = 0.0

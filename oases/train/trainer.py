@@ -109,7 +109,7 @@ class Trainer:
         messages = None if self.stage is None else self.stage.messages
         self.meter = Meter(self.group, self._groups(), messages, device)
         self.guard = LossGuard(cast(Policy, config.bad_loss), config.spike)
-        self.resumed = first_checkpoint(config, self.group)
+        self.resumed = first_checkpoint(config.checkpoint, config.resume, config.goes_on, self.group)
         """The checkpoint that this run began with."""
         if self.resumed is not None:
             self._go_on(self.resumed)

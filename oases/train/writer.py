@@ -10,8 +10,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+import oases.train.retention as retention
 from oases.parallel.group import ProcessGroup, group_rank, group_size
-from oases.train import retention
 from oases.train.agreement import SaveError, everywhere
 from oases.train.checkpoint import State, write
 from oases.train.record import Record
