@@ -30,10 +30,20 @@ ranks' parts of what C, RC or BC made."""
 Message = Literal["send", "receive"]
 """Of a pipeline: the result of F goes to the next stage, that of B to the one before. receive: stand still for it."""
 
+Experts = Literal["N", "E", "P", "RE", "RN", "BE", "BN"]
+"""Of lists of mixtures of experts (`schedule.experts`). N: what lies between the experts of the block before and those
+of this one, router included. E: this rank's experts. P: where the next step's experts are computed. BE, BN:
+backward; RE, RN: computed again for it."""
+
+Transfer = Literal["all_to_all", "share", "join", "split", "return"]
+"""Of the same. all_to_all: tokens, or their gradients, to whose experts and back. Trans is share, then join: a home
+sends each holder of a copy its share of the parameters, and the holders exchange shares. Agg is split, then return:
+holders add up each other's shares of the gradients, and send them home."""
+
 COMPUTE: tuple[str, ...] = get_args(Compute)
 COLLECTIVE: tuple[str, ...] = get_args(Collective)
 STARTS: tuple[str, ...] = COLLECTIVE[:-1]
-BACKWARD: frozenset[str] = frozenset({"R", "RC", "BC", "B", "W"})
+BACKWARD: frozenset[str] = frozenset({"R", "RC", "BC", "B", "W", "RE", "RN", "BE", "BN", "split", "return"})
 
 
 class ScheduleError(ValueError):
@@ -42,15 +52,15 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Op:
-    """One line of a schedule. `of` names the compute op whose result a collective or a message carries.
+    """One line of a schedule. `of` names the op whose result a collective or a message carries, or a wait is for.
 
     In a pipeline's list `block` is the stage and `sub_batch` the micro-batch.
     """
 
-    kind: Compute | Collective | Message
+    kind: Compute | Collective | Message | Experts | Transfer
     block: int
     sub_batch: int
-    of: Compute | None = None
+    of: Compute | Experts | Transfer | None = None
 
     def __str__(self) -> str:
         head = self.kind if self.of is None else f"{self.kind} {self.of}"

@@ -57,11 +57,22 @@ _KINDS = {
     "RC": "recompute",
     "wait": "waiting",
     "receive": "bubble",
+    "N": "forward",
+    "E": "experts",
+    "P": "other",
+    "RN": "recompute",
+    "RE": "recompute",
+    "BN": "backward",
+    "BE": "experts",
     "embedding": "embedding and head",
     "head": "embedding and head",
     "optimizer": "optimizer",
 }
-_LINK_KINDS = {"send": "send", "gradients": "gradients", "reshard": "reshard", "parameters": "parameters"}
+_LINK_KINDS = {
+    "send": "send", "gradients": "gradients", "reshard": "reshard", "parameters": "parameters",
+    "all_to_all": "all-to-all", "share": "parameters", "join": "parameters", "split": "gradients",
+    "return": "gradients",
+}  # fmt: skip
 _PREFIX = re.compile(r"(wait |receive )?(micro-batch \d+ )?(segment \d+ )?")
 """Of a plan's ops: they say which micro-batch and which segment of blocks they belong to."""
 
