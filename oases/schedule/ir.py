@@ -31,8 +31,8 @@ Message = Literal["send", "receive"]
 """Of a pipeline: the result of F goes to the next stage, that of B to the one before. receive: stand still for it."""
 
 Experts = Literal["N", "E", "P", "RE", "RN", "BE", "BN"]
-"""Of lists of mixtures of experts (`schedule.experts`). N: what lies between the experts of the block before and those
-of this one, router included. E: this rank's experts. P: where the next step's experts are computed. BE, BN:
+"""Of lists of mixtures of experts (`schedule.experts`). N: what lies between the experts of the block before and
+those of this one, router included. E: this rank's experts. P: where the next step's experts are computed. BE, BN:
 backward; RE, RN: computed again for it."""
 
 Transfer = Literal["all_to_all", "share", "join", "split", "return"]
