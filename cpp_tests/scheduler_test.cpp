@@ -45,6 +45,30 @@ TEST(OverlapScheduler, AllGatherIsInRankOrderAndReduceScatterKeepsOwnPart) {
   });
 }
 
+TEST(OverlapScheduler, AllToAllTakesUnevenRowsAndRanksWithNone) {
+  run_ranks(3, [](int rank, const Group& group, const std::string&) {
+    OverlapScheduler scheduler(group);
+    // Rank r sends r * 2 rows to each rank but the last, which gets none: rank 0 sends nothing at all.
+    const std::vector<int64_t> sent =
+        rank ? std::vector<int64_t>{2 * rank, 2 * rank, 0} : std::vector<int64_t>{0, 0, 0};
+    const std::vector<int64_t> received =
+        rank < 2 ? std::vector<int64_t>{0, 2, 4} : std::vector<int64_t>{0, 0, 0};
+    const auto input = at::full({4 * rank, 5}, rank, at::kDouble);
+    const auto output = at::full({rank < 2 ? 6 : 0, 5}, -1, at::kDouble);
+    scheduler.wait(scheduler.all_to_all(output, input, sent, received, "dispatch"));
+    if (rank < 2) {
+      EXPECT_TRUE(
+          at::equal(output, at::cat({at::full({2, 5}, 1, at::kDouble), at::full({4, 5}, 2, at::kDouble)})));
+    }
+    const auto nothing = at::empty({0, 5});
+    scheduler.wait(scheduler.all_to_all(nothing, nothing, {0, 0, 0}, {0, 0, 0}, "nothing"));
+    EXPECT_EQ(scheduler.totals().at("dispatch").bytes, input.numel() * 8);
+    EXPECT_EQ(scheduler.totals().at("nothing").count, 1);
+    const auto message = message_of([&] { scheduler.all_to_all(output, input, {1, 0, 0}, {1, 0, 0}, "F"); });
+    EXPECT_NE(message.find("all_to_all of F: the "), std::string::npos) << message;
+  });
+}
+
 TEST(OverlapScheduler, CountsNothingWhileCountingIsOff) {
   run_ranks(2, [](int, const Group& group, const std::string&) {
     OverlapScheduler scheduler(group);
@@ -197,6 +221,33 @@ TEST(OverlapScheduler, AHaltBringsRanksThatAreApartToOneEnd) {
     const auto after = filled(rank);
     scheduler.wait(scheduler.all_reduce(after, "after"));
     EXPECT_TRUE(at::equal(after, filled(3)));
+  });
+}
+
+TEST(OverlapScheduler, AHaltEndsAnUnevenAllToAllThatOneRankDidNotStart) {
+  std::atomic<int> halted{0};
+  std::vector<oases::Standing> standings(2);
+  run_ranks(2, [&](int rank, const Group& group, const std::string&) {
+    OverlapScheduler scheduler(group);
+    std::string told;
+    std::shared_ptr<oases::Ticket> ticket;
+    const auto output = at::empty({3, 4});
+    if (rank == 1) ticket = scheduler.all_to_all(output, at::ones({2, 4}), {1, 1}, {2, 1}, "dispatch");
+    standings[rank] = scheduler.halt("rank 0 failed");
+    ++halted;
+    while (halted < 2) std::this_thread::yield();
+    if (rank == 0) {
+      const auto& started = standings[1].last.back();
+      EXPECT_EQ(started.sent, (std::vector<int64_t>{4, 4}));
+      scheduler.fill(started.collective, at::zeros({0}, started.dtype), {0, started.received[0]},
+                     {0, started.sent[0]});
+    }
+    EXPECT_EQ(scheduler.drain(20), "");
+    scheduler.resume();
+    EXPECT_EQ(scheduler.acknowledge(), "");
+    const auto after = filled(rank);
+    scheduler.wait(scheduler.all_reduce(after, "after"));
+    EXPECT_TRUE(at::equal(after, filled(1)));
   });
 }
 

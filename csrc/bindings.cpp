@@ -101,7 +101,9 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("collective", &oases::Started::collective)
       .def_readonly("numel", &oases::Started::numel)
       .def_readonly("dtype", &oases::Started::dtype)
-      .def_readonly("device", &oases::Started::device);
+      .def_readonly("device", &oases::Started::device)
+      .def_readonly("sent", &oases::Started::sent)
+      .def_readonly("received", &oases::Started::received);
 
   py::class_<oases::Standing>(module, "Standing", "Where a rank stood when it was halted.")
       .def_readonly("newly", &oases::Standing::newly)
@@ -122,6 +124,8 @@ PYBIND11_MODULE(_C, module) {
            py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
       .def("reduce_scatter", &OverlapScheduler::reduce_scatter, py::arg("output"), py::arg("input"),
            py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
+      .def("all_to_all", &OverlapScheduler::all_to_all, py::arg("output"), py::arg("input"), py::arg("sent"),
+           py::arg("received"), py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
       .def("wait", &OverlapScheduler::wait, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
       .def("set_recording", &OverlapScheduler::set_recording, py::arg("on"))
       .def("set_counting", &OverlapScheduler::set_counting, py::arg("on"),
@@ -133,6 +137,7 @@ PYBIND11_MODULE(_C, module) {
       .def("halt", &OverlapScheduler::halt, py::arg("failure"), py::arg("out_of_memory") = false,
            py::call_guard<py::gil_scoped_release>())
       .def("fill", &OverlapScheduler::fill, py::arg("collective"), py::arg("whole"),
+           py::arg("sent") = std::vector<int64_t>(), py::arg("received") = std::vector<int64_t>(),
            py::call_guard<py::gil_scoped_release>())
       .def("drain", &OverlapScheduler::drain, py::arg("patience_seconds"),
            py::call_guard<py::gil_scoped_release>())

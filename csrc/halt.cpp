@@ -1,6 +1,7 @@
 // What OverlapScheduler does after a rank failed, on a thread of its own; see the header.
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <thread>
 
 #include "scheduler.h"
@@ -30,15 +31,23 @@ Standing OverlapScheduler::halt(const std::string& failure, bool out_of_memory) 
   return standing;
 }
 
-void OverlapScheduler::fill(const std::string& collective, const at::Tensor& whole) {
+void OverlapScheduler::fill(const std::string& collective, const at::Tensor& whole,
+                            const std::vector<int64_t>& sent, const std::vector<int64_t>& received) {
   auto ticket = std::make_shared<Ticket>();
   ticket->record_.collective = collective;
   ticket->record_.label = "nothing, for a rank that failed";
   at::Tensor flat = whole.view(-1);
   at::Tensor part = collective.rfind("all_reduce", 0) == 0 ? flat : flat.new_zeros({flat.numel() / size_});
+  const bool splits = collective == "all_to_all";
+  if (splits) {
+    flat = whole.new_zeros({std::accumulate(sent.begin(), sent.end(), int64_t{0})});
+    part = whole.new_empty({std::accumulate(received.begin(), received.end(), int64_t{0})});
+  }
   ticket->tensors_ = {flat, part};
   const std::lock_guard<std::mutex> lock(issuing_);
-  start(ticket, whole, [&]() -> c10::intrusive_ptr<c10d::Work> {
+  const Splits numbers{sent, received};
+  const auto begin = [&]() -> c10::intrusive_ptr<c10d::Work> {
+    if (splits) return start_all_to_all(part, flat, numbers);
     if (collective == "all_gather") return group()->_allgather_base(flat, part);
     if (collective == "reduce_scatter") return group()->_reduce_scatter_base(part, flat);
     c10d::AllreduceOptions options;
@@ -48,7 +57,8 @@ void OverlapScheduler::fill(const std::string& collective, const at::Tensor& who
       TORCH_CHECK(collective == "all_reduce", "no collective is called '", collective, "'");
     std::vector<at::Tensor> tensors{flat};
     return group()->allreduce(tensors, options);
-  });
+  };
+  start(ticket, flat, begin, splits ? &numbers : nullptr);
 }
 
 std::string OverlapScheduler::drain(double patience_seconds) {

@@ -64,9 +64,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> OverlapScheduler::group() const {
   return group_ ? group_ : c10d::resolve_process_group(name_);
 }
 
-std::shared_ptr<Ticket> OverlapScheduler::issue(
-    const char* collective, const at::Tensor& counted, std::vector<at::Tensor> tensors,
-    const std::string& label, const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+std::shared_ptr<Ticket> OverlapScheduler::issue(const char* collective, const at::Tensor& counted,
+                                                std::vector<at::Tensor> tensors, const std::string& label,
+                                                const Start& start, const Splits* splits) {
   for (const auto& tensor : tensors)
     TORCH_CHECK(tensor.is_contiguous(), collective, " of ", label, ": the tensor of shape ", tensor.sizes(),
                 " and strides ", tensor.strides(), " is not contiguous; call .contiguous() first");
@@ -77,14 +77,14 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(
   ticket->record_.bytes = counted.numel() * counted.element_size();
   ticket->tensors_ = std::move(tensors);
   ticket->record_.issued = monotonic_seconds();
-  if (size_ == 1 || counted.numel() == 0) {
+  if (size_ == 1 || (counted.numel() == 0 && !splits)) {
     ticket->finish_->at = ticket->record_.issued;
     return ticket;
   }
   if (!counted.is_cpu()) record_event(ticket->at_issue_, counted.device());
   std::unique_lock<std::mutex> lock(issuing_);
   if (state_ != State::running) stop(lock, c10::str(collective, " of ", label));
-  this->start(ticket, counted, start);
+  this->start(ticket, counted, start, splits);
   lock.unlock();
   if (counted.is_cpu()) {
     try {
@@ -100,13 +100,17 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(
 
 // With issuing_ held.
 void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted,
-                             const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+                             const Start& start, const Splits* splits) {
   const TicketRecord& record = ticket->record_;
   ticket->work_ = start();
   TORCH_CHECK(ticket->work_, record.collective, " of ", record.label, ": the backend of group '", name_,
               "' returned no work to wait for");
   ++started_;
-  last_.push_back({record.collective, counted.numel(), counted.scalar_type(), counted.device()});
+  last_.push_back({record.collective, counted.numel(), counted.scalar_type(), counted.device(), {}, {}});
+  if (splits) {
+    last_.back().sent = splits->sent;
+    last_.back().received = splits->received;
+  }
   if (last_.size() > kRemembered) last_.pop_front();
   // What an exception left behind unwaited goes when it has ended.
   while (!in_flight_.empty() && in_flight_.front().use_count() == 1 &&
@@ -148,6 +152,46 @@ std::shared_ptr<Ticket> OverlapScheduler::reduce_scatter(const at::Tensor& outpu
   });
   if (!ticket->work_ && output.numel() > 0) output.view(-1).copy_(input.view(-1));
   return ticket;
+}
+
+std::shared_ptr<Ticket> OverlapScheduler::all_to_all(const at::Tensor& output, const at::Tensor& input,
+                                                     const std::vector<int64_t>& sent,
+                                                     const std::vector<int64_t>& received,
+                                                     const std::string& label) {
+  // Numbers of rows to numbers of elements: backends then need not agree on the shape of a row.
+  const auto numbers = [&](const char* what, const at::Tensor& tensor, const std::vector<int64_t>& rows) {
+    TORCH_CHECK(tensor.dim() > 0 && static_cast<int>(rows.size()) == size_, "all_to_all of ", label, ": the ",
+                what, " of shape ", tensor.sizes(), " goes with ", rows.size(),
+                " numbers of rows, not one for ", "each of ", size_, " ranks");
+    const int64_t row = tensor.size(0) ? tensor.numel() / tensor.size(0) : 0;
+    int64_t total = 0;
+    std::vector<int64_t> elements;
+    for (const int64_t count : rows) {
+      TORCH_CHECK(count >= 0, "all_to_all of ", label, ": ", count, " rows of the ", what);
+      total += count;
+      elements.push_back(count * row);
+    }
+    TORCH_CHECK(total == tensor.size(0), "all_to_all of ", label, ": the ", what, " has ", tensor.size(0),
+                " rows, not the ", total, " that its splits sum up to");
+    return elements;
+  };
+  const Splits splits{numbers("input", input, sent), numbers("output", output, received)};
+  TORCH_CHECK(output.scalar_type() == input.scalar_type() && output.device() == input.device(),
+              "all_to_all of ", label, ": the output is ", output.scalar_type(), " on ", output.device(),
+              ", the input ", input.scalar_type(), " on ", input.device());
+  TORCH_CHECK(splits.sent[rank_] == splits.received[rank_], "all_to_all of ", label, ": rank ", rank_,
+              " sends itself ", sent[rank_], " rows but receives ", received[rank_]);
+  auto ticket = issue(
+      "all_to_all", input, {output, input}, label, [&] { return start_all_to_all(output, input, splits); },
+      &splits);
+  if (!ticket->work_ && input.numel() > 0) output.view(-1).copy_(input.view(-1));
+  return ticket;
+}
+
+c10::intrusive_ptr<c10d::Work> OverlapScheduler::start_all_to_all(at::Tensor output, at::Tensor input,
+                                                                  Splits numbers) {
+  output = output.view(-1), input = input.view(-1);
+  return group()->alltoall_base(output, input, numbers.received, numbers.sent);
 }
 
 // Waits, and looks up once a second whether the group was given up: gloo has no abort that would end the

@@ -24,9 +24,10 @@ double monotonic_seconds();
 
 // What one collective cost. Times are monotonic seconds; 0 means "not yet".
 struct TicketRecord {
-  std::string collective;  // "all_reduce", "all_reduce_max", "all_gather" or "reduce_scatter"
+  // "all_reduce", "all_reduce_max", "all_gather", "reduce_scatter" or "all_to_all"
+  std::string collective;
   std::string label;       // what the caller calls it, e.g. the schedule op "F 3.1"
-  int64_t bytes = 0;       // of the whole (gathered or unreduced) tensor
+  int64_t bytes = 0;       // of the whole (gathered or unreduced) tensor; what is sent all to all
   double issued = 0;       // when the collective was handed to the backend
   double finished = 0;     // when the backend reported its end; where it cannot, when the wait for it ended
   double waited_from = 0;  // when the compute first needed the result
@@ -68,6 +69,7 @@ struct Started {
   int64_t numel;  // of the whole (gathered or unreduced) tensor
   at::ScalarType dtype;
   c10::Device device;
+  std::vector<int64_t> sent, received;  // all to all: numbers to and from each rank
 };
 
 // Where a rank stood when it was halted: collectives started here, those that others started on the group
@@ -101,6 +103,12 @@ class OverlapScheduler {
   std::shared_ptr<Ticket> reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                          const std::string& label = "");
 
+  // Sends each rank its rows of `input`, those of rank 0 first, and fills `output` with what each rank sends
+  // here. sent, received: rows to and from each rank; any of them, and all of them, may be 0.
+  std::shared_ptr<Ticket> all_to_all(const at::Tensor& output, const at::Tensor& input,
+                                     const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
+                                     const std::string& label = "");
+
   // Returns when the result may be used: on the CPU now, on an accelerator by the current stream.
   // Waiting twice is an error. A failed collective throws with its name, label and size in the message.
   void wait(const std::shared_ptr<Ticket>& ticket);
@@ -121,8 +129,10 @@ class OverlapScheduler {
   // No collective starts from here on; whoever wants one waits for resume() and is told `failure`, as an
   // OutOfMemoryError if it is one and a DistBackendError otherwise.
   Standing halt(const std::string& failure, bool out_of_memory = false);
-  // Starts, with zeros, what another rank started: `whole` is the gathered or unreduced tensor.
-  void fill(const std::string& collective, const at::Tensor& whole);
+  // Starts, with zeros, what another rank started: `whole` is the gathered or unreduced tensor; all to all it
+  // gives type and device, and sent and received are the numbers that the other ranks wait for and send.
+  void fill(const std::string& collective, const at::Tensor& whole, const std::vector<int64_t>& sent = {},
+            const std::vector<int64_t>& received = {});
   // Waits until nothing is under way and gives the tickets up; otherwise returns what went wrong, and keeps
   // the tensors, which the backend may still use.
   std::string drain(double patience_seconds);
@@ -140,11 +150,17 @@ class OverlapScheduler {
  private:
   OverlapScheduler(std::string name, int rank, int size);
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
+  using Start = std::function<c10::intrusive_ptr<c10d::Work>()>;
+  struct Splits {
+    std::vector<int64_t> sent, received;
+  };
+  // splits: all to all only, where ranks that have nothing to send or receive take part, too.
   std::shared_ptr<Ticket> issue(const char* collective, const at::Tensor& counted,
-                                std::vector<at::Tensor> tensors, const std::string& label,
-                                const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
-  void start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted,
-             const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
+                                std::vector<at::Tensor> tensors, const std::string& label, const Start& start,
+                                const Splits* splits = nullptr);
+  void start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted, const Start& start,
+             const Splits* splits = nullptr);
+  c10::intrusive_ptr<c10d::Work> start_all_to_all(at::Tensor output, at::Tensor input, Splits numbers);
   void wait_on_host(c10d::Work& work);
   void end_halt(std::unique_lock<std::mutex>& lock);
   [[noreturn]] void stop(std::unique_lock<std::mutex>& lock, const std::string& at);

@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "kernels.h"
@@ -198,8 +199,14 @@ SimBackend::Work SimBackend::alltoall_base(at::Tensor& output, at::Tensor& input
                                            std::vector<int64_t>& output_splits,
                                            std::vector<int64_t>& input_splits,
                                            const c10d::AllToAllOptions& options) {
-  const double n = getSize();
-  return enqueue(c10d::OpType::ALLTOALL_BASE, (n - 1) / n * bytes_of(input), {output},
+  // A link is as busy with what it sends as with what it receives; a rank's own rows stay.
+  const auto bytes_on_wire = [this](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
+    const double n = getSize(), all = bytes_of(tensor);
+    if (splits.empty() || tensor.numel() == 0) return (n - 1) / n * all;
+    return all * (1.0 - static_cast<double>(splits[getRank()]) / static_cast<double>(tensor.size(0)));
+  };
+  const double bytes = std::max(bytes_on_wire(input, input_splits), bytes_on_wire(output, output_splits));
+  return enqueue(c10d::OpType::ALLTOALL_BASE, bytes, {output},
                  [this, output, input, output_splits, input_splits, options]() mutable {
                    return inner_->alltoall_base(output, input, output_splits, input_splits, options);
                  });

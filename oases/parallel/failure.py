@@ -191,7 +191,10 @@ class Watch:
 
     def _bring_to_one_end(self, standing: Any) -> None:
         """Let every collective that any rank has started end on every rank. Any exception says why that failed."""
-        last = [(s.collective, s.numel, str(s.dtype).removeprefix("torch."), s.device.type) for s in standing.last]
+        last = [
+            (s.collective, s.numel, str(s.dtype).removeprefix("torch."), s.device.type, s.sent, s.received)
+            for s in standing.last
+        ]
         mine = {"started": standing.started, "foreign": standing.foreign, "last": last}
         self._store.set(self._key(f"standing/{self.rank}"), json.dumps(mine))
         everyone = [json.loads(text) for text in self._gather("standing", _ANSWER_SECONDS)]
@@ -204,9 +207,13 @@ class Watch:
         # On a GPU not behind the main thread's work, which may wait for a collective of another group.
         aside = torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
         with aside:
-            for collective, numel, dtype, kind in furthest["last"][len(furthest["last"]) - missing :]:
+            for ago in range(missing, 0, -1):
+                collective, numel, dtype, kind, *splits = furthest["last"][-ago]
+                if any(splits):  # of what others started all to all, this rank's part
+                    numel, splits = 0, _answers(everyone, furthest["started"] - ago, self.rank)
                 device = self._device if self._device.type == kind else torch.device(kind)
-                self.scheduler.fill(collective, torch.zeros(numel, dtype=getattr(torch, dtype), device=device))
+                whole = torch.zeros(numel, dtype=getattr(torch, dtype), device=device)
+                self.scheduler.fill(collective, whole, *splits)
         why = self.scheduler.drain(_DRAIN_SECONDS)
         if why:
             raise RuntimeError(why)
@@ -236,6 +243,16 @@ class Watch:
         except RuntimeError as error:
             self._broken += f"; to abort it failed, too: {error}"
         self.scheduler.resume(self._broken)
+
+
+def _answers(everyone: list[dict[str, Any]], number: int, rank: int) -> list[list[int]]:
+    """(numbers to send, numbers to receive) by which `rank` answers all ranks' all-to-all of this number."""
+    sent, received = [0] * len(everyone), [0] * len(everyone)
+    for other, each in enumerate(everyone):
+        if each["started"] > number:
+            *_, sends, receives = each["last"][number - each["started"]]
+            sent[other], received[other] = receives[rank], sends[rank]
+    return [sent, received]
 
 
 _watches: WeakKeyDictionary[ProcessGroup, Watch] = WeakKeyDictionary()

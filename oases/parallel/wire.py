@@ -24,6 +24,11 @@ class Scheduler(Protocol):
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Any:
         """Start joining every rank's `input` into `output` [ranks, ...]; return a ticket."""
 
+    def all_to_all(
+        self, output: Tensor, input: Tensor, sent: list[int], received: list[int], label: str = ""
+    ) -> Any:
+        """Start sending each rank its rows of `input`; `output` gets theirs, in rank order; return a ticket."""
+
     def wait(self, ticket: Any) -> None:
         """Return once the ticket's result may be used."""
 
@@ -48,6 +53,13 @@ class Silence:
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> None:
         """Take `input` for every rank's."""
         output.copy_(input.expand_as(output))
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, sent: list[int], received: list[int], label: str = ""
+    ) -> None:
+        """Take rows of `input` for the others', as far as there are any, and zeros beyond."""
+        rows = min(len(output), len(input))
+        output.zero_()[:rows].copy_(input[:rows])
 
     def wait(self, ticket: None) -> None:
         """Return at once."""
