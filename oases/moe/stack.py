@@ -1,0 +1,105 @@
+"""ExpertStack: blocks of experts in a row, run as one, so that what travels for one hides under another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from oases.errors import UsageError
+from oases.moe.dispatch import RoutingError
+from oases.moe.execution import ExpertBlock, ExpertExecution
+from oases.moe.layer import OverlappedMoE
+from oases.parallel.failure import told, watch_of
+from oases.parallel.group import group_size, scheduler_of
+from oases.schedule.experts import ExpertSchedule, generate_experts
+
+
+class ExpertStack(nn.Module):
+    """Blocks with experts (`ExpertBlock`), whose copies and gradients travel under the compute of other blocks.
+
+    schedule: "block_wise" (Pro-Prophet's), "blocking" (nothing hides the copies), or "plain", for blocks whose
+    placement is "none"; or a list made by `generate_experts` for as many blocks. recompute: keep of each block what
+    came over the wire, and compute the rest again under the gradients' ways.
+    A call gives what the blocks give one after another, `after(x, experts(h))` with `x, h = before(x)`, and the
+    same gradients. Those of parameters are added to `.grad`, hooks included, as by `loss.backward()`;
+    `torch.autograd.grad` finds that of the input alone.
+    Input and output: [..., hidden], this rank's own tokens. UsageError for blocks without experts or over several
+    groups, and for a schedule that does not fit them.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        schedule: str | ExpertSchedule = "block_wise",
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        if not len(self.blocks):
+            raise UsageError("ExpertStack: it has no blocks; give at least 1")
+        for number, block in enumerate(self.blocks):
+            if not isinstance(getattr(block, "experts", None), OverlappedMoE):
+                raise UsageError(
+                    f"ExpertStack: block {number}, {type(block).__name__}, has no OverlappedMoE called experts"
+                )
+        layers = self._layers
+        self.process_group = layers[0].process_group
+        if any(layer.process_group is not self.process_group for layer in layers):
+            raise UsageError("ExpertStack: its blocks spread their experts over different groups; give all the same")
+        if isinstance(schedule, str):
+            schedule = generate_experts(schedule, len(self.blocks), recompute)
+        if schedule.num_blocks != len(self.blocks):
+            raise UsageError(
+                f"ExpertStack: schedule {schedule.name} is for {schedule.num_blocks} blocks, and there are "
+                f"{len(self.blocks)}"
+            )
+        placing = [layer.placement for layer in layers if layer.placement != "none"]
+        if placing and not schedule.copies:
+            raise UsageError(
+                f"ExpertStack: schedule {schedule.name} moves no experts, and placement is {placing[0]!r}; give "
+                "placement='none' or schedule='block_wise'"
+            )
+        self.schedule = schedule
+        self.spans: list[tuple[str, Any, Any]] | None = None
+        """Set to a list to have (op, start, end) appended of every op, in what `clock` gives."""
+        self.clock: Callable[[], Any] = time.perf_counter
+
+    @property
+    def _layers(self) -> list[OverlappedMoE]:
+        return [cast(OverlappedMoE, block.experts) for block in self.blocks]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> the same shape."""
+        group, watch = self.process_group, None
+        if group is not None and group_size(group) > 1:
+            watch = watch_of(group, scheduler_of(group), x.device)
+        differentiable = torch.is_grad_enabled()
+        blocks = cast(list[ExpertBlock], list(self.blocks))
+        with told(watch, "ExpertStack", unanimous=(RoutingError,)):
+            execution = ExpertExecution(
+                blocks, self.schedule, group, x, differentiable=differentiable, spans=self.spans, clock=self.clock
+            )
+            if not differentiable:
+                return execution.run_forward()
+            # So that the backward pass is called, whose parameters are no inputs of this node.
+            entered = x if x.requires_grad else x.detach().requires_grad_()
+            output: Tensor = _Call.apply(execution, watch, entered)
+        return output
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, execution: ExpertExecution, watch: Any, x: Tensor) -> Tensor:
+        ctx.execution, ctx.watch = execution, watch
+        with torch.enable_grad():
+            return execution.run_forward()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        with told(ctx.watch, "the backward pass of ExpertStack"), torch.enable_grad():
+            return None, None, ctx.execution.run_backward(grad)
