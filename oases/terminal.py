@@ -191,6 +191,22 @@ def nodes_table(result: dict[str, Any]) -> Table:
     return table
 
 
+def experts_table(result: dict[str, Any]) -> Table:
+    """A benchmark of blocks of experts: a row per placement and load, what it is made of below."""
+    table = Table("load", "placement", "step", "modelled", "error", "speedup", "balance degree", "RB", "copies")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    parts = result.get("ablation", {})
+    for kind in ("skewed", "even"):
+        for name, row in (*result[kind].items(), *parts.get(kind, {}).items()):
+            table.add_row(
+                kind, name, f"{1e3 * row['step_seconds']:.0f} ms", f"{1e3 * row['modelled_seconds']:.0f} ms",
+                f"{100 * row['prediction_error']:+.1f} %", f"{row['speedup']:.3f}" if "speedup" in row else "-",
+                f"{row['balance_degree']:.0f}", f"{row['rb']:.2f}", f"{row['copies']:.1f}",
+            )  # fmt: skip
+    return table
+
+
 def predictions_table(result: dict[str, Any]) -> Table:
     """Measured and predicted steps of an overlap benchmark."""
     table = Table(title="predicted beside measured", title_justify="left")

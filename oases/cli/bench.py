@@ -28,6 +28,7 @@ from oases.errors import UsageError
 
 def add(commands: Any) -> None:
     """Add it to the command line."""
+    from oases.bench.experts import ExpertsBenchConfig
     from oases.bench.nodes import NodesBenchConfig
     from oases.bench.overlap import OverlapConfig
     from oases.bench.pipeline import PipelineBenchConfig
@@ -65,6 +66,10 @@ def add(commands: Any) -> None:
     add_options(again, RecomputationBenchConfig())
     add_ranks(again, link=None, tp=4)
     again.set_defaults(run=_bench_recomputation)
+    moe = command(benches, "moe", "blocks of experts, placed in every way, with skewed and with even load")
+    add_options(moe, ExpertsBenchConfig())
+    add_ranks(moe, link=None, tp=8)
+    moe.set_defaults(run=_bench_moe)
     gpu = command(
         benches, "gpu", "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed"
     )
@@ -205,6 +210,23 @@ def _bench_pipeline(options: argparse.Namespace, given: Sequence[str]) -> None:
     if not speaks():
         return
     console.print(pipelines_table(result))
+    write_json(options.json, result)
+
+
+def _bench_moe(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.experts import ExpertsBenchConfig, run_experts_bench
+    from oases.ranks import run_ranks
+    from oases.terminal import console, experts_table
+
+    config = configured(ExpertsBenchConfig, options)
+    config.check(options.tp)
+    joined = behind_link(options, given)
+    console.print(f"{options.tp} ranks {joined}; compute is emulated, what is sent is sent")
+    result = run_ranks(run_experts_bench, (config, True), rank_options(options, "cpu"))
+    if not speaks():
+        return
+    result["config"] |= {"link": options.link, "nodes": options.nodes}
+    console.print(experts_table(result))
     write_json(options.json, result)
 
 

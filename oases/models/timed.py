@@ -80,14 +80,15 @@ class TimedBlock(nn.Module):
         """The residual, after the sum."""
         start = time.perf_counter()
         out = x + y
-        _sleep_until(start + self._seconds(x).combine)
+        sleep_until(start + self._seconds(x).combine)
         return out
 
     def _seconds(self, x: Tensor) -> TimedSeconds:
         return self.seconds(x.shape[0] if self.tokens is None else x.shape[0] * x.shape[1] / self.tokens)
 
 
-def _sleep_until(end: float) -> None:
+def sleep_until(end: float) -> None:
+    """Return at `end`, of time.perf_counter(); at once if that is over."""
     left = end - time.perf_counter()
     if left > 0:
         time.sleep(left)
@@ -101,7 +102,7 @@ class _Timed(torch.autograd.Function):
         ctx.save_for_backward(x, weight, gain)
         ctx.seconds, ctx.put_off = seconds, put_off
         y = x * gain
-        _sleep_until(start + seconds.forward)
+        sleep_until(start + seconds.forward)
         return y
 
     @staticmethod
@@ -110,7 +111,7 @@ class _Timed(torch.autograd.Function):
         x, weight, gain = ctx.saved_tensors
         start = time.perf_counter()
         grad_x = grad * gain
-        _sleep_until(start + ctx.seconds.backward)
+        sleep_until(start + ctx.seconds.backward)
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
         note = _Note(weight, x, grad, ctx.seconds.weight_gradient)
@@ -138,4 +139,4 @@ class _Note:
             known = sums[id(self.weight)] = torch.zeros_like(self.weight)
         read = known[:_READ]
         read += (self.grad * self.x).sum() / read.numel()
-        _sleep_until(start + self.seconds)
+        sleep_until(start + self.seconds)
