@@ -9,6 +9,7 @@ _PUBLIC = {
     "OverlappedColwiseParallel": "oases.parallel",
     "OverlappedRowwiseParallel": "oases.parallel",
     "OverlappedEmbedding": "oases.parallel",
+    "OverlappedMoE": "oases.moe.layer",
     "OverlappedRowLinear": "oases.parallel",
     "OverlappedStack": "oases.parallel",
     "ParallelDropout": "oases.parallel",
@@ -29,6 +30,7 @@ __all__ = [
     "OverlappedColumnLinear",
     "OverlappedColwiseParallel",
     "OverlappedEmbedding",
+    "OverlappedMoE",
     "OverlappedRowLinear",
     "OverlappedRowwiseParallel",
     "OverlappedStack",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from oases.moe.layer import OverlappedMoE
     from oases.parallel import (
         OverlappedColumnLinear,
         OverlappedColwiseParallel,

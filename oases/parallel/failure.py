@@ -26,8 +26,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from oases.errors import UsageError
 from oases.parallel.group import ProcessGroup, group_of
 from oases.schedule import Op, Schedule
 
@@ -334,6 +335,32 @@ class Guard:
             remedy = f"; use {more}more than {schedule.num_sub_batches} sub_batches, or a smaller batch"
         first_line = (str(error).strip().splitlines() or [""])[0]
         return Failure(rank, where, f"{type(error).__name__}: {first_line}", remedy, out_of_memory)
+
+
+@contextmanager
+def told(watch: Watch | None, where: str, unanimous: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    """What is raised inside, on one rank, is raised on every rank of the group, which all are here or will be.
+
+    watch: of the group; None for a group of one. where: what failed, for the message. unanimous: what all ranks raise
+    by themselves. A UsageError stays what it is on the rank that raises it.
+    """
+    before = watch.scheduler.failures if watch is not None else 0
+    try:
+        yield
+    except Exception as error:
+        if watch is None or isinstance(error, (FailedRankError, *unanimous)):
+            raise
+        if watch.scheduler.failures != before:  # the scheduler stopped this rank
+            raise watch.error() from error
+        if lost_a_rank(error):
+            raise
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        cause = f"{type(error).__name__}: {first_line}"
+        failure = Failure(watch.rank, where, cause, "", is_out_of_memory(error))
+        broken = watch.fail(failure)
+        if isinstance(error, UsageError):
+            raise
+        raise _error_of(failure, broken, watch.size) from error
 
 
 def lost_a_rank(error: Exception) -> bool:

@@ -24,9 +24,7 @@ class Scheduler(Protocol):
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Any:
         """Start joining every rank's `input` into `output` [ranks, ...]; return a ticket."""
 
-    def all_to_all(
-        self, output: Tensor, input: Tensor, sent: list[int], received: list[int], label: str = ""
-    ) -> Any:
+    def all_to_all(self, output: Tensor, input: Tensor, sent: list[int], received: list[int], label: str = "") -> Any:
         """Start sending each rank its rows of `input`; `output` gets theirs, in rank order; return a ticket."""
 
     def wait(self, ticket: Any) -> None:

@@ -1,0 +1,287 @@
+"""Tokens to the devices that compute them and back: counts, order, all-to-all, combine.
+
+A slot is a pair of a token and one of its experts. Slots travel grouped by (device that computes them, expert), so
+the counts of all ranks, which every rank has, say how many rows go where: nothing else is agreed upon.
+Each all-to-all is two autograd nodes, `depart` and `arrive`. What is computed between them hides it, in the backward
+pass, too: there `arrive` starts the way back and `depart` waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oases.kernels import permute as kernels
+from oases.moe.placement import Integers, Placement, homes
+from oases.moe.router import Routing
+from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
+
+
+class RoutingError(RuntimeError):
+    """What was routed cannot be computed. Every rank of the layer's group raises it."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What all ranks know of a forward pass.
+
+    counts[expert, device]: slots that are sent. slots[device]: those there were before any was dropped. candidates:
+    [n, expert, device], the counts of each routing that was offered.
+    """
+
+    candidates: Integers
+    slots: Integers
+
+    @property
+    def counts(self) -> Integers:
+        """Of the only routing that was offered."""
+        return self.candidates[0]
+
+    @property
+    def dropped(self) -> int:
+        """Slots of all ranks that are not sent."""
+        return int(self.slots.sum() - self.counts.sum())
+
+
+def exchange_counts(
+    routings: list[Routing], group: ProcessGroup | None, *, state: int = 0, label: str = "MoE layer"
+) -> Demand:
+    """Tell all ranks of `group` this rank's counts; they come with an all-gather of E numbers.
+
+    routings: one, or, where it is yet to be found which of them is meant, several. state: a number of 62 bits that
+    has to be the same on every rank, of what ranks decide without a word. label: the layer's name.
+    RoutingError, on every rank, where gates of any rank are not finite or states differ.
+    """
+    size = group_size(group)
+    counts = torch.stack([routing.counts for routing in routings])
+    faulty = torch.stack([routing.faulty for routing in routings]).any()
+    counts = torch.where(faulty, torch.full_like(counts, -1), counts).flatten()
+    slots = routings[0].experts.numel()
+    mine = torch.cat([counts, counts.new_tensor([slots, state])])
+    everyone = mine.new_empty((size, len(mine)))
+    if size > 1:
+        assert group is not None
+        scheduler = scheduler_of(group)
+        scheduler.wait(scheduler.all_gather(everyone, mine, f"counts of {label}"))
+    else:
+        everyone[0] = mine
+    found = everyone.cpu().numpy()
+    wrong = np.flatnonzero((found[:, :-2] < 0).any(1)).tolist()
+    if wrong:
+        raise RoutingError(
+            f"{label}: the router's gates are not finite on rank {', '.join(map(str, wrong))} of {size}. Look at the "
+            "layer's input, the router's weight and its bias there: with torch.isfinite, or under "
+            "torch.autograd.set_detect_anomaly; often the learning rate is too high or float16 overflows"
+        )
+    differing = np.flatnonzero(found[:, -1] != found[0, -1]).tolist()
+    if differing:
+        raise RoutingError(
+            f"{label}: rank {differing[0]} is at another forward pass or has another placement than rank 0; every "
+            "rank must call the layer as often, train and evaluate alike, and be given the same costs and placement"
+        )
+    by_rank = found[:, :-2].reshape(size, len(routings), -1)
+    return Demand(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())
+
+
+@dataclass(frozen=True)
+class Itinerary:
+    """Which rows of a rank go where.
+
+    positions: int64 [E], place of each expert in the order in which this rank sends. sent, received: rows to and from
+    each rank. held: experts that this rank computes, its own, then copies, each in rising order. own: how many of
+    them are at home here. rows: how many rows each held expert gets. order, inverse: int64 [rows], which received row
+    comes where once they are grouped by held expert, and back.
+    """
+
+    positions: Tensor
+    sent: list[int]
+    received: list[int]
+    held: list[int]
+    own: int
+    rows: list[int]
+    order: Tensor
+    inverse: Tensor
+
+
+def itinerary(counts: Integers, placement: Placement, rank: int, device: torch.device) -> Itinerary:
+    """Of `rank` for these counts [expert, device] under a placement; device: where its tensors are wanted."""
+    experts, devices = counts.shape
+    to = placement.routes[:, rank]  # which device computes this rank's slots, by expert
+    outgoing = np.argsort(to, kind="stable")
+    positions = np.empty(experts, dtype=np.int64)
+    positions[outgoing] = np.arange(experts)
+    sent = np.bincount(to, weights=counts[:, rank], minlength=devices).astype(np.int64)
+
+    at_home = np.flatnonzero(homes(experts, devices) == rank)
+    held = [*at_home.tolist(), *(expert for expert in placement.moved if rank in placement.copies[expert])]
+    # Blocks of rows [held expert, source]: they come by source, then by expert, and are wanted by held expert.
+    blocks = np.where(placement.routes[held] == rank, counts[held], 0)
+    numbers = np.argsort(held, kind="stable")  # of a source's blocks, as they come
+    arriving = blocks[numbers].T.ravel()
+    first = np.empty((devices, len(held)), dtype=np.int64)
+    first[:, numbers] = (np.cumsum(arriving) - arriving).reshape(devices, len(held))
+    lengths = blocks.ravel()
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    order = np.repeat(first.T.ravel(), lengths) + within
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+
+    def there(array: Integers) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return Itinerary(
+        there(positions), sent.tolist(), blocks.sum(0).tolist(), held, len(at_home), blocks.sum(1).tolist(),
+        there(order), there(inverse),
+    )  # fmt: skip
+
+
+def permuted(x: Tensor, routing: Routing, plan: Itinerary) -> tuple[Tensor, Tensor]:
+    """x: [T, n] -> (rows [slots that are sent, n] in the order in which they travel, source for `combined`)."""
+    experts = len(plan.positions)
+    ids = plan.positions[routing.experts]
+    if routing.kept is not None:  # what is dropped comes last
+        ids = torch.where(routing.kept, ids, experts)
+    if x.dtype is torch.float64:  # which the kernels do not have
+        source = ids.flatten().argsort(stable=True)
+        rows = x[source // max(ids.shape[1], 1)]
+    else:
+        rows, source, _ = kernels.permute(x, ids, experts + 1)
+    return rows[: sum(plan.sent)], source
+
+
+def combined(rows: Tensor, source: Tensor, routing: Routing) -> Tensor:
+    """Back from `permuted`: the sum of each token's rows times their weights, [T, n]. A dropped slot counts as 0."""
+    tokens, k = routing.experts.shape
+    if len(rows) < len(source):
+        rows = torch.cat([rows, rows.new_zeros((len(source) - len(rows), rows.shape[1]))])
+    if rows.dtype is torch.float64:
+        slots = rows[source.argsort()].view(tokens, k, rows.shape[1])
+        return (slots * routing.weights.to(rows.dtype)[..., None]).sum(1)
+    return kernels.unpermute(rows, source, routing.weights.float(), tokens)
+
+
+def grouped(rows: Tensor, plan: Itinerary) -> Tensor:
+    """Received rows, by source, to rows by held expert."""
+    return _Reordered.apply(rows, plan.order, plan.inverse)
+
+
+def ungrouped(rows: Tensor, plan: Itinerary) -> Tensor:
+    """Back from `grouped`."""
+    return _Reordered.apply(rows, plan.inverse, plan.order)
+
+
+class Voyage:
+    """One all-to-all of rows over a group, and on the way back of their gradients.
+
+    sent, received: rows to and from each rank. Without a group rows stay where they are.
+    """
+
+    def __init__(self, group: ProcessGroup | None, sent: list[int], received: list[int], label: str) -> None:
+        self._scheduler = scheduler_of(group) if group is not None and group_size(group) > 1 else None
+        self._sent, self._received, self._label = sent, received, label
+        self._under_way: tuple[Any, Tensor] | None = None
+
+    def depart(self, rows: Tensor) -> Tensor:
+        """Start. rows: [sum of sent, n]. Returns what `arrive` takes, which has the shape of what will have come."""
+        return rows if self._scheduler is None else _Departure.apply(rows, self)
+
+    def arrive(self, pending: Tensor) -> Tensor:
+        """Wait for what `depart` started: [sum of received, n]."""
+        return pending if self._scheduler is None else _Arrival.apply(pending, self)
+
+    def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        """Start to send rows, or back their gradients; `finish` waits. Returns zeros like what was sent the other way.
+
+        They take no memory: they stand for what is under way where autograd asks for a tensor.
+        """
+        assert self._scheduler is not None
+        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        coming = rows.new_empty((sum(received), rows.shape[1]))
+        label = f"{self._label}, gradients" if back else self._label
+        self._under_way = (
+            self._scheduler.all_to_all(coming, rows.detach().contiguous(), sent, received, label),
+            coming,
+        )
+        return rows.new_zeros(()).expand(rows.shape if back else coming.shape)
+
+    def finish(self) -> Tensor:
+        """Wait for what was started last."""
+        assert self._scheduler is not None
+        assert self._under_way is not None, "depart comes before arrive"
+        (ticket, coming), self._under_way = self._under_way, None
+        self._scheduler.wait(ticket)
+        return coming
+
+
+class _Departure(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, voyage: Voyage) -> Tensor:
+        ctx.voyage = voyage
+        return voyage.start(rows)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.voyage.finish(), None
+
+
+class _Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, voyage: Voyage) -> Tensor:
+        ctx.voyage = voyage
+        return voyage.finish()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.voyage.start(grad, back=True), None
+
+
+class _Reordered(torch.autograd.Function):
+    """Rows by index, whose gradient is a look-up, too, because no row is taken twice."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+def dispatch(x: Tensor, routing: Routing, plan: Itinerary, group: ProcessGroup | None, label: str) -> Dispatched:
+    """Permute and start; see `Dispatched`."""
+    rows, source = permuted(x, routing, plan)
+    voyage = Voyage(group, plan.sent, plan.received, f"dispatch of {label}")
+    return Dispatched(voyage, voyage.depart(rows), source, plan)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Rows on their way to their experts."""
+
+    voyage: Voyage
+    pending: Tensor
+    source: Tensor
+    plan: Itinerary
+
+    def wait(self) -> Tensor:
+        """Rows by held expert, as many of each as `plan.rows` says."""
+        return grouped(self.voyage.arrive(self.pending), self.plan)
+
+
+def start_combine(rows: Tensor, plan: Itinerary, group: ProcessGroup | None, label: str) -> tuple[Voyage, Tensor]:
+    """Send rows by held expert back to their tokens' ranks; `arrive` of the voyage takes the tensor."""
+    voyage = Voyage(group, plan.received, plan.sent, f"combine of {label}")
+    return voyage, voyage.depart(ungrouped(rows, plan))
+
+
+def bytes_sent(plan: Itinerary, group: ProcessGroup | None, row_bytes: int) -> int:
+    """Of tokens and of what experts make of them, by this rank to others, in one forward pass."""
+    mine = group_rank(group)
+    rows = sum(plan.sent) - plan.sent[mine] + sum(plan.received) - plan.received[mine]
+    return rows * row_bytes

@@ -1,0 +1,206 @@
+"""The experts of one rank: stacked weights, and the products of runs of tokens with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oases.errors import UsageError
+from oases.moe.placement import homes
+from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
+
+
+class ExpertWeights(NamedTuple):
+    """Of L experts: up [L, i or 2 i, hidden], down [L, hidden, i], their biases [L, i or 2 i] and [L, hidden].
+
+    Gated ones have both of the first products in `up`, the gate's rows first.
+    """
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Those that are not None, in their order."""
+        return [weight for weight in self if weight is not None]
+
+    def like(self, given: Sequence[Tensor]) -> ExpertWeights:
+        """The same from other tensors, in the order of `given`."""
+        left = iter(given)
+        up, down, *biases = (None if weight is None else next(left) for weight in self)
+        assert up is not None
+        assert down is not None
+        return ExpertWeights(up, down, *biases)
+
+
+class Experts(HoldsGroup, nn.Module):
+    """Multi-layer perceptrons, `num_experts` over the ranks of a group, as many on each, in rank order.
+
+    Plain: down(gelu(up(x))); gated: down(silu(gate(x)) * up(x)). The weights of an expert do not depend on the number
+    of ranks that they are spread over, if the ranks' seeds are the same. device, dtype: of the weights.
+    UsageError where the ranks do not divide the experts.
+    """
+
+    shard_dims: ClassVar[dict[str, int]] = {"up": 0, "down": 0, "up_bias": 0, "down_bias": 0}
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        *,
+        gated: bool = False,
+        bias: bool = False,
+        process_group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if hidden < 1 or intermediate < 1:
+            raise UsageError(f"experts: hidden and intermediate must be at least 1, got {hidden} and {intermediate}")
+        self.process_group = resolve(process_group)
+        size, rank = group_size(self.process_group), group_rank(self.process_group)
+        local = (homes(num_experts, size) == rank).sum().item()
+        self.num_experts, self.gated = num_experts, gated
+        self.first = rank * local
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        width = 2 * intermediate if gated else intermediate
+        self.up = nn.Parameter(torch.empty((local, width, hidden), **options))
+        self.down = nn.Parameter(torch.empty((local, hidden, intermediate), **options))
+        self.up_bias = nn.Parameter(torch.empty((local, width), **options)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty((local, hidden), **options)) if bias else None
+        self.reset_parameters()
+
+    @property
+    def local(self) -> int:
+        """Experts at home on this rank."""
+        return len(self.up)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The parameters, as `compute` takes them."""
+        return ExpertWeights(self.up, self.down, self.up_bias, self.down_bias)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw each expert with `nn.Linear`'s bounds, from a seed of its own; on the CPU, for the same on any device.
+
+        One number is drawn from torch's generator, for all experts.
+        """
+        if self.up.is_meta:
+            return
+        seed = int(torch.randint(1 << 62, ()))
+        for index in range(self.local):
+            generator = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * (self.first + index)) % (1 << 63))
+            for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
+                bound = weight.shape[2] ** -0.5
+                for tensor in (weight, bias):
+                    if tensor is not None:
+                        drawn = torch.empty(tensor.shape[1:], dtype=tensor.dtype)
+                        tensor[index] = drawn.uniform_(-bound, bound, generator=generator)
+
+    @classmethod
+    def from_experts(cls, whole: Experts, *, process_group: ProcessGroup | None = None) -> Experts:
+        """This rank's part of experts that every rank holds all of, as one process has them; never a new draw."""
+        if whole.local != whole.num_experts:
+            raise UsageError(
+                f"from_experts: {whole.local} of {whole.num_experts} experts are here; give those of one process"
+            )
+        _, width, hidden = whole.up.shape
+        found = cls(
+            hidden, width // 2 if whole.gated else width, whole.num_experts, gated=whole.gated,
+            bias=whole.up_bias is not None, process_group=process_group, device="meta",
+        )  # fmt: skip
+        for name in cls.shard_dims:
+            tensor = getattr(whole, name)
+            if tensor is not None:
+                part = tensor.detach()[found.first : found.first + found.local].clone()
+                setattr(found, name, nn.Parameter(part, requires_grad=tensor.requires_grad))
+        return found
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """rows: [sum of counts, hidden], the first counts[0] of them for this rank's first expert, and so on."""
+        return compute(rows, counts, self.weights, gated=self.gated)
+
+    def extra_repr(self) -> str:
+        """Whole sizes, then how they are spread."""
+        return (
+            f"{self.up.shape[2]}, {self.down.shape[2]}, {self.num_experts}, gated={self.gated}, "
+            f"bias={self.up_bias is not None}, expert_parallel={self.tensor_parallel}"
+        )
+
+
+def compute(
+    rows: Tensor, counts: Sequence[int], weights: ExpertWeights, *, gated: bool, grouped: bool | None = None
+) -> Tensor:
+    """Rows through their experts: [sum of counts, hidden] -> the same.
+
+    counts: rows of each of the L experts, in order; any may be 0. grouped: by one grouped product for all experts;
+    None where this torch has one for such tensors (`can_group`), else in a loop. Every expert's weights get a
+    gradient, zeros for one without rows.
+    UsageError where counts are not one for each expert or do not sum up to the rows.
+    """
+    counts = list(counts)
+    if len(counts) != len(weights.up) or sum(counts) != len(rows):
+        raise UsageError(
+            f"experts: {len(rows)} rows for {len(weights.up)} experts do not go with counts {counts}; give one "
+            "number of rows for each expert"
+        )
+    if not counts:
+        return rows
+    if grouped is None:
+        grouped = can_group(rows, weights)
+    product = _grouped_product if grouped else _looped_product
+    middle = product(rows, counts, weights.up, weights.up_bias)
+    if gated:
+        gate, up = middle.chunk(2, dim=-1)
+        middle = F.silu(gate) * up
+    else:
+        middle = F.gelu(middle)
+    return product(middle, counts, weights.down, weights.down_bias)
+
+
+def can_group(rows: Tensor, weights: ExpertWeights) -> bool:
+    """Whether torch has a grouped product for these tensors."""
+    if not hasattr(F, "grouped_mm") or rows.dtype != weights.up.dtype:
+        return False
+    # Other types go on CUDA by a loop inside of torch, which waits for the device.
+    dtypes = (torch.float32, torch.float16, torch.bfloat16) if rows.is_cpu else (torch.bfloat16,)
+    widths = (weights.up.shape[1], weights.up.shape[2], weights.down.shape[2])
+    aligned = all(width * rows.element_size() % 16 == 0 for width in widths)  # it asks for rows of 16 bytes
+    return (rows.is_cpu or rows.is_cuda) and rows.dtype in dtypes and aligned
+
+
+def _grouped_product(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
+    product = F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
+    product = _DenseGradient.apply(product)
+    if bias is None:
+        return product
+    return torch.cat([part + b for part, b in zip(product.split(counts), bias.unbind(0), strict=True)])
+
+
+def _looped_product(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+    biases = [None] * len(counts) if bias is None else bias.unbind(0)
+    parts = zip(rows.split(counts), weight.unbind(0), biases, strict=True)
+    return torch.cat([F.linear(part, w, b) for part, w, b in parts])
+
+
+class _DenseGradient(torch.autograd.Function):
+    """The grouped product refuses gradients with strides of 0, such as a sum's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.contiguous()

@@ -1,0 +1,381 @@
+"""OverlappedMoE: a mixture of experts over the ranks of a group, whose experts are placed by their load.
+
+The results are those of plain expert parallelism whatever the placement. A forward pass is a chain of pieces that can
+be used one by one: Router, exchange_counts, itinerary, Transfer (Trans and Agg), dispatch, compute, start_combine and
+combined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import _StopRecomputationError
+
+from oases.errors import UsageError
+from oases.moe.costs import Costs
+from oases.moe.dispatch import (
+    Demand,
+    Itinerary,
+    RoutingError,
+    bytes_sent,
+    combined,
+    dispatch,
+    exchange_counts,
+    itinerary,
+    start_combine,
+)
+from oases.moe.experts import Experts, ExpertWeights, compute
+from oases.moe.measure import measured
+from oases.moe.placement import Integers, Placement
+from oases.moe.recomputation import Pass, closing, is_recomputation
+from oases.moe.router import Gate, Router, Routing
+from oases.moe.shares import bounds, share, summed, whole
+from oases.moe.steps import METHODS, Steps
+from oases.moe.traces import Recorder
+from oases.moe.transfer import Transfer, tie
+from oases.parallel.failure import told, watch_of
+from oases.parallel.group import (
+    HoldsGroup,
+    ProcessGroup,
+    group_name,
+    group_of,
+    group_rank,
+    group_size,
+    refuse_capture,
+    resolve,
+    scheduler_of,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a layer's last forward pass did; numbers of slots (pairs of a token and one of its experts).
+
+    counts[expert, device]: what was sent. device_loads: what each device computed. balance_degree: their standard
+    deviation; balance_degree_at_home: what it were without copies. dropped: by the capacity, on all ranks.
+    token_bytes, expert_bytes: that this rank sent to others in the forward pass. balance_loss, z_loss: this rank's
+    values, None where the layer has no such loss.
+    """
+
+    counts: Integers
+    placement: Placement
+    device_loads: Integers
+    balance_degree: float
+    balance_degree_at_home: float
+    dropped: int
+    token_bytes: int
+    expert_bytes: int
+    balance_loss: Tensor | None
+    z_loss: Tensor | None
+
+
+class SharedExpert(nn.Module):
+    """An expert that computes every token, alike on all ranks. scaled: its output times a sigmoid gate of its own."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, *, gated: bool, bias: bool, scaled: bool, **options: Any
+    ) -> None:
+        super().__init__()
+        self.gated = gated
+        self.up = nn.Linear(hidden, 2 * intermediate if gated else intermediate, bias=bias, **options)
+        self.down = nn.Linear(intermediate, hidden, bias=bias, **options)
+        self.gate = nn.Linear(hidden, 1, bias=False, **options) if scaled else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> the same."""
+        middle = self.up(x)
+        if self.gated:
+            gate, up = middle.chunk(2, dim=-1)
+            y = self.down(F.silu(gate) * up)
+        else:
+            y = self.down(F.gelu(middle))
+        return y if self.gate is None else self.gate(x).sigmoid() * y
+
+
+class OverlappedMoE(HoldsGroup, nn.Module):
+    """A mixture of experts: each token by its `top_k` of `num_experts`, weighted sum; [..., hidden] -> the same.
+
+    process_group: the ranks that the experts are spread over, each with its own tokens; None for the default group.
+    placement: "none" (plain expert parallelism), "prophet", "faster_moe", "eplb" or "optimum": how each step's copies
+    of busy experts are chosen, from the loads of the steps before. costs: what the placement reckons with; None
+    measures them at the first training step. memory_budget: bytes that copies may take on one device.
+    gated, bias: of the experts' perceptrons. shared_intermediate: above 0, width of an expert for every token, which is
+    computed while tokens travel; shared_gate: times a sigmoid gate. gate, normalised (None: where top_k is above 1), scale,
+    balance_weight, z_weight, bias_update_rate, capacity_factor: see `Router`. load_group: the ranks over whose demand
+    the router's bias moves, where there are replicas of the whole group; else process_group.
+    tensor_group: ranks that are given equal tokens and shall have equal outputs; each computes a share of them. All
+    of them are in process_group, or none but this rank is. device, dtype: of the parameters.
+    Parameters that every rank holds (router, shared expert) are made equal at the start, and their gradients are this
+    rank's own: average them over the ranks, as for any data parallelism. Those of an expert are whole at its home:
+    the sum over all tokens of the group, whose share in a mean over the ranks' losses is 1 / ranks.
+    The placement and the router's bias change between training steps: see `oases.moe.recomputation`.
+    UsageError for what cannot work; RoutingError, on all ranks, for gates that are not finite.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        *,
+        top_k: int = 2,
+        process_group: ProcessGroup | None = None,
+        placement: str = "prophet",
+        gated: bool = False,
+        bias: bool = False,
+        shared_intermediate: int = 0,
+        shared_gate: bool = False,
+        gate: Gate = "softmax",
+        normalised: bool | None = None,
+        scale: float = 1.0,
+        balance_weight: float = 0.0,
+        z_weight: float = 0.0,
+        bias_update_rate: float = 0.0,
+        capacity_factor: float | None = None,
+        costs: Costs | None = None,
+        memory_budget: float | None = None,
+        load_group: ProcessGroup | None = None,
+        tensor_group: ProcessGroup | None = None,
+        name: str = "MoE layer",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if placement not in METHODS:
+            raise UsageError(f"{name}: unknown placement {placement!r}; known are {', '.join(METHODS)}")
+        if shared_intermediate < 0:
+            raise UsageError(f"{name}: shared_intermediate must be at least 0, got {shared_intermediate}")
+        if memory_budget is not None and not memory_budget >= 0:
+            raise UsageError(f"{name}: memory_budget must be at least 0 bytes, got {memory_budget}")
+        self.hidden, self.name = hidden, name
+        self.process_group = group = resolve(process_group)
+        self._load_group = group_name(load_group if load_group is not None else group)
+        self._tensor_group = group_name(tensor_group)
+        self._experts_are_shared = _shared_over(tensor_group, group, name)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.router = Router(
+            hidden, num_experts, top_k=top_k, gate=gate, normalised=top_k > 1 if normalised is None else normalised,
+            scale=scale, balance_weight=balance_weight, z_weight=z_weight, bias_update_rate=bias_update_rate,
+            capacity_factor=capacity_factor, **options,
+        )  # fmt: skip
+        self.experts = Experts(
+            hidden, intermediate, num_experts, gated=gated, bias=bias, process_group=group, **options
+        )
+        self.shared = (
+            SharedExpert(hidden, shared_intermediate, gated=gated, bias=bias, scaled=shared_gate, **options)
+            if shared_intermediate
+            else None
+        )
+        self._steps = Steps(num_experts, group_size(group), placement, costs, memory_budget)
+        self.last: Step | None = None
+        """Of the last forward pass that was no recomputation."""
+        self._recorder: tuple[Recorder, int] | None = None
+        self._make_alike()
+
+    @torch.no_grad()
+    def _make_alike(self) -> None:
+        """Give every rank the first one's router and shared expert, whatever their random states."""
+        group = self.process_group
+        if group is None or group_size(group) == 1 or self.router.weight.is_meta:
+            return
+        source = torch.distributed.get_global_rank(group, 0)
+        for module in (self.router, self.shared):
+            for parameter in module.parameters() if module is not None else ():
+                torch.distributed.broadcast(parameter.data, source, group=group)
+
+    @classmethod
+    def from_whole(cls, whole: OverlappedMoE, *, process_group: ProcessGroup | None = None, **options: Any) -> Any:
+        """This rank's part of a layer of one process, which every rank has; never a new draw.
+
+        options: placement, costs, memory_budget, load_group, tensor_group and name of the new layer.
+        """
+        router, shared = whole.router, whole.shared
+        with torch.device("meta"):
+            made: Any = cls
+            found = made(
+                whole.hidden, whole.experts.down.shape[2], router.num_experts, top_k=router.top_k,
+                process_group=process_group, gated=whole.experts.gated, bias=whole.experts.up_bias is not None,
+                shared_intermediate=0 if shared is None else shared.down.in_features,
+                shared_gate=shared is not None and shared.gate is not None, gate=router.gate,
+                normalised=router.normalised, scale=router.scale, balance_weight=router.balance_weight,
+                z_weight=router.z_weight, bias_update_rate=router.bias_update_rate,
+                capacity_factor=router.capacity_factor, **options,
+            )  # fmt: skip
+        found.experts = Experts.from_experts(whole.experts, process_group=process_group)
+        for module, copied in ((found.router, router), (found.shared, shared)):
+            if copied is not None:
+                module.to_empty(device=router.weight.device)
+                module.to(router.weight.dtype)
+                module.load_state_dict(copied.state_dict())
+        return found.train(whole.training)
+
+    def place(self, placement: Placement | None) -> None:
+        """Take this placement from the next forward pass on, on every rank the same; None: choose them again.
+
+        UsageError where tokens are routed to a device that does not hold their expert.
+        """
+        self._steps.fix(placement)
+
+    def record(self, recorder: Recorder | None, layer: int = 0) -> None:
+        """Have the first rank of the group write the counts of every training pass, as those of this layer."""
+        self._recorder = None if recorder is None else (recorder, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden], any number of tokens, also 0 -> the same shape."""
+        refuse_capture(x)
+        group = self.process_group
+        watch = None
+        if group is not None and group_size(group) > 1:
+            watch = watch_of(group, scheduler_of(group), x.device)
+        with told(watch, self.name, unanimous=(RoutingError, _StopRecomputationError)):
+            if x.dim() < 1 or x.shape[-1] != self.hidden or not x.is_floating_point():
+                raise UsageError(
+                    f"{self.name}: the input must be of floating-point numbers [..., {self.hidden}], got {x.dtype} "
+                    f"{list(x.shape)}; its last dimension is the hidden size that the layer was made with"
+                )
+            return self._run(x.reshape(-1, self.hidden), group).view(x.shape)
+
+    def _run(self, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        routing, demand, setting, opened = self._route(x, group)
+        tensor_group = group_of(self._tensor_group)
+        tokens = share(x, tensor_group)
+        plan = itinerary(demand.counts, setting, group_rank(group), x.device)
+        weights = self._weights(tensor_group)
+        if torch.is_autocast_enabled(x.device.type):  # half the bytes travel, of tokens and of experts
+            dtype = torch.get_autocast_dtype(x.device.type)
+            tokens, weights = tokens.to(dtype), weights.like([weight.to(dtype) for weight in weights.given])
+        transfer = pending = None
+        if setting.moved:
+            assert group is not None, "one device has no copies"
+            transfer = Transfer(weights, setting, group, self.name)
+            pending = transfer.depart(weights)
+        dispatched = dispatch(tokens, routing, plan, group, self.name)
+        if opened is not None and opened.counts is None:  # while tokens travel, and not when they are computed again
+            self._observe(opened, demand, routing)
+        shared = self._shared(tokens, tensor_group)
+        rows = self._compute(dispatched.wait(), plan, weights, transfer, pending)
+        voyage, coming = start_combine(rows, plan, group, self.name)
+        y = combined(voyage.arrive(coming), dispatched.source, routing)
+        if shared is not None:
+            y = y + shared
+        y = whole(y, len(x), tensor_group)
+        if opened is not None:
+            opened.done = True
+        if not is_recomputation():
+            self.last = self._described(demand, setting, plan, transfer, routing, tokens)
+        return y if opened is None else closing(y, opened)
+
+    def _route(self, x: Tensor, group: ProcessGroup | None) -> tuple[Routing, Demand, Placement, Pass | None]:
+        """This rank's share of the routing, what all ranks know of it, and what this pass is computed with."""
+        opened = None
+        again = self.training and is_recomputation()
+        if again:
+            settings = self._steps.passes.settings()
+            if not settings:
+                raise RoutingError(
+                    f"{self.name}: called inside of a backward pass, but no forward pass in training is open that "
+                    "this could be a recomputation of; call it in evaluation mode there"
+                )
+        else:
+            if self.training:
+                self._begin(x, group)
+            settings = [self._steps.setting(self.router)]
+        routings = [self._share_of(self.router(x, bias=setting.bias)) for setting in settings]
+        demand = exchange_counts(routings, group, state=self._steps.state(settings), label=self.name)
+        index = 0
+        if again:
+            index, opened = self._steps.passes.find(settings, demand.candidates, self.name)
+            demand = Demand(demand.candidates[index : index + 1], demand.slots)
+        elif self.training:
+            opened = self._steps.open(settings[0])
+        return routings[index], demand, settings[index].placement, opened
+
+    def _begin(self, x: Tensor, group: ProcessGroup | None) -> None:
+        """A forward pass in training: what may change between steps, changes now."""
+        if self._steps.needs_costs and group is not None:
+            per_expert = len(x) * self.router.top_k // self.router.num_experts
+            weights = self.experts.weights
+            self._steps.costs = measured(weights, per_expert, self.experts.gated, group, self.name)
+        self._steps.begin(self.router, group_of(self._load_group))
+
+    def _observe(self, opened: Pass, demand: Demand, routing: Routing) -> None:
+        opened.counts = demand.counts
+        self._steps.observe(demand.counts)
+        self.router.note(routing.demand)
+        if self._recorder is not None and group_rank(self.process_group) == 0:
+            recorder, layer = self._recorder
+            recorder.write(self._steps.number - 1, layer, demand.counts)
+
+    def _share_of(self, routing: Routing) -> Routing:
+        tensor_group = group_of(self._tensor_group)
+        if group_size(tensor_group) == 1:
+            return routing
+        first, last = bounds(len(routing.experts), tensor_group)
+        return routing.part(first, last, share(routing.weights, tensor_group))
+
+    def _weights(self, tensor_group: ProcessGroup | None) -> ExpertWeights:
+        weights = self.experts.weights
+        if not self._experts_are_shared:
+            return weights
+        return weights.like(summed(weights.given, tensor_group, f"gradients of experts of {self.name}"))
+
+    def _shared(self, tokens: Tensor, tensor_group: ProcessGroup | None) -> Tensor | None:
+        if self.shared is None:
+            return None
+        if group_size(tensor_group) == 1:
+            return self.shared(tokens)
+        names, parameters = zip(*self.shared.named_parameters(), strict=True)
+        label = f"gradients of the shared expert of {self.name}"
+        found = dict(zip(names, summed(parameters, tensor_group, label), strict=True))
+        return torch.func.functional_call(self.shared, found, (tokens,))
+
+    def _compute(
+        self, rows: Tensor, plan: Itinerary, weights: ExpertWeights, transfer: Transfer | None, pending: Tensor | None
+    ) -> Tensor:
+        gated = self.experts.gated
+        if transfer is None or pending is None:
+            return compute(rows, plan.rows, weights, gated=gated)
+        own, others = plan.rows[: plan.own], plan.rows[plan.own :]
+        at_home, copied = rows.split([sum(own), sum(others)])
+        done = compute(at_home, own, weights, gated=gated)
+        copies, number = transfer.arrive(pending)
+        return tie(torch.cat([done, compute(copied, others, copies, gated=gated)]), number)
+
+    def _described(
+        self, demand: Demand, placement: Placement, plan: Itinerary, transfer: Transfer | None, routing: Routing,
+        tokens: Tensor,
+    ) -> Step:  # fmt: skip
+        counts = demand.counts
+        devices = counts.shape[1]
+        loads = np.bincount(placement.routes.ravel(), counts.ravel(), devices).astype(np.int64)
+        at_home = counts.reshape(devices, -1).sum(1)
+        return Step(
+            counts, placement, loads, float(np.std(loads)), float(np.std(at_home)), demand.dropped,
+            bytes_sent(plan, self.process_group, self.hidden * tokens.element_size()),
+            0 if transfer is None else transfer.bytes, routing.balance_loss, routing.z_loss,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """How experts are placed."""
+        return f"placement={self._steps.method!r}"
+
+
+def _shared_over(tensor_group: ProcessGroup | None, group: ProcessGroup | None, name: str) -> bool:
+    """Whether the ranks of the tensor-parallel group hold the same experts. UsageError where some do."""
+    if group_size(tensor_group) == 1:
+        return False
+    assert tensor_group is not None
+    tensor = set(torch.distributed.get_process_group_ranks(tensor_group))
+    spread = set(torch.distributed.get_process_group_ranks(group)) if group is not None else set()
+    common = len(tensor & spread)
+    if common not in (1, len(tensor)):
+        raise UsageError(
+            f"{name}: of the tensor-parallel ranks {sorted(tensor)} some, but not all, are among the expert-parallel "
+            f"ranks {sorted(spread)}; take all of them, or only this rank"
+        )
+    return common == 1

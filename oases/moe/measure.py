@@ -1,0 +1,68 @@
+"""What a layer of experts costs here: measured on all ranks at once, for a planner that was given no costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from oases.moe.costs import Costs
+from oases.moe.experts import ExpertWeights, compute
+from oases.parallel.autotune import synchronize
+from oases.parallel.group import ProcessGroup, group_size, scheduler_of
+
+ROWS = 128
+"""Tokens that an expert computes at once, or as many as a call has."""
+BYTES = 1 << 20
+"""That every rank sends to all others, to measure the link."""
+TIMES = 5
+
+
+@torch.no_grad()
+def measured(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGroup, label: str) -> Costs:
+    """Costs of a layer without overlap: medians over a few runs, averaged over the ranks, so the same on all.
+
+    weights: of the experts at home. tokens: of a call on this rank, for each of them.
+    """
+    like = weights.up
+    size, hidden = group_size(group), like.shape[2]
+    scheduler = scheduler_of(group)
+    rows = like.new_ones((max(1, min(ROWS, tokens)), hidden))
+    one = weights.like([weight[:1] for weight in weights.given])
+
+    def exchange(numbers: int) -> Callable[[], object]:
+        part = max(1, numbers // size)
+        going, coming = like.new_zeros(part * size), like.new_empty(part * size)
+        splits = [part] * size
+        return lambda: scheduler.wait(scheduler.all_to_all(coming, going, splits, splits, f"measuring of {label}"))
+
+    numbers = BYTES // like.element_size()
+    token = _seconds(lambda: compute(rows, [len(rows)], one, gated=gated), like.device) / len(rows)
+    latency = _seconds(exchange(size), like.device)
+    whole = _seconds(exchange(numbers), like.device)
+    mine = torch.tensor([token, latency, whole], dtype=torch.float64, device=like.device)
+    everyone = mine.new_empty((size, len(mine)))
+    scheduler.wait(scheduler.all_gather(everyone, mine, f"measuring of {label}"))
+    token, latency, whole = everyone.mean(0).tolist()
+    sent = BYTES * (size - 1) / size
+    return Costs(
+        token_seconds=token,
+        token_bytes=hidden * like.element_size(),
+        expert_bytes=sum(weight[:1].nbytes for weight in weights.given),
+        bandwidth=sent / max(whole - latency, 0.1 * whole, 1e-9),
+        latency=latency,
+        scheduled=False,
+    )
+
+
+def _seconds(act: Callable[[], object], device: torch.device) -> float:
+    found = []
+    for _ in range(TIMES + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        act()
+        synchronize(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])

@@ -1,0 +1,123 @@
+"""What a forward pass was computed with, so that its recomputation is computed with the same.
+
+A router's bias and a placement change from step to step. A recomputation, in the backward pass, must not take new
+ones: it would send tokens elsewhere. So both stay while a forward pass is open, that is, until its backward pass has
+begun: they change at the first forward pass of a training step, whatever its number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oases.moe.dispatch import RoutingError
+from oases.moe.placement import Integers, Placement
+
+MOST_OPEN = 64
+"""Forward passes that wait for their backward passes; of more, the oldest are taken to have none."""
+
+_asked: ContextVar[bool] = ContextVar("oases_moe_recomputing", default=False)
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Calls of layers inside are recomputations. For schedules that recompute outside of a backward pass.
+
+    Inside of a backward pass, where torch.utils.checkpoint recomputes, layers notice by themselves.
+    """
+    token = _asked.set(True)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def is_recomputation() -> bool:
+    """Whether a layer that is called now computes again what it has computed."""
+    return _asked.get() or torch._C._current_graph_task_id() != -1
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What may change between steps. bias: a copy of the router's, None where it has none."""
+
+    placement: Placement
+    bias: Tensor | None
+
+
+@dataclass(eq=False)
+class Pass:
+    """A forward pass in training. counts: [expert, device], once they are known. done: it came to its end."""
+
+    setting: Setting
+    counts: Integers | None = None
+    done: bool = False
+    closed: bool = False
+
+
+class Passes:
+    """The open passes of one layer, and the setting of the next one."""
+
+    def __init__(self) -> None:
+        self._open: list[Pass] = []
+
+    def all_closed(self) -> bool:
+        """Whether the setting may change. The same on every rank: it follows from the order of calls alone."""
+        self._open = [each for each in self._open if each.done and not each.closed]
+        if len(self._open) < MOST_OPEN:
+            return not self._open
+        del self._open[0]
+        return True
+
+    def open(self, setting: Setting) -> Pass:
+        """A forward pass begins."""
+        self._open.append(Pass(setting))
+        return self._open[-1]
+
+    def settings(self) -> list[Setting]:
+        """Those of open passes, one of which a recomputation has; nearly always one."""
+        found: list[Setting] = []
+        for each in self._open:
+            if each.counts is not None and each.setting not in found:
+                found.append(each.setting)
+        return found
+
+    def find(self, settings: list[Setting], candidates: Integers, label: str) -> tuple[int, Pass]:
+        """Which pass is computed again: (place of its setting, pass). candidates: the counts under each setting.
+
+        RoutingError where none had such counts.
+        """
+        for each in sorted(self._open, key=lambda each: each.closed):  # of two alike each is found once
+            if each.counts is not None:
+                index = settings.index(each.setting)
+                if np.array_equal(each.counts, candidates[index]):
+                    return index, each
+        raise RoutingError(
+            f"{label}: a recomputation sends tokens to other experts than its forward pass did. What comes before "
+            "the router must compute the same twice: keep the random state (preserve_rng_state=True), and use "
+            "deterministic kernels"
+        )
+
+
+class _Closing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, each: Pass) -> Tensor:
+        ctx.each = each
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.each.closed = True
+        return grad, None
+
+
+def closing(x: Tensor, each: Pass) -> Tensor:
+    """`x`, the output of a pass: the backward pass that begins with it closes the pass."""
+    return _Closing.apply(x, each)

@@ -1,0 +1,226 @@
+"""Trans and Agg: an expert's parameters to the devices that hold copies of it, and their gradients back home.
+
+Both go in two rounds, one all-to-all each for all experts that are moved. Trans: the home gives every holder a share
+of the parameters, as many for each, then holders give each other their shares; so the home sends an expert once,
+however many hold it. Agg: holders sum each other's shares of the gradients, then send the sums home. Sums are taken
+in the order of the holders. Only what a step computes with travels: the optimizer sees the home's parameters alone.
+Source: Pro-Prophet (arXiv 2411.10003), Trans and Agg; what travels when is `oases.moe.costs`'s "rounds".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from oases.moe.experts import ExpertWeights
+from oases.moe.placement import Placement
+from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
+
+
+class _Piece(NamedTuple):
+    """Numbers [first, last) of the row of an expert, in a matrix of one row for each."""
+
+    row: int
+    first: int
+    last: int
+
+
+Pieces = list[list[_Piece]]
+"""For each rank."""
+
+
+class Transfer:
+    """The copies of one forward pass on this rank, under a placement that moves something; all ranks make one.
+
+    `depart` and `arrive` are Trans with a gradient, which is Agg. For a schedule of its own there are their parts:
+    scatter, exchange, finish for the parameters, and reduce, gather, collect for the gradients, in this order.
+    """
+
+    def __init__(self, weights: ExpertWeights, placement: Placement, group: ProcessGroup, label: str) -> None:
+        self._label, self._local = label, len(weights.up)
+        self._form = weights.like([weight.detach().new_empty(0) for weight in weights.given])
+        self._scheduler = scheduler_of(group)
+        size, rank, local = group_size(group), group_rank(group), self._local
+        self._shapes = [weight.shape[1:] for weight in weights.given]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self.held = [expert for expert in placement.moved if rank in placement.copies[expert]]
+        """The experts that are copied to this rank, in rising order."""
+        self._moved = [expert for expert in placement.moved if expert // local == rank]
+        self._first = rank * local
+        # Who sends which numbers to whom: of the parameters of moved experts, and of the copies here.
+        self._out: Pieces = [[] for _ in range(size)]
+        self._in: Pieces = [[] for _ in range(size)]
+        self._given: Pieces = [[] for _ in range(size)]
+        self._taken: Pieces = [[] for _ in range(size)]
+        for expert in placement.moved:
+            holders = placement.copies[expert]
+            whole = sum(self._sizes)
+            bounds = [(whole * j // len(holders), whole * (j + 1) // len(holders)) for j in range(len(holders))]
+            if expert // local == rank:
+                row = self._moved.index(expert)
+                for holder, share in zip(holders, bounds, strict=True):
+                    self._out[holder].append(_Piece(row, *share))
+            if rank in holders:
+                row, mine = self.held.index(expert), bounds[holders.index(rank)]
+                self._in[expert // local].append(_Piece(row, *mine))
+                for holder, share in zip(holders, bounds, strict=True):
+                    if holder != rank:
+                        self._given[holder].append(_Piece(row, *mine))
+                        self._taken[holder].append(_Piece(row, *share))
+        self._copies: Tensor | None = None
+        self._under_way: tuple[Any, Tensor, Pieces] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """That this rank sends in Trans."""
+        numbers = sum(piece.last - piece.first for pieces in (self._out, self._given) for piece in _flat(pieces))
+        return numbers * self._form.up.element_size()
+
+    def depart(self, weights: ExpertWeights) -> Tensor:
+        """Start to send the weights at home; returns what `arrive` takes."""
+        return _Departure.apply(self, *weights.given)
+
+    def arrive(self, pending: Tensor) -> tuple[ExpertWeights, Tensor]:
+        """Wait: the parameters of `held`, stacked, and a number to `tie` to what is computed.
+
+        A rank without copies takes part in Agg, too: it may be the home of some.
+        """
+        number, *copies = _Arrival.apply(pending, self)
+        return self._form.like(copies), number
+
+    @torch.no_grad()
+    def scatter(self, given: Sequence[Tensor]) -> None:
+        """Start to send the shares of the experts at home, whose weights are given."""
+        rows = [torch.cat([weight[expert - self._first].reshape(-1) for weight in given]) for expert in self._moved]
+        self._copies = self._form.up.new_empty((len(self.held), sum(self._sizes)))
+        self._start(rows, self._out, self._in, "parameters to their holders")
+
+    def exchange(self) -> None:
+        """Wait for the shares of the copies here; start to give them to their other holders."""
+        assert self._copies is not None, "scatter comes first"
+        self._put(self._copies)
+        self._start(self._copies, self._given, self._taken, "parameters among their holders")
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the others' shares. Returns [copies, ...] of each weight that there is, views of one buffer."""
+        assert self._copies is not None, "scatter comes first"
+        copies, self._copies = self._copies, None
+        self._put(copies)
+        parts = copies.split(self._sizes, dim=1)
+        return [part.view(len(copies), *shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    @torch.no_grad()
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        """Start to give the other holders their shares of gradients, as `finish` returned the parameters."""
+        self._copies = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
+        self._start(self._copies, self._taken, self._given, "gradients among their holders")
+
+    def gather(self) -> None:
+        """Wait for the others' part of this rank's shares; start to send the sums home."""
+        assert self._copies is not None, "reduce comes first"
+        mine = self._copies
+        rank = self._scheduler.rank
+        received = self._received()
+        parts = {row: [(rank, mine[row, first:last])] for row, first, last in _flat(self._in)}
+        for holder, pieces in enumerate(received):
+            for piece, numbers in pieces:
+                parts[piece.row].append((holder, numbers))
+        for row, first, last in _flat(self._in):
+            mine[row, first:last] = _sum([numbers for _, numbers in sorted(parts[row], key=lambda part: part[0])])
+        self._start(mine, self._in, self._out, "gradients to their homes")
+        self._copies = None
+
+    def collect(self) -> list[Tensor]:
+        """Wait for the sums: gradients of the weights at home, zeros for experts that were not moved."""
+        rows = self._form.up.new_zeros((len(self._moved), sum(self._sizes)))
+        self._put(rows)
+        found = []
+        for part, shape in zip(rows.split(self._sizes, dim=1), self._shapes, strict=True):
+            gradient = part.new_zeros((self._local, *shape))
+            for expert, numbers in zip(self._moved, part, strict=True):
+                gradient[expert - self._first] = numbers.view(shape)
+            found.append(gradient)
+        return found
+
+    def _start(self, rows: Tensor | list[Tensor], out: Pieces, into: Pieces, what: str) -> None:
+        """Send pieces of rows; pieces of `into` come."""
+        like = self._form.up
+        sent = [rows[row][first:last] for row, first, last in _flat(out)]
+        going = torch.cat(sent) if sent else like.new_empty(0)
+        coming = like.new_empty(sum(_lengths(into)))
+        label = f"{what}, {self._label}"
+        ticket = self._scheduler.all_to_all(coming, going, _lengths(out), _lengths(into), label)
+        self._under_way = (ticket, coming, into)
+
+    def _received(self) -> list[list[tuple[_Piece, Tensor]]]:
+        assert self._under_way is not None
+        (ticket, coming, into), self._under_way = self._under_way, None
+        self._scheduler.wait(ticket)
+        numbers = iter(coming.split([piece.last - piece.first for piece in _flat(into)]) if _flat(into) else ())
+        return [[(piece, next(numbers)) for piece in pieces] for pieces in into]
+
+    def _put(self, rows: Tensor) -> None:
+        for pieces in self._received():
+            for (row, first, last), numbers in pieces:
+                rows[row, first:last] = numbers
+
+
+def tie(rows: Tensor, number: Tensor) -> Tensor:
+    """`rows`, whose backward pass reaches `number`, with a gradient of 0."""
+    return _Tied.apply(rows, number)
+
+
+def _flat(pieces: Iterable[list[_Piece]]) -> list[_Piece]:
+    return [piece for of_rank in pieces for piece in of_rank]
+
+
+def _lengths(pieces: Pieces) -> list[int]:
+    return [sum(piece.last - piece.first for piece in of_rank) for of_rank in pieces]
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+class _Departure(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, *weights: Tensor) -> Tensor:
+        ctx.transfer = transfer
+        transfer.scatter(weights)
+        return weights[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
+        ctx.transfer.gather()
+        found = ctx.transfer.collect()
+        wanted = ctx.needs_input_grad[1:]
+        return None, *(gradient if wants else None for gradient, wants in zip(found, wanted, strict=True))
+
+
+class _Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: Tensor, transfer: Transfer) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        transfer.exchange()
+        return pending.clone(), *transfer.finish()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.transfer.reduce(gradients)
+        return gradients[0].new_zeros(()), None
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, number: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad, grad.new_zeros(())
