@@ -194,7 +194,7 @@ class Voyage:
         return pending if self._scheduler is None else _Arrival.apply(pending, self)
 
     def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
-        """Start to send rows, or back their gradients; `finish` waits. Returns zeros like what was sent the other way.
+        """Start to send rows, or their gradients back; `finish` waits. Returns zeros like what goes the other way.
 
         They take no memory: they stand for what is under way where autograd asks for a tensor.
         """

@@ -104,10 +104,10 @@ class OverlappedMoE(HoldsGroup, nn.Module):
     placement: "none" (plain expert parallelism), "prophet", "faster_moe", "eplb" or "optimum": how each step's copies
     of busy experts are chosen, from the loads of the steps before. costs: what the placement reckons with; None
     measures them at the first training step. memory_budget: bytes that copies may take on one device.
-    gated, bias: of the experts' perceptrons. shared_intermediate: above 0, width of an expert for every token, which is
-    computed while tokens travel; shared_gate: times a sigmoid gate. gate, normalised (None: where top_k is above 1), scale,
-    balance_weight, z_weight, bias_update_rate, capacity_factor: see `Router`. load_group: the ranks over whose demand
-    the router's bias moves, where there are replicas of the whole group; else process_group.
+    gated, bias: of the experts' perceptrons. shared_intermediate: above 0, width of an expert for every token, which
+    is computed while tokens travel; shared_gate: times a sigmoid gate. gate, normalised (None: where top_k is above
+    1), scale, balance_weight, z_weight, bias_update_rate, capacity_factor: see `Router`. load_group: the ranks over
+    whose demand the router's bias moves, where there are replicas of the whole group; else process_group.
     tensor_group: ranks that are given equal tokens and shall have equal outputs; each computes a share of them. All
     of them are in process_group, or none but this rank is. device, dtype: of the parameters.
     Parameters that every rank holds (router, shared expert) are made equal at the start, and their gradients are this
