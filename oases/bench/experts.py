@@ -202,11 +202,11 @@ def measured_costs(config: ExpertsBenchConfig) -> Costs:
     def seconds(rows: int) -> float:
         going = torch.zeros(rows * ranks * config.hidden)
         coming, splits = torch.empty_like(going), [rows * config.hidden] * ranks
-        found = []
-        for _ in range(_TIMES + 1):
-            ticket = lambda: scheduler.all_to_all(coming, going, splits, splits, "measuring")  # noqa: E731
-            found.append(timed_step(lambda: scheduler.wait(ticket())))
-        return statistics.median(found[1:])
+
+        def exchange() -> None:
+            scheduler.wait(scheduler.all_to_all(coming, going, splits, splits, "measuring"))
+
+        return statistics.median([timed_step(exchange) for _ in range(_TIMES + 1)][1:])
 
     rows = max(1, config.tokens * config.top_k // ranks)
     small, large = seconds(1), seconds(rows)

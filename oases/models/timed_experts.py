@@ -38,7 +38,7 @@ class ForcedRouter(Router):
 
 
 class TimedMoE(OverlappedMoE):
-    """OverlappedMoE with plain experts that take `token_seconds` a token forward and `backward` times that backward."""
+    """OverlappedMoE whose experts take `token_seconds` a token forward, and `backward` times that backward."""
 
     def __init__(self, *sizes: int, token_seconds: float, backward: float, **options: Any) -> None:
         super().__init__(*sizes, **options)

@@ -80,8 +80,8 @@ def exchange_counts(
     differing = np.flatnonzero(found[:, -1] != found[0, -1]).tolist()
     if differing:
         raise RoutingError(
-            f"{label}: rank {differing[0]} is at another forward pass or has another placement than rank 0; every rank "
-            "must call the layer as often, train and evaluate alike, and be given the same costs and placement"
+            f"{label}: rank {differing[0]} is at another forward pass or has another placement than rank 0; every "
+            "rank must call the layer as often, train and evaluate alike, and be given the same costs and placement"
         )
     by_rank = found[:, :-2].reshape(size, len(routings), -1)
     return Demand(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())
@@ -199,7 +199,7 @@ class Voyage:
         return pending if self._scheduler is None else _Arrival.apply(pending, self)
 
     def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
-        """Start to send rows, or back their gradients; `finish` waits. Returns zeros like what was sent the other way.
+        """Start to send rows, or their gradients back; `finish` waits. Returns zeros like what goes the other way.
 
         They take no memory: they stand for what is under way where autograd asks for a tensor.
         """
@@ -241,8 +241,7 @@ class _Arrival(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.voyage.start(grad, back=True)
-        return grad.new_zeros(()).expand(grad.shape), None
+        return ctx.voyage.start(grad, back=True), None
 
 
 class _Reordered(torch.autograd.Function):

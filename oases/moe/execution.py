@@ -102,6 +102,9 @@ class ExpertExecution:
         self._run(self._schedule.forward)
         assert self._last is not None
         (output,) = self._last.take()
+        for state in self._states:
+            if state.opened is not None:
+                state.opened.done = True
         if not self._differentiable:
             self._states, self._last = [], None
         return output
@@ -110,7 +113,7 @@ class ExpertExecution:
         """Gradients of all parameters, and that of the input."""
         if self._last is None:
             raise RuntimeError(
-                "the backward pass of this ExpertStack call was run already; its graphs are freed as it goes, so call "
+                "the backward pass of this ExpertStack call was run already; its graphs are freed as it goes; call "
                 "the stack again for a second backward pass"
             )
         for state in self._states:

@@ -112,7 +112,7 @@ class Experts(HoldsGroup, nn.Module):
         """This rank's part of experts that every rank holds all of, as one process has them; never a new draw."""
         if whole.local != whole.num_experts:
             raise UsageError(
-                f"from_experts: {whole.local} of {whole.num_experts} experts are here; give the experts of one process"
+                f"from_experts: {whole.local} of {whole.num_experts} experts are here; give those of one process"
             )
         _, width, hidden = whole.up.shape
         found = cls(
@@ -151,8 +151,8 @@ def compute(
     counts = list(counts)
     if len(counts) != len(weights.up) or sum(counts) != len(rows):
         raise UsageError(
-            f"experts: {len(rows)} rows for {len(weights.up)} experts do not go with counts {counts}; give one number "
-            "of rows for each expert"
+            f"experts: {len(rows)} rows for {len(weights.up)} experts do not go with counts {counts}; give one "
+            "number of rows for each expert"
         )
     if not counts:
         return rows

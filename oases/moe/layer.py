@@ -1,17 +1,16 @@
 """OverlappedMoE: a mixture of experts over the ranks of a group, whose experts are placed by their load.
 
-The results are those of plain expert parallelism whatever the placement. What a forward pass does is a chain of pieces
-that can be used one by one: route, exchange_counts, Transfer (Trans and Agg), dispatch, compute, combine.
+The results are those of plain expert parallelism whatever the placement. A forward pass is a chain of pieces that can
+be used one by one: Router, exchange_counts, itinerary, Transfer (Trans and Agg), dispatch, compute, start_combine and
+combined.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -33,8 +32,9 @@ from oases.moe.measure import measured
 from oases.moe.placement import Integers, Placement
 from oases.moe.recomputation import Pass, Setting, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
+from oases.moe.shared import SharedExpert
 from oases.moe.shares import bounds, share, summed, whole
-from oases.moe.steps import METHODS, Steps
+from oases.moe.steps import METHODS, Step, Steps
 from oases.moe.traces import Recorder
 from oases.moe.transfer import Transfer, tie
 from oases.parallel.collectives import all_reduce
@@ -52,51 +52,6 @@ from oases.parallel.group import (
 )
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a layer's last forward pass did; numbers of slots (pairs of a token and one of its experts).
-
-    counts[expert, device]: what was sent. device_loads: what each device computed. balance_degree: their standard
-    deviation; balance_degree_at_home: what it were without copies. dropped: by the capacity, on all ranks.
-    token_bytes, expert_bytes: that this rank sent to others in the forward pass. balance_loss, z_loss: this rank's
-    values, None where the layer has no such loss.
-    """
-
-    counts: Integers
-    placement: Placement
-    device_loads: Integers
-    balance_degree: float
-    balance_degree_at_home: float
-    dropped: int
-    token_bytes: int
-    expert_bytes: int
-    balance_loss: Tensor | None
-    z_loss: Tensor | None
-
-
-class SharedExpert(nn.Module):
-    """An expert that computes every token, alike on all ranks. scaled: its output times a sigmoid gate of its own."""
-
-    def __init__(
-        self, hidden: int, intermediate: int, *, gated: bool, bias: bool, scaled: bool, **options: Any
-    ) -> None:
-        super().__init__()
-        self.gated = gated
-        self.up = nn.Linear(hidden, 2 * intermediate if gated else intermediate, bias=bias, **options)
-        self.down = nn.Linear(intermediate, hidden, bias=bias, **options)
-        self.gate = nn.Linear(hidden, 1, bias=False, **options) if scaled else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> the same."""
-        middle = self.up(x)
-        if self.gated:
-            gate, up = middle.chunk(2, dim=-1)
-            y = self.down(F.silu(gate) * up)
-        else:
-            y = self.down(F.gelu(middle))
-        return y if self.gate is None else self.gate(x).sigmoid() * y
-
-
 class OverlappedMoE(HoldsGroup, nn.Module):
     """A mixture of experts: each token by its `top_k` of `num_experts`, weighted sum; [..., hidden] -> the same.
 
@@ -104,12 +59,12 @@ class OverlappedMoE(HoldsGroup, nn.Module):
     placement: "none" (plain expert parallelism), "prophet", "faster_moe", "eplb" or "optimum": how each step's copies
     of busy experts are chosen, from the loads of the steps before. costs: what the placement reckons with; None
     measures them at the first training step. memory_budget: bytes that copies may take on one device.
-    gated, bias: of the experts' perceptrons. shared_intermediate: above 0, width of an expert for every token, computed
-    while tokens travel; shared_gate: times a sigmoid gate. gate, normalised (None: where top_k is above 1), scale,
-    balance_weight, z_weight, bias_update_rate, capacity_factor: see `Router`. load_group: the ranks over whose demand
-    the router's bias moves, where there are replicas of the whole group; else process_group.
-    tensor_group: ranks that are given equal tokens and shall have equal outputs; each computes a share of them. Either
-    all of them are in process_group, or none but this rank is. device, dtype: of the parameters.
+    gated, bias: of the experts' perceptrons. shared_intermediate: above 0, width of an expert for every token, which
+    is computed while tokens travel; shared_gate: times a sigmoid gate. gate, normalised (None: where top_k is above
+    1), scale, balance_weight, z_weight, bias_update_rate, capacity_factor: see `Router`. load_group: the ranks over
+    whose demand the router's bias moves, where there are replicas of the whole group; else process_group.
+    tensor_group: ranks that are given equal tokens and shall have equal outputs; each computes a share of them. All
+    of them are in process_group, or none but this rank is. device, dtype: of the parameters.
     Parameters that every rank holds (router, shared expert) are made equal at the start, and their gradients are this
     rank's own: average them over the ranks, as for any data parallelism. Those of an expert are whole at its home:
     the sum over all tokens of the group, whose share in a mean over the ranks' losses is 1 / ranks.
@@ -310,10 +265,10 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             return self._steps.setting(self.router), None
         self._begin(tokens, self.process_group)
         setting = self._steps.setting(self.router)
-        return setting, self._steps.passes.open(setting)
+        return setting, self._steps.open(setting)
 
     def routed(self, x: Tensor, setting: Setting, demand: Demand | None) -> tuple[Routing, Demand]:
-        """x: [T, hidden] -> this rank's share of the routing, and all ranks' demand, which is asked for if unknown."""
+        """[T, hidden] -> this rank's share of the routing, and all ranks' demand, asked for if unknown."""
         routing = self._share_of(self.router(x, bias=setting.bias))
         if demand is None:
             state = self._steps.state([setting])

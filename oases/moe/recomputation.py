@@ -94,14 +94,14 @@ class Passes:
 
         RoutingError where none had such counts.
         """
-        for each in self._open:
+        for each in sorted(self._open, key=lambda each: each.closed):  # of two alike each is found once
             if each.counts is not None:
                 index = settings.index(each.setting)
                 if np.array_equal(each.counts, candidates[index]):
                     return index, each
         raise RoutingError(
-            f"{label}: a recomputation sends tokens to other experts than its forward pass did. What comes before the "
-            "router must compute the same twice: keep the random state (preserve_rng_state=True), and use "
+            f"{label}: a recomputation sends tokens to other experts than its forward pass did. What comes before "
+            "the router must compute the same twice: keep the random state (preserve_rng_state=True), and use "
             "deterministic kernels"
         )
 

@@ -27,7 +27,7 @@ def share(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def whole(x: Tensor, tokens: int, group: ProcessGroup | None) -> Tensor:
-    """This rank's share -> the T `tokens` of all ranks, on each of them; the gradient is this rank's share of theirs."""
+    """This rank's share -> the T `tokens` of all ranks, on each; the gradient is this rank's share of theirs."""
     return x if group_size(group) == 1 else _Whole.apply(x, tokens, group)
 
 

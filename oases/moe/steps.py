@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from oases.errors import UsageError
 from oases.moe.costs import Costs
@@ -15,6 +17,28 @@ from oases.moe.router import Router
 from oases.parallel.group import ProcessGroup
 
 METHODS = ("none", "prophet", "faster_moe", "eplb", "optimum")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a layer's last forward pass did; numbers of slots (pairs of a token and one of its experts).
+
+    counts[expert, device]: what was sent. device_loads: what each device computed. balance_degree: their standard
+    deviation; balance_degree_at_home: what it were without copies. dropped: by the capacity, on all ranks.
+    token_bytes, expert_bytes: that this rank sent to others in the forward pass. balance_loss, z_loss: this rank's
+    values, None where the layer has no such loss.
+    """
+
+    counts: Integers
+    placement: Placement
+    device_loads: Integers
+    balance_degree: float
+    balance_degree_at_home: float
+    dropped: int
+    token_bytes: int
+    expert_bytes: int
+    balance_loss: Tensor | None
+    z_loss: Tensor | None
 
 
 class Steps:
@@ -107,7 +131,7 @@ class Steps:
             copies, routes = placement.copies[expert], placement.routes[expert].tolist()
             if list(copies) != sorted({*copies} - {home}) or not {*copies} <= {*range(self._devices)}:
                 raise UsageError(
-                    f"expert {expert} has copies on {copies}; give devices other than its home {home}, in rising order"
+                    f"expert {expert} has copies on {copies}; give others than its home {home}, in rising order"
                 )
             strays = {*routes} - {home, *copies}
             if strays:

@@ -1,0 +1,176 @@
+"""Counts, order and all-to-all of tokens, each against plain indexing."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_moe_layer import random_placement
+
+from oases.moe.dispatch import (
+    RoutingError,
+    Voyage,
+    combined,
+    dispatch,
+    exchange_counts,
+    grouped,
+    itinerary,
+    permuted,
+    start_combine,
+    ungrouped,
+)
+from oases.moe.placement import homes
+from oases.moe.router import Router
+from oases.parallel.group import scheduler_of
+
+HIDDEN = 6
+
+
+def routing_of(rank, tokens, experts, top_k, capacity, dtype=torch.float64):
+    torch.manual_seed(1)
+    router = Router(HIDDEN, experts, top_k=top_k, capacity_factor=capacity, dtype=dtype)
+    x = torch.randn(tokens, HIDDEN, dtype=dtype, generator=torch.Generator().manual_seed(rank))
+    return x.requires_grad_(), router(x)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_itineraries_of_all_ranks_fit(seed):
+    generator = np.random.default_rng(seed)
+    devices = int(generator.integers(1, 5))
+    experts = devices * int(generator.integers(1, 4))
+    counts = generator.integers(0, 4, (experts, devices))
+    placement = random_placement(experts, devices, seed)
+    plans = [itinerary(counts, placement, rank, torch.device("cpu")) for rank in range(devices)]
+    for rank, plan in enumerate(plans):
+        assert plan.received == [other.sent[rank] for other in plans]
+        assert sum(plan.sent) == counts[:, rank].sum()
+        assert plan.held[: plan.own] == np.flatnonzero(homes(experts, devices) == rank).tolist()
+        assert plan.held[plan.own :] == [e for e in placement.moved if rank in placement.copies[e]]
+        # What each source sends here, as (expert, source), in the order in which it sends.
+        arriving = [
+            (expert, source)
+            for source, other in enumerate(plans)
+            for expert in sorted(range(experts), key=other.positions.tolist().__getitem__)
+            if placement.routes[expert, source] == rank
+            for _ in range(counts[expert, source])
+        ]
+        wanted = sorted(arriving, key=lambda row: (plan.held.index(row[0]), row[1]))
+        assert [arriving[i] for i in plan.order.tolist()] == wanted
+        assert plan.rows == [sum(row[0] == expert for row in wanted) for expert in plan.held]
+        back = torch.arange(len(arriving))[plan.order][plan.inverse]
+        assert back.tolist() == list(range(len(arriving)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("capacity", [None, 0.5])
+@pytest.mark.parametrize("tokens", [0, 1, 33])
+def test_permuted_and_combined_are_each_others_inverse(dtype, capacity, tokens):
+    x, routing = routing_of(0, tokens, 4, 2, capacity, dtype)
+    plan = itinerary(routing.counts.numpy()[:, None], random_placement(4, 1, 0), 0, torch.device("cpu"))
+    rows, source = permuted(x, routing, plan)
+    assert len(rows) == routing.counts.sum()
+    flat = routing.experts.flatten()
+    assert flat[source[: len(rows)]].tolist() == sorted(flat[source[: len(rows)]].tolist())
+    y = combined(2 * rows, source, routing)
+    kept = torch.ones_like(routing.weights) if routing.kept is None else routing.kept
+    expected = 2 * x * (routing.weights * kept).sum(1, keepdim=True).to(dtype)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+    grad = torch.randn_like(y)
+    (found,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected, x, grad)
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def travel(tokens, experts, top_k, capacity, seed):
+    """Experts that multiply by their number: to them and back, over real ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    x, routing = routing_of(rank, tokens[rank], experts, top_k, capacity)
+    demand = exchange_counts([routing], group)
+    assert demand.counts[:, rank].tolist() == routing.counts.tolist()
+    assert demand.slots.tolist() == [top_k * number for number in tokens]
+    assert (demand.dropped > 0) == (capacity is not None)
+    placement = random_placement(experts, size, seed)
+    plan = itinerary(demand.counts, placement, rank, x.device)
+    scheduler = scheduler_of(group)
+    scheduler.reset_totals()
+    rows = dispatch(x, routing, plan, group, "test").wait()
+    number = torch.tensor(plan.held).repeat_interleave(torch.tensor(plan.rows))[:, None] + 1.0
+    voyage, coming = start_combine(rows * number, plan, group, "test")
+    source = dispatch(x.detach(), routing, plan, group, "again")
+    back = voyage.arrive(coming)
+    y = combined(back, source.source, routing)
+    source.wait()
+    kept = 1 if routing.kept is None else routing.kept
+    expected = x * (routing.weights * kept * (routing.experts + 1)).sum(1, keepdim=True)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    grad = torch.randn_like(y)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, x, grad, retain_graph=True)[0],
+        torch.autograd.grad(expected, x, grad)[0], rtol=0, atol=1e-12,
+    )  # fmt: skip
+    totals = scheduler.totals()
+    for label in ("dispatch of test", "combine of test", "dispatch of test, gradients", "combine of test, gradients"):
+        assert totals[label].count == 1
+    assert totals["dispatch of test"].bytes == 8 * HIDDEN * sum(plan.sent)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_to_the_experts_and_back(two_ranks, four_ranks, seed):
+    two_ranks.run(travel, [13, 6], 4, 2, None, seed)
+    four_ranks.run(travel, [9, 0, 21, 1], 8, 2, None, seed)
+    four_ranks.run(travel, [16, 12, 21, 8], 4, 1, 0.4, seed)
+
+
+def overlap():
+    """What is computed between depart and arrive comes between the collectives in the backward pass, too."""
+    rank = dist.get_rank()
+    order = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            order.append("between" if voyage._under_way is not None else "not between")
+            return grad
+
+    voyage = Voyage(dist.group.WORLD, [1, 2 - rank], [1, 2 - (1 - rank)] if rank == 0 else [2, 1], "test")
+    x = torch.randn(3 - rank, 4, requires_grad=True)
+    pending = voyage.depart(x)
+    between = Noted.apply(x)
+    y = voyage.arrive(pending)
+    (y.sum() + between.sum()).backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2))
+    return order, len(y)
+
+
+def test_the_backward_pass_overlaps_alike(two_ranks):
+    assert two_ranks.run(overlap) == [(["between"], 2), (["between"], 3)]
+
+
+def faulty(victims):
+    rank = dist.get_rank()
+    _, routing = routing_of(rank, 5, 4, 2, None)
+    router = Router(HIDDEN, 4)
+    if rank in victims:
+        routing = router(torch.full((5, HIDDEN), float("nan")))
+    with pytest.raises(RoutingError, match=f"not finite on rank {', '.join(map(str, victims))} of 4.*isfinite"):
+        exchange_counts([routing], dist.group.WORLD, label="layers.7")
+    _, routing = routing_of(rank, 5, 4, 2, None)
+    with pytest.raises(RoutingError, match=r"layers\.7: rank 2 is at another forward pass or has another placement"):
+        exchange_counts([routing], dist.group.WORLD, label="layers.7", state=rank // 2)
+
+
+def test_what_one_rank_finds_all_raise(four_ranks):
+    four_ranks.run(faulty, [1, 3])
+
+
+def test_groups_of_rows_and_back():
+    counts = np.array([[2, 1], [0, 3]])
+    plan = itinerary(counts, random_placement(2, 2, 3), 1, torch.device("cpu"))
+    rows = torch.randn(sum(plan.received), 3, requires_grad=True)
+    torch.testing.assert_close(ungrouped(grouped(rows, plan), plan), rows)
+    assert torch.autograd.gradcheck(lambda x: grouped(x, plan), rows.double())

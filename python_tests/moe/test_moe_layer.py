@@ -1,0 +1,574 @@
+"""The layer on real ranks against one process with loops: outputs and all gradients, whatever the placement."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import oases
+from oases.errors import UsageError
+from oases.moe.costs import Costs
+from oases.moe.dispatch import RoutingError
+from oases.moe.layer import OverlappedMoE
+from oases.moe.placement import Placement, homes
+from oases.moe.recomputation import recomputing
+from oases.moe.traces import Recorder, replay
+from oases.parallel.failure import FailedRankError
+
+HIDDEN, WIDTH = 12, 10
+EXACT = dict(rtol=0, atol=1e-12)
+COSTS = Costs(token_seconds=1e-4, token_bytes=96, expert_bytes=2000, bandwidth=1e9)
+"""Copies are cheap: whatever is unbalanced is balanced."""
+
+
+def whole_layer(experts, **options):
+    torch.manual_seed(7)
+    layer = OverlappedMoE(HIDDEN, WIDTH, experts, dtype=torch.float64, **options)
+    with torch.no_grad():
+        layer.router.weight *= 8
+        layer.router.weight[0] += 1  # uneven loads
+    return layer
+
+
+def expert_by_hand(layer, index, x):
+    experts = layer.experts
+    up_bias = None if experts.up_bias is None else experts.up_bias[index]
+    down_bias = None if experts.down_bias is None else experts.down_bias[index]
+    middle = F.linear(x, experts.up[index], up_bias)
+    if experts.gated:
+        gate, up = middle.chunk(2, -1)
+        middle = F.silu(gate) * up
+    else:
+        middle = F.gelu(middle)
+    return F.linear(middle, experts.down[index], down_bias)
+
+
+def kept_by_hand(router, chosen, weights):
+    kept = torch.ones_like(chosen, dtype=torch.bool)
+    experts = len(router.weight)
+    if router.capacity_factor is not None:
+        capacity = -int(-router.capacity_factor * chosen.numel() // experts)
+        for expert in range(experts):
+            slots = [(-weights[t, j].item(), t, j) for t, j in (chosen == expert).nonzero().tolist()]
+            for _, t, j in sorted(slots)[capacity:]:
+                kept[t, j] = False
+    return kept
+
+
+def by_hand(layer, x):
+    """One token after the other."""
+    router = layer.router
+    logits = x @ router.weight.T
+    scores = logits.softmax(-1) if router.gate == "softmax" else logits.sigmoid()
+    chosen = (scores if router.bias is None else scores + router.bias).topk(router.top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if router.normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * router.scale
+    kept = kept_by_hand(router, chosen, weights)
+    rows = []
+    for token in range(len(x)):
+        row = 0 * x[token]
+        for j in range(router.top_k):
+            if kept[token, j]:
+                row = row + weights[token, j] * expert_by_hand(layer, int(chosen[token, j]), x[token])
+        if layer.shared is not None:
+            row = row + layer.shared(x[token])
+        rows.append(row)
+    y = torch.stack(rows) if rows else x * 1
+    loss = 0
+    if router.balance_weight and len(x):
+        experts, shares = len(router.weight), scores / scores.sum(-1, keepdim=True)
+        fractions = F.one_hot(chosen, experts).sum((0, 1)).double() / chosen.numel()
+        loss = loss + router.balance_weight * experts * (fractions * shares.mean(0)).sum()
+    if router.z_weight and len(x):
+        loss = loss + router.z_weight * logits.logsumexp(-1).square().mean()
+    return y, loss
+
+
+def inputs_of(rank, tokens):
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(tokens[rank], HIDDEN, dtype=torch.float64, generator=generator) + 0.3
+
+
+def targets_of(rank, tokens):
+    generator = torch.Generator().manual_seed(200 + rank)
+    return torch.randn(tokens[rank], HIDDEN, dtype=torch.float64, generator=generator)
+
+
+def expected_of(layer, tokens):
+    """(outputs, input gradients) by rank, and gradients of the whole layer; the loss is a sum over the ranks."""
+    layer.zero_grad()
+    outputs, gradients = [], []
+    for rank in range(len(tokens)):
+        x = inputs_of(rank, tokens).requires_grad_()
+        y, loss = by_hand(layer, x)
+        ((y * targets_of(rank, tokens)).sum() + loss).backward()
+        outputs.append(y.detach())
+        gradients.append(x.grad)
+    return outputs, gradients, {name: p.grad for name, p in layer.named_parameters()}
+
+
+def random_placement(experts, devices, seed):
+    generator = np.random.default_rng(seed)
+    home = homes(experts, devices)
+    copies, routes = [], np.empty((experts, devices), dtype=np.int64)
+    for expert in range(experts):
+        held = [d for d in range(devices) if d != home[expert] and generator.random() < 0.6]
+        copies.append(tuple(held))
+        routes[expert] = generator.choice([home[expert], *held], devices)
+    return Placement("random", tuple(copies), routes, np.zeros(devices, dtype=np.int64), 0.0)
+
+
+def compare(layer, whole, outputs, gradients, parameters, tokens, run=None):
+    """One training step of every rank's layer against one process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layer.zero_grad()
+    x = inputs_of(rank, tokens).requires_grad_()
+    y = layer(x) if run is None else run(layer, x)
+    (y * targets_of(rank, tokens)).sum().backward()
+    torch.testing.assert_close(y, outputs[rank], **EXACT)
+    torch.testing.assert_close(x.grad, gradients[rank], **EXACT)
+    local = len(whole.experts.up) // size
+    for name, parameter in layer.named_parameters():
+        expected = parameters[name]
+        grad = parameter.grad
+        if name.startswith("experts."):
+            expected = expected[rank * local : (rank + 1) * local]
+        else:
+            dist.all_reduce(grad)  # as data parallelism does
+        torch.testing.assert_close(grad, expected, **EXACT)
+
+
+def check_exact(experts, tokens, options, placements, seeds):
+    whole = whole_layer(experts, process_group=alone(), **options)
+    results = expected_of(whole, tokens)
+    last = None
+    for method in placements:
+        layer = OverlappedMoE.from_whole(whole, placement=method, costs=COSTS)
+        for _ in range(3):  # the second has a placement by the loads of the first
+            compare(layer, whole, *results, tokens)
+        last = layer.last
+        loads = np.bincount(last.placement.routes.ravel(), last.counts.ravel(), dist.get_world_size())
+        assert last.device_loads.tolist() == loads.tolist()
+    layer = OverlappedMoE.from_whole(whole)
+    for seed in seeds:
+        layer.place(random_placement(experts, dist.get_world_size(), seed))
+        compare(layer, whole, *results, tokens)
+    return (
+        last.counts.tolist(),
+        last.dropped,
+        last.balance_degree,
+        last.balance_degree_at_home,
+        bool(last.placement.moved),
+    )
+
+
+def alone():
+    """A group of this process alone; all ranks make all of them."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+ALL = ("none", "faster_moe", "eplb", "prophet")
+OPTIONS = {
+    "plain": {},
+    "gated": dict(gated=True, bias=True, shared_intermediate=6, shared_gate=True),
+    "sigmoid": dict(gate="sigmoid", scale=2.5, balance_weight=0.3, z_weight=0.1, gated=True),
+    "top1": dict(top_k=1, balance_weight=0.1, bias=True),
+    "capacity": dict(capacity_factor=0.7, balance_weight=0.2),
+    "top3": dict(top_k=3, normalised=False, shared_intermediate=4),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_ranks_equal_one_process(two_ranks, name):
+    for result in two_ranks.run(check_exact, 4, [17, 9], OPTIONS[name], ALL, range(3)):
+        _, dropped, after, before, moved = result
+        assert moved or name in ("capacity", "top3")  # those are even
+        assert after <= before
+        assert (dropped > 0) == (name == "capacity")
+
+
+@pytest.mark.parametrize("name", ["gated", "top1"])
+@pytest.mark.parametrize("experts", [4, 8])
+def test_four_ranks_equal_one_process(four_ranks, name, experts):
+    four_ranks.run(check_exact, experts, [11, 0, 23, 6], OPTIONS[name], ALL, range(4))
+
+
+def check_one_expert(tokens):
+    """All tokens to expert 1; the others get none."""
+    whole = whole_layer(4, process_group=alone(), top_k=1, normalised=False, bias_update_rate=1e-9)
+    with torch.no_grad():
+        whole.router.weight.zero_()
+    whole.router.bias[1] = 1.0
+    results = expected_of(whole, tokens)
+    for method in ALL:
+        layer = OverlappedMoE.from_whole(whole, placement=method, costs=COSTS, process_group=dist.group.WORLD)
+        for _ in range(3):
+            compare(layer, whole, *results, tokens)
+    assert layer.last.counts.sum(1).tolist() == [0, sum(tokens), 0, 0]
+    assert layer.last.balance_degree < layer.last.balance_degree_at_home
+
+
+def test_all_tokens_to_one_expert(two_ranks, four_ranks):
+    two_ranks.run(check_one_expert, [12, 8])
+    four_ranks.run(check_one_expert, [12, 8, 8, 8])
+
+
+def check_nobody_has_tokens():
+    whole = whole_layer(
+        4, process_group=alone(), shared_intermediate=4, capacity_factor=1.0, balance_weight=0.1, z_weight=0.1
+    )
+    layer = OverlappedMoE.from_whole(whole, costs=COSTS)
+    layer.place(random_placement(4, 2, 0))
+    x = torch.zeros(0, 3, HIDDEN, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.shape
+    for parameter in layer.parameters():
+        assert not parameter.grad.any()
+
+
+def test_no_tokens_at_all(two_ranks):
+    two_ranks.run(check_nobody_has_tokens)
+
+
+def check_checkpoint(experts, tokens, reentrant, together, biased):
+    """Recomputation takes the routing and the placement of the forward pass, and nothing is noted twice."""
+    options = dict(bias_update_rate=0.3) if biased else {}
+    whole = whole_layer(experts, process_group=alone(), **options)
+    plain = OverlappedMoE.from_whole(whole, costs=COSTS)
+    saved = OverlappedMoE.from_whole(whole, costs=COSTS)
+
+    def again(x):
+        return checkpoint(saved, x, use_reentrant=reentrant)
+
+    expected, moved = micro_batches(plain, plain, tokens, together)
+    found, _ = micro_batches(saved, again, tokens, together)
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, **EXACT)
+    assert plain._steps.number == saved._steps.number == 12
+    assert plain._steps._planner.changes == saved._steps._planner.changes >= 1
+    assert moved
+    if biased:
+        assert torch.equal(plain.router.bias, saved.router.bias)
+        assert plain.router.bias.any()
+
+
+def micro_batches(layer, run, tokens, together):
+    """Outputs and gradients of four steps of three micro-batches; whether any expert was copied."""
+    rank, found, moved = dist.get_rank(), [], False
+    for step in range(4):
+        layer.zero_grad()
+        xs = [(inputs_of(rank, tokens) + 0.4 * m - 0.3 * step).requires_grad_() for m in range(3)]
+        ys = []
+        for x in xs:
+            ys.append(run(x))
+            moved = moved or bool(layer.last.placement.moved)
+            if not together:
+                (ys[-1] * targets_of(rank, tokens)).sum().backward()
+        for y in ys if together else ():  # forward passes of all micro-batches, then their backward passes
+            (y * targets_of(rank, tokens)).sum().backward()
+        found.append([*ys, *(x.grad for x in xs), *(p.grad.clone() for p in layer.parameters())])
+    return found, moved
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_checkpoints_compute_the_same_again(two_ranks, reentrant, together, biased):
+    two_ranks.run(check_checkpoint, 4, [15, 8], reentrant, together, biased)
+
+
+def check_recomputation_that_differs():
+    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), costs=COSTS)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(30, HIDDEN, dtype=torch.float64, requires_grad=True)
+
+    def noisy(x):
+        return layer(x + torch.randn_like(x))
+
+    y = checkpoint(noisy, x, use_reentrant=False, preserve_rng_state=False)
+    with pytest.raises(RoutingError, match="preserve_rng_state"):
+        y.sum().backward()
+    with recomputing(), pytest.raises(RoutingError, match="no forward pass in training is open"):
+        OverlappedMoE.from_whole(whole_layer(4, process_group=alone()))(x)
+
+
+def test_a_recomputation_that_differs_is_an_error(two_ranks):
+    two_ranks.run(check_recomputation_that_differs)
+
+
+def check_tensor_group(pairs_share_experts):
+    """Two ranks with equal tokens, times two: as two ranks without tensor parallelism."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    tokens = [7, 5]
+    options = dict(
+        shared_intermediate=6, balance_weight=0.3, z_weight=0.1, capacity_factor=1.1, gated=True, bias=True
+    )
+    whole = whole_layer(8, process_group=alone(), **options)
+    outputs, gradients, parameters = expected_of(whole, tokens)
+    group = dist.group.WORLD if pairs_share_experts else across[rank % 2]
+    layer = OverlappedMoE.from_whole(whole, process_group=group, tensor_group=pairs[rank // 2], costs=COSTS)
+    number = dist.get_world_size(group)
+    for seed in range(3):
+        layer.place(random_placement(8, number, seed))
+        layer.zero_grad()
+        x = inputs_of(rank // 2, tokens).requires_grad_()
+        y = layer(x)
+        (y * targets_of(rank // 2, tokens)).sum().backward()
+        torch.testing.assert_close(y, outputs[rank // 2], **EXACT)
+        torch.testing.assert_close(x.grad, gradients[rank // 2], **EXACT)
+        local, place = 8 // number, dist.get_rank(group)
+        for name, parameter in layer.named_parameters():
+            grad, expected = parameter.grad, parameters[name]
+            if name.startswith("experts."):
+                expected = expected[place * local : (place + 1) * local]
+            else:
+                dist.all_reduce(grad, group=across[rank % 2])
+            torch.testing.assert_close(grad, expected, **EXACT)
+
+
+@pytest.mark.parametrize("pairs_share_experts", [True, False])
+def test_tensor_parallel_ranks_take_shares_of_the_tokens(four_ranks, pairs_share_experts):
+    four_ranks.run(check_tensor_group, pairs_share_experts)
+
+
+def check_replicas():
+    """Two groups of two ranks, gradients averaged over all as DistributedDataParallel does."""
+    rank, tokens = dist.get_rank(), [6, 6, 6, 6]
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    whole = whole_layer(4, process_group=alone(), bias_update_rate=0.01)
+    _, _, parameters = expected_of(whole, tokens)
+    layer = OverlappedMoE.from_whole(whole, process_group=groups[rank // 2], load_group=dist.group.WORLD, costs=COSTS)
+    x = inputs_of(rank, tokens)
+    for _ in range(2):
+        layer.zero_grad()
+        (layer(x) * targets_of(rank, tokens)).sum().backward()
+        if layer._steps.number == 1:
+            for name, parameter in layer.named_parameters():
+                grad, expected = parameter.grad, parameters[name] / 4
+                if name.startswith("experts."):
+                    dist.all_reduce(grad, group=replicas[rank % 2])
+                    first = rank % 2 * 2
+                    expected = expected[first : first + 2]
+                else:
+                    dist.all_reduce(grad)
+                torch.testing.assert_close(grad / 4, expected, **EXACT)
+    biases = [torch.empty(4) for _ in range(4)]
+    dist.all_gather(biases, layer.router.bias)
+    assert layer.router.bias.any()
+    assert all(torch.equal(bias, biases[0]) for bias in biases)
+
+
+def test_replicas_average(four_ranks):
+    four_ranks.run(check_replicas)
+
+
+def check_not_finite(victim):
+    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), name="layers.3.moe", costs=COSTS)
+    x = torch.randn(5, HIDDEN, dtype=torch.float64)
+    if dist.get_rank() == victim:
+        x[2, 3] = float("nan")
+    with pytest.raises(RoutingError, match=rf"layers.3.moe: .* not finite on rank {victim} of 2"):
+        layer(x)
+    return layer(torch.ones(5, HIDDEN, dtype=torch.float64)).isfinite().all().item()  # and it goes on
+
+
+def test_gates_that_are_not_finite_raise_on_all_ranks(two_ranks):
+    assert all(two_ranks.run(check_not_finite, 1))
+
+
+def check_failure_is_told():
+    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), name="layers.3.moe", costs=COSTS)
+    rank = dist.get_rank()
+    x = torch.randn(5, HIDDEN + (rank == 1), dtype=torch.float64)
+    with pytest.raises(UsageError if rank == 1 else FailedRankError, match="the input must be"):
+        layer(x)
+    return layer(torch.ones(5, HIDDEN, dtype=torch.float64)).isfinite().all().item()
+
+
+def test_a_bad_input_on_one_rank_is_told_to_all(two_ranks):
+    assert all(two_ranks.run(check_failure_is_told))
+
+
+class Fragile(torch.nn.Module):
+    """In the place of a shared expert: fails while tokens are on their way."""
+
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return x
+
+
+def check_failure_under_way(victim, moved):
+    """The other ranks have started an all-to-all with uneven rows that the one that failed never starts."""
+    rank, tokens = dist.get_rank(), [11, 0, 23, 6]
+    layer = OverlappedMoE.from_whole(whole_layer(8, process_group=alone()), name="layers.3.moe")
+    layer.shared = Fragile()
+    layer.place(random_placement(8, 4, 1) if moved else None)
+    x = inputs_of(rank, tokens)
+    expected = layer(x)
+    for _ in range(2):
+        dist.barrier()
+        layer.shared.fails = rank == victim
+        with pytest.raises(
+            torch.OutOfMemoryError, match=f"rank {victim} ran out of memory at layers.3.moe"
+        ) as caught:
+            layer(x)
+        assert caught.value.usable
+        layer.shared.fails = False
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("victim", "moved"), [(0, False), (2, True)])
+def test_a_failure_while_tokens_travel_is_told_to_all(four_ranks, victim, moved):
+    four_ranks.run(check_failure_under_way, victim, moved)
+
+
+def check_disagreement():
+    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), costs=COSTS)
+    layer.place(random_placement(4, 2, dist.get_rank()))
+    with pytest.raises(RoutingError, match="has another placement"):
+        layer(torch.ones(5, HIDDEN, dtype=torch.float64))
+
+
+def test_ranks_that_disagree_raise(two_ranks):
+    two_ranks.run(check_disagreement)
+
+
+def check_measured_and_recorded(path):
+    torch.manual_seed(dist.get_rank())
+    layer = OverlappedMoE(HIDDEN, WIDTH, 4, gated=True, shared_intermediate=8)
+    recorder = Recorder(path) if dist.get_rank() == 0 else None
+    layer.record(recorder, layer=5)
+    for _ in range(3):
+        layer(torch.randn(2, 16, HIDDEN, requires_grad=True)).sum().backward()
+    layer.eval()
+    layer(torch.randn(2, 16, HIDDEN))
+    if recorder is not None:
+        recorder.close()
+    last = layer.last
+    costs = dataclasses.asdict(layer._steps.costs)
+    weights = torch.cat([p.detach().flatten() for p in (layer.router.weight, *layer.shared.parameters())])
+    report = [row.where for row in oases.report().others]
+    return costs, weights, last.counts.tolist(), last.token_bytes, report
+
+
+def test_costs_are_measured_and_loads_recorded(two_ranks, tmp_path):
+    path = str(tmp_path / "loads.jsonl")
+    (costs, weights, counts, sent, report), (others, alike, *_) = two_ranks.run(check_measured_and_recorded, path)
+    assert costs == others
+    assert torch.equal(weights, alike)
+    assert costs["token_seconds"] > 0
+    assert costs["bandwidth"] > 0
+    assert costs["expert_bytes"] == 4 * (2 * WIDTH * HIDDEN + HIDDEN * WIDTH)
+    assert np.sum(counts) == 2 * 2 * 32
+    assert sent > 0
+    found = list(replay(path))
+    assert [(step, layer) for step, layer, _ in found] == [(0, 5), (1, 5), (2, 5)]
+    assert "dispatch of MoE layer" in report
+    assert "dispatch of MoE layer, gradients" in report
+
+
+def check_whole_state(path):
+    whole = whole_layer(4, process_group=alone(), gated=True, bias=True, shared_intermediate=4, bias_update_rate=0.1)
+    layer = OverlappedMoE.from_whole(whole)
+    state = oases.full_state_dict(layer)
+    torch.manual_seed(3)
+    drawn = oases.full_state_dict(OverlappedMoE(HIDDEN, WIDTH, 4))
+    torch.manual_seed(3)
+    alike = OverlappedMoE(HIDDEN, WIDTH, 4, process_group=alone()).state_dict()
+    if dist.get_rank() == 0:
+        for found, expected in ((state, whole.state_dict()), (drawn, alike)):
+            assert list(found) == list(expected)
+            for name in found:
+                assert torch.equal(found[name], expected[name]), name
+
+
+def test_the_gathered_state_is_that_of_one_process(two_ranks):
+    two_ranks.run(check_whole_state, "")
+
+
+def test_a_group_of_one_needs_no_process_group():
+    for options in OPTIONS.values():
+        layer = whole_layer(4, **options)
+        outputs, gradients, parameters = expected_of(layer, [13])
+        layer.zero_grad()
+        x = inputs_of(0, [13]).requires_grad_()
+        y = layer(x)
+        (y * targets_of(0, [13])).sum().backward()
+        torch.testing.assert_close(y, outputs[0], **EXACT)
+        torch.testing.assert_close(x.grad, gradients[0], **EXACT)
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(parameter.grad, parameters[name], **EXACT)
+        assert layer.last.token_bytes == layer.last.expert_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_types_and_autocast(dtype):
+    layer = whole_layer(4, gated=True, shared_intermediate=8, bias_update_rate=0.1)
+    x = inputs_of(0, [40])
+    with torch.no_grad():
+        layer.router.weight.copy_(layer.router.weight.to(dtype))
+        x = x.to(dtype).double()
+        expected = layer.eval()(x)
+    layer.to(dtype)
+    assert layer.router.bias.dtype is torch.float32
+    y = layer(x.to(dtype))
+    assert y.dtype is dtype
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+    if dtype is torch.float32:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer.train()(x.to(dtype))
+        assert y.dtype is torch.bfloat16
+        y.sum().backward()
+        assert layer.experts.up.grad.dtype is torch.float32
+        torch.testing.assert_close(y.double(), expected, rtol=5e-2, atol=5e-2)
+
+
+def test_it_refuses_what_cannot_work(two_ranks):
+    with pytest.raises(UsageError, match="unknown placement 'best'; known are none, prophet"):
+        OverlappedMoE(HIDDEN, WIDTH, 4, placement="best")
+    with pytest.raises(UsageError, match="memory_budget must be at least 0 bytes, got -1"):
+        OverlappedMoE(HIDDEN, WIDTH, 4, memory_budget=-1)
+    with pytest.raises(UsageError, match="shared_intermediate must be at least 0"):
+        OverlappedMoE(HIDDEN, WIDTH, 4, shared_intermediate=-1)
+    layer = OverlappedMoE(HIDDEN, WIDTH, 4)
+    with pytest.raises(UsageError, match=r"floating-point numbers \[..., 12\], got torch.float32 \[3, 5\]"):
+        layer(torch.zeros(3, 5))
+    with pytest.raises(UsageError, match="int64"):
+        layer(torch.zeros(3, HIDDEN, dtype=torch.int64))
+    with pytest.raises(UsageError, match="does not fit 4 experts on 1 devices"):
+        layer.place(random_placement(4, 2, 0))
+    two_ranks.run(check_refusals)
+
+
+def check_refusals():
+    for experts in (1, 3):
+        with pytest.raises(UsageError, match=f"{experts} experts do not divide over 2 devices"):
+            OverlappedMoE(HIDDEN, WIDTH, experts, top_k=1)
+    layer = OverlappedMoE(HIDDEN, WIDTH, 4)
+    nowhere = np.array([[1, 0], [0, 0], [1, 1], [1, 1]])
+    with pytest.raises(UsageError, match=r"tokens for expert 0 are routed to device 1, which does not hold it"):
+        layer.place(Placement("mine", ((), (), (), ()), nowhere, np.zeros(2, dtype=np.int64), 0.0))
+    with pytest.raises(UsageError, match=r"expert 0 has copies on \(0,\)"):
+        layer.place(Placement("mine", ((0,), (), (), ()), nowhere, np.zeros(2, dtype=np.int64), 0.0))
+
+
+def test_public_name():
+    assert oases.OverlappedMoE is OverlappedMoE
+    assert json.dumps(sorted(oases.__all__))
