@@ -110,21 +110,26 @@ def blocking(num_blocks: int, recompute: bool = False) -> ExpertSchedule:
 
 
 def block_wise(num_blocks: int, recompute: bool = False) -> ExpertSchedule:
-    """Pro-Prophet's: the copies of the next block travel under this one's E and the N behind it, gradients likewise.
+    """Pro-Prophet's: the copies of the next block travel under this one's N and E, their gradients under BE and BN.
 
-    The search for the next step's placement runs under the tokens' way to the experts. Nothing travels beside
-    tokens, which would only slow both down, but where there is no other block to hide it. (8)
+    There the first part goes under E and what N can hide after it; here the parts are the two rounds, and the smaller
+    one, from the homes, goes under N. The search for the next step's placement runs under the tokens' way to the
+    experts. Nothing travels beside tokens, which would only slow both down, but where no other block could hide it.
     """
 
+    def non_expert(b: int) -> Iterator[Op]:
+        following = b + 1 < num_blocks
+        yield from [Op("share", b + 1, 0)] if following else []
+        yield Op("N", b, 0)
+        yield from [_wait("share", 0), Op("join", 0, 0)] if b == 0 else []
+        yield from [_wait("share", b + 1)] if following else []
+
     def forward() -> Iterator[Op]:
-        yield from (Op("share", 0, 0), Op("N", 0, 0), _wait("share", 0), Op("join", 0, 0))
+        yield from (Op("share", 0, 0), *non_expert(0))
         for b in range(num_blocks):
-            following = b + 1 < num_blocks
             yield from (_sent("N", b), Op("P", b, 0), _wait("N", b), _wait("join", b))
-            yield from [Op("share", b + 1, 0)] if following else []
-            yield from (Op("E", b, 0), _sent("E", b), _wait("E", b))
-            yield from [_wait("share", b + 1), Op("join", b + 1, 0)] if following else []
-            yield Op("N", b + 1, 0)
+            yield from [Op("join", b + 1, 0)] if b + 1 < num_blocks else []
+            yield from (Op("E", b, 0), _sent("E", b), _wait("E", b), *non_expert(b + 1))
 
     def before_experts(b: int) -> Iterator[Op]:
         yield from [Op("split", b + 1, 0)] if b + 1 < num_blocks else []

@@ -37,8 +37,8 @@ def between(schedule, start):
 def test_transfers_are_where_the_paper_has_them():
     schedule = generate_experts("block_wise", 4)
     for b in (1, 2, 3):
-        assert between(schedule, Op("share", b, 0)) == [f"E {b - 1}.0"]
-        assert between(schedule, Op("join", b, 0))[0] == f"N {b}.0"
+        assert between(schedule, Op("share", b, 0)) == [f"N {b - 1}.0"]
+        assert between(schedule, Op("join", b, 0))[0] == f"E {b - 1}.0"
         assert between(schedule, Op("split", b, 0)) == [f"BE {b - 1}.0"]
         assert between(schedule, Op("return", b, 0)) == [f"BN {b - 1}.0"]
     for b in range(4):
