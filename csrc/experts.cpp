@@ -159,13 +159,23 @@ double Layer::seconds() const {
   double tokens = std::max(largest(sent_), largest(received_)) / costs_.bandwidth;
   if (nodes_ > 1)
     tokens = std::max(tokens, std::max(largest(tokens_out_), largest(tokens_in_)) / costs_.node_bandwidth);
-  const double forward = costs_.token_seconds * largest(tokens_);
-  const double moves = moving();
-  // Of four all-to-alls two are in the forward pass. Agg, in the backward pass, takes as long as Trans.
-  const double total = 4 * (costs_.token_bytes * tokens + costs_.latency) + (1 + costs_.backward) * forward;
-  if (!costs_.scheduled) return total + 2 * moves;
-  const double under = forward + costs_.non_expert_seconds;
-  return total + std::max(0.0, moves - under) + std::max(0.0, moves - costs_.backward * under);
+  // Of four all-to-alls two are in the forward pass.
+  return 4 * (costs_.token_bytes * tokens + costs_.latency) + compute_ * largest(tokens_) + exposed();
+}
+
+double Layer::hidden() const {
+  double all = 0;
+  for (const double tokens : tokens_) all += tokens;
+  return costs_.scheduled
+             ? costs_.token_seconds * all / static_cast<double>(devices_) + costs_.non_expert_seconds
+             : 0;
+}
+
+double Layer::exposed() const {
+  const double moves = moving();  // Agg, in the backward pass, takes as long as Trans
+  if (!costs_.scheduled) return 2 * moves;
+  const double under = costs_.token_seconds * largest(tokens_) + costs_.non_expert_seconds;
+  return std::max(0.0, moves - under) + std::max(0.0, moves - costs_.backward * under);
 }
 
 }  // namespace oases::experts

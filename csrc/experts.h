@@ -50,8 +50,12 @@ class Layer {
 
   // Seconds of the layer, forward and backward: equation (8), or (6) where nothing is scheduled.
   double seconds() const;
-  // Seconds in which experts are under way, in the forward pass.
+  // Seconds in which experts are under way, in the forward pass; and of those in both passes that nothing
+  // hides.
   double moving() const;
+  double exposed() const;
+  // Seconds of the forward pass under which experts can be under way if all devices are alike.
+  double hidden() const;
   // Seconds that a device is busy with the tokens it computes and receives.
   double busy(int64_t device) const { return compute_ * tokens_[device] + wire_ * received_[device]; }
   // Of it by one token that is computed, and by one that is received.
@@ -77,10 +81,10 @@ class Layer {
   std::vector<double> tokens_out_, tokens_in_, experts_out_, experts_in_;
 };
 
-
 // Pro-Prophet's greedy search: the busiest device's heaviest experts are copied until it is not busier than
 // others; from several placements, FasterMoE's and EPLB's among them. slots: copies that a device may hold.
-// Returns the layer as it is placed then.
-Layer search(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots);
+// effort: how often as much may be tried as by default. Returns the layer as it is placed then.
+Layer search(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots,
+             double effort = 1);
 
 }  // namespace oases::experts

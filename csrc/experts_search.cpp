@@ -1,8 +1,9 @@
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
-#include "experts.h"
+#include "experts_refinement.h"
 
 namespace oases::experts {
 
@@ -11,13 +12,19 @@ namespace {
 constexpr double kNothing = 1e-12;
 // How far above the mean a device may stay, as shares of how far the busiest is.
 constexpr double kLevels[] = {0.01, 0.05, 0.15, 0.3, 0.5, 0.75};
-// The least share of a level for which a copy is made.
-constexpr double kWorthwhile = 0.01;
-// Copies in vain until a search gives up; how much slower than the best one may be whose routes are improved, and
-// for how many sweeps.
+// Copies in vain until a pass gives up, and how much slower than the best one may be whose routes are
+// improved.
 constexpr int kPatience = 8;
 constexpr double kNear = 1.15;
-constexpr int kSweeps = 4;
+// What a search may do, in devices that are looked at, and further ones by the devices there are; and what
+// the start of a refinement takes of it. In a small case much is left for placements that are disturbed.
+constexpr int64_t kAllWork = 80000, kFurtherWork = 1000000, kStart = 500;
+// How much worse than the best a placement may be that is disturbed next, at the beginning.
+constexpr double kWorse = 0.01;
+// How many placements are refined.
+constexpr size_t kRefined = 3;
+// Seconds for which experts may be under way, in those of one expert.
+constexpr double kUnderWay[] = {1, 1.5, 2, 3, 4.5};
 
 using Weights = std::vector<std::pair<int64_t, int64_t>>;  // (tokens, expert)
 
@@ -25,110 +32,15 @@ void heaviest_first(Weights& weights) {
   std::stable_sort(weights.begin(), weights.end(), [](auto& a, auto& b) { return a.first > b.first; });
 }
 
-// Tokens go from the busiest devices to others that hold their expert. The largest load is taken as a norm of all,
-// so that it falls, too, where several devices are the busiest.
-class Routes {
- public:
-  explicit Routes(Layer& layer)
-      : layer_(layer),
-        devices_(layer.devices()),
-        computed_(devices_),
-        sent_(devices_),
-        received_(devices_) {
-    for (int64_t device = 0; device < devices_; ++device) note(device);
-    weigh();
-  }
-
-  void improve() {
-    for (int sweep = 0; sweep < kSweeps; ++sweep)
-      if (!once()) break;
-  }
-
- private:
-  static double power(double tokens) {
-    const double second = tokens * tokens, fourth = second * second, eighth = fourth * fourth;
-    return eighth * eighth;
-  }
-
-  void note(int64_t device) {
-    all_computed_ -= computed_[device];
-    all_wire_ -= sent_[device] + received_[device];
-    computed_[device] = power(layer_.tokens()[device]);
-    sent_[device] = power(layer_.sent()[device]);
-    received_[device] = power(layer_.received()[device]);
-    all_computed_ += computed_[device];
-    all_wire_ += sent_[device] + received_[device];
-  }
-
-  // What one more unit of the sums of powers costs: the slope of their 16th root.
-  void weigh() {
-    const auto slope = [](double sum) { return sum > 0 ? std::sqrt(std::sqrt(std::sqrt(std::sqrt(sum)))) / sum : 0; };
-    per_computed_ = layer_.compute_seconds() * slope(all_computed_);
-    per_wire_ = layer_.wire_seconds() * slope(all_wire_);
-  }
-
-  bool hot(int64_t device) const {
-    return computed_[device] > hot_computed_ || received_[device] > hot_wire_;
-  }
-
-  bool once() {
-    const double share = power(0.97);
-    hot_computed_ = share * *std::max_element(computed_.begin(), computed_.end());
-    hot_wire_ = share * std::max(*std::max_element(sent_.begin(), sent_.end()),
-                                 *std::max_element(received_.begin(), received_.end()));
-    bool any = false;
-    for (int64_t expert = 0; expert < layer_.experts(); ++expert) {
-      if (!layer_.number(expert)) continue;
-      auto holders = layer_.holders(expert);
-      holders.push_back(static_cast<int32_t>(layer_.home(expert)));
-      for (int64_t from = 0; from < devices_; ++from) {
-        const int64_t now = layer_.route(expert, from);
-        if (!layer_.count(expert, from) || !(hot(now) || (now != from && sent_[from] > hot_wire_))) continue;
-        if (move(expert, from, now, holders)) any = true;
-      }
-    }
-    return any;
-  }
-
-  bool move(int64_t expert, int64_t from, int64_t now, const std::vector<int32_t>& holders) {
-    const double tokens = static_cast<double>(layer_.count(expert, from));
-    const auto wire = [&](int64_t to, double sign) {
-      if (to == from) return 0.0;
-      return power(layer_.received()[to] + sign * tokens) - received_[to];
-    };
-    const double away = per_computed_ * (power(layer_.tokens()[now] - tokens) - computed_[now]) +
-                        per_wire_ * wire(now, -1);
-    double least = -1e-9 * (layer_.compute_seconds() + layer_.wire_seconds());
-    int64_t chosen = -1;
-    for (const int32_t to : holders) {
-      if (to == now) continue;
-      double change = away + per_computed_ * (power(layer_.tokens()[to] + tokens) - computed_[to]) +
-                      per_wire_ * wire(to, 1);
-      if (now == from) change += per_wire_ * (power(layer_.sent()[from] + tokens) - sent_[from]);
-      if (to == from) change += per_wire_ * (power(layer_.sent()[from] - tokens) - sent_[from]);
-      if (change < least) least = change, chosen = to;
-    }
-    if (chosen < 0) return false;
-    layer_.send(expert, from, chosen);
-    for (const int64_t device : {from, now, chosen}) note(device);
-    weigh();
-    return true;
-  }
-
-  Layer& layer_;
-  int64_t devices_;
-  std::vector<double> computed_, sent_, received_;  // by device, to the 16th power
-  double all_computed_ = 0, all_wire_ = 0, per_computed_ = 0, per_wire_ = 0, hot_computed_ = 0, hot_wire_ = 0;
-};
-
 class Search {
  public:
-  Search(const Layer& nothing_copied, int64_t slots)
+  Search(const Layer& nothing_copied, int64_t slots, double effort)
       : experts_(nothing_copied.experts()),
         devices_(nothing_copied.devices()),
         slots_(slots),
         best_(nothing_copied),
         seconds_(best_.seconds()),
+        work_(static_cast<int64_t>(effort * (kAllWork + kFurtherWork / static_cast<double>(devices_)))),
         sources_(experts_) {}
 
   Layer run() {
@@ -136,17 +48,25 @@ class Search {
     const Layer start = best_;
     replicate(start);
     shadow(start);
-    const int64_t most = std::min(slots_, experts_);
-    for (int64_t each = 1; each < most && each <= 4; each *= 2) relieve_all(start, each);
-    relieve_all(start, most);
+    // Copies may be under way for as long as they are hidden, or longer.
+    Layer one = start;
+    one.copy(0, devices_ - 1);
+    const double unit = one.moving();
+    const double hidden = start.hidden();
+    relieve_all(start, hidden);
+    for (const double times : kUnderWay)
+      if (times * unit > hidden) relieve_all(start, times * unit);
+    relieve_all(start, std::numeric_limits<double>::infinity());
+    refine();
+    disturb();
     prune();
     return best_;
   }
 
  private:
-  // The paper's loop: relieve the busiest device until it is as the others, and keep the best on the way. each:
-  // copies that a device may hold, for what they cost is what the device with most of them takes.
-  void relieve_all(Layer layer, int64_t each) {
+  // The paper's loop: relieve the busiest device until it is as the others, and keep the best on the way.
+  // longest: seconds for which experts may be under way.
+  void relieve_all(Layer layer, double longest) {
     double least = layer.seconds();
     int in_vain = 0;
     for (const double share : kLevels) {
@@ -159,10 +79,11 @@ class Search {
           if (busy > most) most = busy, busiest = device;
         }
         const double mean = sum / static_cast<double>(devices_), level = mean + share * (most - mean);
-        if (most <= level * (1 + kNothing) || !relieve(layer, busiest, level, each)) break;
+        if (most <= level * (1 + kNothing) || !relieve(layer, busiest, level, longest)) break;
         const double now = keep(layer);
         in_vain = now < least ? 0 : in_vain + 1;
         least = std::min(least, now);
+        work_ -= 4 * devices_;
         if (in_vain > kPatience) return;
       }
     }
@@ -170,19 +91,20 @@ class Search {
   }
 
   // One more copy of one of the device's experts, the heaviest that can be.
-  bool relieve(Layer& layer, int64_t device, double level, int64_t each) {
+  bool relieve(Layer& layer, int64_t device, double level, double longest) {
     const int64_t mine = experts_ / devices_;
     Weights weights;
     for (int64_t expert = device * mine; expert < (device + 1) * mine; ++expert)
       if (const int64_t tokens = layer.at(expert, device)) weights.emplace_back(tokens, expert);
     heaviest_first(weights);
     for (const auto& [tokens, expert] : weights)
-      if (relieve_of(layer, expert, tokens, device, level, each)) return true;
+      if (relieve_of(layer, expert, tokens, device, level, longest)) return true;
     return false;
   }
 
   // A copy where it takes most off the device. Its own tokens a device need not receive.
-  bool relieve_of(Layer& layer, int64_t expert, int64_t tokens, int64_t device, double level, int64_t each) {
+  bool relieve_of(Layer& layer, int64_t expert, int64_t tokens, int64_t device, double level,
+                  double longest) {
     const double compute = layer.compute_seconds(), wire = layer.wire_seconds();
     const int64_t mine = layer.route(expert, device) == device ? layer.count(expert, device) : 0;
     const double all = static_cast<double>(tokens - mine);
@@ -190,10 +112,8 @@ class Search {
     double most = kWorthwhile * level;
     for (int64_t to = 0; to < devices_; ++to) {
       const double room = level - layer.busy(to);
-      if (room <= 0 || layer.copies(to) >= each || to == device || layer.holds(to, expert))
-        continue;
-      const double its =
-          layer.route(expert, to) == device ? static_cast<double>(layer.count(expert, to)) : 0;
+      if (room <= 0 || layer.copies(to) >= slots_ || to == device || layer.holds(to, expert)) continue;
+      const double its = layer.route(expert, to) == device ? static_cast<double>(layer.count(expert, to)) : 0;
       if (its * compute > room) continue;
       const double fits = its + (room - its * compute) / (compute + wire + kNothing);
       const double relief = std::min(fits, all) * (compute + wire) + its * wire;
@@ -201,6 +121,10 @@ class Search {
     }
     if (chosen < 0) return false;
     layer.copy(expert, chosen);
+    if (layer.moving() > longest) {
+      layer.drop(expert, chosen);
+      return false;
+    }
     if (layer.route(expert, chosen) == device) layer.send(expert, chosen, chosen);
     for (const auto& [number, from] : sources(layer, expert)) {
       if (from == device || layer.route(expert, from) != device) continue;
@@ -226,7 +150,8 @@ class Search {
       if (now < before) further.push_back(layer), before = now;
     }
     for (const size_t back : {size_t{1}, further.size() / 2 + 1})
-      if (back <= further.size()) relieve_all(further[further.size() - back], slots_);
+      if (back <= further.size())
+        relieve_all(further[further.size() - back], std::numeric_limits<double>::infinity());
   }
 
   // As EPLB does: see oases/moe/eplb.py, which this follows to the last tie.
@@ -240,8 +165,7 @@ class Search {
       const int64_t busiest = std::max_element(share.begin(), share.end()) - share.begin();
       if (share[busiest] <= 0) break;
       ++number[busiest];
-      share[busiest] =
-          number[busiest] < devices_ ? total[busiest] / static_cast<double>(number[busiest]) : 0;
+      share[busiest] = number[busiest] < devices_ ? total[busiest] / static_cast<double>(number[busiest]) : 0;
     }
     for (int64_t expert = 0; expert < experts_; ++expert) {
       share[expert] = total[expert] / static_cast<double>(number[expert]);
@@ -304,21 +228,82 @@ class Search {
     return weights;
   }
 
+  // A placement of which more may be made.
   void finish(Layer& layer) {
-    if (layer.seconds() > kNear * seconds_) return;
-    Routes(layer).improve();
-    keep(layer);
+    const double seconds = layer.seconds();
+    if (seconds > kNear * seconds_) return;
+    work_ -= Refinement<4>(layer, 0).improve();
+    ends_.emplace_back(keep(layer), layer);
+  }
+
+  double refine(Layer& layer) {
+    work_ -= Refinement<4>(layer, slots_).improve();
+    work_ -= Refinement<6>(layer, slots_).improve();
+    return keep(layer);
+  }
+
+  // The best ones are refined, with further copies.
+  void refine() {
+    std::stable_sort(ends_.begin(), ends_.end(), [](auto& a, auto& b) { return a.first < b.first; });
+    for (size_t end = 0; end < std::min(kRefined, ends_.size()); ++end) refine(ends_[end].second);
+  }
+
+  // Copies and routes of the best are changed here and there, and what comes out is refined: small cases,
+  // which are the ones where a single route matters, have time for that. The numbers are the same on every
+  // rank.
+  void disturb() {
+    const int64_t mine = experts_ / devices_;
+    uint64_t state = 1;
+    const auto below = [&](int64_t limit) {
+      state = state * 6364136223846793005u + 1442695040888963407u;
+      return static_cast<int64_t>((state >> 33) % static_cast<uint64_t>(limit));
+    };
+    const double all = static_cast<double>(work_);
+    Layer current = best_, layer = best_;
+    while ((work_ -= experts_ * devices_ + kStart) > 0) {
+      layer = current;
+      const int64_t freed = take(layer, below(experts_ * devices_));
+      if (freed < 0) return;
+      if (below(2)) take(layer, below(experts_ * devices_));
+      const int64_t given = busiest(layer) * mine + below(mine), expert = below(experts_);
+      if (below(2) && layer.home(given) != freed && !layer.holds(freed, given)) {
+        layer.copy(given, freed);
+        layer.send(given, freed, freed);
+      }
+      const auto holders = layer.holders(expert);
+      if (!holders.empty())
+        layer.send(expert, below(devices_), holders[below(static_cast<int64_t>(holders.size()))]);
+      if (refine(layer) <= seconds_ * (1 + kWorse * static_cast<double>(work_) / all)) current = layer;
+    }
+  }
+
+  // Take a copy away, the next one from a place in [E, D] on. Returns the device that had it, -1 where there
+  // is none.
+  int64_t take(Layer& layer, int64_t from) const {
+    for (int64_t step = 0; step < experts_ * devices_; ++step) {
+      const int64_t at = (from + step) % (experts_ * devices_), expert = at / devices_,
+                    device = at % devices_;
+      if (!layer.holds(device, expert)) continue;
+      for (int64_t source = 0; source < devices_; ++source)
+        if (layer.route(expert, source) == device) layer.send(expert, source, layer.home(expert));
+      layer.drop(expert, device);
+      return device;
+    }
+    return -1;
+  }
+
+  int64_t busiest(const Layer& layer) const {
+    int64_t found = 0;
+    for (int64_t device = 1; device < devices_; ++device)
+      if (layer.busy(device) > layer.busy(found)) found = device;
+    return found;
   }
 
   // Take copies away that save nothing.
   void prune() {
-    Layer layer = best_;
-    finish(layer);
     for (int64_t expert = 0; expert < experts_; ++expert)
-      for (const int32_t device : best_.holders(expert)) {
-        if (best_.at(expert, device)) continue;
-        best_.drop(expert, device);
-      }
+      for (const int32_t device : best_.holders(expert))
+        if (!best_.at(expert, device)) best_.drop(expert, device);
     seconds_ = best_.seconds();
   }
 
@@ -331,13 +316,16 @@ class Search {
   int64_t experts_, devices_, slots_;
   Layer best_;
   double seconds_;
+  int64_t work_;
   std::vector<Weights> sources_;
+  std::vector<std::pair<double, Layer>> ends_;  // (seconds, placement) that passes came to
 };
 
 }  // namespace
 
-Layer search(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots) {
-  return Search(Layer(counts, experts, devices, costs), slots).run();
+Layer search(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots,
+             double effort) {
+  return Search(Layer(counts, experts, devices, costs), slots, effort).run();
 }
 
 }  // namespace oases::experts
