@@ -99,7 +99,7 @@ class Refinement {
     for (int64_t from = 0; from < devices_; ++from)
       if (sent_[from] > wire)
         for (int64_t expert = 0; expert < layer_.experts(); ++expert)
-          if (layer_.count(expert, from) && layer_.holds(from, expert) &&
+          if (layer_.count(expert, from) && (slots_ || layer_.holds(from, expert)) &&
               layer_.route(expert, from) != from && move(expert, from, layer_.route(expert, from)))
             any = true;
     return any && work_ > 0;

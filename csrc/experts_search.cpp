@@ -18,7 +18,7 @@ constexpr int kPatience = 8;
 constexpr double kNear = 1.15;
 // What a search may do, in devices that are looked at, and further ones by the devices there are; and what
 // the start of a refinement takes of it. In a small case much is left for placements that are disturbed.
-constexpr int64_t kAllWork = 80000, kFurtherWork = 1000000, kStart = 500;
+constexpr int64_t kAllWork = 50000, kFurtherWork = 1000000, kStart = 500;
 // How much worse than the best a placement may be that is disturbed next, at the beginning.
 constexpr double kWorse = 0.01;
 // How many placements are refined.
@@ -263,12 +263,13 @@ class Search {
     while ((work_ -= experts_ * devices_ + kStart) > 0) {
       layer = current;
       const int64_t freed = take(layer, below(experts_ * devices_));
-      if (freed < 0) return;
       if (below(2)) take(layer, below(experts_ * devices_));
-      const int64_t given = busiest(layer) * mine + below(mine), expert = below(experts_);
-      if (below(2) && layer.home(given) != freed && !layer.holds(freed, given)) {
-        layer.copy(given, freed);
-        layer.send(given, freed, freed);
+      const int64_t expert = below(experts_);
+      const int64_t given = below(2) ? busiest(layer) * mine + below(mine) : expert;
+      const int64_t to = freed >= 0 && below(2) ? freed : below(devices_);
+      if (below(2) && layer.copies(to) < slots_ && layer.home(given) != to && !layer.holds(to, given)) {
+        layer.copy(given, to);
+        layer.send(given, to, to);
       }
       const auto holders = layer.holders(expert);
       if (!holders.empty())
@@ -299,12 +300,20 @@ class Search {
     return found;
   }
 
-  // Take copies away that save nothing.
+  // Take copies away that compute nothing, unless others then take longer to be sent.
   void prune() {
     for (int64_t expert = 0; expert < experts_; ++expert)
-      for (const int32_t device : best_.holders(expert))
-        if (!best_.at(expert, device)) best_.drop(expert, device);
-    seconds_ = best_.seconds();
+      for (const int32_t device : best_.holders(expert)) {
+        if (best_.at(expert, device)) continue;
+        for (int64_t from = 0; from < devices_; ++from)  // routes of no tokens
+          if (best_.route(expert, from) == device) best_.send(expert, from, best_.home(expert));
+        best_.drop(expert, device);
+        const double seconds = best_.seconds();
+        if (seconds > seconds_)
+          best_.copy(expert, device);
+        else
+          seconds_ = seconds;
+      }
   }
 
   double keep(const Layer& layer) {

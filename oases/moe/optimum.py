@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from oases.errors import UsageError
 from oases.moe.costs import Costs
@@ -52,9 +53,9 @@ def bound(
 ) -> Bound:
     """How good a placement can be at best, found in so many seconds.
 
-    below: the seconds of a placement that is known, which spares HiGHS all that is above. whole: as placements are, all
-    of a device's tokens for an expert go to one device; else they may be divided, which is at most as slow as the best
-    placement and found much sooner. UsageError for costs with nodes.
+    below: the seconds of a placement that is known, which spares HiGHS all that is above. whole: as placements are,
+    all of a device's tokens for an expert go to one device; else they may be divided, which is at most as slow as the
+    best placement and found much sooner. UsageError for costs with nodes.
     """
     programme = (_Whole if whole else _Divided)(counts, costs, slots)
     if np.isfinite(below):
@@ -67,7 +68,7 @@ def bound(
 
 
 class _Programme:
-    """Variables by name, rows as they are added. Where the seconds are linear in what a row sums up, so is the row."""
+    """Variables by name, rows as they are added. A maximum is what all rows of its name are at most."""
 
     def __init__(self, counts: Integers, costs: Costs, slots: int) -> None:
         if costs.devices_per_node:
@@ -95,8 +96,8 @@ class _Programme:
         cost, upper = np.zeros(size), np.full(size, np.inf)
         cost[self.of("total")] = 1
         upper[self._whole] = 1
-        row, column, value = zip(*((at, to, by) for at, terms in enumerate(self._rows) for to, by in terms.items()),
-                                 strict=True)  # fmt: skip
+        entries = ((at, to, by) for at, terms in enumerate(self._rows) for to, by in terms.items())
+        row, column, value = zip(*entries, strict=True)
         low, high = np.array(self._bounds).T
         return milp(
             cost,
@@ -220,7 +221,7 @@ class _Whole(_Programme):
                     for e in range(self.experts) for to in range(self.devices) if to != device]  # fmt: skip
             self.at_most("wire", size, away)
 
-    def chosen(self, x: np.ndarray) -> Chosen:
+    def chosen(self, x: NDArray[np.float64]) -> Chosen:
         """Routes and copies of a solution."""
         every = range(self.devices)
         routes = np.array([[max(every, key=lambda to: float(x[self.of("route", expert, source, to)]))
@@ -250,9 +251,9 @@ class _Divided(_Programme):
                 self.at_least(0, (float(total[expert]), copy), (-1.0, own), (-1.0, rest))
             self.equal(float(total[expert]), *parts)
         for device in range(self.devices):
-            own = [(1.0, self.of("own", e, device)) for e in range(self.experts)]
-            rest = [(1.0, self.of("rest", e, device)) for e in range(self.experts)]
-            self.at_most("tokens", self.costs.token_seconds, own + rest)
-            self.at_most("wire", size, rest)
-            away = [(-1.0, at) for _, at in own]
+            kept = [(1.0, self.of("own", e, device)) for e in range(self.experts)]
+            foreign = [(1.0, self.of("rest", e, device)) for e in range(self.experts)]
+            self.at_most("tokens", self.costs.token_seconds, kept + foreign)
+            self.at_most("wire", size, foreign)
+            away = [(-1.0, at) for _, at in kept]
             self.at_most("wire", size, away, float(self.counts[:, device].sum()))
