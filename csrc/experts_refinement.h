@@ -130,6 +130,7 @@ class Refinement {
       if (!held && change < least_copied) least_copied = change, copied = to;
     }
     if (copied >= 0 && least_copied < least) {
+      work_ -= 4 * devices_;
       layer_.copy(expert, copied);
       const double exposed = layer_.exposed();
       if (least_copied + exposed - exposed_ < least)

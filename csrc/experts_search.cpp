@@ -265,8 +265,9 @@ class Search {
       const int64_t freed = take(layer, below(experts_ * devices_));
       if (below(2)) take(layer, below(experts_ * devices_));
       const int64_t expert = below(experts_);
-      const int64_t given = below(2) ? busiest(layer) * mine + below(mine) : expert;
-      const int64_t to = freed >= 0 && below(2) ? freed : below(devices_);
+      const bool anywhere = freed < 0 || !below(4);
+      const int64_t given = anywhere ? expert : busiest(layer) * mine + below(mine);
+      const int64_t to = anywhere ? below(devices_) : freed;
       if (below(2) && layer.copies(to) < slots_ && layer.home(given) != to && !layer.holds(to, given)) {
         layer.copy(given, to);
         layer.send(given, to, to);
