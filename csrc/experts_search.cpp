@@ -18,7 +18,7 @@ constexpr int kPatience = 8;
 constexpr double kNear = 1.15;
 // What a search may do, in devices that are looked at, and further ones by the devices there are; and what
 // the start of a refinement takes of it. In a small case much is left for placements that are disturbed.
-constexpr int64_t kAllWork = 50000, kFurtherWork = 1000000, kStart = 500;
+constexpr int64_t kAllWork = 20000, kFurtherWork = 1200000, kStart = 500;
 // How much worse than the best a placement may be that is disturbed next, at the beginning.
 constexpr double kWorse = 0.01;
 // How many placements are refined.
@@ -231,7 +231,7 @@ class Search {
   // A placement of which more may be made.
   void finish(Layer& layer) {
     const double seconds = layer.seconds();
-    if (seconds > kNear * seconds_) return;
+    if (work_ <= 0 || seconds > kNear * seconds_) return;
     work_ -= Refinement<4>(layer, 0).improve();
     ends_.emplace_back(keep(layer), layer);
   }
@@ -245,7 +245,8 @@ class Search {
   // The best ones are refined, with further copies.
   void refine() {
     std::stable_sort(ends_.begin(), ends_.end(), [](auto& a, auto& b) { return a.first < b.first; });
-    for (size_t end = 0; end < std::min(kRefined, ends_.size()); ++end) refine(ends_[end].second);
+    for (size_t end = 0; end < std::min(kRefined, ends_.size()) && work_ > 0; ++end)
+      refine(ends_[end].second);
   }
 
   // Copies and routes of the best are changed here and there, and what comes out is refined: small cases,
