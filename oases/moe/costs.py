@@ -10,6 +10,7 @@ The arithmetic is csrc/experts.cpp's, which a search goes through some thousand 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import inf, isfinite
 from typing import Any
 
@@ -58,17 +59,22 @@ class Costs:
 
     def native(self, devices: int) -> Any:
         """For csrc/experts.cpp, of so many devices. UsageError where they are no whole nodes."""
-        import torch  # noqa: F401  (the extension finds torch's libraries only once torch is loaded)
+        return _native(self, devices)
 
-        from oases._C import ExpertCosts
 
-        if self.devices_per_node and devices % self.devices_per_node:
-            raise UsageError(
-                f"costs: {devices} devices are no whole nodes of {self.devices_per_node}; change devices_per_node"
-            )
-        found = ExpertCosts()
-        for item in fields(self):
-            if item.name != "transfer":
-                setattr(found, item.name, getattr(self, item.name))
-        found.mean_transfer = self.transfer == "mean"
-        return found
+@lru_cache(maxsize=256)
+def _native(costs: Costs, devices: int) -> Any:
+    import torch  # noqa: F401  (the extension finds torch's libraries only once torch is loaded)
+
+    from oases._C import ExpertCosts
+
+    if costs.devices_per_node and devices % costs.devices_per_node:
+        raise UsageError(
+            f"costs: {devices} devices are no whole nodes of {costs.devices_per_node}; change devices_per_node"
+        )
+    found = ExpertCosts()
+    for item in fields(costs):
+        if item.name != "transfer":
+            setattr(found, item.name, getattr(costs, item.name))
+    found.mean_transfer = costs.transfer == "mean"
+    return found
