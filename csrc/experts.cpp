@@ -141,18 +141,27 @@ void Layer::carry(int64_t expert, double sign) {
 }
 
 double Layer::moving() const {
+  const auto [first, second] = rounds();
+  return first + second;
+}
+
+std::pair<double, double> Layer::rounds() const {
   const int64_t most = *std::max_element(held_.begin(), held_.end());
   if (costs_.mean_transfer) {
     double all = 0;
     for (const int32_t held : held_) all += held;
-    return costs_.expert_bytes * all / (static_cast<double>(devices_) * costs_.bandwidth);
+    return {costs_.expert_bytes * all / (static_cast<double>(devices_) * costs_.bandwidth), 0};
   }
-  if (!most) return 0;
-  double experts = (std::max(largest(out_), largest(in_)) + largest(exchanged_)) / costs_.bandwidth;
-  if (nodes_ > 1)
-    experts =
-        std::max(experts, std::max(largest(experts_out_), largest(experts_in_)) / costs_.node_bandwidth);
-  return costs_.expert_bytes * experts + 2 * costs_.latency;
+  if (!most) return {0, 0};
+  double first = std::max(largest(out_), largest(in_)) / costs_.bandwidth;
+  double second = largest(exchanged_) / costs_.bandwidth;
+  if (nodes_ > 1) {
+    // What crosses the nodes' borders does so in both rounds; each gets its part of the longer time.
+    const double across = std::max(largest(experts_out_), largest(experts_in_)) / costs_.node_bandwidth;
+    const double longer = std::max(1.0, across / (first + second));
+    first *= longer, second *= longer;
+  }
+  return {costs_.expert_bytes * first + costs_.latency, costs_.expert_bytes * second + costs_.latency};
 }
 
 double Layer::seconds() const {
@@ -172,10 +181,15 @@ double Layer::hidden() const {
 }
 
 double Layer::exposed() const {
-  const double moves = moving();  // Agg, in the backward pass, takes as long as Trans
-  if (!costs_.scheduled) return 2 * moves;
-  const double under = costs_.token_seconds * largest(tokens_) + costs_.non_expert_seconds;
-  return std::max(0.0, moves - under) + std::max(0.0, moves - costs_.backward * under);
+  const auto [first, second] = rounds();  // Agg, in the backward pass, takes as long as Trans
+  if (!costs_.scheduled) return 2 * (first + second);
+  const double experts = costs_.token_seconds * largest(tokens_), others = costs_.non_expert_seconds;
+  const auto left = [](double seconds, double under) { return std::max(0.0, seconds - under); };
+  if (costs_.mean_transfer)
+    return left(first, experts + others) + left(first, costs_.backward * (experts + others));
+  // The first round, and the last of Agg, run under what is no expert's, the others under the experts.
+  return left(first, others) + left(second, experts) + left(second, costs_.backward * experts) +
+         left(first, costs_.backward * others);
 }
 
 }  // namespace oases::experts

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace oases::experts {
@@ -53,6 +54,8 @@ class Layer {
   // Seconds in which experts are under way, in the forward pass; and of those in both passes that nothing
   // hides.
   double moving() const;
+  // Of it the first round and the second.
+  std::pair<double, double> rounds() const;
   double exposed() const;
   // Seconds of the forward pass under which experts can be under way if all devices are alike.
   double hidden() const;

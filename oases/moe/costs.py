@@ -3,7 +3,9 @@
 D devices, E experts, expert e at home on device e // (E / D). Source: Pro-Prophet (arXiv 2411.10003), section on the
 performance model, equations (6) and (8). What is different: a rank's link is as busy with what it sends as with what
 it receives, so the larger of both counts; the links between nodes are counted apart; and parameters travel as
-`oases.moe.transfer` sends them, in two rounds, where the paper has the mean over the devices (`transfer="mean"`).
+`oases.moe.transfer` sends them, in two rounds, each of which hides where `oases.schedule.experts.block_wise` has it:
+the first under what is no expert's, the second under the experts. The paper has the mean over the devices, and both
+under both (`transfer="mean"`).
 The arithmetic is csrc/experts.cpp's, which a search goes through some thousand times.
 """
 

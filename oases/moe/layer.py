@@ -29,7 +29,7 @@ from oases.moe.dispatch import (
 )
 from oases.moe.experts import Experts, ExpertWeights, compute
 from oases.moe.measure import measured
-from oases.moe.placement import Integers, Placement
+from oases.moe.placement import Placement
 from oases.moe.recomputation import Pass, Setting, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
 from oases.moe.shared import SharedExpert

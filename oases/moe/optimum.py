@@ -186,7 +186,7 @@ class _Programme:
             self.at_most("second", size, [((k - 1) / k, self.of("of", e, device, k)) for e, k in copies])
 
     def _seconds(self) -> None:
-        """Equation (8), or (6)."""
+        """As csrc/experts.cpp's."""
         costs = self.costs
         total, tokens, wire = (self.of(name) for name in ("total", "tokens", "wire"))
         moving = [(1.0, self.of("first")), (1.0, self.of("second")), (2 * costs.latency / self.unit, self.of("any"))]
@@ -194,10 +194,20 @@ class _Programme:
         if not costs.scheduled:
             self.at_least(fixed, (1, total), *parts, *((-2 * by, at) for by, at in moving))
             return
-        for name, hides in (("trans", 1.0), ("agg", costs.backward)):
+        if costs.transfer == "mean":
+            for name, hides in (("trans", 1.0), ("agg", costs.backward)):
+                window = hides * costs.non_expert_seconds / self.unit
+                self.at_least(-window, (1, self.of(name)), (hides, tokens), *((-by, at) for by, at in moving))
+                parts.append((-1.0, self.of(name)))
+            self.at_least(fixed, (1, total), *parts)
+            return
+        starts = (-costs.latency / self.unit, self.of("any"))
+        for hides in (1.0, costs.backward):
             window = hides * costs.non_expert_seconds / self.unit
-            self.at_least(-window, (1, self.of(name)), (hides, tokens), *((-by, at) for by, at in moving))
-            parts.append((-1.0, self.of(name)))
+            share, join = self.of("share left", hides), self.of("join left", hides)
+            self.at_least(-window, (1, share), (-1, self.of("first")), starts)
+            self.at_least(0, (1, join), (hides, tokens), (-1, self.of("second")), starts)
+            parts += [(-1.0, share), (-1.0, join)]
         self.at_least(fixed, (1, total), *parts)
 
 

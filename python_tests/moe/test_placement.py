@@ -26,7 +26,7 @@ def moving_by_hand(counts, placement, costs):
     """Seconds of the experts' way: a share to each holder, then each share to all others; or the paper's mean."""
     experts, devices = counts.shape
     if costs.transfer == "mean":
-        return costs.expert_bytes * sum(map(len, placement.copies)) / devices / costs.bandwidth
+        return costs.expert_bytes * sum(map(len, placement.copies)) / devices / costs.bandwidth, 0.0
     out, into, exchanged = np.zeros(devices), np.zeros(devices), np.zeros(devices)
     nodes = devices // costs.devices_per_node if costs.devices_per_node else 1
     node = [device * nodes // devices for device in range(devices)]
@@ -47,9 +47,11 @@ def moving_by_hand(counts, placement, costs):
                 if node[other] != node[device]:
                     crossing[0, node[device]] += 1 / len(held)
                     crossing[1, node[other]] += 1 / len(held)
-    rounds = (max(out.max(), into.max()) + exchanged.max()) / costs.bandwidth
-    seconds = costs.expert_bytes * max(rounds, crossing.max() / costs.node_bandwidth)
-    return seconds + 2 * costs.latency * any(map(len, placement.copies))
+    rounds = np.array([max(out.max(), into.max()), exchanged.max()]) / costs.bandwidth
+    if not any(map(len, placement.copies)):
+        return 0.0, 0.0
+    rounds *= max(1, crossing.max() / costs.node_bandwidth / rounds.sum())
+    return tuple(costs.expert_bytes * rounds + costs.latency)
 
 
 def seconds_by_hand(counts, placement, costs):
@@ -72,7 +74,8 @@ def seconds_by_hand(counts, placement, costs):
                 crossing[0, node[device]] += number
                 crossing[1, node[to]] += number
     assert tokens.tolist() == placement.device_loads.tolist()
-    moving = moving_by_hand(counts, placement, costs)
+    first, second = moving_by_hand(counts, placement, costs)
+    moving = first + second
     a2a = costs.latency + costs.token_bytes * max(
         max(sent.max(), received.max()) / costs.bandwidth, crossing.max() / costs.node_bandwidth
     )
@@ -80,8 +83,11 @@ def seconds_by_hand(counts, placement, costs):
     total = 4 * a2a + (1 + costs.backward) * forward
     if not costs.scheduled:
         return total + 2 * moving
-    under = forward + costs.non_expert_seconds
-    return total + max(0, moving - under) + max(0, moving - costs.backward * under)
+    if costs.transfer == "mean":
+        under = forward + costs.non_expert_seconds
+        return total + max(0, moving - under) + max(0, moving - costs.backward * under)
+    left = [max(0, first - hides * costs.non_expert_seconds) for hides in (1, costs.backward)]
+    return total + sum(left) + sum(max(0, second - hides * forward) for hides in (1, costs.backward))
 
 
 @pytest.mark.parametrize("method", METHODS)
