@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 _PRELOADED = ["torch.distributed", "torch._dynamo"]
 """Imported once for all ranks. torch's optimizers import the second, which takes as long as all the rest of torch."""
 

@@ -2,6 +2,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: other tests and ranks want the cores
+
 import torch
 
 from oases.testing import RankPool

@@ -97,7 +97,8 @@ def test_pages_print_what_they_say(tmp_path, page, script, of):
     assert run(tmp_path / script, folder=tmp_path) == printed_after(page, f"torchrun --nproc-per-node 2 {script}")
 
 
-@pytest.mark.timeout(600)  # thirty models are traced
+@pytest.mark.slow  # thirty models are traced; partition/test_models.py checks the rows of some
+@pytest.mark.timeout(600)
 def test_the_tables_of_models_are_what_parallelize_says():
     command = [sys.executable, str(ROOT / "docs" / "models.py"), "--check"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
