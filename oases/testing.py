@@ -23,16 +23,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOADED = ["torch.distributed", "torch._dynamo"]
-"""Imported once for all ranks. torch's optimizers import the second, which takes as long as all the rest of torch."""
+PRELOADED = ["torch.distributed", "torch._dynamo"]
+"""Imported once for all ranks; append to it before the first pool, of what need not be there too. torch's optimizers
+import the second, which takes as long as all the rest of torch."""
 
 
-def _context() -> Any:
+def start_context() -> Any:
     """How ranks are started: forked from a process that has imported torch and done nothing else, where that goes."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -64,7 +65,7 @@ class RankPool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._directory = tempfile.TemporaryDirectory(prefix="oases-ranks-")
-        context = _context()
+        context = start_context()
         store = str(Path(self._directory.name) / "store")
         self._connections: list[Connection] = []
         self._processes = []
