@@ -135,10 +135,11 @@ def stumble_on_the_last():
     ("call", "code", "says"),
     [
         pytest.param("test_ranks.refuse, ()", 2, ["oases: error: steps 0 is too few\n"], marks=pytest.mark.slow),
-        (
+        pytest.param(
             "t.stumble_on_the_last, ()",
             1,
             ["KeyError: 'a bug'", "oases: rank 1 failed:", "oases: rank 1 ended with exit code 1; the run is over"],
+            marks=pytest.mark.slow,
         ),
         (
             "test_ranks.dies_in_mid_step, (1,)",
