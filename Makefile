@@ -15,13 +15,13 @@ demo: build
 
 test: test-cpp test-python
 
-# Two tests at a time, of different files as long as there are: ranks mostly wait for one another.
+# Two files of tests at a time: ranks mostly wait for one another.
 test-python: build $(VENV)/tests
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m pytest -n 2 --dist loadfile
 
 # The cases that take long, of which `make test` runs some.
 test-slow: build $(VENV)/tests
-	$(PY) -m pytest -n 2 --dist worksteal -m slow
+	$(PY) -m pytest -n 2 --dist loadfile -m slow
 
 # On a machine with a GPU and a CUDA torch.
 test-gpu: build $(VENV)/tests
