@@ -28,11 +28,11 @@ from oases.profile.groups import Probe
 from oases.profile.links import LinkBench
 from oases.ranks import require_agreement
 from oases.schedule import ScheduleError
-from oases.schedule.pipeline import chunks_of
+from oases.schedule.pipeline import KEEPS_LAST, chunks_of
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
 from oases.simulator.model import ModelShape
-from oases.simulator.sharing import run_shared
+from oases.simulator.sharing import replicated, run_shared
 from oases.simulator.timeline import Timeline
 from oases.terminal import progress
 from oases.train.config import option, settings
@@ -46,7 +46,8 @@ class NodesBenchConfig:
     """The model, how it is cut, and the device that its compute is emulated for."""
 
     contestants: str = option(
-        "one_f_one_b/sync,one_f_one_b/oases,shifted_critical_path/sync,shifted_critical_path/oases",
+        "one_f_one_b/sync,one_f_one_b/oases,shifted_critical_path/sync,shifted_critical_path/oases,"
+        "recompute_under_forward/oases",
         "PIPELINE/SCHEDULE of the stages and of the tensor-parallel stacks in them, separated by commas",
     )
     peers: str = option(
@@ -123,7 +124,7 @@ class NodesBenchConfig:
             raise UsageError(f"--layers {self.layers} do not divide over {parts} parts of the model; give a multiple")
         layers = self.layers // parts
         again, cuts = 0 if self.keep else layers, 1 if schedule in ("sync", "fine_grained") else 2
-        keeps_last = pipeline in ("last_no_recompute", "shifted_critical_path")
+        keeps_last = pipeline in KEEPS_LAST
 
         def stage(number: int) -> Stage:
             layers_again = 0 if keeps_last and number == self.stages - 1 else again
@@ -180,9 +181,11 @@ class AxisHardware(Hardware):
 
 
 def predicted(plan: Plan, predictor: Predictor, tensor_across: bool) -> Timeline:
-    """A step as the simulator says. The stages share the link of a node where their sums go over it."""
-    program = predictor.program(plan, every_op=True)
-    return replace(run_shared(program, {"cluster"} if tensor_across else set()), who="stage")
+    """A step as the simulator says. Stages and replicas share the link of a node where their sums go over it."""
+    program, shared = predictor.program(plan, every_op=True), {"cluster"} if tensor_across else set[str]()
+    if tensor_across:
+        program = replicated(program, plan.stage_ranks // plan.stages[0].segments[0].tp, shared)
+    return replace(run_shared(program, shared), who="stage")
 
 
 def run_nodes_bench(config: NodesBenchConfig, nodes: int, show_progress: bool) -> dict[str, Any]:
@@ -248,7 +251,8 @@ def measured_axes(
 ) -> AxisHardware:
     """The emulated device behind the links of each axis, measured by the axis' own groups at once.
 
-    Where tensor parallelism goes over the link of the nodes, by those of one stage: `run_shared` lets stages share.
+    Where tensor parallelism goes over the link of the nodes, by those of one stage, of which each then gets its part
+    of the link: `run_shared` lets stages and replicas share all of it.
     """
     model, tensor, data = config.model(), mesh.tensor(config.tensor), mesh.data(config.tensor)
     bench = LinkBench(ProfileConfig(hidden=config.hidden, heads=1, sequence=config.sequence, batch=config.samples))
@@ -270,6 +274,9 @@ def measured_axes(
                     probe = replace(probe, mine=None)
                 samples = [bench.sample(probe, collective, size) for size in sizes]
                 rate = samples[-1].bytes / samples[-1].seconds
+                if name == "tensor" and config.across == "tensor":
+                    samples = [replace(each, seconds=each.seconds / config.data) for each in samples]
+                    rate *= config.data
                 axes[_strides(config)[name]] = LinkModel(0.0, rate, samples=tuple(samples))
             advance(done)
     device = Device("emulated", 1 << 34, {"float32": config.flops}, config.flops / 4, 2e-4)

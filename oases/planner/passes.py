@@ -6,7 +6,7 @@ computes for the blocks below; those of a part whose last pass was earlier, from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -16,7 +16,8 @@ from oases.planner.memory import embedding_segment, stage_parameters, stage_stat
 from oases.planner.pieces import OPTIMIZER, SENT, PartPieces, Piece, StagePieces
 from oases.planner.plan import BUCKET_BYTES, Part, Plan, Segment
 from oases.schedule import Op
-from oases.schedule.pipeline import early, last_pass
+from oases.schedule.pipeline import UNDER_FORWARD, early, last_pass
+from oases.schedule.under import under
 from oases.simulator.hardware import Hardware
 from oases.simulator.lowering import StagePasses, lower
 from oases.simulator.model import ModelShape
@@ -74,7 +75,8 @@ class Lowered:
             tuple(each for each, late in zip(tagged, put_off, strict=True) if late == wanted)
             for wanted in (False, True)
         )
-        return Lowered(tuple((each, None) for each in forward), rest, weights)
+        head = len(forward) - len(schedule.forward)  # what it costs to begin
+        return Lowered(tuple(zip(forward, [None] * head + [*schedule.forward], strict=True)), rest, weights)
 
     @cached_property
     def recompute(self) -> Tagged:
@@ -85,6 +87,10 @@ class Lowered:
     def backward_after(self) -> Tagged:
         """What `recompute` leaves to the backward pass."""
         return tuple(each for each in self.backward if not _again(each[1]))
+
+
+def _untagged(instructions: Iterable[Instruction]) -> Iterator[tuple[Instruction, None]]:
+    return ((instruction, None) for instruction in instructions)
 
 
 def _again(op: Op | None) -> bool:
@@ -125,6 +131,7 @@ class StageModel:
             self.model, plan.stages[self.number].segments, tuple(part.first_block % 2 for part in self.parts), ends,
             several, plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, plan.fsdp,
             embedding_segment(plan).tp, kind, bool(self.early), (part, m) in self.early,
+            plan.pipeline in UNDER_FORWARD,
         )  # fmt: skip
 
     def passes(self, part: Part, pieces: StagePieces | None = None) -> StagePasses:
@@ -133,7 +140,7 @@ class StageModel:
         if pieces is None:
             return StagePasses(
                 lambda m: self.forward(part, m), lambda m: self.backward(part, m), lambda m: self.recompute(part, m),
-                lambda m: self.weights(part, m), seconds,
+                lambda m: self.weights(part, m), seconds, lambda again, m: self.forward_over(part, again, m),
             )  # fmt: skip
         found = pieces.parts[self.parts.index(part)]
 
@@ -148,8 +155,9 @@ class StageModel:
             return piece.instructions(f"{kind} {part.number}.{m}")
 
         return StagePasses(
-            lambda m: of("F", m), lambda m: of("B", m), lambda m: of("R", m), lambda m: of("W", m), seconds
-        )
+            lambda m: of("F", m), lambda m: of("B", m), lambda m: of("R", m), lambda m: of("W", m), seconds,
+            lambda again, m: found.over.instructions(f"F {part.number}.{m} over R {part.number}.{again}"),
+        )  # fmt: skip
 
     def pieces(self, contention: Mapping[str, Contention]) -> StagePieces:
         """The passes, each simulated alone. A backward pass is behind the recomputation if the last one is."""
@@ -158,7 +166,7 @@ class StageModel:
         part = next(part for part in self.parts if part.number == number)
         before, after = self.forward(part, m), (number, m) in self.early
         if after:
-            before += self._recompute(part, m)
+            before += self.recompute(part, m)
         if kind == "W":
             before += self._backward(part, m, after=after, gradients=False)
             last = self.weights(part, m)
@@ -172,16 +180,18 @@ class StageModel:
 
     def _part_pieces(self, part: Part, contention: Mapping[str, Contention]) -> PartPieces:
         forward, backward = self.forward(part, 0), self._backward(part, 0, after=False, gradients=False)
-        again = self._recompute(part, 0) if self.early else []
-        recompute, backward_after, weights = Piece(), Piece(), Piece()
+        recompute, backward_after, weights, over = Piece(), Piece(), Piece(), Piece()
         if self.early:
+            again = [op for op, _ in self._recompute(part, 0)]
             recompute = Piece.of(contention, again, forward)
             after = self._backward(part, 0, after=True, gradients=False)
             backward_after = Piece.of(contention, after, forward + again)
+        if self.early and self.plan.pipeline in UNDER_FORWARD:
+            over = Piece.of(contention, self.forward_over(part, 0, 0))
         if self.weights_apart:
             weights = Piece.of(contention, self._weights(part, 0, gradients=False), forward + backward)
         first, then = Piece.of(contention, forward), Piece.of(contention, backward, forward)
-        return PartPieces(first, then, recompute, backward_after, weights, self._message_seconds(part))
+        return PartPieces(first, then, recompute, backward_after, weights, self._message_seconds(part), over)
 
     def _message_seconds(self, part: Part) -> float:
         num_bytes = self.model.unit_bytes(self.plan.samples(part.last_degree))
@@ -204,24 +214,33 @@ class StageModel:
 
     def forward(self, part: Part, m: int) -> list[Instruction]:
         """Of one micro-batch."""
-        ops: list[Instruction] = []
+        return [instruction for instruction, _ in self._forward(part, m)]
+
+    def forward_over(self, part: Part, again: int, m: int) -> list[Instruction]:
+        """Of micro-batch m, with the recomputation of micro-batch `again` under it."""
+        return list(under(self._forward(part, m), self._recompute(part, again)))
+
+    def _forward(self, part: Part, m: int) -> Tagged:
         own = embedding_segment(self.plan).tp
         samples, prefix = self.plan.samples(own), self._prefix(m)
-        if part.number == 0 and self.with_ends:
-            ops += embedding(self.hardware, self.model, own, samples, prefix)
-        for index, segment in enumerate(part.segments):
-            if index:
-                name = f"{prefix}{part.first_segment + index}"
-                ops += self._resharded(name, part.segments[index - 1].tp, segment.tp)
-            ops += (op for op, _ in self._lowered(part, index, m).forward)
-        if self._is_last(part):
-            ops += self._resharded(f"{prefix}head", part.last_degree, own)
-            ops += head(self.hardware, self.model, own, samples, prefix, backward=False)
-        return ops
+
+        def tagged() -> Iterator[tuple[Instruction, Op | None]]:
+            if part.number == 0 and self.with_ends:
+                yield from _untagged(embedding(self.hardware, self.model, own, samples, prefix))
+            for index, segment in enumerate(part.segments):
+                if index:
+                    name = f"{prefix}{part.first_segment + index}"
+                    yield from _untagged(self._resharded(name, part.segments[index - 1].tp, segment.tp))
+                yield from self._lowered(part, index, m).forward
+            if self._is_last(part):
+                yield from _untagged(self._resharded(f"{prefix}head", part.last_degree, own))
+                yield from _untagged(head(self.hardware, self.model, own, samples, prefix, backward=False))
+
+        return tuple(tagged())
 
     def recompute(self, part: Part, m: int) -> list[Instruction]:
         """Of one micro-batch ahead of its backward pass; nothing of one whose backward pass does it itself."""
-        return self._recompute(part, m) if (part.number, m) in self.early else []
+        return [op for op, _ in self._recompute(part, m)] if (part.number, m) in self.early else []
 
     def backward(self, part: Part, m: int) -> list[Instruction]:
         """Of one micro-batch; the stage's last one starts the sums of the gradients."""
@@ -232,10 +251,10 @@ class StageModel:
         """The weight gradients of one micro-batch, where they are a pass of their own."""
         return self._weights(part, m, gradients=("W", part.number, m) == self.last)
 
-    def _recompute(self, part: Part, m: int) -> list[Instruction]:
+    def _recompute(self, part: Part, m: int) -> Tagged:
         # The first segment's R needs nothing that another makes; the last ones go backward first.
         order = reversed(range(len(part.segments)))
-        return [op for index in order for op, _ in self._lowered(part, index, m).recompute]
+        return tuple(each for index in order for each in self._lowered(part, index, m).recompute)
 
     def _backward(self, part: Part, m: int, *, after: bool, gradients: bool) -> list[Instruction]:
         """after: the recomputation has been done."""

@@ -59,7 +59,8 @@ class Piece:
 class PartPieces:
     """A part's passes. recompute: ahead of time; backward_after: what is left to the backward pass then.
 
-    message_seconds: of an activation, or a gradient, on its way to a neighbour.
+    message_seconds: of an activation, or a gradient, on its way to a neighbour. over: forward, with the recomputation
+    of another micro-batch under it.
     """
 
     forward: Piece
@@ -68,6 +69,7 @@ class PartPieces:
     backward_after: Piece = field(default_factory=Piece)
     weights: Piece = field(default_factory=Piece)
     message_seconds: float = 0.0
+    over: Piece = field(default_factory=Piece)
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class _Clock:
         self._early = early(name, count, num_micro_batches, number)
         self._pieces = {count * chunk + number: pieces for chunk, pieces in enumerate(stage.parts)}
         self._last = stage.last
+        self._over = False  # whether the next pass is an F over an R
         self._sent_forward = self._sent_backward = 0.0  # when each outgoing link has sent all it was given
         self._held = self.peak = stage.held
         self.now = 0.0
@@ -149,7 +152,7 @@ class _Clock:
             kind, part, m = self._next
             pieces = self._pieces[part]
             if kind == "F":
-                piece, arrival = pieces.forward, activations[part][m]
+                piece, arrival = pieces.over if self._over else pieces.forward, activations[part][m]
             elif kind == "B":
                 piece = pieces.backward_after if (part, m) in self._early else pieces.backward
                 arrival = gradients[part][m]
@@ -157,11 +160,16 @@ class _Clock:
                 piece, arrival = pieces.recompute if kind == "R" else pieces.weights, 0.0
             if arrival < 0:
                 return
+            following = next(self._passes, None)
+            self._over = kind == "R" and following is not None and following[0] == "F"
+            if self._over:
+                self._next = following
+                continue
             if arrival > self.now:
                 self.waited += arrival - self.now
                 self.now = arrival
-            self._next = next(self._passes, None)
-            if self._next is None:
+            self._next = following
+            if following is None:
                 piece = self._last
             self.peak = max(self.peak, self._held + piece.peak)
             self._held += piece.kept

@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 
 from oases.errors import UsageError
 from oases.planner.plan import Plan, Stage
+from oases.schedule.pipeline import SHIFTED
 from oases.simulator.quantities import bytes_text
 
 PeakBytes = Callable[[Plan, int], float]
 """Bytes that a stage of a plan holds at its peak, as `Predictor.peak_bytes` says."""
-
-SHIFTED = "shifted_critical_path"
-"""The pipeline whose stage before the last has as much in flight as the one before it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Recomputation:
     def shares(self, num_stages: int, pipeline: str) -> tuple[float, ...] | None:
         """Of each stage's layers, to cut stages by; None where the memory says it."""
         if self.kind == "merak":
-            return merak_shares(num_stages, self.first_share, shifted=pipeline == SHIFTED)
+            return merak_shares(num_stages, self.first_share, shifted=pipeline in SHIFTED)
         return {"fits": None, "full": (1.0,) * num_stages}.get(self.kind, (0.0,) * num_stages)
 
     def applied(self, plan: Plan, budget: float, peak_bytes: PeakBytes) -> Plan:

@@ -9,17 +9,20 @@ from math import isqrt
 
 from oases.errors import UsageError
 from oases.schedule import PIPELINES
-from oases.schedule.pipeline import chunks_of, early, in_flight
+from oases.schedule.pipeline import SHIFTED, UNDER_FORWARD, chunks_of, early, in_flight
 from oases.simulator.hardware import Hardware
 from oases.simulator.model import ModelShape
 
 MAX_STAGES = 64
 """Pipeline stages that a search looks at."""
 
-BEST_PIPELINES = ("one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1")
+BEST_PIPELINES = (
+    "one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1", "recompute_under_forward",
+    "shifted_under_forward",
+)  # fmt: skip
 """Those that can win: gpipe and pre_recompute hold as much as one of these and take as long or longer."""
-ONLY_EARLIER = ("pre_recompute", "last_no_recompute")
-"""Those that are 1F1B where nothing is computed again."""
+ONLY_EARLIER = ("pre_recompute", "last_no_recompute", *UNDER_FORWARD)
+"""Those that are another one where nothing is computed again."""
 
 MOST_MICRO_BATCHES = 4096
 """Of one optimizer step, unless more are asked for."""
@@ -165,7 +168,7 @@ def _pipelines(model: ModelShape, stages: int, micro_batches: int, space: Space)
             continue
         if name in ONLY_EARLIER and not space.recompute:
             continue
-        if name == "shifted_critical_path" and stages < 3:
+        if name in SHIFTED and stages < 3:
             continue  # there it has more in flight than last_no_recompute, and gains nothing
         yield name
 

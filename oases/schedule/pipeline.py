@@ -2,7 +2,8 @@
 
 Generators are pure functions of the number of stages and micro-batches. An op's `block` is its part of the model, the
 stage where each stage has one part, its `sub_batch` the micro-batch. R is an op of its own: what stands after a
-receive runs once the gradient is there, what stands before it fills the time until then.
+receive runs once the gradient is there, what stands before it fills the time until then. An R right before an F runs
+under it: piece by piece (`schedule.under`), while the F waits for its collectives.
 Source: Merak (arXiv 2206.04959, section 5); interleaved: arXiv 2104.04473; ZB-H1: arXiv 2401.10241.
 """
 
@@ -11,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from typing import Literal, TypeAlias
 
 from oases.schedule.ir import Op, ScheduleError
 
 Turn: TypeAlias = tuple[Literal["F", "R", "B", "W"], int]
-"""A pass and its micro-batch. R: recompute early. Without an R, a stage that recomputes does so inside of its B."""
+"""A pass and its micro-batch. R: recompute early, under the F that follows if one does. Without an R, a stage that
+recomputes does so inside of its B."""
 
 Pass: TypeAlias = tuple[Literal["F", "R", "B", "W"], int, int]
 """A pass, its part of the model and its micro-batch."""
@@ -110,6 +113,27 @@ def _after(m: int, many: int) -> list[Turn]:
     return [("F", m + 1), ("B", m)] if m + 1 < many else [("B", m)]
 
 
+def _under_forward(turns: Iterator[Turn]) -> Iterator[Turn]:
+    """What is recomputed after another micro-batch's F runs under it, one micro-batch under each."""
+    found: list[Turn] = []
+    for kind, m in turns:
+        due = kind == "R" or (kind == "B" and ("R", m) not in found)
+        free = found[-1:] not in ([], [("F", m)]) and found[-1][0] == "F" and "R" not in [k for k, _ in found[-2:-1]]
+        if due and free:
+            found.insert(-1, ("R", m))
+        if not (due and free and kind == "R"):
+            found.append((kind, m))
+    return iter(found)
+
+
+def _last_under_forward(ahead: int, many: int) -> Iterator[Turn]:
+    return _under_forward(_last_no_recompute(ahead, many))
+
+
+def _shifted_under_forward(ahead: int, many: int) -> Iterator[Turn]:
+    return _under_forward(_shifted_critical_path(ahead, many))
+
+
 def _zb_h1(ahead: int, many: int, stage: int) -> Iterator[Turn]:
     """Weight gradients wait, on stage s for s more micro-batches, and fill the time at the end."""
     waiting: list[int] = []
@@ -147,9 +171,15 @@ _TURNS: dict[str, Callable[[int, int], Iterator[Turn]]] = {
     "one_f_one_b": _one_f_one_b,
     "pre_recompute": _pre_recompute,
     "last_no_recompute": _last_no_recompute,
+    "recompute_under_forward": _last_under_forward,
     "shifted_critical_path": _shifted_critical_path,
+    "shifted_under_forward": _shifted_under_forward,
 }
-_KEEPS_LAST = ("last_no_recompute", "shifted_critical_path")
+SHIFTED = ("shifted_critical_path", "shifted_under_forward")
+"""Pipelines whose stage before the last has as much in flight as the one before it."""
+UNDER_FORWARD = ("recompute_under_forward", "shifted_under_forward")
+"""Pipelines in which an R may run under an F."""
+KEEPS_LAST = ("last_no_recompute", "recompute_under_forward", *SHIFTED)
 """Pipelines whose last stage never recomputes."""
 
 
@@ -225,29 +255,35 @@ def in_flight(name: str, num_stages: int, num_micro_batches: int, stage: int) ->
 def _pipeline(name: str, num_stages: int, num_micro_batches: int, recompute: bool) -> Pipeline:
     def ops(stage: int) -> Iterator[Op]:
         last = stage == num_stages - 1
-        again = recompute and not (last and name in _KEEPS_LAST)
+        again = recompute and not (last and name in KEEPS_LAST)
         early = set[int]()
-        for kind, m in turns(name, num_stages, num_micro_batches, stage):
+        under: tuple[Op, ...] = ()
+        every = list(turns(name, num_stages, num_micro_batches, stage))
+        for (kind, m), after in zip_longest(every, every[1:]):
             if kind == "R":
                 early.add(m)
-                yield from [Op("R", stage, m)] if again else []
+                found = (Op("R", stage, m),) if again else ()
+                if after is not None and after[0] == "F":
+                    under = found
+                else:
+                    yield from found
             elif kind == "W":
                 yield Op("W", stage, m)
             else:
                 inside = kind == "B" and again and m not in early
-                yield from _pass(kind, stage, m, num_stages, recompute=inside)
+                yield from _pass(kind, stage, m, num_stages, (Op("R", stage, m),) if inside else under)
+                under = ()
 
     turns(name, num_stages, num_micro_batches, 0)  # says what is wrong where there is no stage
     return Pipeline(name, num_stages, num_micro_batches, tuple(tuple(ops(s)) for s in range(num_stages)))
 
 
-def _pass(kind: Literal["F", "B"], part: int, m: int, parts: int, *, recompute: bool = False) -> Iterator[Op]:
-    """A pass with its messages. parts: of the model, in order over the stages."""
+def _pass(kind: Literal["F", "B"], part: int, m: int, parts: int, recompute: tuple[Op, ...] = ()) -> Iterator[Op]:
+    """A pass with its messages. parts: of the model, in order over the stages. recompute: right before it, if any."""
     first, last = (part == 0, part == parts - 1) if kind == "F" else (part == parts - 1, part == 0)
     if not first:
         yield Op("receive", part, m, kind)
-    if recompute:
-        yield Op("R", part, m)
+    yield from recompute
     yield Op(kind, part, m)
     if not last:
         yield Op("send", part, m, kind)
@@ -278,6 +314,20 @@ def shifted_critical_path(num_stages: int, num_micro_batches: int, recompute: bo
     return _pipeline("shifted_critical_path", num_stages, num_micro_batches, recompute)
 
 
+def recompute_under_forward(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Pipeline:
+    """`last_no_recompute` that recomputes a micro-batch under the collectives of the next one's forward pass.
+
+    In a forward pass there is as much to send as in a backward pass, for half of the compute; what is computed again
+    needs no gradient and, with most schedules, sends nothing.
+    """
+    return _pipeline("recompute_under_forward", num_stages, num_micro_batches, recompute)
+
+
+def shifted_under_forward(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Pipeline:
+    """`shifted_critical_path` that recomputes under the forward pass before, as `recompute_under_forward` does."""
+    return _pipeline("shifted_under_forward", num_stages, num_micro_batches, recompute)
+
+
 def zb_h1(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Pipeline:
     """1F1B whose weight gradients, passes of their own, fill most of the bubble at the same memory."""
     return _pipeline("zb_h1", num_stages, num_micro_batches, recompute)
@@ -293,7 +343,8 @@ def interleaved(num_stages: int, num_micro_batches: int, recompute: bool = True,
     def ops(stage: int) -> Iterator[Op]:
         for kind, part, m in _interleaved(num_stages, num_micro_batches, stage, chunks):
             assert kind in ("F", "B")
-            yield from _pass(kind, part, m, num_stages * chunks, recompute=recompute and kind == "B")
+            again = (Op("R", part, m),) if recompute and kind == "B" else ()
+            yield from _pass(kind, part, m, num_stages * chunks, again)
 
     stages = tuple(tuple(ops(stage)) for stage in range(num_stages))
     return Pipeline("interleaved", num_stages, num_micro_batches, stages, chunks)
@@ -303,6 +354,7 @@ PIPELINES: dict[str, Callable[..., Pipeline]] = {
     function.__name__: function
     for function in (
         gpipe, one_f_one_b, pre_recompute, last_no_recompute, shifted_critical_path, interleaved, zb_h1,
+        recompute_under_forward, shifted_under_forward,
     )
 }  # fmt: skip
 

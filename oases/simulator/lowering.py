@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from oases.schedule import Op, Pipeline, Schedule
 from oases.schedule.ir import STARTS
@@ -24,8 +25,9 @@ def lower(schedule: Schedule, costs: StackCosts, prefix: str = "") -> tuple[list
 class StagePasses:
     """What one stage of a pipeline does for a micro-batch, given its number: instructions of its passes.
 
-    recompute, weights: of ops R and W of their own. message_seconds: of an activation, or a gradient, on its way to
-    the next stage.
+    recompute, weights: of ops R and W of their own. over: of an F of the second micro-batch with the first one's R
+    under it, if not one after the other. message_seconds: of an activation, or a gradient, on its way to the next
+    stage.
     """
 
     forward: Callable[[int], Sequence[Instruction]]
@@ -33,6 +35,7 @@ class StagePasses:
     recompute: Callable[[int], Sequence[Instruction]] = lambda m: ()
     weights: Callable[[int], Sequence[Instruction]] = lambda m: ()
     message_seconds: float = 0.0
+    over: Callable[[int, int], Sequence[Instruction]] | None = None
 
     @staticmethod
     def by_kind(stage: int, seconds: Mapping[str, float]) -> StagePasses:
@@ -50,7 +53,8 @@ def lower_pipeline(pipeline: Pipeline, stages: Sequence[StagePasses]) -> tuple[t
 
 
 def _lower_stage(ops: Sequence[Op], parts: Sequence[StagePasses]) -> Iterator[Instruction]:
-    for op in ops:
+    under: Op | None = None  # an R that the next F runs over
+    for op, after in zip_longest(ops, ops[1:]):
         passes = parts[op.block]
         does = {"F": passes.forward, "B": passes.backward, "R": passes.recompute, "W": passes.weights}
         if op.kind == "receive":
@@ -59,6 +63,12 @@ def _lower_stage(ops: Sequence[Op], parts: Sequence[StagePasses]) -> Iterator[In
         elif op.kind == "send":
             link = "to the next stage" if op.of == "F" else "to the stage before"
             yield Send(str(op.carried), passes.message_seconds, link)
+        elif op.kind == "R" and after is not None and after.kind == "F" and passes.over is not None:
+            under = op
+        elif under is not None:
+            assert passes.over is not None, "who told it apart"
+            yield from passes.over(under.sub_batch, op.sub_batch)
+            under = None
         else:
             yield from does[op.kind](op.sub_batch)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Set
+from dataclasses import replace
 
 from oases.simulator.engine import DeadlockError
 from oases.simulator.program import Compute, Contention, Instruction, Program, Receive, Send, Start, Wait
@@ -131,6 +132,23 @@ def run_shared(program: Program, shared: Set[str]) -> Timeline:
     if stuck is not None:
         raise DeadlockError(f"rank {stuck.number} waits for {stuck.at!r}, which nobody sends or starts")
     return Timeline(program.name, tuple(spans), tuple(held))
+
+
+def replicated(program: Program, replicas: int, shared: Set[str]) -> Program:
+    """All replicas of the program's ranks, each a collective later than the one before.
+
+    Alike, and begun at once, they would stay in step for ever, all sending and then all computing; what runs on
+    machines does not, and one that is ahead sends while another computes. How far ahead makes little difference.
+    """
+    first = next((op for ops in program.ranks for op in ops if isinstance(op, Start) and op.link in shared), None)
+    later = 0.0 if first is None else first.seconds
+
+    def of(replica: int, ops: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        begun = (Compute(f"replica {replica} begins", replica * later),) if replica else ()
+        return (*begun, *(replace(op, name=f"replica {replica} {op.name}") for op in ops))
+
+    ranks = tuple(of(replica, ops) for replica in range(replicas) for ops in program.ranks)
+    return replace(program, ranks=ranks, held=program.held * replicas)
 
 
 def _paces(ranks: list[_Rank], program: Program, shared: Set[str]) -> list[tuple[float, dict[str, float]]]:

@@ -7,13 +7,15 @@ from oases.simulator.cluster import cluster_called
 from oases.simulator.engine import DeadlockError, run
 from oases.simulator.model import ModelShape
 from oases.simulator.program import Compute, Contention, Program, Receive, Send, Start, Wait
-from oases.simulator.sharing import run_shared
+from oases.simulator.sharing import replicated, run_shared
 
 MODEL = ModelShape(hidden=256, layers=4, heads=4, sequence=128, vocabulary=512)
 HARDWARE, _ = cluster_called("64x3090")
 
 
-@pytest.mark.parametrize("pipeline", ["one_f_one_b", "shifted_critical_path", "interleaved", "zb_h1"])
+@pytest.mark.parametrize(
+    "pipeline", ["one_f_one_b", "shifted_critical_path", "interleaved", "zb_h1", "shifted_under_forward"]
+)
 def test_with_nothing_shared_it_is_the_engine(pipeline):
     parts = 2 if pipeline == "interleaved" else 1
     stage = Stage((Segment(4 // parts, 2, "oases", 2, 1),) * parts)
@@ -42,6 +44,27 @@ def test_two_on_a_link_take_twice_as_long_while_both_are_there():
     # One second alone, then both at half the pace: the first ends at 3, the second has one left of its two.
     shared = run_shared(program, {"link"})
     assert [(span.rank, span.end) for span in shared.spans if span.lane == "link"] == [(0, 3.0), (1, 4.0)]
+
+
+def test_replicas_that_are_not_in_step_share_a_link_better():
+    rank = (
+        Compute("F", 3.0),
+        Start("a", "link", 2.0),
+        Wait("a"),
+        Compute("B", 3.0),
+        Start("b", "link", 2.0),
+        Wait("b"),
+    )
+    program = Program("", (rank,), held=(5,))
+    two = replicated(program, 2, {"link"})
+    assert len(two.ranks) == 2
+    assert two.held == (5, 5)
+    assert two.ranks[1][0] == Compute("replica 1 begins", 2.0), "a collective later"
+    # Each sends alone: the second one's wait for the first is none, and it ends as much later as it began.
+    assert run_shared(two, {"link"}).total_seconds == pytest.approx(12.0)
+    in_step = Program("", (rank, rank))
+    assert run_shared(in_step, {"link"}).total_seconds == pytest.approx(14.0)
+    assert replicated(program, 1, {"link"}).ranks[0][0].name == "replica 0 F"
 
 
 def test_a_message_that_nobody_sends_is_named():
