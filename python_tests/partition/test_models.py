@@ -28,7 +28,7 @@ def lines_of_the_page():
     return (DOCS / "models.md").read_text(encoding="utf-8").splitlines()
 
 
-def trained_beside_itself(name, options, dtype=torch.float32):
+def trained_beside_itself(name, options, dtype=torch.float32, steps=4):
     model, parallel = build(name).to(dtype), build(name).to(dtype)
     oases.parallelize(parallel, **options)
     report = parallel.oases_partition
@@ -40,7 +40,7 @@ def trained_beside_itself(name, options, dtype=torch.float32):
     gradients = gradients_apart(model, parallel)
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (parallel, model))
     losses = []
-    for step in range(4):
+    for step in range(steps):
         data = batch(name, seed=step, dtype=dtype)
         pair = []
         for each, optimizer in ((model, theirs), (parallel, ours)):
@@ -57,7 +57,7 @@ def trained_beside_itself(name, options, dtype=torch.float32):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_the_promise(two_ranks, name):
-    for result in two_ranks.run(trained_beside_itself, name, {}):
+    for result in two_ranks.run(trained_beside_itself, name, {}, torch.float32, 10):
         assert result["logits"] <= 1e-5
         assert result["gradients"][0] <= 1e-5, result["gradients"]
         for expected, got in result["losses"]:
