@@ -166,13 +166,12 @@ def test_bench_writes_its_json(ranks_at_hand, capfd, tmp_path):
     assert "profiler" not in output.err
 
 
-def test_train_saves_and_resumes(request, capfd, tmp_path):
+def test_train_saves_and_resumes(capfd, tmp_path):
     checkpoint = str(tmp_path / "checkpoint")
     cli.main(["train", *SMALL, "--steps", "4", "--checkpoint", checkpoint])
     path = tmp_path / "t.json"
     assert "hidden under compute" in capfd.readouterr().out
-    request.getfixturevalue("ranks_at_hand")  # it can start its own
-    cli.main(["train", *SMALL, "--steps", "6", "--resume", checkpoint, "--json", str(path)])
+    cli.main(["train", *SMALL, "--steps", "6", "--tp", "1", "--resume", checkpoint, "--json", str(path)])
     assert len(json.loads(path.read_text())["losses"]) == 2
     for change, message in (
         (["--layers", "2"], "layers is 1 there and 2 here"),
