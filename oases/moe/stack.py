@@ -14,11 +14,11 @@ from oases.moe.dispatch import RoutingError
 from oases.moe.execution import ExpertBlock, ExpertExecution
 from oases.moe.layer import OverlappedMoE
 from oases.parallel.failure import told, watch_of
-from oases.parallel.group import group_size, scheduler_of
+from oases.parallel.group import HoldsGroup, group_size, scheduler_of
 from oases.schedule.experts import ExpertSchedule, generate_experts
 
 
-class ExpertStack(nn.Module):
+class ExpertStack(HoldsGroup, nn.Module):
     """Blocks with experts (`ExpertBlock`), whose copies and gradients travel under the compute of other blocks.
 
     schedule: "block_wise" (Pro-Prophet's), "blocking" (nothing hides the copies), or "plain", for blocks whose
@@ -65,6 +65,8 @@ class ExpertStack(nn.Module):
                 "placement='none' or schedule='block_wise'"
             )
         self.schedule = schedule
+        self.gradient_scale = 1.0
+        """Times the experts' gradients: 1 / replicas, where other gradients are averaged over replicas."""
         self.spans: list[tuple[str, Any, Any]] | None = None
         """Set to a list to have (op, start, end) appended of every op, in what `clock` gives."""
         self.clock: Callable[[], Any] = time.perf_counter
@@ -82,8 +84,9 @@ class ExpertStack(nn.Module):
         blocks = cast(list[ExpertBlock], list(self.blocks))
         with told(watch, "ExpertStack", unanimous=(RoutingError,)):
             execution = ExpertExecution(
-                blocks, self.schedule, group, x, differentiable=differentiable, spans=self.spans, clock=self.clock
-            )
+                blocks, self.schedule, group, x, differentiable=differentiable, gradient_scale=self.gradient_scale,
+                spans=self.spans, clock=self.clock,
+            )  # fmt: skip
             if not differentiable:
                 return execution.run_forward()
             # So that the backward pass is called, whose parameters are no inputs of this node.
