@@ -87,7 +87,7 @@ class Attention(nn.Module):
         return self.product(self.prepare(x_BSH))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H], whole on every rank -> the block's output; for who has no sub-batches to overlap the sums with."""
+        """[B, S, H], whole on every rank -> the block's output; for who overlaps its sums with nothing else."""
         return x_BSH + self.projection(self._attend(self.qkv(self.prepare(x_BSH))))
 
     def _attend(self, qkv: Tensor) -> Tensor:
@@ -181,7 +181,8 @@ class Decoder(HoldsGroup, nn.Module):
         generator = torch.Generator().manual_seed(config.seed + 1)
         table = torch.empty(config.vocabulary, config.hidden).normal_(std=0.02, generator=generator)
         positions = torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
-        self.embedding = self.positions = self.norm = None
+        self.embedding = self.positions = None
+        self.norm: nn.LayerNorm | None = None
         if is_first or is_last:
             self.embedding = OverlappedEmbedding.from_embedding(
                 nn.Embedding.from_pretrained(table, freeze=False), process_group=process_group
@@ -194,11 +195,11 @@ class Decoder(HoldsGroup, nn.Module):
             self.norm = nn.LayerNorm(self.config.hidden)
 
     def at_call(self, number: int) -> None:
-        """The next pass is the one of this number of the whole training: what it draws at random follows from that."""
+        """The next pass has this number in the whole training: what it draws at random follows from that."""
         self.stack.calls = number
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Tokens, the same on every rank of a replica -> logits of this rank's part of the vocabulary, [B, S, V/t]."""
+        """Tokens, the same on a replica's ranks -> logits of this rank's part of the vocabulary, [B, S, V/t]."""
         return self._logits(tokens_BS)
 
     def _logits(self, tokens_BS: Tensor) -> Tensor:

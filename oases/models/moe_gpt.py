@@ -1,7 +1,8 @@
 """A GPT whose perceptrons are mixtures of experts, spread over all ranks of a run; attention as in `GPT`.
 
-A run is N ranks: N / t replicas of t tensor-parallel ranks each. A replica has its own share of the samples, and each
-of its ranks sends its share of the replica's tokens to the experts. Weights are drawn from one seed, whatever N and t.
+A run is N ranks: N / t replicas of t tensor-parallel ranks each. A replica has its own share of the samples, and
+each of its ranks sends its share of the replica's tokens to the experts. Weights are drawn from one seed, whatever N
+and t.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class MoEGPT(Decoder):
             config.hidden, config.intermediate, config.experts, top_k=config.top_k,
             shared_intermediate=config.shared_hidden, name=f"experts of layer {number}", **options,
         )  # fmt: skip
-        experts.experts.down *= (2 * config.layers) ** -0.5  # as the dense GPT's last products
+        experts.experts.down.mul_((2 * config.layers) ** -0.5)  # as the dense GPT's last products
         return MoEBlock(attention, experts)
 
     @property
@@ -118,6 +119,14 @@ class MoEGPT(Decoder):
 
     def at_call(self, number: int) -> None:
         """Nothing here is drawn at random in a pass."""
+
+    def settle(self) -> None:
+        """Move the routers' biases by the demand since they were last moved, as the next pass would. All ranks.
+
+        What each rank has counted by itself is then in what all have, and so in a checkpoint.
+        """
+        for layer in self.layers:
+            layer.router.update_bias(self.stack.process_group)
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Parameters and the ranks that hold the same ones, in the order of the forward pass; for GradientAverage.

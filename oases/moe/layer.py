@@ -219,6 +219,11 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         """How copies are chosen."""
         return self._steps.method
 
+    @property
+    def costs(self) -> Costs | None:
+        """What the placement reckons with; None until they are measured."""
+        return self._steps.costs
+
     def place(self, placement: Placement | None) -> None:
         """Take this placement from the next forward pass on, on every rank the same; None: choose them again.
 

@@ -113,6 +113,7 @@ class Supervision:
             self._scalars.flush()
         self._settle()  # before the copies: two of them at a time would need twice the memory
         trainer = self.trainer
+        trainer.settle()
         self._writer.start(staged(trainer.model, trainer.optimizer, trainer.group), trainer.record())
         self._saved_step = trainer.steps_done
         self.stall_seconds += time.perf_counter() - start
@@ -133,6 +134,7 @@ class Supervision:
         if report is None:
             return
         values = asdict(report) | {"stall_seconds": self.stall_seconds}
+        values |= values.pop("balance") or {}
         for log in (self._log, self._scalars):
             if log is not None:
                 log.write(**values)
