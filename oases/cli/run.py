@@ -101,7 +101,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.ranks import run_ranks
-    from oases.terminal import comparison_table, console, percent
+    from oases.terminal import console
     from oases.train.run import run_training
 
     if options.write_config:
@@ -127,8 +127,15 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
         console.print(plan.text(), soft_wrap=True)
     console.print(f"{corpus.described()}; {options.tp} ranks {link}", soft_wrap=True)
     result = run_ranks(run_training, (config, plan, options.timeout), ranks)
-    if not speaks():
-        return
+    if speaks():
+        _show(result, config, plan)
+        write_json(options.json, result)
+
+
+def _show(result: dict[str, Any], config: Any, plan: Any) -> None:
+    """What a training run came to."""
+    from oases.terminal import comparison_table, console, percent
+
     unit = "byte" if config.tokenizer is None else "token"
     console.print(
         f"validation loss {result['validation_loss']:.4f} nats per {unit}; step "
@@ -155,7 +162,6 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
             f"{row['link_seconds']:.1f} s, compute waited {row['blocked_seconds']:.1f} s: {percent(row['hidden'])} "
             "hidden under compute", soft_wrap=True,
         )  # fmt: skip
-    write_json(options.json, result)
 
 
 def _balance_text(found: dict[str, float]) -> str:
