@@ -221,8 +221,17 @@ class OverlappedMoE(HoldsGroup, nn.Module):
 
     @property
     def costs(self) -> Costs | None:
-        """What the placement reckons with; None until they are measured."""
+        """What the placement reckons with; None until they are measured. Set, on every rank the same, they hold."""
         return self._steps.costs
+
+    @costs.setter
+    def costs(self, costs: Costs) -> None:
+        self._steps.costs = costs
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether they are yet to be measured."""
+        return self._steps.needs_costs
 
     def place(self, placement: Placement | None) -> None:
         """Take this placement from the next forward pass on, on every rank the same; None: choose them again.

@@ -20,7 +20,6 @@ def gradients(tensor=1, steps=2, **options):
     mesh = Mesh([tensor])
     sizes = MoEGPTConfig(**vars(CONFIG) | {"shared_hidden": 8})
     model = MoEGPT(sizes, mesh=mesh, costs=COSTS, **options).double()
-    model.stack.process_group  # noqa: B018  (held by name, and still there)
     average = GradientAverage(model.parts())
     replica, replicas = mesh.replica(tensor), mesh.replicas(tensor)
     losses, copies = [], 0
@@ -43,6 +42,7 @@ def gradients(tensor=1, steps=2, **options):
         total /= dist.get_world_size()
     cut_by = holders(model)
     owners = {name: getattr(cut_by.get(id(p)), "tensor_parallel", 1) for name, p in model.named_parameters()}
+    mesh.destroy()
     return total.tolist(), found, owners, copies
 
 
