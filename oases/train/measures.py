@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,11 @@ class StepReport:
     skipped: bool
     validation_loss: float | None = None
     balance: StepBalance | None = None
+
+    def values(self) -> dict[str, Any]:
+        """By name, as a log has them; those of the balance, where there is one, among them."""
+        found = asdict(self)
+        return found | (found.pop("balance") or {})
 
     def text(self) -> str:
         """In a line, e.g. "loss 2.341  412 ms  9930 tokens/s  MFU 31 %  1.25 GB  exposed 4 %  bubble 12 %"."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -133,8 +132,7 @@ class Supervision:
     def _write(self, report: StepReport | None) -> None:
         if report is None:
             return
-        values = asdict(report) | {"stall_seconds": self.stall_seconds}
-        values |= values.pop("balance") or {}
+        values = report.values() | {"stall_seconds": self.stall_seconds}
         for log in (self._log, self._scalars):
             if log is not None:
                 log.write(**values)
