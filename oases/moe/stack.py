@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -97,7 +98,7 @@ class ExpertStack(HoldsGroup, nn.Module):
                 if self.schedule.name == "block_wise":
                     before = cast(ExpertBlock, block).before
                     with torch.random.fork_rng([x.device] if x.is_cuda else []):
-                        seconds = mean_seconds(lambda before=before: before(x), x.device, group, layer.name)
+                        seconds = mean_seconds(partial(before, x), x.device, group, layer.name)
                     costs = replace(costs, scheduled=True, non_expert_seconds=seconds)
                 known[sizes] = costs
             layer.costs = known[sizes]
