@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from oases.parallel.calls import Calls
 from oases.parallel.messages import Messages
+from oases.parallel.under import under_forward
 from oases.schedule import Op
 from oases.schedule.pipeline import Pipeline
 
@@ -59,10 +60,10 @@ class StageRun:
         self._ops = pipeline.stages[stage]
         self._forward_ops = tuple(op for op in self._ops if "F" in (op.kind, op.of))
         self._last_part = pipeline.num_stages * pipeline.chunks - 1
+        again = [(op, after) for op, after in itertools.pairwise(self._ops) if op.kind == "R"]
         # Right before its backward pass, recomputation is the stack's own: it hides all-reduces under it.
-        self._early = {
-            op for op, after in itertools.pairwise(self._ops) if op.kind == "R" and after != replace(op, kind="B")
-        }
+        self._early = {op for op, after in again if after.kind != "F" and after != replace(op, kind="B")}
+        self._under = {after: (op.block, op.sub_batch) for op, after in again if after.kind == "F"}
         self._last_backward = max((at for at, op in enumerate(self._ops) if op.kind in ("B", "W")), default=-1)
         self._flights: dict[Place, _Flight] = {}
         self._weights: dict[Place, Calls] = {}  # whose weight gradients wait for their W
@@ -122,7 +123,8 @@ class StageRun:
         elif op.kind == "send":
             self._messages.send(op, self._leaving.pop(place))
         elif op.kind == "F":
-            self._do_forward(place, forward, losses, keep)
+            with self._recomputing_under(op) if keep else nullcontext():
+                self._do_forward(place, forward, losses, keep)
         elif op.kind == "R":
             if op in self._early:
                 self._flights[place].calls.recompute()
@@ -132,6 +134,10 @@ class StageRun:
             self._do_backward(place)
         if self.spans is not None:
             self.spans.append((str(op), start, time.perf_counter()))
+
+    def _recomputing_under(self, op: Op) -> AbstractContextManager[None]:
+        again = self._under.get(op)
+        return nullcontext() if again is None else under_forward(self._flights[again].calls.recomputing())
 
     def _do_forward(self, place: Place, forward: Forward, losses: list[Tensor], keep: bool) -> None:
         x = self._arrived.pop(place, None)
