@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from oases.kernels import permute as kernels
-from oases.moe.placement import Integers, Placement, homes
+from oases.moe.assignment import Integers, Placement, homes
 from oases.moe.router import Routing
 from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from oases.errors import UsageError
+from oases.moe.assignment import Chosen, Integers, at_home, homes
 from oases.moe.costs import Costs
-from oases.moe.placement import Chosen, Integers, at_home, homes
 
 Loads = NDArray[np.float64]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.moe.placement import homes
+from oases.moe.assignment import homes
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
 
 

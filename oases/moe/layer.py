@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from oases.errors import UsageError
+from oases.moe.assignment import Placement
 from oases.moe.costs import Costs
 from oases.moe.dispatch import (
     Demand,
@@ -29,7 +30,6 @@ from oases.moe.dispatch import (
 )
 from oases.moe.experts import Experts, ExpertWeights, compute
 from oases.moe.measure import measured
-from oases.moe.placement import Placement
 from oases.moe.recomputation import Pass, Setting, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
 from oases.moe.shared import SharedExpert

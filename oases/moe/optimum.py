@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oases.errors import UsageError
+from oases.moe.assignment import Chosen, Integers, homes
 from oases.moe.costs import Costs
-from oases.moe.placement import Chosen, Integers, homes
 
 MOST = 1500
 """Choices of a route that HiGHS is asked to make; it takes minutes for more."""

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oases.moe.assignment import Integers, Placement
 from oases.moe.dispatch import RoutingError
-from oases.moe.placement import Integers, Placement
 
 MOST_OPEN = 64
 """Forward passes that wait for their backward passes; of more, the oldest are taken to have none."""

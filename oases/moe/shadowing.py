@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from oases.moe.assignment import Chosen, Integers, at_home, described, homes
 from oases.moe.costs import Costs
-from oases.moe.placement import Chosen, Integers, at_home, described, homes
 
 
 def shadowed(counts: Integers, costs: Costs, slots: int) -> Chosen:

@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from oases.errors import UsageError
+from oases.moe.assignment import Integers, Placement, at_home, homes
 from oases.moe.costs import Costs
 from oases.moe.forecast import Planner
-from oases.moe.placement import Integers, Placement, at_home, homes
 from oases.moe.recomputation import Pass, Passes, Setting
 from oases.moe.router import Router
 from oases.parallel.group import ProcessGroup

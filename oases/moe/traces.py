@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from oases.errors import UsageError
-from oases.moe.placement import Integers, checked
+from oases.moe.assignment import Integers, checked
 
 KIND = "oases loads"
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from oases.moe.assignment import Placement
 from oases.moe.experts import ExpertWeights
-from oases.moe.placement import Placement
 from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
 
 

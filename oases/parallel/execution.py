@@ -16,11 +16,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from oases.parallel.failure import Guard, Watch
 from oases.parallel.fsdp import Gathers, Unit
-from oases.parallel.graphs import Gradients, Graph, Leaves, Method
+from oases.parallel.graphs import Gradients, Graph, Leaves, Methods
 from oases.parallel.inputs import Inputs
 from oases.parallel.randomness import Randomness
 from oases.parallel.sub_batches import SubBatches
@@ -34,20 +34,6 @@ from oases.schedule.under import makes_room, steps
 Place = tuple[int, int]
 """(block, sub-batch)."""
 _AGAIN = ("R", "RC")
-
-
-class Methods:
-    """What an execution calls of one block.
-
-    Under sequence parallelism a block may be halved at the gather: `prepare(x) -> h`, token by token, on the rank's
-    part of the sequence (its norm), and `product(h) -> y` on all of it. The first block gets the whole input, and
-    like a block without the two it runs `partial` on all of it.
-    """
-
-    def __init__(self, block: nn.Module, *, halved: bool) -> None:
-        self.prepare = Method(block, "prepare") if halved else None
-        self.partial = Method(block, "product" if halved else "partial")
-        self.combine = Method(block, "combine")
 
 
 class Execution:

@@ -150,6 +150,20 @@ class Method(nn.Module):
         return Leaves({name: _stand_in(parameter) for name, parameter in found.items()})
 
 
+class Methods:
+    """What an execution calls of one block.
+
+    Under sequence parallelism a block may be halved at the gather: `prepare(x) -> h`, token by token, on the rank's
+    part of the sequence (its norm), and `product(h) -> y` on all of it. The first block gets the whole input, and
+    like a block without the two it runs `partial` on all of it.
+    """
+
+    def __init__(self, block: nn.Module, *, halved: bool) -> None:
+        self.prepare = Method(block, "prepare") if halved else None
+        self.partial = Method(block, "product" if halved else "partial")
+        self.combine = Method(block, "combine")
+
+
 def _stand_in(parameter: Tensor) -> Tensor:
     found = parameter.detach().requires_grad_(parameter.requires_grad)
     if parameter.grad_dtype != parameter.dtype:  # sums over sub-batches are of the type of those over micro-batches

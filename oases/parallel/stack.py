@@ -19,9 +19,10 @@ from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
 from oases.parallel.calls import Calls
 from oases.parallel.delivery import Call, deliver
 from oases.parallel.dropout import adopt_dropouts
-from oases.parallel.execution import Execution, Methods
+from oases.parallel.execution import Execution
 from oases.parallel.failure import watch_of
 from oases.parallel.fsdp import Unit
+from oases.parallel.graphs import Methods
 from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
 from oases.parallel.inputs import BlockInputs, Inputs, differentiable
 from oases.parallel.randomness import Randomness, hash_of

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+import oases.train.mixture as mixture
 from oases.errors import UsageError
 from oases.models.gpt import GPT
 from oases.models.moe_gpt import MoEGPT
@@ -25,7 +26,6 @@ from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.parallel.statistics import Report, report
 from oases.planner.plan import Plan
-from oases.train import mixture
 from oases.train.alarm import Alarm
 from oases.train.balance import Balance
 from oases.train.checkpoint import load, random_streams, save
