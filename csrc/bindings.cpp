@@ -103,12 +103,14 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("dtype", &oases::Started::dtype)
       .def_readonly("device", &oases::Started::device)
       .def_readonly("sent", &oases::Started::sent)
-      .def_readonly("received", &oases::Started::received);
+      .def_readonly("received", &oases::Started::received)
+      .def_readonly("foreign", &oases::Started::foreign);
 
   py::class_<oases::Standing>(module, "Standing", "Where a rank stood when it was halted.")
       .def_readonly("newly", &oases::Standing::newly)
       .def_readonly("started", &oases::Standing::started)
       .def_readonly("foreign", &oases::Standing::foreign)
+      .def_readonly("foreign_at_first", &oases::Standing::foreign_at_first)
       .def_readonly("last", &oases::Standing::last);
 
   py::class_<OverlapScheduler, std::shared_ptr<OverlapScheduler>>(

@@ -22,13 +22,22 @@ Standing OverlapScheduler::halt(const std::string& failure, bool out_of_memory) 
   }
   standing.started = started_;
   standing.last.assign(last_.begin(), last_.end());
+  standing.foreign = foreign();
+  standing.foreign_at_first = foreign_at_first_;
+  return standing;
+}
+
+// With issuing_ held.
+int64_t OverlapScheduler::foreign() {
+  if (!countable_) return 0;
   try {
-    standing.foreign = static_cast<int64_t>(group()->getSequenceNumberForGroup()) - started_;
+    return static_cast<int64_t>(group()->getSequenceNumberForGroup()) - started_;
   } catch (const c10::Error&) {
     // Counting is optional in c10d; without it a foreign collective under way shows as a drain that does not
     // end.
+    countable_ = false;
+    return 0;
   }
-  return standing;
 }
 
 void OverlapScheduler::fill(const std::string& collective, const at::Tensor& whole,
@@ -151,6 +160,7 @@ void OverlapScheduler::renew() {
   failure_.clear();
   broken_.clear();
   failures_ = started_ = 0;
+  foreign_at_first_ = foreign();
   last_.clear();
   in_flight_.clear();
 }

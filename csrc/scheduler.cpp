@@ -106,7 +106,8 @@ void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Te
   TORCH_CHECK(ticket->work_, record.collective, " of ", record.label, ": the backend of group '", name_,
               "' returned no work to wait for");
   ++started_;
-  last_.push_back({record.collective, counted.numel(), counted.scalar_type(), counted.device(), {}, {}});
+  last_.push_back(
+      {record.collective, counted.numel(), counted.scalar_type(), counted.device(), {}, {}, foreign()});
   if (splits) {
     last_.back().sent = splits->sent;
     last_.back().received = splits->received;

@@ -70,13 +70,15 @@ struct Started {
   at::ScalarType dtype;
   c10::Device device;
   std::vector<int64_t> sent, received;  // all to all: numbers to and from each rank
+  int64_t foreign = 0;                  // see Standing, when this one was started
 };
 
 // Where a rank stood when it was halted: collectives started here, those that others started on the group
-// meanwhile (by the backend's own count, 0 where it has none), and the last ones of the former.
+// (by the backend's own count, 0 where it has none), as many of these when the scheduler began, and the last
+// ones of the former. Gloo counts messages between two ranks, too: only differences mean something.
 struct Standing {
   bool newly = false;  // halted by this call
-  int64_t started = 0, foreign = 0;
+  int64_t started = 0, foreign = 0, foreign_at_first = 0;
   std::vector<Started> last;
 };
 
@@ -162,6 +164,7 @@ class OverlapScheduler {
              const Splits* splits = nullptr);
   c10::intrusive_ptr<c10d::Work> start_all_to_all(at::Tensor output, at::Tensor input, Splits numbers);
   void wait_on_host(c10d::Work& work);
+  int64_t foreign();
   void end_halt(std::unique_lock<std::mutex>& lock);
   [[noreturn]] void stop(std::unique_lock<std::mutex>& lock, const std::string& at);
   void settle();  // read the events of waited accelerator tickets into the totals; blocks until they happened
@@ -190,6 +193,8 @@ class OverlapScheduler {
   bool out_of_memory_ = false;
   int64_t failures_ = 0;
   int64_t started_ = 0;
+  int64_t foreign_at_first_ = 0;
+  bool countable_ = true;                          // by the backend
   std::deque<Started> last_;                       // the last of those started
   std::deque<std::shared_ptr<Ticket>> in_flight_;  // not yet waited for
 };

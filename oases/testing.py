@@ -42,7 +42,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection, environment
     os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
     while True:
         task = connection.recv()
@@ -59,28 +59,36 @@ def _serve(rank: int, size: int, store: str, connection: Connection, environment
 class RankPool:
     """`size` fresh processes with a default gloo group.
 
-    Functions must be importable by name, arguments and results picklable.
+    Functions must be importable by name, arguments and results picklable. After a call that failed, whose group may
+    be of no more use, the next one has processes of its own.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        self._start()
+
+    def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="oases-ranks-")
         context = start_context()
         store = str(Path(self._directory.name) / "store")
-        self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, theirs, dict(os.environ)), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.size, store, theirs, dict(os.environ)), daemon=True
+            )
             process.start()
             self._connections.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300.0) -> list[Any]:
         """Call `function(*args)` on every rank; return the results in rank order.
 
         Raises RuntimeError with the traceback of the first rank that failed, TimeoutError for one that hangs.
         """
+        if not self._connections:
+            self._start()
         for connection in self._connections:
             connection.send((function, args))
         results = []
@@ -91,6 +99,7 @@ class RankPool:
             results.append(connection.recv())
         for rank, (succeeded, value) in enumerate(results):
             if not succeeded:
+                self.close()
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
         return [value for _, value in results]
 
@@ -106,6 +115,7 @@ class RankPool:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
+        self._connections, self._processes = [], []
         self._directory.cleanup()
 
     def __enter__(self) -> RankPool:

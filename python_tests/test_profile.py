@@ -300,7 +300,7 @@ def test_interrupted_it_says_that_nothing_was_written(tmp_path):
             break
     time.sleep(0.1)
     os.killpg(running.pid, signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
+    _, errors = running.communicate(timeout=300)
     assert running.returncode == 130, errors
     assert f"nothing was written to {path}" in errors
     assert os.listdir(tmp_path) == []

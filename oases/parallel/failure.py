@@ -193,23 +193,26 @@ class Watch:
     def _bring_to_one_end(self, standing: Any) -> None:
         """Let every collective that any rank has started end on every rank. Any exception says why that failed."""
         last = [
-            (s.collective, s.numel, str(s.dtype).removeprefix("torch."), s.device.type, s.sent, s.received)
+            (s.collective, s.numel, str(s.dtype).removeprefix("torch."), s.device.type, s.sent, s.received, s.foreign)
             for s in standing.last
         ]
-        mine = {"started": standing.started, "foreign": standing.foreign, "last": last}
+        mine = {"started": standing.started, "last": last}
+        mine |= {"foreign": standing.foreign, "foreign_at_first": standing.foreign_at_first}
         self._store.set(self._key(f"standing/{self.rank}"), json.dumps(mine))
         everyone = [json.loads(text) for text in self._gather("standing", _ANSWER_SECONDS)]
-        if len({each["foreign"] for each in everyone}) > 1:
-            raise RuntimeError("a collective is under way that was not started by oases")
         furthest = max(everyone, key=lambda each: int(each["started"]))
+        common = min(each["started"] for each in everyone)
+        apart = furthest["started"] - common
+        if apart + (common > 0) > len(furthest["last"]):
+            raise RuntimeError(f"the ranks are {apart} collectives apart")
+        if len({_foreign_since(each, common) for each in everyone}) > 1:
+            raise RuntimeError("a collective is under way that was not started by oases")
         missing = furthest["started"] - standing.started
-        if missing > len(furthest["last"]):
-            raise RuntimeError(f"the ranks are {missing} collectives apart")
         # On a GPU not behind the main thread's work, which may wait for a collective of another group.
         aside = torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
         with aside:
             for ago in range(missing, 0, -1):
-                collective, numel, dtype, kind, *splits = furthest["last"][-ago]
+                collective, numel, dtype, kind, *splits, _ = furthest["last"][-ago]
                 if any(splits):  # of what others started all to all, this rank's part
                     numel, splits = 0, _answers(everyone, furthest["started"] - ago, self.rank)
                 device = self._device if self._device.type == kind else torch.device(kind)
@@ -246,12 +249,20 @@ class Watch:
         self.scheduler.resume(self._broken)
 
 
+def _foreign_since(standing: dict[str, Any], common: int) -> int:
+    """What others started on a rank's group since the last collective that all ranks have started here."""
+    if common == 0:
+        return int(standing["foreign"] - standing["foreign_at_first"])
+    *_, then = standing["last"][common - 1 - standing["started"]]
+    return int(standing["foreign"] - then)
+
+
 def _answers(everyone: list[dict[str, Any]], number: int, rank: int) -> list[list[int]]:
     """(numbers to send, numbers to receive) by which `rank` answers all ranks' all-to-all of this number."""
     sent, received = [0] * len(everyone), [0] * len(everyone)
     for other, each in enumerate(everyone):
         if each["started"] > number:
-            *_, sends, receives = each["last"][number - each["started"]]
+            *_, sends, receives, _ = each["last"][number - each["started"]]
             sent[other], received[other] = receives[rank], sends[rank]
     return [sent, received]
 

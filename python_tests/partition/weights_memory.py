@@ -31,7 +31,7 @@ def peaks(ranks: int, folder: Path) -> tuple[int, list[tuple[int, int]]]:
     context = multiprocessing.get_context("spawn")
     with context.Pool(ranks, maxtasksperchild=1) as pool:
         tasks = [(rank, ranks, folder) for rank in range(ranks)]
-        return size, pool.starmap_async(_peak, tasks, chunksize=1).get(timeout=150)
+        return size, pool.starmap_async(_peak, tasks, chunksize=1).get(timeout=300)
 
 
 def _peak(rank: int, ranks: int, folder: Path) -> tuple[int, int]:

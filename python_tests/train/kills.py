@@ -126,7 +126,7 @@ def killed_run(corpus, folder, *, kinds, seed, steps, plan=None, **options):
             for kind, step in zip(kinds, moments, strict=True):
                 now = kill_a_rank(run, kind, step, ranks, now, log, checkpoints, generator)
                 hits += bool(now)
-            run.wait(timeout=240)
+            run.wait(timeout=300)
         finally:
             if run.poll() is None:
                 run.kill()
@@ -137,7 +137,7 @@ def unbroken_run(corpus, folder, *, steps, plan=None, **options):
     """The log of a run that nobody disturbs."""
     log = folder / "unbroken.jsonl"
     words = command(corpus, steps=steps, step_log=log, **ranks_as(plan)[1], **options)
-    subprocess.run(words, stdout=subprocess.DEVNULL, check=True, timeout=240)
+    subprocess.run(words, stdout=subprocess.DEVNULL, check=True, timeout=300)
     return log
 
 

@@ -314,7 +314,7 @@ def test_a_disk_that_is_really_full(corpus, tmp_path):
     run = kills.command(corpus, tp=1, steps=9, checkpoint=disk / "c", checkpoint_every=1, keep=9)
     script = 'mount -t tmpfs -o size=3m none "$0"; "$@"; code=$?; ls -A "$0/c"; exit $code'
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script, str(disk), *run], capture_output=True, text=True, timeout=150,
+        ["unshare", "-rm", "sh", "-c", script, str(disk), *run], capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr  # the last step could not be saved

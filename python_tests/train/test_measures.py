@@ -155,7 +155,7 @@ def waits_for_a_late_rank():
         dist.barrier()
         with meter.step():
             if dist.get_rank() == 1:
-                time.sleep(0.2)
+                time.sleep(1.0)
             all_reduce(torch.ones(1), dist.group.WORLD, "loss")
     return [dataclasses.astuple(parts) for parts in meter.everywhere(meter.medians())]
 
@@ -164,7 +164,7 @@ def test_what_a_rank_waited_is_exposed(two_ranks):
     told = two_ranks.run(waits_for_a_late_rank)
     assert told[0] == told[1]
     early, late = (StepParts(*row) for row in told[0])
-    assert early.seconds > 0.19
+    assert early.seconds > 0.5
     assert early.exposed > 0.1
     assert early.exposed <= early.seconds
     assert early.bubble == late.bubble == 0

@@ -88,7 +88,7 @@ def test_torchrun_restarts_go_on(corpus, unbroken, tmp_path):
     run = subprocess.Popen([*launcher, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert kills.wait_until(lambda: any(line["step"] >= 6 for line in kills.lines_of(log)), run)
     os.kill(torchrun_ranks(run.pid)[-1], signal.SIGKILL)
-    _, said = run.communicate(timeout=150)
+    _, said = run.communicate(timeout=300)
     assert run.returncode == 0, said
     assert kills.losses_of(log) == unbroken
 
@@ -118,7 +118,7 @@ def test_sigterm_saves_and_the_run_goes_on(two_ranks, corpus, unbroken, tmp_path
     run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert kills.wait_until(lambda: len(kills.lines_of(log)) >= 1, run)
     run.terminate()
-    _, said = run.communicate(timeout=120)
+    _, said = run.communicate(timeout=300)
     assert run.returncode == SAVED_EXIT_CODE, said
     steps = len(kills.lines_of(log))
     assert steps < STEPS
