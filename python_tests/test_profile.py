@@ -290,7 +290,7 @@ def test_a_file_of_published_times_becomes_a_profile(tmp_path, capsys):
 
 def test_interrupted_it_says_that_nothing_was_written(tmp_path):
     path = tmp_path / "h.json"
-    command = [sys.executable, "-m", "oases", "profile", *SMALL, "--iterations", "200", "--json", str(path)]
+    command = [sys.executable, "-m", "oases", "profile", *SMALL, "--iterations", "20", "--json", str(path)]
     running = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
