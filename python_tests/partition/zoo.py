@@ -63,6 +63,30 @@ OTHERS = {
 }  # fmt: skip
 """Models that nothing was written for."""
 
+MIXTURES = {
+    "mixtral": ("MixtralForCausalLM", dict(**GATED, num_local_experts=4)),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        dict(**GATED, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16,
+             shared_expert_intermediate_size=32, decoder_sparse_step=1, norm_topk_prob=False),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        dict(**GATED, head_dim=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16,
+             norm_topk_prob=True),
+    ),
+    "olmoe": ("OlmoeForCausalLM", dict(**GATED, num_experts=4, num_experts_per_tok=2)),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        dict(SIZES, intermediate_size=64, moe_intermediate_size=16, n_routed_experts=8, n_group=4, topk_group=2,
+             num_experts_per_tok=3, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+             qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8),
+    ),
+}  # fmt: skip
+"""Models with mixtures of experts."""
+
+ALL = {**MODELS, **OTHERS, **MIXTURES}
+
 DROPOUTS = (
     *(
         "resid_pdrop",
@@ -79,7 +103,7 @@ DROPOUTS = (
 
 
 def config(name):
-    kind, sizes = {**MODELS, **OTHERS}[name]
+    kind, sizes = ALL[name]
     found = getattr(transformers, kind).config_class(**sizes)
     for dropout in DROPOUTS:  # masks of a model in one process cannot be had again
         if getattr(found, dropout, None):
@@ -88,7 +112,7 @@ def config(name):
 
 
 def build(name, seed=0):
-    kind = {**MODELS, **OTHERS}[name][0]
+    kind = ALL[name][0]
     torch.manual_seed(seed)
     model = getattr(transformers, kind)(config(name))
     with torch.no_grad():  # nothing at its initial zeros and ones, where a gradient could hide
