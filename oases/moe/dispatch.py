@@ -163,7 +163,7 @@ def combined(rows: Tensor, source: Tensor, routing: Routing) -> Tensor:
 
 
 def by_token(rows: Tensor, source: Tensor, weights: Tensor) -> Tensor:
-    """Back from `by_expert`: the sum of each token's rows times their weights [T, k]; rows left out at the end are 0."""
+    """Back from `by_expert`: the sum of each token's rows times their weights [T, k]; rows missing at the end: 0."""
     tokens, k = weights.shape
     if len(rows) < len(source):
         rows = torch.cat([rows, rows.new_zeros((len(source) - len(rows), rows.shape[1]))])

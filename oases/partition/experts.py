@@ -1,9 +1,9 @@
 """The experts of a model's mixtures, found by what they hold and what they compute, not by their names.
 
 A collection of experts is a module with weights stacked along their first dimension, [E, ...], that is called with
-tokens [T, hidden], the experts of each token [T, k] and their weights [T, k]. Which tokens go where is the business of
-the author's router, whatever it is. What a collection computes is found by calling it with small numbers, and
-comparing. While a layer is traced one op stands for the collection, because its own forward depends on data.
+tokens [T, hidden], the experts of each token [T, k] and their weights [T, k]. Which tokens go where is up to the
+author's router, whatever it is. What a collection computes is found by calling it with small numbers, and comparing.
+While a layer is traced one op stands for the collection, because its own forward depends on data.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import itertools
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ def _stacked(module: nn.Module) -> dict[str, Tensor]:
     return found if own and sum(each.dim() == 3 for each in found.values()) >= 2 else {}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _standing_in(kind: type[nn.Module]) -> type[nn.Module]:
     """A class whose instances answer a call by experts with the op; other calls are the author's."""
 
@@ -182,7 +182,7 @@ def _computes(module: nn.Module, number: int, perceptron: Perceptron) -> bool:
         try:
             with torch.no_grad():
                 got = copied.train(training)(x, index, weights)
-        except Exception:  # noqa: BLE001  a stranger's forward raises what it likes: it is another thing than this
+        except Exception:  # a stranger's forward raises what it likes: it computes something else than this
             return False
         if not isinstance(got, Tensor) or got.shape != x.shape or not torch.allclose(got, expected, 1e-4, 1e-5):
             return False

@@ -1,7 +1,8 @@
 """The experts that a rank computes in its graph of a layer, for the tokens that every rank has.
 
-Each rank takes all tokens through those of their experts that it holds. What comes of it is this rank's share of a
-sum over the ranks, like that of a row-parallel product: the layer is cut at that sum, and other sub-batches hide it.
+Each rank runs the author's router on the same values, so all choose the same, and takes the tokens through those of
+their experts that it holds. What comes of it is this rank's share of a sum over the ranks, like that of a row-parallel
+product: the layer is cut at that sum, and other sub-batches hide it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,8 @@ def held_experts(
     index, weights: [T, k], of every token the numbers of its experts, among those of all ranks, and their weights.
     up: [L, i or 2 i, hidden], down: [L, hidden, i]. It waits for the device, which says how many rows an expert gets.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    else:
-        dtype = x.dtype
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     number = len(up)
     here = (index >= first) & (index < first + number)
     ids = torch.where(here, index - first, number)  # those of other ranks come last
@@ -58,9 +57,12 @@ def experts(s: Splitter, node: fx.Node) -> Value:
     """A sum over the ranks of what each one's experts give; whole where every rank holds all of them."""
     x, index, weights, parameters = args_of(node)
     names = [s.exported.parameters[each.name] for each in parameters]
-    module = s.exported.layer.get_submodule(names[0].rpartition(".")[0])
+    path = names[0].rpartition(".")[0]
+    module = s.exported.layer.get_submodule(path)
     known: Collection = vars(module)["_collection"]
     perceptron = known.perceptron
+    if known.whole:
+        s.refused[path] = known.whole
     if perceptron is None:
         given = tuple(s.whole(each) for each in (x, index, weights, *parameters))
         return Value(s.call(OwnForward(module, known.names), given, node))

@@ -174,7 +174,7 @@ class Kind:
         self.rows = tuple(_weight(exported, node) for node in self.structure.rows)
         walk = _walk(exported, self.columns, Place())
         self.cuts: Mapping[str, Cut] = walk.cuts
-        self.experts = tuple(walk.experts)
+        self.experts, self.refused = tuple(walk.experts), {**self.structure.refused, **walk.refused}
         if not self.cuts:
             raise UnsplittableError(
                 "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of products"

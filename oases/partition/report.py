@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from oases.partition.experts import collections
 from oases.partition.program import Kind
 from oases.partition.runner import Runner
 
@@ -42,8 +41,7 @@ class LayersReport:
             self.experts = list(dict.fromkeys([*self.experts, *kind.experts]))
             whole = [name for name, _ in kind.twin.named_parameters() if name not in kind.cuts]
             self.replicated = list(dict.fromkeys([*self.replicated, *whole]))
-            self.refused |= kind.structure.refused
-            self.refused |= {name: known.whole for name, known in collections(kind.twin) if known.whole}
+            self.refused |= kind.refused
             fitting = set(kind.structure.degrees) & (fitting if fitting is not None else set(kind.structure.degrees))
         self.degrees = sorted(fitting or ())
 

@@ -76,12 +76,6 @@ MIXTURES = {
              norm_topk_prob=True),
     ),
     "olmoe": ("OlmoeForCausalLM", dict(**GATED, num_experts=4, num_experts_per_tok=2)),
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM",
-        dict(SIZES, intermediate_size=64, moe_intermediate_size=16, n_routed_experts=8, n_group=4, topk_group=2,
-             num_experts_per_tok=3, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
-             qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8),
-    ),
 }  # fmt: skip
 """Models with mixtures of experts."""
 
@@ -102,19 +96,19 @@ DROPOUTS = (
 )
 
 
-def config(name):
+def config(name, **changed):
     kind, sizes = ALL[name]
-    found = getattr(transformers, kind).config_class(**sizes)
+    found = getattr(transformers, kind).config_class(**{**sizes, **changed})
     for dropout in DROPOUTS:  # masks of a model in one process cannot be had again
         if getattr(found, dropout, None):
             setattr(found, dropout, 0.0)
     return found
 
 
-def build(name, seed=0):
+def build(name, seed=0, **changed):
     kind = ALL[name][0]
     torch.manual_seed(seed)
-    model = getattr(transformers, kind)(config(name))
+    model = getattr(transformers, kind)(config(name, **changed))
     with torch.no_grad():  # nothing at its initial zeros and ones, where a gradient could hide
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
