@@ -1,7 +1,7 @@
 """The experts that a rank computes in its graph of a layer, for the tokens that every rank has.
 
 Each rank runs the author's router on the same values, so all choose the same, and takes the tokens through those of
-their experts that it holds. What comes of it is this rank's share of a sum over the ranks, like that of a row-parallel
+their experts that it holds. What comes of it is its share of a sum over the ranks, like that of a row-parallel
 product: the layer is cut at that sum, and other sub-batches hide it.
 """
 
