@@ -8,7 +8,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.py)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-cpp test-gpu bench-gpu cuda-check lint format bench build clean sanitize
+.PHONY: demo test test-python test-slow test-cpp test-gpu bench-gpu cuda-check lint format bench build clean sanitize
 
 demo: build
 	$(PY) -m oases demo
@@ -18,6 +18,10 @@ test: test-cpp test-python
 # Two files of tests at a time: ranks mostly wait for one another.
 test-python: build $(VENV)/tests
 	$(PY) -m pytest -n 2 --dist loadfile
+
+# The cases that take long, of which `make test` runs some.
+test-slow: build $(VENV)/tests
+	$(PY) -m pytest -n 2 --dist loadfile -m slow
 
 # On a machine with a GPU and a CUDA torch.
 test-gpu: build $(VENV)/tests

@@ -53,9 +53,9 @@ auto described(const Layer& layer, int64_t experts, int64_t devices) {
   return std::make_tuple(routes, copies, layer.tokens(), layer.seconds());
 }
 
-auto search_experts(const at::Tensor& counts, const Costs& costs, int64_t slots) {
+auto search_experts(const at::Tensor& counts, const Costs& costs, int64_t slots, double effort) {
   const int64_t* data = whole_numbers(counts);
-  const Layer found = oases::experts::search(data, counts.size(0), counts.size(1), costs, slots);
+  const Layer found = oases::experts::search(data, counts.size(0), counts.size(1), costs, slots, effort);
   return described(found, counts.size(0), counts.size(1));
 }
 
@@ -179,7 +179,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("node_bandwidth", &Costs::node_bandwidth);
 
   module.def("search_experts", search_experts, py::arg("counts"), py::arg("costs"), py::arg("slots"),
-             "Pro-Prophet's search: (routes, copies, tokens by device, seconds).");
+             py::arg("effort") = 1.0, "Pro-Prophet's search: (routes, copies, tokens by device, seconds).");
   module.def("place_experts", place_experts, py::arg("counts"), py::arg("routes"), py::arg("copies"),
              py::arg("costs"), "The same of a given placement.");
 

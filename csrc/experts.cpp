@@ -2,13 +2,21 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 namespace oases::experts {
 
 namespace {
 
-double largest(const std::vector<double>& values) { return *std::max_element(values.begin(), values.end()); }
+// Of values of at least 0. Four at a time, for it is asked thousands of times in a search.
+double largest(const std::vector<double>& values) {
+  double found[4] = {0, 0, 0, 0};
+  const size_t whole = values.size() / 4 * 4;
+  for (size_t at = 0; at < whole; at += 4)
+    for (size_t lane = 0; lane < 4; ++lane)
+      found[lane] = found[lane] < values[at + lane] ? values[at + lane] : found[lane];
+  for (size_t at = whole; at < values.size(); ++at) found[0] = std::max(found[0], values[at]);
+  return std::max(std::max(found[0], found[1]), std::max(found[2], found[3]));
+}
 
 }  // namespace
 
@@ -21,20 +29,44 @@ Layer::Layer(const int64_t* counts, int64_t experts, int64_t devices, const Cost
       wire_(4 * costs.token_bytes / costs.bandwidth),
       counts_(counts),
       routes_(experts * devices),
-      holders_(experts) {
-  for (auto* row : {&tokens_, &sent_, &received_, &out_, &in_, &exchanged_, &held_}) row->assign(devices, 0);
+      copied_(experts * devices),
+      number_(experts),
+      held_(devices) {
+  for (auto* row : {&tokens_, &sent_, &received_, &out_, &in_, &exchanged_}) row->assign(devices, 0);
   for (auto* row : {&tokens_out_, &tokens_in_, &experts_out_, &experts_in_}) row->assign(nodes_, 0);
-  for (int64_t expert = 0; expert < experts; ++expert)
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    const int64_t to = home(expert);
+    std::fill_n(routes_.begin() + expert * devices, devices, static_cast<int32_t>(to));
+    double all = 0;
     for (int64_t device = 0; device < devices; ++device) {
-      routes_[expert * devices + device] = static_cast<int32_t>(device);
-      tokens_[device] += static_cast<double>(count(expert, device));
-      send(expert, device, home(expert));
+      const double tokens = static_cast<double>(count(expert, device));
+      all += tokens;
+      sent_[device] += tokens;
+      if (node(device) == node(to)) continue;
+      tokens_out_[node(device)] += tokens;
+      tokens_in_[node(to)] += tokens;
     }
+    const double own = static_cast<double>(count(expert, to));
+    sent_[to] -= own;
+    tokens_[to] += all;
+    received_[to] += all - own;
+  }
 }
 
-bool Layer::holds(int64_t device, int64_t expert) const {
-  const auto& held = holders_[expert];
-  return std::find(held.begin(), held.end(), device) != held.end();
+std::vector<int32_t> Layer::holders(int64_t expert) const {
+  std::vector<int32_t> found;
+  if (!number(expert)) return found;
+  for (int64_t device = 0; device < devices_; ++device)
+    if (holds(device, expert)) found.push_back(static_cast<int32_t>(device));
+  return found;
+}
+
+int64_t Layer::at(int64_t expert, int64_t device) const {
+  const int64_t* counts = counts_ + expert * devices_;
+  const int32_t* routes = routes_.data() + expert * devices_;
+  int64_t found = 0;
+  for (int64_t from = 0; from < devices_; ++from) found += routes[from] == device ? counts[from] : 0;
+  return found;
 }
 
 void Layer::send(int64_t expert, int64_t device, int64_t by) {
@@ -58,63 +90,106 @@ void Layer::send(int64_t expert, int64_t device, int64_t by) {
 
 void Layer::copy(int64_t expert, int64_t device) {
   carry(expert, -1);
-  holders_[expert].push_back(static_cast<int32_t>(device));
+  copied_[expert * devices_ + device] = 1;
+  ++number_[expert];
+  ++held_[device];
   carry(expert, 1);
 }
 
 void Layer::drop(int64_t expert, int64_t device) {
   carry(expert, -1);
-  auto& held = holders_[expert];
-  held.erase(std::find(held.begin(), held.end(), device));
+  copied_[expert * devices_ + device] = 0;
+  --number_[expert];
+  --held_[device];
   carry(expert, 1);
+}
+
+void Layer::shadow(int64_t expert) {
+  carry(expert, -1);
+  for (int64_t device = 0; device < devices_; ++device) {
+    if (device == home(expert) || holds(device, expert)) continue;
+    copied_[expert * devices_ + device] = 1;
+    ++number_[expert];
+    ++held_[device];
+  }
+  carry(expert, 1);
+  for (int64_t device = 0; device < devices_; ++device) send(expert, device, device);
 }
 
 // Parameters to the holders: a share to each from home, then each holder's share to all the others.
 void Layer::carry(int64_t expert, double sign) {
-  const auto& held = holders_[expert];
-  if (held.empty()) return;
-  const double number = static_cast<double>(held.size());
+  if (!number(expert)) return;
+  const double number = static_cast<double>(number_[expert]);
+  const uint8_t* held = copied_.data() + expert * devices_;
   out_[home(expert)] += sign;
-  for (const int32_t device : held) {
+  for (int64_t device = 0; device < devices_; ++device) {
+    if (!held[device]) continue;
     in_[device] += sign / number;
     exchanged_[device] += sign * (number - 1) / number;
-    held_[device] += sign;
   }
   if (nodes_ == 1) return;
-  std::vector<double> here(nodes_, 0);
-  for (const int32_t device : held) here[node(device)] += 1;
+  const int64_t size = devices_ / nodes_;
   for (int64_t at = 0; at < nodes_; ++at) {
-    const double exchanged = here[at] * (number - here[at]) / number;
+    const double here = static_cast<double>(std::count(held + at * size, held + (at + 1) * size, 1));
+    const double exchanged = here * (number - here) / number;
     experts_out_[at] += sign * exchanged;
     experts_in_[at] += sign * exchanged;
     if (at == node(home(expert))) continue;
-    experts_in_[at] += sign * here[at] / number;
-    experts_out_[node(home(expert))] += sign * here[at] / number;
+    experts_in_[at] += sign * here / number;
+    experts_out_[node(home(expert))] += sign * here / number;
   }
 }
 
 double Layer::moving() const {
-  if (costs_.mean_transfer)
-    return costs_.expert_bytes * std::accumulate(held_.begin(), held_.end(), 0.0) /
-           (static_cast<double>(devices_) * costs_.bandwidth);
-  if (largest(held_) < 0.5) return 0;
-  double experts = (std::max(largest(out_), largest(in_)) + largest(exchanged_)) / costs_.bandwidth;
-  if (nodes_ > 1)
-    experts =
-        std::max(experts, std::max(largest(experts_out_), largest(experts_in_)) / costs_.node_bandwidth);
-  return costs_.expert_bytes * experts + 2 * costs_.latency;
+  const auto [first, second] = rounds();
+  return first + second;
+}
+
+std::pair<double, double> Layer::rounds() const {
+  const int64_t most = *std::max_element(held_.begin(), held_.end());
+  if (costs_.mean_transfer) {
+    double all = 0;
+    for (const int32_t held : held_) all += held;
+    return {costs_.expert_bytes * all / (static_cast<double>(devices_) * costs_.bandwidth), 0};
+  }
+  if (!most) return {0, 0};
+  double first = std::max(largest(out_), largest(in_)) / costs_.bandwidth;
+  double second = largest(exchanged_) / costs_.bandwidth;
+  if (nodes_ > 1) {
+    // What crosses the nodes' borders does so in both rounds; each gets its part of the longer time.
+    const double across = std::max(largest(experts_out_), largest(experts_in_)) / costs_.node_bandwidth;
+    const double longer = std::max(1.0, across / (first + second));
+    first *= longer, second *= longer;
+  }
+  return {costs_.expert_bytes * first + costs_.latency, costs_.expert_bytes * second + costs_.latency};
 }
 
 double Layer::seconds() const {
   double tokens = std::max(largest(sent_), largest(received_)) / costs_.bandwidth;
   if (nodes_ > 1)
     tokens = std::max(tokens, std::max(largest(tokens_out_), largest(tokens_in_)) / costs_.node_bandwidth);
-  const double forward = costs_.token_seconds * largest(tokens_);
-  // Of four all-to-alls two are in the forward pass. Agg, in the backward pass, takes as long as Trans.
-  const double total = 4 * (costs_.token_bytes * tokens + costs_.latency) + (1 + costs_.backward) * forward;
-  if (!costs_.scheduled) return total + 2 * moving();
-  const double under = forward + costs_.non_expert_seconds;
-  return total + std::max(0.0, moving() - under) + std::max(0.0, moving() - costs_.backward * under);
+  // Of four all-to-alls two are in the forward pass.
+  return 4 * (costs_.token_bytes * tokens + costs_.latency) + compute_ * largest(tokens_) + exposed();
+}
+
+double Layer::hidden() const {
+  double all = 0;
+  for (const double tokens : tokens_) all += tokens;
+  return costs_.scheduled
+             ? costs_.token_seconds * all / static_cast<double>(devices_) + costs_.non_expert_seconds
+             : 0;
+}
+
+double Layer::exposed() const {
+  const auto [first, second] = rounds();  // Agg, in the backward pass, takes as long as Trans
+  if (!costs_.scheduled) return 2 * (first + second);
+  const double experts = costs_.token_seconds * largest(tokens_), others = costs_.non_expert_seconds;
+  const auto left = [](double seconds, double under) { return std::max(0.0, seconds - under); };
+  if (costs_.mean_transfer)
+    return left(first, experts + others) + left(first, costs_.backward * (experts + others));
+  // The first round, and the last of Agg, run under what is no expert's, the others under the experts.
+  return left(first, others) + left(second, experts) + left(second, costs_.backward * experts) +
+         left(first, costs_.backward * others);
 }
 
 }  // namespace oases::experts

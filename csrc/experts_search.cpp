@@ -1,178 +1,342 @@
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
-#include "experts.h"
+#include "experts_refinement.h"
 
 namespace oases::experts {
 
 namespace {
 
-// Levels that are tried, and the least share of a level for which a copy is made.
-constexpr int kLevels = 10;
-constexpr double kWorthwhile = 0.01;
+constexpr double kNothing = 1e-12;
+// How far above the mean a device may stay, as shares of how far the busiest is.
+constexpr double kLevels[] = {0.01, 0.05, 0.15, 0.3, 0.5, 0.75};
+// Copies in vain until a pass gives up, and how much slower than the best one may be whose routes are
+// improved.
+constexpr int kPatience = 8;
+constexpr double kNear = 1.15;
+// What a search may do, in devices that are looked at, and further ones by the devices there are; and what
+// the start of a refinement takes of it. In a small case much is left for placements that are disturbed.
+constexpr int64_t kAllWork = 20000, kFurtherWork = 1200000, kStart = 500;
+// How much worse than the best a placement may be that is disturbed next, at the beginning.
+constexpr double kWorse = 0.01;
+// How many placements are refined.
+constexpr size_t kRefined = 3;
+// Seconds for which experts may be under way, in those of one expert.
+constexpr double kUnderWay[] = {1, 1.5, 2, 3, 4.5};
+
+using Weights = std::vector<std::pair<int64_t, int64_t>>;  // (tokens, expert)
+
+void heaviest_first(Weights& weights) {
+  std::stable_sort(weights.begin(), weights.end(), [](auto& a, auto& b) { return a.first > b.first; });
+}
 
 class Search {
  public:
-  Search(const Layer& nothing_copied, int64_t experts, int64_t devices, int64_t slots)
-      : experts_(experts),
-        devices_(devices),
+  Search(const Layer& nothing_copied, int64_t slots, double effort)
+      : experts_(nothing_copied.experts()),
+        devices_(nothing_copied.devices()),
         slots_(slots),
         best_(nothing_copied),
-        seconds_(best_.seconds()) {}
+        seconds_(best_.seconds()),
+        work_(static_cast<int64_t>(effort * (kAllWork + kFurtherWork / static_cast<double>(devices_)))),
+        sources_(experts_) {}
 
   Layer run() {
+    if (devices_ == 1 || slots_ < 1) return best_;
     const Layer start = best_;
-    fill_all(start, kLevels);
+    replicate(start);
     shadow(start);
+    // Copies may be under way for as long as they are hidden, or longer.
+    Layer one = start;
+    one.copy(0, devices_ - 1);
+    const double unit = one.moving();
+    const double hidden = start.hidden();
+    relieve_all(start, hidden);
+    for (const double times : kUnderWay)
+      if (times * unit > hidden) relieve_all(start, times * unit);
+    relieve_all(start, std::numeric_limits<double>::infinity());
+    refine();
+    disturb();
     prune();
     return best_;
   }
 
  private:
-  // How long devices would be busy if all were alike, at the least, and the busiest is now.
-  void fill_all(const Layer& start, int levels) {
-    double sum = 0, most = 0;
-    for (int64_t device = 0; device < devices_; ++device) {
-      sum += start.busy(device);
-      most = std::max(most, start.busy(device));
-    }
-    const double least = sum / static_cast<double>(devices_);
-    for (int step = 0; step < levels; ++step) {
-      const double share = static_cast<double>(step) / levels;
-      Layer layer = start;
-      fill(layer, least + (most - least) * share * share);
-      keep(layer);
-    }
-  }
-
-  // Bring each device down to the level, where others have room below it.
-  void fill(Layer& layer, double level) {
-    std::vector<int64_t> devices(devices_);
-    std::iota(devices.begin(), devices.end(), 0);
-    std::vector<double> busy(devices_);
-    for (const int64_t device : devices) busy[device] = layer.busy(device);
-    std::stable_sort(devices.begin(), devices.end(), [&](int64_t a, int64_t b) { return busy[a] > busy[b]; });
-    const int64_t mine = experts_ / devices_;
-    for (const int64_t device : devices) {
-      std::vector<std::pair<int64_t, int64_t>> heaviest;  // (tokens computed here, expert)
-      for (int64_t expert = device * mine; expert < (device + 1) * mine; ++expert)
-        heaviest.emplace_back(at(layer, expert, device), expert);
-      std::stable_sort(heaviest.begin(), heaviest.end(), [](auto& a, auto& b) { return a.first > b.first; });
-      for (const auto& [tokens, expert] : heaviest)
-        while (tokens > 0 && layer.busy(device) > level && relieve(layer, expert, device, level)) {
+  // The paper's loop: relieve the busiest device until it is as the others, and keep the best on the way.
+  // longest: seconds for which experts may be under way.
+  void relieve_all(Layer layer, double longest) {
+    double least = layer.seconds();
+    int in_vain = 0;
+    for (const double share : kLevels) {
+      while (true) {
+        double sum = 0, most = 0;
+        int64_t busiest = 0;
+        for (int64_t device = 0; device < devices_; ++device) {
+          const double busy = layer.busy(device);
+          sum += busy;
+          if (busy > most) most = busy, busiest = device;
         }
+        const double mean = sum / static_cast<double>(devices_), level = mean + share * (most - mean);
+        if (most <= level * (1 + kNothing) || !relieve(layer, busiest, level, longest)) break;
+        const double now = keep(layer);
+        in_vain = now < least ? 0 : in_vain + 1;
+        least = std::min(least, now);
+        work_ -= 4 * devices_;
+        if (in_vain > kPatience) return;
+      }
     }
+    finish(layer);
   }
 
-  static constexpr double kNothing = 1e-12;
-
-  int64_t at(const Layer& layer, int64_t expert, int64_t device) const {
-    int64_t found = 0;
-    for (int64_t from = 0; from < devices_; ++from)
-      if (layer.route(expert, from) == device) found += layer.count(expert, from);
-    return found;
+  // One more copy of one of the device's experts, the heaviest that can be.
+  bool relieve(Layer& layer, int64_t device, double level, double longest) {
+    const int64_t mine = experts_ / devices_;
+    Weights weights;
+    for (int64_t expert = device * mine; expert < (device + 1) * mine; ++expert)
+      if (const int64_t tokens = layer.at(expert, device)) weights.emplace_back(tokens, expert);
+    heaviest_first(weights);
+    for (const auto& [tokens, expert] : weights)
+      if (relieve_of(layer, expert, tokens, device, level, longest)) return true;
+    return false;
   }
 
-  // One more copy of the expert, where it takes most off its home. Its own tokens a device need not receive.
-  bool relieve(Layer& layer, int64_t expert, int64_t home, double level) {
+  // A copy where it takes most off the device. Its own tokens a device need not receive.
+  bool relieve_of(Layer& layer, int64_t expert, int64_t tokens, int64_t device, double level,
+                  double longest) {
     const double compute = layer.compute_seconds(), wire = layer.wire_seconds();
-    const double all = static_cast<double>(at(layer, expert, home) - own(layer, expert, home, home));
+    const int64_t mine = layer.route(expert, device) == device ? layer.count(expert, device) : 0;
+    const double all = static_cast<double>(tokens - mine);
     int64_t chosen = -1;
     double most = kWorthwhile * level;
-    for (int64_t device = 0; device < devices_; ++device) {
-      if (device == home || layer.copies(device) >= slots_ || layer.holds(device, expert)) continue;
-      const double room = level - layer.busy(device);
-      if (room <= 0) continue;
-      const double its = static_cast<double>(own(layer, expert, device, home));
-      const double fits =
-          its * compute > room ? 0 : its + (room - its * compute) / (compute + wire + kNothing);
+    for (int64_t to = 0; to < devices_; ++to) {
+      const double room = level - layer.busy(to);
+      if (room <= 0 || layer.copies(to) >= slots_ || to == device || layer.holds(to, expert)) continue;
+      const double its = layer.route(expert, to) == device ? static_cast<double>(layer.count(expert, to)) : 0;
+      if (its * compute > room) continue;
+      const double fits = its + (room - its * compute) / (compute + wire + kNothing);
       const double relief = std::min(fits, all) * (compute + wire) + its * wire;
-      if (fits >= its && relief > most) most = relief, chosen = device;
+      if (relief > most) most = relief, chosen = to;
     }
     if (chosen < 0) return false;
     layer.copy(expert, chosen);
-    if (own(layer, expert, chosen, home)) layer.send(expert, chosen, chosen);
-    std::vector<int32_t> sources;
-    for (int64_t from = 0; from < devices_; ++from)
-      if (from != home && layer.route(expert, from) == home && layer.count(expert, from) > 0)
-        sources.push_back(static_cast<int32_t>(from));
-    std::stable_sort(sources.begin(), sources.end(),
-                     [&](int32_t a, int32_t b) { return layer.count(expert, a) > layer.count(expert, b); });
-    for (const int32_t from : sources) {
-      const double more = static_cast<double>(layer.count(expert, from)) * (compute + wire);
-      if (layer.busy(home) <= level) break;
-      if (layer.busy(chosen) + more <= level) layer.send(expert, from, chosen);
+    if (layer.moving() > longest) {
+      layer.drop(expert, chosen);
+      return false;
+    }
+    if (layer.route(expert, chosen) == device) layer.send(expert, chosen, chosen);
+    for (const auto& [number, from] : sources(layer, expert)) {
+      if (from == device || layer.route(expert, from) != device) continue;
+      if (layer.busy(device) <= level || !number) break;
+      if (layer.busy(chosen) + static_cast<double>(number) * (compute + wire) <= level)
+        layer.send(expert, from, chosen);
     }
     return true;
   }
 
-  int64_t own(const Layer& layer, int64_t expert, int64_t device, int64_t home) const {
-    return layer.route(expert, device) == home ? layer.count(expert, device) : 0;
-  }
-
-  // The heaviest experts to all who have tokens for them, as many as pay: the least is received so.
+  // The heaviest experts to all devices, as many as pay; then what is left uneven is relieved.
   void shadow(const Layer& start) {
-    std::vector<std::pair<int64_t, int64_t>> heaviest;
-    for (int64_t expert = 0; expert < experts_; ++expert) {
-      int64_t tokens = 0;
-      for (int64_t device = 0; device < devices_; ++device) tokens += start.count(expert, device);
-      heaviest.emplace_back(tokens, expert);
-    }
-    std::stable_sort(heaviest.begin(), heaviest.end(), [](auto& a, auto& b) { return a.first > b.first; });
+    Weights weights = loads(start);
     Layer layer = start;
     double before = start.seconds();
     int in_vain = 0;
     std::vector<Layer> further;
-    for (const auto& [tokens, expert] : heaviest) {
-      for (int64_t device = 0; device < devices_; ++device) {
-        if (device == layer.home(expert) || !layer.count(expert, device) || layer.copies(device) >= slots_)
-          continue;
-        layer.copy(expert, device);
-        layer.send(expert, device, device);
-      }
+    for (int64_t number = 0; number < std::min(slots_, experts_); ++number) {
+      layer.shadow(weights[number].second);
       keep(layer);
       const double now = layer.seconds();
-      if (now >= before && ++in_vain == 2) break;
+      if (now >= before && ++in_vain == 3) break;
       if (now < before) further.push_back(layer), before = now;
     }
-    // What is left uneven then is filled up; from the last ones, and from one half way.
-    for (const size_t back : {size_t{1}, size_t{2}, further.size() / 2 + 1})
-      if (back <= further.size()) fill_all(further[further.size() - back], kLevels / 2);
+    for (const size_t back : {size_t{1}, further.size() / 2 + 1})
+      if (back <= further.size())
+        relieve_all(further[further.size() - back], std::numeric_limits<double>::infinity());
   }
 
-  // Take copies away that cost more than they save.
-  void prune() {
+  // As EPLB does: see oases/moe/eplb.py, which this follows to the last tie.
+  void replicate(const Layer& start) {
+    const int64_t mine = experts_ / devices_, slots = std::min(slots_, mine);
+    std::vector<double> total(experts_), share(experts_), weight(devices_);
+    std::vector<int64_t> number(experts_, 1), left(devices_, slots), order(experts_);
+    for (const auto& [tokens, expert] : loads(start)) total[expert] = static_cast<double>(tokens);
+    share = total;
+    for (int64_t more = 0; more < slots * devices_; ++more) {
+      const int64_t busiest = std::max_element(share.begin(), share.end()) - share.begin();
+      if (share[busiest] <= 0) break;
+      ++number[busiest];
+      share[busiest] = number[busiest] < devices_ ? total[busiest] / static_cast<double>(number[busiest]) : 0;
+    }
     for (int64_t expert = 0; expert < experts_; ++expert) {
-      const auto held = best_.holders(expert);
-      for (const int32_t device : held) {
-        Layer layer = best_;
-        for (int64_t from = 0; from < devices_; ++from)
-          if (layer.route(expert, from) == device) layer.send(expert, from, layer.home(expert));
-        layer.drop(expert, device);
-        keep(layer, true);
+      share[expert] = total[expert] / static_cast<double>(number[expert]);
+      weight[start.home(expert)] += share[expert];
+    }
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return share[a] > share[b]; });
+    Layer layer = start;
+    for (const int64_t expert : order)
+      if (number[expert] > 1) spread(layer, expert, number[expert] - 1, share[expert], weight, left);
+    keep(layer);
+    finish(layer);
+  }
+
+  void spread(Layer& layer, int64_t expert, int64_t copies, double share, std::vector<double>& weight,
+              std::vector<int64_t>& left) {
+    std::vector<int64_t> holders{layer.home(expert)};
+    for (int64_t more = 0; more < copies; ++more) {
+      int64_t lightest = -1;
+      for (int64_t device = 0; device < devices_; ++device)
+        if (left[device] && device != layer.home(expert) && !layer.holds(device, expert) &&
+            (lightest < 0 || weight[device] < weight[lightest]))
+          lightest = device;
+      if (lightest < 0) break;
+      layer.copy(expert, lightest);
+      holders.push_back(lightest);
+      weight[lightest] += share;
+      --left[lightest];
+    }
+    std::vector<int64_t> tokens;
+    for (const int64_t device : holders) tokens.push_back(layer.count(expert, device));
+    for (const auto& [count, device] : sources(layer, expert)) {
+      if (device == holders.front()) continue;
+      if (layer.holds(device, expert)) {
+        layer.send(expert, device, device);
+        continue;
       }
+      const size_t least = std::min_element(tokens.begin(), tokens.end()) - tokens.begin();
+      layer.send(expert, device, holders[least]);
+      tokens[least] += count;
     }
   }
 
-  // even: where it takes no longer, fewer copies are better.
-  bool keep(const Layer& layer, bool even = false) {
+  // (tokens, device) of an expert, the most first.
+  const Weights& sources(const Layer& layer, int64_t expert) {
+    Weights& found = sources_[expert];
+    if (found.empty()) {
+      for (int64_t device = 0; device < devices_; ++device)
+        found.emplace_back(layer.count(expert, device), device);
+      heaviest_first(found);
+    }
+    return found;
+  }
+
+  Weights loads(const Layer& start) const {
+    Weights weights;
+    for (int64_t expert = 0; expert < experts_; ++expert)
+      weights.emplace_back(start.at(expert, start.home(expert)), expert);
+    heaviest_first(weights);
+    return weights;
+  }
+
+  // A placement of which more may be made.
+  void finish(Layer& layer) {
     const double seconds = layer.seconds();
-    if (even ? seconds > seconds_ : seconds >= seconds_) return false;
-    best_ = layer;
-    seconds_ = seconds;
-    return true;
+    if (work_ <= 0 || seconds > kNear * seconds_) return;
+    work_ -= Refinement<4>(layer, 0).improve();
+    ends_.emplace_back(keep(layer), layer);
+  }
+
+  double refine(Layer& layer) {
+    work_ -= Refinement<4>(layer, slots_).improve();
+    work_ -= Refinement<6>(layer, slots_).improve();
+    return keep(layer);
+  }
+
+  // The best ones are refined, with further copies.
+  void refine() {
+    std::stable_sort(ends_.begin(), ends_.end(), [](auto& a, auto& b) { return a.first < b.first; });
+    for (size_t end = 0; end < std::min(kRefined, ends_.size()) && work_ > 0; ++end)
+      refine(ends_[end].second);
+  }
+
+  // Copies and routes of the best are changed here and there, and what comes out is refined: small cases,
+  // which are the ones where a single route matters, have time for that. The numbers are the same on every
+  // rank.
+  void disturb() {
+    const int64_t mine = experts_ / devices_;
+    uint64_t state = 1;
+    const auto below = [&](int64_t limit) {
+      state = state * 6364136223846793005u + 1442695040888963407u;
+      return static_cast<int64_t>((state >> 33) % static_cast<uint64_t>(limit));
+    };
+    const double all = static_cast<double>(work_);
+    Layer current = best_, layer = best_;
+    while ((work_ -= experts_ * devices_ + kStart) > 0) {
+      layer = current;
+      const int64_t freed = take(layer, below(experts_ * devices_));
+      if (below(2)) take(layer, below(experts_ * devices_));
+      const int64_t expert = below(experts_);
+      const bool anywhere = freed < 0 || !below(4);
+      const int64_t given = anywhere ? expert : busiest(layer) * mine + below(mine);
+      const int64_t to = anywhere ? below(devices_) : freed;
+      if (below(2) && layer.copies(to) < slots_ && layer.home(given) != to && !layer.holds(to, given)) {
+        layer.copy(given, to);
+        layer.send(given, to, to);
+      }
+      const auto holders = layer.holders(expert);
+      if (!holders.empty())
+        layer.send(expert, below(devices_), holders[below(static_cast<int64_t>(holders.size()))]);
+      if (refine(layer) <= seconds_ * (1 + kWorse * static_cast<double>(work_) / all)) current = layer;
+    }
+  }
+
+  // Take a copy away, the next one from a place in [E, D] on. Returns the device that had it, -1 where there
+  // is none.
+  int64_t take(Layer& layer, int64_t from) const {
+    for (int64_t step = 0; step < experts_ * devices_; ++step) {
+      const int64_t at = (from + step) % (experts_ * devices_), expert = at / devices_,
+                    device = at % devices_;
+      if (!layer.holds(device, expert)) continue;
+      for (int64_t source = 0; source < devices_; ++source)
+        if (layer.route(expert, source) == device) layer.send(expert, source, layer.home(expert));
+      layer.drop(expert, device);
+      return device;
+    }
+    return -1;
+  }
+
+  int64_t busiest(const Layer& layer) const {
+    int64_t found = 0;
+    for (int64_t device = 1; device < devices_; ++device)
+      if (layer.busy(device) > layer.busy(found)) found = device;
+    return found;
+  }
+
+  // Take copies away that compute nothing, unless others then take longer to be sent.
+  void prune() {
+    for (int64_t expert = 0; expert < experts_; ++expert)
+      for (const int32_t device : best_.holders(expert)) {
+        if (best_.at(expert, device)) continue;
+        for (int64_t from = 0; from < devices_; ++from)  // routes of no tokens
+          if (best_.route(expert, from) == device) best_.send(expert, from, best_.home(expert));
+        best_.drop(expert, device);
+        const double seconds = best_.seconds();
+        if (seconds > seconds_)
+          best_.copy(expert, device);
+        else
+          seconds_ = seconds;
+      }
+  }
+
+  double keep(const Layer& layer) {
+    const double seconds = layer.seconds();
+    if (seconds < seconds_) best_ = layer, seconds_ = seconds;
+    return seconds;
   }
 
   int64_t experts_, devices_, slots_;
   Layer best_;
   double seconds_;
+  int64_t work_;
+  std::vector<Weights> sources_;
+  std::vector<std::pair<double, Layer>> ends_;  // (seconds, placement) that passes came to
 };
 
 }  // namespace
 
-Layer search(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots) {
-  return Search(Layer(counts, experts, devices, costs), experts, devices, slots).run();
+Layer search(const int64_t* counts, int64_t experts, int64_t devices, const Costs& costs, int64_t slots,
+             double effort) {
+  return Search(Layer(counts, experts, devices, costs), slots, effort).run();
 }
 
 }  // namespace oases::experts

@@ -42,12 +42,16 @@ def report_of(name: str) -> PartitionReport:
 def table(names: Iterable[str]) -> str:
     """The table of some models of the zoo: a row for each list of layers."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    for name in names:
-        report = report_of(name)
-        for number, layers in enumerate(report.layers):
-            whose = (report.model, grouped(report.vocabulary)) if number == 0 else ("", "")
-            lines.append("| " + " | ".join(cell or "-" for cell in _cells(layers, *whose)) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines + [row for name in names for row in rows(report_of(name))])
+
+
+def rows(report: PartitionReport) -> list[str]:
+    """The rows of a model."""
+    lines = []
+    for number, layers in enumerate(report.layers):
+        whose = (report.model, grouped(report.vocabulary)) if number == 0 else ("", "")
+        lines.append("| " + " | ".join(cell or "-" for cell in _cells(layers, *whose)) + " |")
+    return lines
 
 
 def _cells(layers: LayersReport, model: str, vocabulary: str) -> tuple[str, ...]:

@@ -207,6 +207,48 @@ def experts_table(result: dict[str, Any]) -> Table:
     return table
 
 
+def placements_table(result: dict[str, Any]) -> Table:
+    """A benchmark of placements: a row per method and part of the cases."""
+    table = Table(title="modelled; geometric means, RB and planning medians", title_justify="left")
+    for name in ("devices or trace", "method"):
+        table.add_column(name)
+    for name in ("of none's time", "RB", "over bound", "at most", "within 3 %", "above it", "planning"):
+        table.add_column(name, justify="right")
+    for part, found in result["cases"].items():
+        for method, row in found["methods"].items():
+            beside = found.get("optimum", {}).get(method)
+            cells = ["-"] * 3
+            if beside is not None:
+                cells = [f"{beside[key]:.3f}" for key in ("over_bound", "over_bound_max")]
+                cells.append(percent(beside["within_3_percent"]))
+            above = found["prophet_above"].get(method)
+            table.add_row(
+                part, method, f"{row['over_none']:.3f}", f"{row['rb']:.2f}", *cells,
+                "-" if above is None else str(above), f"{1e3 * row['planning_seconds']:.2f} ms",
+            )  # fmt: skip
+        if "optimum" in found:
+            sought = found["optimum"]
+            table.add_row(part, f"bound: {percent(sought['solved_share'])} of {sought['cases']} solved", *["-"] * 7)
+    return table
+
+
+def speedups_table(result: dict[str, Any]) -> Table:
+    """Modelled and published speed-ups; below, the errors under the assumptions and under others."""
+    error = result["error"]
+    table = Table(title=f"off by {percent(error['all'])}, geometric mean", title_justify="left")
+    for name in ("model", "method"):
+        table.add_column(name)
+    for name in ("modelled", "published"):
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        model = f"{row['model']} top-{row['top_k']}"
+        table.add_row(model, row["method"], f"{row['modelled']:.2f}", f"{row['published']:.2f}")
+    for name, errors in {"these assumptions": error, **result["other_assumptions"]}.items():
+        by_method = ", ".join(f"{method} {percent(errors[method])}" for method in ("faster_moe", "prophet"))
+        table.add_row(f"error: {name}", by_method, percent(errors["all"]), "-")
+    return table
+
+
 def predictions_table(result: dict[str, Any]) -> Table:
     """Measured and predicted steps of an overlap benchmark."""
     table = Table(title="predicted beside measured", title_justify="left")

@@ -3,12 +3,14 @@
     with RankPool(2) as ranks:
         results = ranks.run(function, argument)     # one result per rank
 
-The processes are started once and reused, because importing torch costs more than most tests.
+The processes are started once and reused, because importing torch costs more than most tests. All pools of a
+process take their ranks from one server, which has imported torch already.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -21,8 +23,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["torch.distributed", "torch._dynamo"]
+"""Imported once for all ranks; append to it before the first pool, of what need not be there too. torch's optimizers
+import the second, which takes as long as all the rest of torch."""
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+
+def start_context() -> Any:
+    """How ranks are started: forked from a process that has imported torch and done nothing else, where that goes."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection, environment: dict[str, str]) -> None:
+    os.environ.clear()  # which is that of when the server was started
+    os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
@@ -40,7 +57,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
 
 
 class RankPool:
-    """`size` spawned processes with a default gloo group.
+    """`size` fresh processes with a default gloo group.
 
     Functions must be importable by name, arguments and results picklable.
     """
@@ -48,13 +65,13 @@ class RankPool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._directory = tempfile.TemporaryDirectory(prefix="oases-ranks-")
-        context = multiprocessing.get_context("spawn")
+        context = start_context()
         store = str(Path(self._directory.name) / "store")
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store, theirs, dict(os.environ)), daemon=True)
             process.start()
             self._connections.append(ours)
             self._processes.append(process)

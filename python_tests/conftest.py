@@ -2,9 +2,19 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from oases.testing import RankPool
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: other tests and ranks want the cores
+
+import torch
+from at_hand import RanksAtHand
+
+from oases.testing import PRELOADED, RankPool
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+PRELOADED += [
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "torch.export._trace",
+    "torch._export.non_strict_utils", "oases.partition.parallelization", "oases.train.trainer",
+]  # fmt: skip
 
 if not torch.cuda.is_available():  # before any test imports triton, which reads it then
     os.environ["TRITON_INTERPRET"] = "1"
@@ -33,3 +43,10 @@ def two_ranks() -> Iterator[RankPool]:
 def four_ranks() -> Iterator[RankPool]:
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def ranks_at_hand(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of this test run on the pools' ranks; that they start their own is tested where they do."""
+    pools = {2: "two_ranks", 4: "four_ranks"}
+    monkeypatch.setattr("oases.ranks.run_ranks", RanksAtHand(lambda size: request.getfixturevalue(pools[size])))

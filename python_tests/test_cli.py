@@ -148,7 +148,7 @@ def test_help_shows_defaults(capsys):
 SMALL = ["--hidden", "64", "--layers", "1", "--heads", "2", "--sequence", "32", "--batch", "4"]
 
 
-def test_bench_writes_its_json(capfd, tmp_path):
+def test_bench_writes_its_json(ranks_at_hand, capfd, tmp_path):
     path = tmp_path / "o.json"
     cli.main(["bench", "overlap", *SMALL, "--tp", "2", "--iterations", "2", "--json", str(path)])
     result = json.loads(path.read_text())

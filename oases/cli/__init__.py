@@ -41,6 +41,7 @@ _COMMANDS = {
     "demo": "run",
     "train": "run",
     "bench": "bench",
+    "loads": "loads",
     "profile": "profile",
     "plan": "plan",
     "simulate": "simulate",

@@ -32,6 +32,7 @@ def add(commands: Any) -> None:
     from oases.bench.nodes import NodesBenchConfig
     from oases.bench.overlap import OverlapConfig
     from oases.bench.pipeline import PipelineBenchConfig
+    from oases.bench.placements import PlacementsBenchConfig
     from oases.bench.planner import PlannerBenchConfig
     from oases.bench.plans import PlansBenchConfig
     from oases.bench.recomputation import RecomputationBenchConfig
@@ -70,6 +71,12 @@ def add(commands: Any) -> None:
     add_options(moe, ExpertsBenchConfig())
     add_ranks(moe, link=None, tp=8)
     moe.set_defaults(run=_bench_moe)
+    placements = command(benches, "placements", "placements of experts by their modelled time, beside the optimum")
+    add_options(placements, PlacementsBenchConfig())
+    placements.add_argument(
+        "--published", action="store_true", help="model the speed-ups of Pro-Prophet's evaluation instead"
+    )
+    placements.set_defaults(run=_bench_placements)
     gpu = command(
         benches, "gpu", "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed"
     )
@@ -264,6 +271,22 @@ def _bench_recomputation(options: argparse.Namespace, given: Sequence[str]) -> N
     if not speaks():
         return
     console.print(nodes_table(result))
+    write_json(options.json, result)
+
+
+def _bench_placements(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.placements import PlacementsBenchConfig, run_placements_bench
+    from oases.moe.published import report
+    from oases.terminal import console, placements_table, speedups_table
+
+    config = configured(PlacementsBenchConfig, options)
+    require_writable("--json", options.json)
+    if options.published:
+        result = report()
+        console.print(speedups_table(result))
+    else:
+        result = run_placements_bench(config)
+        console.print(placements_table(result))
     write_json(options.json, result)
 
 

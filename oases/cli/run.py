@@ -25,7 +25,8 @@ from oases.errors import UsageError
 _NOT_OF_DEMO = (
     "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
     "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "peak_flops",
-    "print_every",
+    "print_every", "experts", "top_k", "expert_hidden", "shared_hidden", "gate", "balance_weight", "z_weight",
+    "bias_update_rate", "capacity_factor", "placement", "expert_memory", "expert_schedule", "record_loads",
 )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.ranks import run_ranks
-    from oases.terminal import comparison_table, console, percent
+    from oases.terminal import console
     from oases.train.run import run_training
 
     if options.write_config:
@@ -126,8 +127,15 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
         console.print(plan.text(), soft_wrap=True)
     console.print(f"{corpus.described()}; {options.tp} ranks {link}", soft_wrap=True)
     result = run_ranks(run_training, (config, plan, options.timeout), ranks)
-    if not speaks():
-        return
+    if speaks():
+        _show(result, config, plan)
+        write_json(options.json, result)
+
+
+def _show(result: dict[str, Any], config: Any, plan: Any) -> None:
+    """What a training run came to."""
+    from oases.terminal import comparison_table, console, percent
+
     unit = "byte" if config.tokenizer is None else "token"
     console.print(
         f"validation loss {result['validation_loss']:.4f} nats per {unit}; step "
@@ -137,6 +145,10 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
         f"{result['flops_per_second'] / 1e9:.4g} GFLOP/s of the model, {percent(result['utilisation'])} of the peak: "
         f"{result['peak_flops']['source']}", soft_wrap=True,
     )  # fmt: skip
+    if result["balance"]:
+        console.print(_balance_text(result["balance"]), soft_wrap=True)
+    if config.record_loads is not None:
+        console.print(f"loads in {config.record_loads}; oases loads shows them", soft_wrap=True)
     if plan is not None and result["prediction"] is None:
         console.print(
             "the plan has no prediction to lay over the measured step; oases plan --json writes one with it"
@@ -150,7 +162,15 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
             f"{row['link_seconds']:.1f} s, compute waited {row['blocked_seconds']:.1f} s: {percent(row['hidden'])} "
             "hidden under compute", soft_wrap=True,
         )  # fmt: skip
-    write_json(options.json, result)
+
+
+def _balance_text(found: dict[str, float]) -> str:
+    dropped = f", {found['dropped']:.3g} slots dropped" if found["dropped"] else ""
+    return (
+        f"balance degree {found['balance_before']:.3g} slots without copies, {found['balance_after']:.3g} with "
+        f"{found['copies']:.3g} a step: {found['rb']:.2f} times as even, which by the model saves "
+        f"{1e3 * found['saved_seconds']:.3g} ms a step{dropped}"
+    )
 
 
 def _export(options: argparse.Namespace, given: Sequence[str]) -> None:
@@ -218,6 +238,8 @@ def _what_to_train(options: argparse.Namespace) -> tuple[Any, Any, Any]:
         config = plans.config_for(plan, found)
         return config, plans.check(config, plan), plan
     config = TrainConfig(**found)
+    if config.experts:
+        return _mixture_to_train(options, config)
     degrees = config.degrees
     if not degrees.tensor:  # two, to show what is here, unless ranks are asked for in another way
         config = dataclasses.replace(
@@ -229,3 +251,17 @@ def _what_to_train(options: argparse.Namespace) -> tuple[Any, Any, Any]:
         return config, config.check(tensor), None
     plan = plans.by_hand(config, tensor)
     return config, plans.check(config, plan), plan
+
+
+def _mixture_to_train(options: argparse.Namespace, config: Any) -> tuple[Any, Any, None]:
+    """Of a configuration with experts; replicas are on all ranks that a launcher has started."""
+    import os
+
+    from oases.ranks import under_torchrun
+    from oases.train import mixture
+
+    launched = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+    ranks = mixture.asked_ranks(config, launched, one_replica=options.dp == 1)
+    config, corpus = mixture.check(config, ranks)
+    options.tp = ranks
+    return config, corpus, None

@@ -86,6 +86,10 @@ class Attention(nn.Module):
         """Norm and products."""
         return self.product(self.prepare(x_BSH))
 
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H], whole on every rank -> the block's output; for who overlaps its sums with nothing else."""
+        return x_BSH + self.projection(self._attend(self.qkv(self.prepare(x_BSH))))
+
     def _attend(self, qkv: Tensor) -> Tensor:
         qkv = qkv.unflatten(-1, (self.local_heads, 3, self.head_width))
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-2))
@@ -157,7 +161,94 @@ def block_maker(config: GPTConfig) -> BlockMaker:
     return make
 
 
-class GPT(HoldsGroup, nn.Module):
+class Decoder(HoldsGroup, nn.Module):
+    """What is around the blocks of a decoder: embedding, positions, norm, head and loss. `stack` runs the blocks.
+
+    config: sizes. process_group: the tensor-parallel group. is_first, is_last: whether this stage of a pipeline has
+    the embedding, and the head; the tied table is on both. A subclass makes `stack`, then calls `_make_norm`.
+    """
+
+    stack: Any
+
+    def __init__(
+        self, config: GPTConfig, process_group: ProcessGroup | None, *, is_first: bool = True, is_last: bool = True
+    ) -> None:
+        super().__init__()
+        self.config, self.process_group = config, process_group
+        self.is_first, self.is_last = is_first, is_last
+        self.ends: Unit | None = None
+        """The weights of embedding, norm and head, where they are sharded."""
+        generator = torch.Generator().manual_seed(config.seed + 1)
+        table = torch.empty(config.vocabulary, config.hidden).normal_(std=0.02, generator=generator)
+        positions = torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
+        self.embedding = self.positions = None
+        self.norm: nn.LayerNorm | None = None
+        if is_first or is_last:
+            self.embedding = OverlappedEmbedding.from_embedding(
+                nn.Embedding.from_pretrained(table, freeze=False), process_group=process_group
+            )
+        if is_first:
+            self.positions = nn.Parameter(positions)
+
+    def _make_norm(self) -> None:
+        if self.is_last:
+            self.norm = nn.LayerNorm(self.config.hidden)
+
+    def at_call(self, number: int) -> None:
+        """The next pass has this number in the whole training: what it draws at random follows from that."""
+        self.stack.calls = number
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Tokens, the same on a replica's ranks -> logits of this rank's part of the vocabulary, [B, S, V/t]."""
+        return self._logits(tokens_BS)
+
+    def _logits(self, tokens_BS: Tensor) -> Tensor:
+        # Apart from forward(), which FSDP2's hooks surround where weights are sharded.
+        return self.head(self.stack(self.embed(tokens_BS)))
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """Tokens -> the first block's input, [B, S, H]. ValueError for a sequence longer than the model's."""
+        length = tokens_BS.shape[1]
+        if length > self.config.sequence:
+            raise ValueError(f"a sequence of {length} tokens exceeds the model's {self.config.sequence}")
+        if self.embedding is None or self.positions is None:
+            raise RuntimeError("this stage has no embedding; only the first one reads tokens")
+        with self._gathered():
+            embedded: Tensor = self.embedding(tokens_BS) + self.positions[:length]
+        return embedded
+
+    def head(self, x_BSH: Tensor) -> Tensor:
+        """The last block's output -> logits, [B, S, V/t]."""
+        if self.embedding is None or self.norm is None:
+            raise RuntimeError("this stage has no head; only the last one makes logits")
+        with self._gathered():
+            x_BSH = self.norm(x_BSH)
+            weight = self.embedding.weight
+            if self.tensor_parallel == 1:
+                return F.linear(x_BSH, weight)
+            logits: Tensor = torch.ops.oases.column_linear(x_BSH, weight, None, self._group_name, 2, False)
+        return logits
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Around what reads the weights of embedding, norm and head; without gradients nobody needs them after."""
+        if self.ends is not None:
+            self.ends.gather()
+        yield
+        if self.ends is not None and not torch.is_grad_enabled():
+            self.ends.release()
+
+    def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token, the same on every rank of a replica."""
+        return parallel_cross_entropy(self._logits(tokens_BS), targets_BS, process_group=self.process_group)
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """The table where it is on two stages: its gradient is the sum of both, its square counts once."""
+        return None if self.embedding is None or self.is_first == self.is_last else self.embedding.weight
+
+
+class GPT(Decoder):
     """Decoder-only language model over tokens of one vocabulary.
 
     process_group: the tensor-parallel group. stack_options: those of OverlappedStack.
@@ -179,44 +270,26 @@ class GPT(HoldsGroup, nn.Module):
         mesh: Mesh | None = None,
         **stack_options: Any,
     ) -> None:
-        super().__init__()
-        self.config = config
-        group = resolve(process_group)
-        self.mesh = mesh
-        self.is_first = self.is_last = True
-        self.ends: Unit | None = None
-        """The weights of embedding, norm and head, where they are sharded."""
+        group, is_first, is_last = resolve(process_group), True, True
         if plan is not None:
             _require_sizes(config, plan)
-            self.mesh = mesh = Mesh.of(plan, process_group=group) if mesh is None else mesh
-            self.is_first, self.is_last = mesh.stage == 0, mesh.stage == mesh.num_stages - 1
-            around = 0 if self.is_first or self.is_last else mesh.stage
+            mesh = Mesh.of(plan, process_group=group) if mesh is None else mesh
+            is_first, is_last = mesh.stage == 0, mesh.stage == mesh.num_stages - 1
+            around = 0 if is_first or is_last else mesh.stage
             group = mesh.tensor(plan.stages[around].segments[0].tp)
-        self.process_group = group
-        generator = torch.Generator().manual_seed(config.seed + 1)
-        table = torch.empty(config.vocabulary, config.hidden).normal_(std=0.02, generator=generator)
-        positions = torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
-        self.embedding = self.positions = self.norm = None
-        if self.is_first or self.is_last:
-            self.embedding = OverlappedEmbedding.from_embedding(
-                nn.Embedding.from_pretrained(table, freeze=False), process_group=group
-            )
-        if self.is_first:
-            self.positions = nn.Parameter(positions)
+        super().__init__(config, group, is_first=is_first, is_last=is_last)
+        self.mesh = mesh
         if plan is not None and mesh is not None:
             self.stack = PlannedStack(plan, block_maker(config), mesh, **stack_options)
         else:
             self.stack = OverlappedStack(transformer_blocks(config, group), process_group=group, **stack_options)
-        if self.is_last:
-            self.norm = nn.LayerNorm(config.hidden)
+        self._make_norm()
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Tokens, the same on every rank -> logits of this rank's part of the vocabulary, [B, S, V/t]."""
-        return self._logits(tokens_BS)
-
-    def _logits(self, tokens_BS: Tensor) -> Tensor:
-        # Apart from forward(), which FSDP2's hooks surround where weights are sharded.
-        return self.head(self.stack(self.embed(tokens_BS)))
+    def head(self, x_BSH: Tensor) -> Tensor:
+        """The last block's output -> logits, [B, S, V/t], of the samples of a replica of the head's degree."""
+        if isinstance(self.stack, PlannedStack) and self.is_last:
+            x_BSH = reshard(x_BSH, self.stack.last_degree, self.tensor_parallel, self.stack.mesh)
+        return super().head(x_BSH)
 
     def shard_weights(self) -> ShardedAverage:
         """Have the ranks of `parts` hold a shard of every weight (`oases.parallel.fsdp`); for a model of a plan.
@@ -234,44 +307,6 @@ class GPT(HoldsGroup, nn.Module):
             self.ends = Unit(self, data, weights, "embedding and head", others=set(self.stack.parameters()))
             units = [self.ends, *units]
         return ShardedAverage(units)
-
-    def embed(self, tokens_BS: Tensor) -> Tensor:
-        """Tokens -> the first block's input, [B, S, H]. ValueError for a sequence longer than the model's."""
-        length = tokens_BS.shape[1]
-        if length > self.config.sequence:
-            raise ValueError(f"a sequence of {length} tokens exceeds the model's {self.config.sequence}")
-        if self.embedding is None or self.positions is None:
-            raise RuntimeError("this stage has no embedding; only the first one reads tokens")
-        with self._gathered():
-            embedded: Tensor = self.embedding(tokens_BS) + self.positions[:length]
-        return embedded
-
-    def head(self, x_BSH: Tensor) -> Tensor:
-        """The last block's output -> logits, [B, S, V/t]."""
-        if self.embedding is None or self.norm is None:
-            raise RuntimeError("this stage has no head; only the last one makes logits")
-        if isinstance(self.stack, PlannedStack):
-            x_BSH = reshard(x_BSH, self.stack.last_degree, self.tensor_parallel, self.stack.mesh)
-        with self._gathered():
-            x_BSH = self.norm(x_BSH)
-            weight = self.embedding.weight
-            if self.tensor_parallel == 1:
-                return F.linear(x_BSH, weight)
-            logits: Tensor = torch.ops.oases.column_linear(x_BSH, weight, None, self._group_name, 2, False)
-        return logits
-
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Around what reads the weights of embedding, norm and head; without gradients nobody needs them after."""
-        if self.ends is not None:
-            self.ends.gather()
-        yield
-        if self.ends is not None and not torch.is_grad_enabled():
-            self.ends.release()
-
-    def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token, the same on every rank of a replica."""
-        return parallel_cross_entropy(self._logits(tokens_BS), targets_BS, process_group=self.process_group)
 
     def run_part(
         self, part: int, x_BSH: Tensor | None, tokens_BS: Tensor, targets_BS: Tensor
@@ -303,11 +338,6 @@ class GPT(HoldsGroup, nn.Module):
         yield from self.stack.parts()
         if self.norm is not None:
             yield [*([] if self.is_first else table), *self.norm.parameters()], data
-
-    @property
-    def tied(self) -> nn.Parameter | None:
-        """The table where it is on two stages: its gradient is the sum of both, its square counts once."""
-        return None if self.embedding is None or self.is_first == self.is_last else self.embedding.weight
 
 
 def _require_sizes(config: GPTConfig, plan: Plan) -> None:

@@ -3,13 +3,16 @@
 D devices, E experts, expert e at home on device e // (E / D). Source: Pro-Prophet (arXiv 2411.10003), section on the
 performance model, equations (6) and (8). What is different: a rank's link is as busy with what it sends as with what
 it receives, so the larger of both counts; the links between nodes are counted apart; and parameters travel as
-`oases.moe.transfer` sends them, in two rounds, where the paper has the mean over the devices (`transfer="mean"`).
+`oases.moe.transfer` sends them, in two rounds, each of which hides where `oases.schedule.experts.block_wise` has it:
+the first under what is no expert's, the second under the experts. The paper has the mean over the devices, and both
+under both (`transfer="mean"`).
 The arithmetic is csrc/experts.cpp's, which a search goes through some thousand times.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import inf, isfinite
 from typing import Any
 
@@ -58,17 +61,22 @@ class Costs:
 
     def native(self, devices: int) -> Any:
         """For csrc/experts.cpp, of so many devices. UsageError where they are no whole nodes."""
-        import torch  # noqa: F401  (the extension finds torch's libraries only once torch is loaded)
+        return _native(self, devices)
 
-        from oases._C import ExpertCosts
 
-        if self.devices_per_node and devices % self.devices_per_node:
-            raise UsageError(
-                f"costs: {devices} devices are no whole nodes of {self.devices_per_node}; change devices_per_node"
-            )
-        found = ExpertCosts()
-        for item in fields(self):
-            if item.name != "transfer":
-                setattr(found, item.name, getattr(self, item.name))
-        found.mean_transfer = self.transfer == "mean"
-        return found
+@lru_cache(maxsize=256)
+def _native(costs: Costs, devices: int) -> Any:
+    import torch  # noqa: F401  (the extension finds torch's libraries only once torch is loaded)
+
+    from oases._C import ExpertCosts
+
+    if costs.devices_per_node and devices % costs.devices_per_node:
+        raise UsageError(
+            f"costs: {devices} devices are no whole nodes of {costs.devices_per_node}; change devices_per_node"
+        )
+    found = ExpertCosts()
+    for item in fields(costs):
+        if item.name != "transfer":
+            setattr(found, item.name, getattr(costs, item.name))
+    found.mean_transfer = costs.transfer == "mean"
+    return found

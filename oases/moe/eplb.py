@@ -1,8 +1,8 @@
 """Replication in the manner of DeepSeek's EPLB: the busiest expert gets one more replica, then replicas are packed.
 
 `rebalance` is the whole algorithm on its own: nodes, devices and slots, every expert anywhere. `replicated` is what
-a `Placement` takes of it: an expert's home stays, because its optimizer state is there, and further replicas are packed
-into the slots that the devices have besides.
+a `Placement` takes of it: an expert's home stays, because its optimizer state is there, and further replicas are
+packed into the slots that the devices have besides.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ class _State:
 class ExpertExecution:
     """Runs `schedule` over `blocks` on one batch. Made once per call of a stack.
 
+    gradient_scale: times the experts' gradients, which at home are the sum over all tokens of the group.
     spans: list to append (op, start, end) of every compute op and wait to, in what `clock` gives.
     """
 
@@ -78,11 +79,12 @@ class ExpertExecution:
         x: Tensor,
         *,
         differentiable: bool,
+        gradient_scale: float = 1.0,
         spans: list[tuple[str, Any, Any]] | None = None,
         clock: Callable[[], Any] = time.perf_counter,
     ) -> None:
         self._blocks, self._schedule, self._group = blocks, schedule, group
-        self._differentiable = differentiable
+        self._differentiable, self._gradient_scale = differentiable, gradient_scale
         self._recompute = schedule.recompute and differentiable
         self._spans, self._clock = spans, clock
         layers = [block.experts for block in blocks]
@@ -291,6 +293,8 @@ class ExpertExecution:
         layer, state = self._blocks[b].experts, self._states[b]
         assert state.own is not None
         gradients, state.own = layer.summed_over_tensor_ranks(state.own), None
+        if self._gradient_scale != 1.0:
+            torch._foreach_mul_(gradients, self._gradient_scale)
         pairs = [
             (parameter, gradient)
             for parameter, gradient in zip(layer.experts.weights.given, gradients, strict=True)

@@ -29,11 +29,11 @@ from oases.moe.dispatch import (
 )
 from oases.moe.experts import Experts, ExpertWeights, compute
 from oases.moe.measure import measured
-from oases.moe.placement import Integers, Placement
+from oases.moe.placement import Placement
 from oases.moe.recomputation import Pass, Setting, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
 from oases.moe.shared import SharedExpert
-from oases.moe.shares import bounds, share, summed, whole
+from oases.moe.shares import bounds, share, shared_over, summed, whole
 from oases.moe.steps import METHODS, Step, Steps
 from oases.moe.traces import Recorder
 from oases.moe.transfer import Transfer, tie
@@ -111,7 +111,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         self.process_group = group = resolve(process_group)
         self._load_group = group_name(load_group if load_group is not None else group)
         self._tensor_group = group_name(tensor_group)
-        self._experts_are_shared = _shared_over(tensor_group, group, name)
+        self._experts_are_shared = shared_over(tensor_group, group, name)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = Router(
             hidden, num_experts, top_k=top_k, gate=gate, normalised=top_k > 1 if normalised is None else normalised,
@@ -173,6 +173,20 @@ class OverlappedMoE(HoldsGroup, nn.Module):
     def placement(self) -> str:
         """How copies are chosen."""
         return self._steps.method
+
+    @property
+    def costs(self) -> Costs | None:
+        """What the placement reckons with; None until they are measured. Set, on every rank the same, they hold."""
+        return self._steps.costs
+
+    @costs.setter
+    def costs(self, costs: Costs) -> None:
+        self._steps.costs = costs
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether they are yet to be measured."""
+        return self._steps.needs_costs
 
     def place(self, placement: Placement | None) -> None:
         """Take this placement from the next forward pass on, on every rank the same; None: choose them again.
@@ -373,19 +387,3 @@ class OverlappedMoE(HoldsGroup, nn.Module):
     def extra_repr(self) -> str:
         """How experts are placed."""
         return f"placement={self._steps.method!r}"
-
-
-def _shared_over(tensor_group: ProcessGroup | None, group: ProcessGroup | None, name: str) -> bool:
-    """Whether the ranks of the tensor-parallel group hold the same experts. UsageError where some do."""
-    if group_size(tensor_group) == 1:
-        return False
-    assert tensor_group is not None
-    tensor = set(torch.distributed.get_process_group_ranks(tensor_group))
-    spread = set(torch.distributed.get_process_group_ranks(group)) if group is not None else set()
-    common = len(tensor & spread)
-    if common not in (1, len(tensor)):
-        raise UsageError(
-            f"{name}: of the tensor-parallel ranks {sorted(tensor)} some, but not all, are among the expert-parallel "
-            f"ranks {sorted(spread)}; take all of them, or only this rank"
-        )
-    return common == 1

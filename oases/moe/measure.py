@@ -11,6 +11,7 @@ import torch
 from oases.moe.costs import Costs
 from oases.moe.experts import ExpertWeights, compute
 from oases.parallel.autotune import synchronize
+from oases.parallel.collectives import all_reduce
 from oases.parallel.group import ProcessGroup, group_size, scheduler_of
 
 ROWS = 128
@@ -55,6 +56,13 @@ def measured(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGro
         latency=latency,
         scheduled=False,
     )
+
+
+@torch.no_grad()
+def mean_seconds(act: Callable[[], object], device: torch.device, group: ProcessGroup, label: str) -> float:
+    """What `act` takes, which all ranks run at once: a median, averaged over the ranks, so the same on all."""
+    mine = torch.tensor([_seconds(act, device)], dtype=torch.float64, device=device)
+    return float(all_reduce(mine, group, f"measuring of {label}")) / group_size(group)
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:

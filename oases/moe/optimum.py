@@ -1,11 +1,14 @@
-"""The best placement, as a mixed-integer programme: for small cases, to see how far a search is from it."""
+"""The best placement, as a mixed-integer programme: to see how far a search is from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from oases.errors import UsageError
 from oases.moe.costs import Costs
@@ -15,6 +18,16 @@ MOST = 1500
 """Choices of a route that HiGHS is asked to make; it takes minutes for more."""
 SECONDS = 60.0
 """What it may take."""
+GAP = 1e-3
+"""Share by which what it calls the best may be above the best."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What no placement's seconds are below. solved: it is the optimum's seconds, to `GAP`."""
+
+    seconds: float
+    solved: bool
 
 
 def optimum(counts: Integers, costs: Costs, slots: int) -> Chosen:
@@ -23,33 +36,58 @@ def optimum(counts: Integers, costs: Costs, slots: int) -> Chosen:
     UsageError for a case that is too large to solve, was not solved in time, or has nodes.
     """
     experts, devices = counts.shape
-    if costs.devices_per_node:
-        raise UsageError("the optimum is for devices that are all alike; leave out devices_per_node")
     if experts * devices * devices > MOST:
         raise UsageError(
             f"the optimum for {experts} experts on {devices} devices takes too long; method='prophet' finds a "
             f"placement for any, and up to {MOST} experts x devices x devices can be solved"
         )
-    return _Programme(counts, costs, slots).solve()
+    programme = _Whole(counts, costs, slots)
+    result = programme.solve(SECONDS)
+    if result.status != 0:
+        raise UsageError(f"the optimum was not found in {SECONDS:.0f} s ({result.message}); take a smaller case")
+    return programme.chosen(result.x)
+
+
+def bound(
+    counts: Integers, costs: Costs, slots: int, *, seconds: float, below: float = np.inf, whole: bool = False
+) -> Bound:
+    """How good a placement can be at best, found in so many seconds.
+
+    below: the seconds of a placement that is known, which spares HiGHS all that is above. whole: as placements are,
+    all of a device's tokens for an expert go to one device; else they may be divided, which is at most as slow as the
+    best placement and found much sooner. UsageError for costs with nodes.
+    """
+    programme = (_Whole if whole else _Divided)(counts, costs, slots)
+    if np.isfinite(below):
+        programme.at_least(-below * (1 + 1e-6) / programme.unit, (-1.0, programme.of("total")))
+    result = programme.solve(seconds)
+    if result.status == 2:  # nothing is below, so that is the best
+        return Bound(below, True)
+    lowest = getattr(result, "mip_dual_bound", None)
+    return Bound(max(0.0, float(lowest or 0.0)) * programme.unit, result.status == 0)
 
 
 class _Programme:
-    """Variables by name, rows as they are added. Where the seconds are linear in what a row sums up, so is the row."""
+    """Variables by name, rows as they are added. A maximum is what all rows of its name are at most."""
 
     def __init__(self, counts: Integers, costs: Costs, slots: int) -> None:
+        if costs.devices_per_node:
+            raise UsageError("the optimum is for devices that are all alike; leave out devices_per_node")
         self.counts, self.costs = counts, costs
         self.experts, self.devices = counts.shape
         self.home = homes(*counts.shape)
+        self.unit = 1e-3
+        """Seconds in the programme's unit: HiGHS' tolerances are for numbers of about 1."""
         self._number: dict[tuple[object, ...], int] = {}
         self._whole: list[int] = []
         self._rows: list[dict[int, float]] = []
         self._bounds: list[tuple[float, float]] = []
-        self._choices(slots)
+        self._copies(slots)
         self._tokens()
         self._parameters()
         self._seconds()
 
-    def solve(self) -> Chosen:
+    def solve(self, seconds: float) -> Any:
         """HiGHS' answer."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
@@ -58,23 +96,16 @@ class _Programme:
         cost, upper = np.zeros(size), np.full(size, np.inf)
         cost[self.of("total")] = 1
         upper[self._whole] = 1
-        row, column, value = zip(*((at, to, by) for at, terms in enumerate(self._rows) for to, by in terms.items()),
-                                 strict=True)  # fmt: skip
+        entries = ((at, to, by) for at, terms in enumerate(self._rows) for to, by in terms.items())
+        row, column, value = zip(*entries, strict=True)
         low, high = np.array(self._bounds).T
-        result = milp(
+        return milp(
             cost,
             integrality=np.isin(np.arange(size), self._whole).astype(int),
             bounds=Bounds(0, upper),
             constraints=LinearConstraint(csr_array((value, (row, column)), (len(self._rows), size)), low, high),
-            options={"time_limit": SECONDS, "mip_rel_gap": 1e-3},
+            options={"time_limit": seconds, "mip_rel_gap": GAP},
         )
-        if result.status != 0:
-            raise UsageError(f"the optimum was not found in {SECONDS:.0f} s ({result.message}); take a smaller case")
-        routes = np.array([[self._chosen(result.x, expert, device) for device in range(self.devices)]
-                           for expert in range(self.experts)])  # fmt: skip
-        held = [[int(d) for d in self._others(expert) if result.x[self.of("copy", expert, d)] > 0.5]
-                for expert in range(self.experts)]  # fmt: skip
-        return routes.astype(np.int64), held
 
     def of(self, *name: object) -> int:
         """A variable's number, made where it is new."""
@@ -95,90 +126,144 @@ class _Programme:
         self._rows.append(row)
         self._bounds.append((low, high))
 
-    def _choice(self, *name: object) -> int:
+    def choice(self, *name: object) -> int:
+        """A variable that is 0 or 1."""
         variable = self.of(*name)
         self._whole.append(variable)
         return variable
 
-    def _others(self, expert: int) -> list[int]:
+    def others(self, expert: int) -> list[int]:
+        """All devices but the home."""
         return [device for device in range(self.devices) if device != self.home[expert]]
 
-    def _choices(self, slots: int) -> None:
-        """Each device's tokens go to the home or to one that has a copy; how many copies an expert has."""
+    def at_most(self, moment: str, by: float, terms: list[tuple[float, int]], constant: float = 0.0) -> None:
+        """The seconds of a moment are at least `by` times the sum and the constant."""
+        by /= self.unit
+        self.at_least(by * constant, (1.0, self.of(moment)), *((-by * share, at) for share, at in terms))
+
+    def _copies(self, slots: int) -> None:
+        """Which devices have one, and how many an expert has."""
         for expert in range(self.experts):
-            for device in self._others(expert):
-                self._choice("copy", expert, device)
-            for source in range(self.devices):
-                to = [self._choice("route", expert, source, device) for device in range(self.devices)]
-                self.equal(1, *((1, each) for each in to))
-                for device in self._others(expert):
-                    self.at_least(0, (1, self.of("copy", expert, device)), (-1, to[device]))
-            numbers = [self._choice("number", expert, k) for k in range(self.devices)]
+            held = [(-1.0, self.choice("copy", expert, device)) for device in self.others(expert)]
+            if self.costs.transfer == "mean":
+                continue
+            numbers = [self.choice("number", expert, k) for k in range(self.devices)]
             self.equal(1, *((1, each) for each in numbers))
-            copies = [(-1.0, self.of("copy", expert, device)) for device in self._others(expert)]
-            self.equal(0, *((float(k), each) for k, each in enumerate(numbers)), *copies)
+            self.equal(0, *((float(k), each) for k, each in enumerate(numbers)), *held)
         for device in range(self.devices):
-            held = [e for e in range(self.experts) if self.home[e] != device]
-            if held:
-                self.at_least(-slots, *((-1, self.of("copy", e, device)) for e in held))
+            held = [(-1.0, self.of("copy", e, device)) for e in range(self.experts) if self.home[e] != device]
+            if held and slots < len(held):
+                self.at_least(-slots, *held)
 
     def _tokens(self) -> None:
         """What each device computes, sends and receives."""
-        for device in range(self.devices):
-            here = [(float(self.counts[e, s]), self.of("route", e, s, device))
-                    for e, s in product(range(self.experts), range(self.devices))]  # fmt: skip
-            self._at_most("tokens", self.costs.token_seconds, here)
-        size = self.costs.token_bytes / self.costs.bandwidth
-        every = list(product(range(self.experts), range(self.devices), range(self.devices)))
-        for device in range(self.devices):
-            flow = [(float(self.counts[e, s]), self.of("route", e, s, t), s, t) for e, s, t in every if s != t]
-            self._at_most("wire", size, [(by, route) for by, route, source, _ in flow if source == device])
-            self._at_most("wire", size, [(by, route) for by, route, _, to in flow if to == device])
+        raise NotImplementedError
 
     def _parameters(self) -> None:
         """A share from home to each copy, then each share to all others: see csrc/experts.cpp."""
         costs, every = self.costs, range(self.experts)
+        size = costs.expert_bytes / costs.bandwidth
         if costs.transfer == "mean":
-            size = costs.expert_bytes / self.devices / costs.bandwidth
-            self._at_most("first", size, [(1.0, self.of("copy", e, d)) for e in every for d in self._others(e)])
+            self.at_most("first", size / self.devices, [(1.0, self.of("copy", e, d)) for e in every
+                                                         for d in self.others(e)])  # fmt: skip
             return
         for expert in every:
-            others = self._others(expert)
-            none = self.of("number", expert, 0)
-            share, rest = ([(1.0, self.of(what, expert, d)) for d in others] for what in ("share", "rest"))
-            self.equal(1, *share, (1, none))
-            self.equal(-1, *rest, (-1, none), *((-1.0, self.of("copy", expert, d)) for d in others))
-            for device, k in product(others, range(1, self.devices)):
-                both = ((-1.0, self.of("copy", expert, device)), (-1.0, self.of("number", expert, k)))
-                for what, part in (("share", 1 / k), ("rest", (k - 1) / k)):
-                    self.at_least(-part, (1.0, self.of(what, expert, device)), *((part * by, at) for by, at in both))
-            self.at_least(1, (1, self.of("any")), (1, none))
-        size = costs.expert_bytes / costs.bandwidth
+            others, numbers = self.others(expert), range(1, self.devices)
+            for device in others:  # one of k: there is a copy, and there are k
+                parts = [(1.0, self.of("of", expert, device, k)) for k in numbers]
+                self.equal(0, (-1.0, self.of("copy", expert, device)), *parts)
+                for k, (_, part) in zip(numbers, parts, strict=True):
+                    self.at_least(0, (1.0, self.of("number", expert, k)), (-1.0, part))
+            for k in numbers:
+                parts = [(1.0, self.of("of", expert, device, k)) for device in others]
+                self.equal(0, (-float(k), self.of("number", expert, k)), *parts)
+            self.at_least(1, (1, self.of("any")), (1, self.of("number", expert, 0)))
         for device in range(self.devices):
-            mine = [e for e in every if self.home[e] == device]
-            self._at_most("first", size, [(-1.0, self.of("number", e, 0)) for e in mine], size * len(mine))
-            for what, moment in (("share", "first"), ("rest", "second")):
-                here = [(1.0, self.of(what, e, device)) for e in every if self.home[e] != device]
-                self._at_most(moment, size, here)
-
-    def _at_most(self, moment: str, by: float, terms: list[tuple[float, int]], constant: float = 0.0) -> None:
-        """The seconds of a moment are at least `by` times the sum, and the constant."""
-        self.at_least(constant, (1.0, self.of(moment)), *((-by * share, at) for share, at in terms))
+            mine = [expert for expert in every if self.home[expert] == device]
+            self.at_most("first", size, [(-1.0, self.of("number", e, 0)) for e in mine], len(mine))
+            copies = [(e, k) for e in every if self.home[e] != device for k in range(1, self.devices)]
+            self.at_most("first", size, [(1 / k, self.of("of", e, device, k)) for e, k in copies])
+            self.at_most("second", size, [((k - 1) / k, self.of("of", e, device, k)) for e, k in copies])
 
     def _seconds(self) -> None:
-        """Equation (8), or (6)."""
+        """As csrc/experts.cpp's."""
         costs = self.costs
         total, tokens, wire = (self.of(name) for name in ("total", "tokens", "wire"))
-        moving = [(1.0, self.of("first")), (1.0, self.of("second")), (2 * costs.latency, self.of("any"))]
-        parts = [(-4.0, wire), (-(1 + costs.backward), tokens)]
+        moving = [(1.0, self.of("first")), (1.0, self.of("second")), (2 * costs.latency / self.unit, self.of("any"))]
+        parts, fixed = [(-4.0, wire), (-(1 + costs.backward), tokens)], 4 * costs.latency / self.unit
         if not costs.scheduled:
-            self.at_least(4 * costs.latency, (1, total), *parts, *((-2 * by, at) for by, at in moving))
+            self.at_least(fixed, (1, total), *parts, *((-2 * by, at) for by, at in moving))
             return
-        for name, hides in (("trans", 1.0), ("agg", costs.backward)):
-            window = hides * costs.non_expert_seconds
-            self.at_least(-window, (1, self.of(name)), (hides, tokens), *((-by, at) for by, at in moving))
-            parts.append((-1.0, self.of(name)))
-        self.at_least(4 * costs.latency, (1, total), *parts)
+        if costs.transfer == "mean":
+            for name, hides in (("trans", 1.0), ("agg", costs.backward)):
+                window = hides * costs.non_expert_seconds / self.unit
+                self.at_least(-window, (1, self.of(name)), (hides, tokens), *((-by, at) for by, at in moving))
+                parts.append((-1.0, self.of(name)))
+            self.at_least(fixed, (1, total), *parts)
+            return
+        starts = (-costs.latency / self.unit, self.of("any"))
+        for hides in (1.0, costs.backward):
+            window = hides * costs.non_expert_seconds / self.unit
+            share, join = self.of("share left", hides), self.of("join left", hides)
+            self.at_least(-window, (1, share), (-1, self.of("first")), starts)
+            self.at_least(0, (1, join), (hides, tokens), (-1, self.of("second")), starts)
+            parts += [(-1.0, share), (-1.0, join)]
+        self.at_least(fixed, (1, total), *parts)
 
-    def _chosen(self, x: np.ndarray, expert: int, source: int) -> int:
-        return max(range(self.devices), key=lambda device: float(x[self.of("route", expert, source, device)]))
+
+class _Whole(_Programme):
+    """Each device's tokens for an expert go to its home or to one that has a copy."""
+
+    def _tokens(self) -> None:
+        every = list(product(range(self.experts), range(self.devices)))
+        for expert, source in every:
+            to = [self.choice("route", expert, source, device) for device in range(self.devices)]
+            self.equal(1, *((1, each) for each in to))
+            for device in self.others(expert):
+                self.at_least(0, (1, self.of("copy", expert, device)), (-1, to[device]))
+        size = self.costs.token_bytes / self.costs.bandwidth
+        for device in range(self.devices):
+            here = [(float(self.counts[e, s]), self.of("route", e, s, device)) for e, s in every]
+            self.at_most("tokens", self.costs.token_seconds, here)
+            foreign = [term for term, (_, source) in zip(here, every, strict=True) if source != device]
+            self.at_most("wire", size, foreign)
+            away = [(float(self.counts[e, device]), self.of("route", e, device, to))
+                    for e in range(self.experts) for to in range(self.devices) if to != device]  # fmt: skip
+            self.at_most("wire", size, away)
+
+    def chosen(self, x: NDArray[np.float64]) -> Chosen:
+        """Routes and copies of a solution."""
+        every = range(self.devices)
+        routes = np.array([[max(every, key=lambda to: float(x[self.of("route", expert, source, to)]))
+                            for source in every] for expert in range(self.experts)])  # fmt: skip
+        held = [[d for d in self.others(expert) if x[self.of("copy", expert, d)] > 0.5]
+                for expert in range(self.experts)]  # fmt: skip
+        return routes.astype(np.int64), held
+
+
+class _Divided(_Programme):
+    """Of each expert's tokens a device computes some of its own, and some of all others'."""
+
+    def _tokens(self) -> None:
+        size = self.costs.token_bytes / self.costs.bandwidth
+        total = self.counts.sum(1).astype(float)
+        for expert in range(self.experts):
+            parts = []
+            for device in range(self.devices):
+                own, rest = self.of("own", expert, device), self.of("rest", expert, device)
+                parts += [(1.0, own), (1.0, rest)]
+                mine = float(self.counts[expert, device])
+                if device == self.home[expert]:
+                    self.at_least(-mine, (-1.0, own))
+                    continue
+                copy = self.of("copy", expert, device)
+                self.at_least(0, (mine, copy), (-1.0, own))
+                self.at_least(0, (float(total[expert]), copy), (-1.0, own), (-1.0, rest))
+            self.equal(float(total[expert]), *parts)
+        for device in range(self.devices):
+            kept = [(1.0, self.of("own", e, device)) for e in range(self.experts)]
+            foreign = [(1.0, self.of("rest", e, device)) for e in range(self.experts)]
+            self.at_most("tokens", self.costs.token_seconds, kept + foreign)
+            self.at_most("wire", size, foreign)
+            away = [(-1.0, at) for _, at in kept]
+            self.at_most("wire", size, away, float(self.counts[:, device].sum()))

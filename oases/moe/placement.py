@@ -74,7 +74,7 @@ def plan(
         raise UsageError(f"unknown placement {method!r}; known are {', '.join(methods)}")
     loads = checked(counts)
     slots = _slots(memory_budget, costs, len(loads))
-    return described(method, loads, costs, methods[method](loads, costs, slots))
+    return methods[method](loads, costs, slots)
 
 
 def described(method: str, counts: Integers, costs: Costs, chosen: Chosen) -> Placement:
@@ -84,11 +84,14 @@ def described(method: str, counts: Integers, costs: Costs, chosen: Chosen) -> Pl
     from oases._C import place_experts
 
     routes, copies = chosen
-    _, _, tokens, seconds = place_experts(
-        torch.from_numpy(counts), torch.from_numpy(routes), copies, costs.native(counts.shape[1])
-    )
-    held = tuple(tuple(sorted(int(device) for device in devices)) for devices in copies)
-    return Placement(method, held, routes, np.rint(tokens).astype(np.int64), seconds)
+    found = place_experts(torch.from_numpy(counts), torch.from_numpy(routes), copies, costs.native(counts.shape[1]))
+    return _placement(method, *found)
+
+
+def _placement(method: str, routes: Any, copies: list[list[int]], tokens: list[float], seconds: float) -> Placement:
+    """Of what csrc/bindings.cpp returns."""
+    loads = np.rint(np.array(tokens)).astype(np.int64)
+    return Placement(method, tuple(map(tuple, copies)), routes.numpy(), loads, seconds)
 
 
 def homes(experts: int, devices: int) -> Integers:
@@ -116,9 +119,8 @@ def checked(counts: ArrayLike) -> Integers:
         raise UsageError(f"counts must be whole numbers of tokens, got {found.dtype}")
     with np.errstate(invalid="ignore"):
         whole = np.ascontiguousarray(found, dtype=np.int64)
-    wrong = np.argwhere((whole != found) | (whole < 0))
-    if len(wrong):
-        expert, device = wrong[0]
+    if whole.min() < 0 or (whole is not found and (whole != found).any()):
+        expert, device = np.argwhere((whole != found) | (whole < 0))[0]
         raise UsageError(
             f"counts[{expert}, {device}] is {found[expert, device]}; tokens are whole numbers of at least 0"
         )
@@ -134,17 +136,16 @@ def _slots(memory_budget: float | None, costs: Costs, experts: int) -> int:
     return int(min(experts, memory_budget // costs.expert_bytes))
 
 
-def _searched(counts: Integers, costs: Costs, slots: int) -> Chosen:
+def _searched(counts: Integers, costs: Costs, slots: int) -> Placement:
     import torch
 
     from oases._C import search_experts
 
-    routes, copies, _, _ = search_experts(torch.from_numpy(counts), costs.native(counts.shape[1]), slots)
-    return routes.numpy(), copies
+    return _placement("prophet", *search_experts(torch.from_numpy(counts), costs.native(counts.shape[1]), slots))
 
 
-Method = Callable[[Integers, Costs, int], Chosen]
-"""(counts, costs, copies that a device may hold) -> routes and copies."""
+Method = Callable[[Integers, Costs, int], Placement]
+"""(counts, costs, copies that a device may hold) -> placement."""
 
 
 def _methods() -> dict[str, Method]:
@@ -152,10 +153,13 @@ def _methods() -> dict[str, Method]:
     from oases.moe.optimum import optimum
     from oases.moe.shadowing import shadowed
 
+    def of(name: str, choose: Callable[[Integers, Costs, int], Chosen]) -> Method:
+        return lambda counts, costs, slots: described(name, counts, costs, choose(counts, costs, slots))
+
     return {
-        "none": lambda counts, costs, slots: at_home(counts),
+        "none": of("none", lambda counts, costs, slots: at_home(counts)),
         "prophet": _searched,
-        "faster_moe": shadowed,
-        "eplb": replicated,
-        "optimum": optimum,
+        "faster_moe": of("faster_moe", shadowed),
+        "eplb": of("eplb", replicated),
+        "optimum": of("optimum", optimum),
     }

@@ -9,10 +9,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from oases.errors import UsageError
 from oases.parallel.collectives import all_reduce
 from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
+
+
+def shared_over(tensor_group: ProcessGroup | None, group: ProcessGroup | None, name: str) -> bool:
+    """Whether the ranks of the tensor-parallel group hold the same experts. UsageError where some do."""
+    if group_size(tensor_group) == 1:
+        return False
+    assert tensor_group is not None
+    tensor = set(dist.get_process_group_ranks(tensor_group))
+    spread = set(dist.get_process_group_ranks(group)) if group is not None else set()
+    common = len(tensor & spread)
+    if common not in (1, len(tensor)):
+        raise UsageError(
+            f"{name}: of the tensor-parallel ranks {sorted(tensor)} some, but not all, are among the expert-parallel "
+            f"ranks {sorted(spread)}; take all of them, or only this rank"
+        )
+    return common == 1
 
 
 def bounds(tokens: int, group: ProcessGroup | None) -> tuple[int, int]:

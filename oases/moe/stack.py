@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from oases.errors import UsageError
+from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
 from oases.moe.execution import ExpertBlock, ExpertExecution
 from oases.moe.layer import OverlappedMoE
+from oases.moe.measure import mean_seconds, measured
 from oases.parallel.failure import told, watch_of
-from oases.parallel.group import group_size, scheduler_of
+from oases.parallel.group import HoldsGroup, ProcessGroup, group_size, scheduler_of
 from oases.schedule.experts import ExpertSchedule, generate_experts
 
 
-class ExpertStack(nn.Module):
+class ExpertStack(HoldsGroup, nn.Module):
     """Blocks with experts (`ExpertBlock`), whose copies and gradients travel under the compute of other blocks.
 
     schedule: "block_wise" (Pro-Prophet's), "blocking" (nothing hides the copies), or "plain", for blocks whose
@@ -26,7 +30,8 @@ class ExpertStack(nn.Module):
     came over the wire, and compute the rest again under the gradients' ways.
     A call gives what the blocks give one after another, `after(x, experts(h))` with `x, h = before(x)`, and the
     same gradients. Those of parameters are added to `.grad`, hooks included, as by `loss.backward()`;
-    `torch.autograd.grad` finds that of the input alone.
+    `torch.autograd.grad` finds that of the input alone. Costs of layers that were given none are measured in the
+    first pass in training, for which `before` is run some times more.
     Input and output: [..., hidden], this rank's own tokens. UsageError for blocks without experts or over several
     groups, and for a schedule that does not fit them.
     """
@@ -65,6 +70,8 @@ class ExpertStack(nn.Module):
                 "placement='none' or schedule='block_wise'"
             )
         self.schedule = schedule
+        self.gradient_scale = 1.0
+        """Times the experts' gradients: 1 / replicas, where other gradients are averaged over replicas."""
         self.spans: list[tuple[str, Any, Any]] | None = None
         """Set to a list to have (op, start, end) appended of every op, in what `clock` gives."""
         self.clock: Callable[[], Any] = time.perf_counter
@@ -72,6 +79,29 @@ class ExpertStack(nn.Module):
     @property
     def _layers(self) -> list[OverlappedMoE]:
         return [cast(OverlappedMoE, block.experts) for block in self.blocks]
+
+    @torch.no_grad()
+    def _measure(self, x: Tensor, group: ProcessGroup) -> None:
+        """Give layers without costs those measured here, with what lies between them if copies travel under it.
+
+        Layers with experts of equal sizes are taken to be alike.
+        """
+        known: dict[tuple[Any, ...], Costs] = {}
+        for block, layer in zip(self.blocks, self._layers, strict=True):
+            if not layer.needs_costs:
+                continue
+            weights, gated = layer.experts.weights, layer.experts.gated
+            sizes = (gated, *((weight.shape, weight.dtype) for weight in weights.given))
+            if sizes not in known:
+                per_expert = x.numel() // x.shape[-1] * layer.router.top_k // layer.router.num_experts
+                costs = measured(weights, per_expert, gated, group, layer.name)
+                if self.schedule.name == "block_wise":
+                    before = cast(ExpertBlock, block).before
+                    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+                        seconds = mean_seconds(partial(before, x), x.device, group, layer.name)
+                    costs = replace(costs, scheduled=True, non_expert_seconds=seconds)
+                known[sizes] = costs
+            layer.costs = known[sizes]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> the same shape."""
@@ -81,9 +111,12 @@ class ExpertStack(nn.Module):
         differentiable = torch.is_grad_enabled()
         blocks = cast(list[ExpertBlock], list(self.blocks))
         with told(watch, "ExpertStack", unanimous=(RoutingError,)):
+            if self.training and group is not None:
+                self._measure(x, group)
             execution = ExpertExecution(
-                blocks, self.schedule, group, x, differentiable=differentiable, spans=self.spans, clock=self.clock
-            )
+                blocks, self.schedule, group, x, differentiable=differentiable, gradient_scale=self.gradient_scale,
+                spans=self.spans, clock=self.clock,
+            )  # fmt: skip
             if not differentiable:
                 return execution.run_forward()
             # So that the backward pass is called, whose parameters are no inputs of this node.

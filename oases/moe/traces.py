@@ -23,7 +23,7 @@ class Recorder:
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
-        self._file = Path(path).open("a" if append else "w", encoding="utf-8")
+        self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115  (close closes it)
         if not append or not self._file.tell():
             self._file.write(json.dumps({"kind": KIND, "version": 1}) + "\n")
 

@@ -1,4 +1,4 @@
-"""What collectives take without compute, by size, one after another: the slowest rank's median."""
+"""What collectives take without compute, by size, one after another: the slowest rank's median, and their link."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ import torch
 import torch.distributed as dist
 
 from oases.bench.config import DTYPES
+from oases.errors import UsageError
 from oases.parallel.clock import Clock
 from oases.parallel.group import ProcessGroup, group_rank, scheduler_of
 from oases.profile.config import ProfileConfig
 from oases.profile.groups import Probe, slowest
-from oases.simulator.links import Sample
+from oases.simulator.links import LinkModel, Sample, fit_link
+from oases.simulator.program import Contention
 
 SMALLEST = 16 << 10
 LEAST_LARGEST = 1 << 20
 """Bytes: bandwidth cannot be told from start-up by less."""
 NUM_SIZES = 6
+TRIES = 3
+"""How often a link is measured before it is an error that its times do not grow with the bytes."""
+_GROWTH = 4
+"""Of repetitions and of the largest size, from one try to the next."""
+_MOST_LARGEST = 64 << 20
+"""Bytes: to what the largest size may grow by tries; what one takes by then is far above what other programs add."""
 _BUDGET = 2.0
 """Seconds for the repetitions of one collective of one size; a slow link gets fewer of them."""
 _TRAIN_BYTES, _TRAIN_SECONDS = 1 << 20, 0.1
@@ -27,10 +35,15 @@ _TRAIN_BYTES, _TRAIN_SECONDS = 1 << 20, 0.1
 rest, which in a training step there is not; what comes before the trains that count uses it up."""
 
 
-def sizes(config: ProfileConfig) -> list[int]:
-    """Bytes from the smallest to the largest activation of the profile, each a like factor above the one before."""
+def sizes(config: ProfileConfig, attempt: int = 0) -> list[int]:
+    """Bytes from the smallest to the largest activation of the profile, each a like factor above the one before.
+
+    attempt: how often the link was measured before; each time the largest size grows.
+    """
     activation = config.batch * config.sequence * config.hidden * DTYPES[config.dtype].itemsize
-    factor = (max(activation, LEAST_LARGEST) / SMALLEST) ** (1 / (NUM_SIZES - 1))
+    largest = max(activation, LEAST_LARGEST)
+    largest = max(largest, min(largest * _GROWTH**attempt, _MOST_LARGEST))
+    factor = (largest / SMALLEST) ** (1 / (NUM_SIZES - 1))
     return [round(SMALLEST * factor**step) for step in range(NUM_SIZES)]
 
 
@@ -40,6 +53,33 @@ def collectives_of(probe: Probe) -> tuple[str, ...]:
     return (*sums, "send") if probe.ranks == 2 and dist.get_backend() != "sim" else sums
 
 
+def fitted_link(measure: Callable[[int], list[Sample]], option: str) -> LinkModel:
+    """The link that comes closest to what is measured, free of contention; every rank must call this.
+
+    measure: takes the samples; given how often it did before. On a busy machine they may be noise that no bandwidth
+    can be found in: they are then taken again. UsageError where that is so after TRIES times; option: what makes
+    the sizes larger, for the message.
+    """
+    failed = ""
+    for attempt in range(TRIES):
+        link, failed = _fit(measure(attempt))
+        if link is not None:
+            return link
+    raise UsageError(f"links, measured {TRIES} times: {failed}, with a larger {option}")
+
+
+def _fit(samples: list[Sample]) -> tuple[LinkModel | None, str]:
+    """Of all ranks: a link on every one of them or, on every one, None and why."""
+    try:
+        link, failed = fit_link(samples, Contention()), ""
+    except ValueError as error:
+        link, failed = None, str(error)
+    everyone = [failed] * dist.get_world_size()
+    dist.all_gather_object(everyone, failed)  # their samples are the same, but not always their arithmetic
+    failed = next((each for each in everyone if each), "")
+    return (None if failed else link), failed
+
+
 class LinkBench:
     """Times collectives on one rank."""
 
@@ -47,8 +87,12 @@ class LinkBench:
         self.config = config
         self._clock = Clock(torch.device(config.device))
 
-    def sample(self, probe: Probe, collective: str, num_bytes: int) -> Sample:
-        """One collective of one size. Every rank must call this; those without a group stand by."""
+    def sample(self, probe: Probe, collective: str, num_bytes: int, attempt: int = 0) -> Sample:
+        """One collective of one size. Every rank must call this; those without a group stand by.
+
+        attempt: how often the link was measured before and nothing found. There are then more repetitions, and the
+        least counts, not their median: other programs only add to what a collective takes.
+        """
         dtype = DTYPES[self.config.dtype]
         elements = -(-num_bytes // dtype.itemsize // probe.ranks) * probe.ranks
         run = self._prepared(probe, collective, elements)
@@ -56,9 +100,9 @@ class LinkBench:
         one = self._train(run, 1)
         count = max(1, min(-(-_TRAIN_BYTES // num_bytes), int(_TRAIN_SECONDS / one)))
         first = self._train(run, count)
-        repetitions = max(1, min(self.config.iterations, int(_BUDGET / first)))
+        repetitions = max(1, min(self.config.iterations * _GROWTH**attempt, int(_BUDGET / first)))
         times = [self._train(run, count) / count for _ in range(repetitions)]
-        return Sample(collective, probe.ranks, elements * dtype.itemsize, median(times))
+        return Sample(collective, probe.ranks, elements * dtype.itemsize, min(times) if attempt else median(times))
 
     def _train(self, run: Callable[[], Any], count: int) -> float:
         """Seconds of `count` of them, one after another."""

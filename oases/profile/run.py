@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch.distributed as dist
 
@@ -14,10 +15,10 @@ from oases.profile.config import ProfileConfig
 from oases.profile.contention import ContentionBench
 from oases.profile.device import device_name, measure_device
 from oases.profile.groups import Probe, contiguous, probes, ranks_per_node
-from oases.profile.links import LinkBench, collectives_of, sizes
+from oases.profile.links import LinkBench, collectives_of, fitted_link, sizes
 from oases.ranks import require_agreement
 from oases.simulator.hardware import Hardware, MeasuredBlock, MeasuredOverhead, merge
-from oases.simulator.links import LinkModel, Sample, fit_link
+from oases.simulator.links import LinkModel, Sample
 from oases.simulator.program import Contention
 from oases.terminal import progress
 from oases.train.config import settings
@@ -72,6 +73,8 @@ class _Profile:
         self._probes = [] if around.known else probes(self._per_node)
         self._cuts = [count for count in OVERHEAD_SUB_BATCHES if count <= config.batch]
         self._done = 0
+        self._again: set[str] = set()
+        """Scopes whose links had to be measured more than once."""
         self.on_part: Callable[..., None] = lambda done, what: None
         """Called after each part with how many are done, and what the last one was."""
         blocks = len(self._degrees) * (len(config.sub_batch_sizes) + len(self._cuts))
@@ -99,7 +102,7 @@ class _Profile:
         benches = self._benches()
         contention = self._contention(benches[max(self._degrees)])
         blocks, overheads = self._blocks(benches)
-        models = {scope: _fitted(samples, contention[scope]) for scope, samples in links.items()}
+        models = {scope: replace(link, contention=contention[scope]) for scope, link in links.items()}
         # Of a scope that there is none of, the other one's link stands.
         cluster = models.get("cluster") or models["node"]
         return Hardware(
@@ -123,13 +126,23 @@ class _Profile:
                 self._part(f"passes of tp {bench.tp}, {cut} sub-batches")
         return tuple(blocks), tuple(overheads)
 
-    def _links(self) -> dict[str, list[Sample]]:
-        bench, found = LinkBench(self._config), dict[str, list[Sample]]()
+    def _links(self) -> dict[str, LinkModel]:
+        bench, found = LinkBench(self._config), dict[str, LinkModel]()
+        for scope in dict.fromkeys(probe.scope for probe in self._probes):
+            found[scope] = fitted_link(partial(self._samples, bench, scope), "--batch")
+        return found
+
+    def _samples(self, bench: LinkBench, scope: str, attempt: int) -> list[Sample]:
+        """Of every group of the scope; measured again, its parts were counted before."""
+        if attempt:
+            self._again.add(scope)
+        found = []
         for probe in self._probes:
-            for collective in collectives_of(probe):
-                for num_bytes in sizes(self._config):
-                    found.setdefault(probe.scope, []).append(bench.sample(probe, collective, num_bytes))
-                    self._part(f"{collective} of {probe.ranks} ranks, {num_bytes / 1e3:.0f} kB")
+            for collective in collectives_of(probe) if probe.scope == scope else ():
+                for num_bytes in sizes(self._config, attempt):
+                    found.append(bench.sample(probe, collective, num_bytes, attempt))
+                    if not attempt:
+                        self._part(f"{collective} of {probe.ranks} ranks, {num_bytes / 1e3:.0f} kB")
         return found
 
     def _contention(self, bench: BlockBench) -> dict[str, Contention]:
@@ -150,16 +163,14 @@ class _Profile:
             parts.append("There was one node; the link between nodes was not measured and is taken for the node's.")
         if dist.get_backend() == "sim":
             parts.append("Messages between two ranks were not measured: a simulated link has none.")
+        if self._again:
+            parts.append(
+                "At first the times of the links did not grow with their bytes, as on a busy machine; they are the "
+                "least of more repetitions, not medians."
+            )
         if core_share < _BUSY:
             parts.append(
                 f"Other programs were running: a rank had {100 * core_share:.0f} % of its core, so times are too "
                 "long and slowdowns unsure; measure again on a quiet machine."
             )
         return " ".join(parts)
-
-
-def _fitted(samples: list[Sample], contention: Contention) -> LinkModel:
-    try:
-        return fit_link(samples, contention)
-    except ValueError as error:
-        raise UsageError(f"links: {error}, with a larger --batch") from error

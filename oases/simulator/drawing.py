@@ -35,6 +35,8 @@ _LANE, _MEMORY, _GAP, _ABOVE, _BELOW = 24, 130, 56, 140, 50
 """Pixels: of a lane, of a panel of memory, between panels, and above and below them all."""
 _BORDERED = 100
 """Spans of a lane beyond which their white borders would cover them."""
+_WIDEST = 800
+"""Columns of a heat map."""
 _LANES = {"node": "link in its node", "cluster": "link between nodes", "exposed": "exposed sums"}
 """What the lanes of a plan's program are called."""
 
@@ -178,5 +180,33 @@ def draw_curves(curves: Mapping[str, Sequence[float]], *, x: str, y: str) -> Any
         xaxis_title=x,
         yaxis_title=y,
         legend={"x": 1, "xanchor": "right", "y": 1},
+    )
+    return figure
+
+
+def draw_heat_map(values: Any, *, first: int, x: str, y: str, what: str) -> Any:
+    """A matrix [row, step] as colours, its rows numbered from 0, its steps from `first`. what: the values, in words.
+
+    Of more steps than a page is wide, neighbours are drawn as their mean.
+    """
+    rows, steps = values.shape
+    each = -(-steps // _WIDEST)
+    means = [values[:, start : start + each].mean(1) for start in range(0, steps, each)]
+    figure = go.Figure(
+        go.Heatmap(
+            z=[[float(column[row]) for column in means] for row in range(rows)],
+            x=[first + start for start in range(0, steps, each)],
+            colorscale="Viridis",
+            zmin=0,
+            colorbar={"title": what},
+            hovertemplate=f"{y} %{{y}}, {x} %{{x}}: %{{z:.3g}}<extra></extra>",
+        )
+    )
+    figure.update_layout(
+        template="plotly_white",
+        height=_ABOVE + max(160, min(600, 12 * rows)),
+        margin={"l": 60, "r": 20, "t": 20, "b": 40},
+        xaxis_title=x,
+        yaxis_title=y,
     )
     return figure

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +190,20 @@ def _state(
             found[f"model.{name}"] = whole(weight, parameter)
         # A sharded optimizer keeps those of this parameter on another rank, which writes them.
         found |= {f"optimizer.{name}.{kind}": whole(moment, parameter) for kind, moment in moments.items()}
+    for name, buffer in _buffers(model):  # the same on all ranks
+        found[f"model.{name}"] = copied(buffer.detach())
     if optimizer is not None:
         for name, generator in _generators(model).items():
             found[_random(name, group_rank(group))] = generator.get_state()
     return found
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that are saved with a model."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _moments_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> dict[str, Tensor]:

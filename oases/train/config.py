@@ -17,9 +17,11 @@ from oases.ranks import restart_count
 from oases.schedule import (
     PIPELINES,
 )
+from oases.train.balance import require_new
 from oases.train.config_file import read_values, written
 from oases.train.data import Corpus
 from oases.train.degrees import Degrees
+from oases.train.experts import ExpertOptions
 from oases.train.fields import require_known, require_types
 from oases.train.fit import require_fit, values_for
 from oases.train.guard import POLICIES
@@ -52,7 +54,7 @@ _AT_LEAST_0 = (
 
 
 @dataclass(frozen=True)
-class TrainConfig(ModelOptions):
+class TrainConfig(ExpertOptions):
     """A training run. All values are checked when it is made; UsageError names the one that cannot be."""
 
     data: str | None = option(
@@ -129,6 +131,7 @@ class TrainConfig(ModelOptions):
         require_types(self)
         super().__post_init__()
         require_known(self, _KNOWN)
+        self.require_experts()
         for name in _AT_LEAST_1:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -177,7 +180,9 @@ class TrainConfig(ModelOptions):
 
     @property
     def is_planned(self) -> bool:
-        """Whether it asks for more than one tensor-parallel group and one pass, and so for a plan."""
+        """Whether it asks for a plan: for more than one tensor-parallel group and one pass, without experts."""
+        if self.experts:
+            return False
         return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp
 
     @property
@@ -239,6 +244,8 @@ class TrainConfig(ModelOptions):
             require_folder(self.checkpoint)
         require_resumable(self.checkpoint, self.resume, self.goes_on, sizes)
         self._require_step_log()
+        if self.record_loads is not None:
+            require_new(self.record_loads, new=self.resume is None and not self.goes_on)
         if self.tensorboard is not None:
             require_tensorboard(self.tensorboard, new=self.resume is None and not self.goes_on)
         corpus = self.corpus()

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from oases.parallel.group import ProcessGroup, group_name, group_of, group_size,
 from oases.parallel.messages import Messages
 from oases.parallel.sharding import Cut
 from oases.simulator.quantities import rate_text, seconds_text
+from oases.train.balance import StepBalance
 
 AT_THE_END = frozenset({"loss", "tied table"})
 """Collectives for which a stage that is done waits for the others."""
@@ -41,7 +42,7 @@ class StepReport:
     ranks together, and utilisation what share that is of their peak, see `oases.train.utilisation`. memory_bytes: of
     the rank with most, at its peak: what torch allocated on its GPU, or the process's resident set. exposed, bubble:
     shares of the step, means over the ranks. skipped: the weights are those from before. validation_loss: where the
-    run was evaluated after this step.
+    run was evaluated after this step. balance: of a model with experts.
     """
 
     step: int
@@ -57,6 +58,12 @@ class StepReport:
     bubble: float
     skipped: bool
     validation_loss: float | None = None
+    balance: StepBalance | None = None
+
+    def values(self) -> dict[str, Any]:
+        """By name, as a log has them; those of the balance, where there is one, among them."""
+        found = asdict(self)
+        return found | (found.pop("balance") or {})
 
     def text(self) -> str:
         """In a line, e.g. "loss 2.341  412 ms  9930 tokens/s  MFU 31 %  1.25 GB  exposed 4 %  bubble 12 %"."""
@@ -65,6 +72,8 @@ class StepReport:
             f"MFU {_percent(self.utilisation)}", f"{self.memory_bytes / 1e9:.2f} GB",
             f"exposed {_percent(self.exposed)}", f"bubble {_percent(self.bubble)}",
         ]  # fmt: skip
+        if self.balance is not None:
+            parts.append(self.balance.text())
         if self.validation_loss is not None:
             parts.append(f"validation {self.validation_loss:.3f}")
         return "  ".join([*parts, *(["skipped"] if self.skipped else [])])

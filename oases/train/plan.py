@@ -24,8 +24,11 @@ __all__ = ["asked_for", "by_hand", "check", "config_for", "read_plan", "require_
 def asked_for(config: TrainConfig, ranks: int) -> Plan | None:
     """The plan that a configuration asks for in a run of so many ranks: the one it names, or one of its degrees.
 
-    None where all ranks are one tensor-parallel group and a batch is one pass. UsageError where it cannot be.
+    None where all ranks are one tensor-parallel group and a batch is one pass, and where there are experts.
+    UsageError where it cannot be.
     """
+    if config.experts:
+        return None
     if config.plan is not None:
         return read_plan(config.plan)
     tensor = config.degrees.tensor_of(ranks)

@@ -76,8 +76,8 @@ class Record:
 
     def require_sizes(self, sizes: dict[str, Any], folder: str | Path) -> None:
         """Raise UsageError, naming what differs, unless the checkpoint in `folder` is of a model of these sizes."""
-        saved = {"vocabulary": BYTES} | self.sizes
-        for name, size in sizes.items():
+        saved = {"vocabulary": BYTES, "experts": 0} | self.sizes
+        for name, size in ({"experts": 0} | sizes).items():
             if saved.get(name) != size:
                 raise UsageError(
                     f"checkpoint {str(folder)!r} does not fit: {name} is {saved.get(name)} there and {size} here; "

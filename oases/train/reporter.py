@@ -33,7 +33,7 @@ class Reporter:
         )
         self.tokens = config.batch * config.sequence
         sizes = {name: trainer.sizes[name] for name in ("hidden", "layers", "heads", "sequence", "vocabulary")}
-        self.flops = model_flops(ModelShape(**sizes), config.batch)
+        self.flops = model_flops(ModelShape(**sizes), config.batch) + self.tokens * config.flops_beside
         """Of the model, a step."""
         self.peak = Peak.of(trainer.device, next(trainer.model.parameters()).dtype, trainer.group, config.peak_flops)
         trainer.meter.forget()
@@ -59,6 +59,7 @@ class Reporter:
             bubble=sum(rank.bubble / rank.seconds for rank in ranks) / len(ranks),
             skipped=step - 1 in trainer.guard.skipped,
             validation_loss=trainer.evaluations.get(step),
+            balance=None if trainer.balance is None else trainer.balance.last,
         )
 
     def summary(self) -> dict[str, Any]:
@@ -75,4 +76,5 @@ class Reporter:
             "peak_flops": {"flops_per_second": self.peak.flops_per_second, "source": self.peak.source},
             "memory_bytes": round(max(rank.memory_bytes for rank in ranks)),
             "prediction": None if comparison is None else comparison.parts,
+            "balance": None if self.trainer.balance is None else self.trainer.balance.summary(),
         }

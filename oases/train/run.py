@@ -13,6 +13,7 @@ from oases.planner.plan import Plan
 from oases.ranks import require_agreement
 from oases.terminal import progress
 from oases.train.config import TrainConfig, settings
+from oases.train.mixture import mesh_of
 from oases.train.trainer import Trainer
 
 
@@ -26,8 +27,10 @@ def run_training(
     written = None if plan is None else plan.to_json()
     require_agreement(settings(config) | {"plan": written})
     mesh = None
-    if plan is not None:
-        timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    if config.experts:
+        mesh = mesh_of(config, dist.group.WORLD, timeout)
+    elif plan is not None:
         mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timeout)
     trainer = Trainer(config, process_group=dist.group.WORLD, plan=plan, mesh=mesh)
     with progress(

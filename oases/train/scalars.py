@@ -21,6 +21,11 @@ TAGS = {
     "bubble": "overlap/bubble_share",
     "memory_bytes": "memory/peak_bytes",
     "stall_seconds": "checkpoint/stall_seconds",
+    "balance_before": "experts/balance_degree_without_copies",
+    "balance_after": "experts/balance_degree",
+    "copies": "experts/copies",
+    "dropped": "experts/dropped_slots",
+    "saved_seconds": "experts/modelled_seconds_saved",
 }
 """Names of values in TensorBoard; one that is not here is train/NAME."""
 _FLUSH_SECONDS = 10

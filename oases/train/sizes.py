@@ -59,6 +59,11 @@ class ModelOptions:
         """Rows of the table of tokens."""
         return BYTES
 
+    @property
+    def further_sizes(self) -> dict[str, Any]:
+        """Sizes of what a dense GPT has not."""
+        return {}
+
     def require_degree(self, degree: int) -> None:
         """Raise UsageError unless the model can be cut over `degree` ranks."""
         if degree < 1:
@@ -130,4 +135,4 @@ class ModelOptions:
 def sizes_of(options: ModelOptions) -> dict[str, Any]:
     """What a model must be built with to load another's weights."""
     sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "sequence")}
-    return {"vocabulary": options.rows} | sizes
+    return {"vocabulary": options.rows} | sizes | options.further_sizes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -113,6 +112,7 @@ class Supervision:
             self._scalars.flush()
         self._settle()  # before the copies: two of them at a time would need twice the memory
         trainer = self.trainer
+        trainer.settle()
         self._writer.start(staged(trainer.model, trainer.optimizer, trainer.group), trainer.record())
         self._saved_step = trainer.steps_done
         self.stall_seconds += time.perf_counter() - start
@@ -132,7 +132,7 @@ class Supervision:
     def _write(self, report: StepReport | None) -> None:
         if report is None:
             return
-        values = asdict(report) | {"stall_seconds": self.stall_seconds}
+        values = report.values() | {"stall_seconds": self.stall_seconds}
         for log in (self._log, self._scalars):
             if log is not None:
                 log.write(**values)

@@ -1,4 +1,4 @@
-"""Trains the built-in GPT over the ranks of one tensor-parallel group, or as a plan says."""
+"""Trains the built-in GPT over the ranks of one tensor-parallel group, as a plan says, or with experts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from oases.errors import UsageError
 from oases.models.gpt import GPT
+from oases.models.moe_gpt import MoEGPT
 from oases.parallel.average import GradientAverage
 from oases.parallel.collectives import all_reduce
 from oases.parallel.fsdp import ShardedAverage
@@ -24,7 +25,9 @@ from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.parallel.statistics import Report, report
 from oases.planner.plan import Plan
+from oases.train import mixture
 from oases.train.alarm import Alarm
+from oases.train.balance import Balance
 from oases.train.checkpoint import load, random_streams, save
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings, sizes_of
 from oases.train.guard import LossGuard, Policy
@@ -42,9 +45,9 @@ class Trainer:
     """A model, its optimizer and its data, advanced step by step.
 
     config: the run. process_group: all ranks of the run; None is the default group, or one process. Without a plan
-    they are the tensor-parallel group. plan: says degrees, schedules, micro-batches and what is sharded; config must
-    be of its sizes (`oases.train.plan.config_for`); None: the configuration's own, where its degrees ask for one.
-    mesh: its groups, made here where none are given.
+    they are the tensor-parallel group; with experts, replicas of one. plan: says degrees, schedules, micro-batches
+    and what is sharded; config must be of its sizes (`oases.train.plan.config_for`); None: the configuration's own,
+    where its degrees ask for one. mesh: the groups, made here where none are given.
     Two trainers with equal configs walk through the same weights, whatever degree, schedule or plan.
     """
 
@@ -64,7 +67,13 @@ class Trainer:
         self.mesh: Mesh | None = None
         self._owns_mesh = mesh is None
         self.stage: TrainedStage | None = None
-        if plan is None:
+        model: GPT | MoEGPT
+        if config.experts:
+            if plan is not None:
+                raise UsageError(f"a plan and experts {config.experts} do not go together; leave out one")
+            self.mesh = mesh or mixture.mesh_of(config, self.group)
+            model = mixture.model_of(config, self.group, self.mesh)
+        elif plan is None:
             config.require_degree(group_size(self.group))
             model = GPT(
                 gpt,
@@ -82,21 +91,23 @@ class Trainer:
             model = GPT(gpt, plan=plan, mesh=self.mesh, wire_dtype=wire_dtype)
         self.corpus = config.corpus()
         self.device = device
-        self.model = model.to(device)
-        if plan is not None and self.mesh is not None and len(plan.stages) > 1:
-            self.stage = TrainedStage(self.model, plan, self.mesh, self.group)
+        self.model: GPT | MoEGPT = model.to(device)
+        if isinstance(model, GPT) and plan is not None and self.mesh is not None and len(plan.stages) > 1:
+            self.stage = TrainedStage(model, plan, self.mesh, self.group)
         self.alarm = Alarm([self.group, *([] if self.mesh is None else self.mesh.groups)], device)
         self._updating = False
         """Whether weights are being changed, or were when that failed."""
-        if config.compile != "none":
-            self.model.stack.compile_blocks(backend=config.compile, fullgraph=True)  # or an error, not eager blocks
-        shards = self.model.shard_weights() if plan is not None and plan.fsdp else None
+        shards = None
+        if isinstance(model, GPT):
+            if config.compile != "none":
+                model.stack.compile_blocks(backend=config.compile, fullgraph=True)  # or an error, not eager blocks
+            shards = model.shard_weights() if plan is not None and plan.fsdp else None
         self.optimizer = optimizer_for(
             self.model.parts(),
             config.precision,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
-            sharded=plan is not None and plan.zero,
+            sharded=config.zero if plan is None else plan.zero,
         )
         self.average: GradientAverage | ShardedAverage = shards or GradientAverage(self.model.parts())
         self.steps_done = 0
@@ -113,6 +124,9 @@ class Trainer:
         """The checkpoint that this run began with."""
         if self.resumed is not None:
             self._go_on(self.resumed)
+        self.balance: Balance | None = None
+        if isinstance(model, MoEGPT):
+            self.balance = Balance(model.layers, config.record_loads, self.steps_done)
 
     def _go_on(self, path: Path) -> None:
         record = load(path, self.model, self.optimizer, self.sizes, self.group, verify=False)
@@ -164,7 +178,7 @@ class Trainer:
         What fails on one rank is raised on all. Gradients are dropped then; where there is no plan and the weights
         are as they were, the step can be tried again, else a RuntimeError asks for a new trainer.
         """
-        if self.alarm.rung and self.plan is not None:
+        if self.alarm.rung and self.mesh is not None:
             raise _ended(self.steps_done)
         self.alarm.doing = f"step {self.steps_done}"
         try:
@@ -174,6 +188,8 @@ class Trainer:
                 return self._step()
         except Exception:
             self.optimizer.zero_grad()
+            if self.balance is not None:
+                self.balance.forget()
             raise
 
     def _step(self) -> float:
@@ -196,6 +212,8 @@ class Trainer:
             self._updating = False
             self.updates += 1
         self.optimizer.zero_grad()
+        if self.balance is not None:
+            self.balance.step(self.steps_done)
         self.steps_done += 1
         return loss
 
@@ -203,7 +221,7 @@ class Trainer:
         """Forward and backward passes of one step's batch; its loss. Gradients are those of the whole batch."""
         batches = self._micro_batches("train", step)
         # Streams of random numbers follow from the step alone: the same after a restart, a validation, a failure.
-        self.model.stack.calls = step * len(batches)
+        self.model.at_call(step * len(batches))
         if self.stage is not None:
             return self.stage.backward(batches, self.average)
         losses: list[Tensor] = []
@@ -211,14 +229,17 @@ class Trainer:
             loss = self.model.loss(tokens, targets) / len(batches)
             with self.average.overlapped() if number == len(batches) else nullcontext():
                 loss.backward()
+            if self.balance is not None:
+                self.balance.note()
             losses.append(loss.detach())
         return self._mean_over_replicas(torch.stack(losses).sum())
 
     def _micro_batches(self, split: str, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's inputs and targets of a batch that is the same for every plan, in parts that run one by one."""
         config, count, replica, replicas = self.config, 1, 0, 1
-        if self.plan is not None and self.mesh is not None:
-            degree, count = self.model.tensor_parallel, self.plan.micro_batches
+        if self.mesh is not None:
+            degree = self.model.tensor_parallel
+            count = config.micro_batches if self.plan is None else self.plan.micro_batches
             replica, replicas = self.mesh.replica(degree), self.mesh.replicas(degree)
         whole = self.corpus.batch(
             split=split, step=step, batch=config.batch, sequence=config.sequence, seed=config.seed
@@ -237,13 +258,17 @@ class Trainer:
         """Mean loss over the held-out batches, nats per token; changes nothing of the training."""
         config = self.config
         batches = [self._micro_batches("validation", index) for index in range(config.validation_batches)]
-        if self.stage is not None:
-            return sum(map(self.stage.evaluate, batches)) / len(batches)
-        losses: list[Tensor] = []
-        with torch.no_grad():
-            for micro_batches in batches:
-                losses += [self.model.loss(*batch) for batch in micro_batches]
-        return self._mean_over_replicas(torch.stack(losses).mean())
+        self.model.eval()
+        try:
+            if self.stage is not None:
+                return sum(map(self.stage.evaluate, batches)) / len(batches)
+            losses: list[Tensor] = []
+            with torch.no_grad():
+                for micro_batches in batches:
+                    losses += [self.model.loss(*batch) for batch in micro_batches]
+            return self._mean_over_replicas(torch.stack(losses).mean())
+        finally:
+            self.model.train()
 
     def _last_validation(self) -> float:
         known = self.evaluations.get(self.steps_done)  # all ranks know it or none does
@@ -285,7 +310,13 @@ class Trainer:
 
     def save(self, path: str) -> None:
         """Write a checkpoint that any tensor-parallel degree and any plan can load."""
+        self.settle()
         save(path, self.model, self.optimizer, self.record(), self.group)
+
+    def settle(self) -> None:
+        """Before a checkpoint: routers' biases move by what was counted since. All ranks call it."""
+        if isinstance(self.model, MoEGPT):
+            self.model.settle()
 
     def _groups(self) -> list[ProcessGroup]:
         groups = [self.group] if self.mesh is None else [self.group, *self.mesh.groups]

@@ -11,6 +11,7 @@ from torch import nn
 
 from oases.parallel.group import ProcessGroup
 from oases.planner.plan import Plan
+from oases.train.balance import Balance
 from oases.train.config import TrainConfig
 from oases.train.guard import LossGuard
 from oases.train.measures import Meter
@@ -31,6 +32,7 @@ class Underway(Protocol):
     steps_done: int
     gradient_norm: float
     resumed: Path | None
+    balance: Balance | None
 
     @property
     def model(self) -> nn.Module:
@@ -46,6 +48,9 @@ class Underway(Protocol):
 
     def learning_rate(self, step: int) -> float:
         """Of a step, counted from 0."""
+
+    def settle(self) -> None:
+        """Before a checkpoint: what each rank counts by itself goes into what all ranks have. All ranks call it."""
 
     def record(self) -> Record:
         """Where the run stands."""

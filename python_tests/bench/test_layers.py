@@ -39,7 +39,7 @@ def run(config):
     return run_overlap_bench(config, False)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_a_llama_beside_the_gpt_of_its_sizes(two_ranks, tmp_path, recompute):
     config = config_of(tmp_path, LLAMA, beside_gpt=True, recompute=recompute)
     assert (config.layers, config.hidden, config.heads) == (2, 32, 4)
@@ -142,7 +142,7 @@ def test_models_of_two_lists_are_refused(two_ranks, tmp_path):
     two_ranks.run(refusal, config_of(tmp_path, t5))
 
 
-def test_the_command(capfd, tmp_path):
+def test_the_command(ranks_at_hand, capfd, tmp_path):
     config, result = tmp_path / "config.json", tmp_path / "result.json"
     config.write_text(json.dumps(LLAMA))
     given = ["bench", "overlap", "--model", str(tmp_path), "--sequence", "8", "--iterations", "1"]

@@ -9,13 +9,19 @@ from oases.bench.plans import PlansBench, PlansBenchConfig, emulated, every_plan
 from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
 from oases.planner.predict import Predictor
-from oases.simulator.links import Sample
+from oases.simulator.links import Sample, fit_link
+from oases.simulator.program import Contention
 
 CONFIG = PlansBenchConfig(hidden=256, layers=1, sequence=8, global_batch=8, flops=1e10)
 LINKS = {
-    scope: [
-        Sample(kind, ranks, size, size * seconds) for kind in ("all_reduce", "all_gather") for size in (1000, 100000)
-    ]
+    scope: fit_link(
+        [
+            Sample(kind, ranks, size, size * seconds)
+            for kind in ("all_reduce", "all_gather")
+            for size in (1000, 100000)
+        ],
+        Contention(),
+    )
     for scope, ranks, seconds in (("node", 2, 1e-9), ("cluster", 4, 1e-8))
 }
 

@@ -61,7 +61,7 @@ def fails(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def test_the_command(capfd, tmp_path) -> None:
+def test_the_command(ranks_at_hand, capfd, tmp_path) -> None:
     profile, result, page = (tmp_path / name for name in ("profile.json", "result.json", "page.html"))
     write(HARDWARE, profile)
     sizes = "--hidden 32 --heads 4 --layers 2 --sequence 8 --batch 4 --iterations 1".split()  # noqa: SIM905

@@ -6,6 +6,7 @@ import pytest
 from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.forecast import Forecast, Planner
+from oases.moe.placement import described
 from oases.moe.traces import generate
 
 COSTS = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
@@ -44,7 +45,46 @@ def test_a_load_that_turns_round_is_followed():
     second[7] += 500
     for _ in range(5):
         assert 0 in planner.next(first).moved
+    before = planner.current
     for _ in range(8):
         last = planner.next(second)
     assert 7 in last.moved
-    assert 0 not in last.moved
+    assert last.device_loads.max() < 1.1 * last.device_loads.mean()
+    stale = described("prophet", second, COSTS, (before.routes, before.copies))
+    assert stale.device_loads.max() > 2 * last.device_loads.max()
+
+
+def test_an_expert_without_tokens_for_a_hundred_steps():
+    planner = Planner(COSTS)
+    counts = np.full((8, 8), 40)
+    counts[0] += 400
+    counts[5] = 0
+    for _ in range(100):
+        last = planner.next(counts)
+    assert last.copies[5] == ()
+    assert last.device_loads.sum() == counts.sum()
+    counts[5] = 800
+    for _ in range(60):
+        last = planner.next(counts)
+    assert 5 in last.moved
+
+
+def test_what_stays_tells_its_loads_under_the_new_counts():
+    planner = Planner(COSTS, hysteresis=1.0, forecast=Forecast(keep=0.0))
+    first, second = np.full((4, 4), 100), np.full((4, 4), 100)
+    first[0], second[3] = 900, 700
+    kept = planner.next(first)
+    stays = planner.next(second)
+    assert stays.copies == kept.copies
+    assert planner.changes == 1
+    assert stays.device_loads.sum() == second.sum()
+    assert stays.predicted_seconds != kept.predicted_seconds
+
+
+def test_a_forecast_of_less_than_half_a_token_is_none():
+    forecast = Forecast(keep=0.9)
+    forecast.observe([[1, 0], [0, 1]])
+    for _ in range(7):
+        forecast.observe([[0, 0], [0, 0]])
+    assert forecast.counts().tolist() == [[0, 0], [0, 0]]
+    assert Planner(COSTS).next([[0, 0], [0, 0]]).moved == ()

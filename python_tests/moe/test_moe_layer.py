@@ -8,17 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import oases
-from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.dispatch import RoutingError
 from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import Placement, homes
-from oases.moe.recomputation import recomputing
 from oases.moe.traces import Recorder, replay
-from oases.parallel.failure import FailedRankError
 
 HIDDEN, WIDTH = 12, 10
 EXACT = dict(rtol=0, atol=1e-12)
@@ -239,73 +234,6 @@ def test_no_tokens_at_all(two_ranks):
     two_ranks.run(check_nobody_has_tokens)
 
 
-def check_checkpoint(experts, tokens, reentrant, together, biased):
-    """Recomputation takes the routing and the placement of the forward pass, and nothing is noted twice."""
-    options = dict(bias_update_rate=0.3) if biased else {}
-    whole = whole_layer(experts, process_group=alone(), **options)
-    plain = OverlappedMoE.from_whole(whole, costs=COSTS)
-    saved = OverlappedMoE.from_whole(whole, costs=COSTS)
-
-    def again(x):
-        return checkpoint(saved, x, use_reentrant=reentrant)
-
-    expected, moved = micro_batches(plain, plain, tokens, together)
-    found, _ = micro_batches(saved, again, tokens, together)
-    for one, other in zip(found, expected, strict=True):
-        for a, b in zip(one, other, strict=True):
-            torch.testing.assert_close(a, b, **EXACT)
-    assert plain._steps.number == saved._steps.number == 12
-    assert plain._steps._planner.changes == saved._steps._planner.changes >= 1
-    assert moved
-    if biased:
-        assert torch.equal(plain.router.bias, saved.router.bias)
-        assert plain.router.bias.any()
-
-
-def micro_batches(layer, run, tokens, together):
-    """Outputs and gradients of four steps of three micro-batches; whether any expert was copied."""
-    rank, found, moved = dist.get_rank(), [], False
-    for step in range(4):
-        layer.zero_grad()
-        xs = [(inputs_of(rank, tokens) + 0.4 * m - 0.3 * step).requires_grad_() for m in range(3)]
-        ys = []
-        for x in xs:
-            ys.append(run(x))
-            moved = moved or bool(layer.last.placement.moved)
-            if not together:
-                (ys[-1] * targets_of(rank, tokens)).sum().backward()
-        for y in ys if together else ():  # forward passes of all micro-batches, then their backward passes
-            (y * targets_of(rank, tokens)).sum().backward()
-        found.append([*ys, *(x.grad for x in xs), *(p.grad.clone() for p in layer.parameters())])
-    return found, moved
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("biased", [True, False])
-def test_checkpoints_compute_the_same_again(two_ranks, reentrant, together, biased):
-    two_ranks.run(check_checkpoint, 4, [15, 8], reentrant, together, biased)
-
-
-def check_recomputation_that_differs():
-    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), costs=COSTS)
-    torch.manual_seed(dist.get_rank())
-    x = torch.randn(30, HIDDEN, dtype=torch.float64, requires_grad=True)
-
-    def noisy(x):
-        return layer(x + torch.randn_like(x))
-
-    y = checkpoint(noisy, x, use_reentrant=False, preserve_rng_state=False)
-    with pytest.raises(RoutingError, match="preserve_rng_state"):
-        y.sum().backward()
-    with recomputing(), pytest.raises(RoutingError, match="no forward pass in training is open"):
-        OverlappedMoE.from_whole(whole_layer(4, process_group=alone()))(x)
-
-
-def test_a_recomputation_that_differs_is_an_error(two_ranks):
-    two_ranks.run(check_recomputation_that_differs)
-
-
 def check_tensor_group(pairs_share_experts):
     """Two ranks with equal tokens, times two: as two ranks without tensor parallelism."""
     rank = dist.get_rank()
@@ -373,80 +301,6 @@ def check_replicas():
 
 def test_replicas_average(four_ranks):
     four_ranks.run(check_replicas)
-
-
-def check_not_finite(victim):
-    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), name="layers.3.moe", costs=COSTS)
-    x = torch.randn(5, HIDDEN, dtype=torch.float64)
-    if dist.get_rank() == victim:
-        x[2, 3] = float("nan")
-    with pytest.raises(RoutingError, match=rf"layers.3.moe: .* not finite on rank {victim} of 2"):
-        layer(x)
-    return layer(torch.ones(5, HIDDEN, dtype=torch.float64)).isfinite().all().item()  # and it goes on
-
-
-def test_gates_that_are_not_finite_raise_on_all_ranks(two_ranks):
-    assert all(two_ranks.run(check_not_finite, 1))
-
-
-def check_failure_is_told():
-    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), name="layers.3.moe", costs=COSTS)
-    rank = dist.get_rank()
-    x = torch.randn(5, HIDDEN + (rank == 1), dtype=torch.float64)
-    with pytest.raises(UsageError if rank == 1 else FailedRankError, match="the input must be"):
-        layer(x)
-    return layer(torch.ones(5, HIDDEN, dtype=torch.float64)).isfinite().all().item()
-
-
-def test_a_bad_input_on_one_rank_is_told_to_all(two_ranks):
-    assert all(two_ranks.run(check_failure_is_told))
-
-
-class Fragile(torch.nn.Module):
-    """In the place of a shared expert: fails while tokens are on their way."""
-
-    fails = False
-
-    def forward(self, x):
-        if self.fails:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return x
-
-
-def check_failure_under_way(victim, moved):
-    """The other ranks have started an all-to-all with uneven rows that the one that failed never starts."""
-    rank, tokens = dist.get_rank(), [11, 0, 23, 6]
-    layer = OverlappedMoE.from_whole(whole_layer(8, process_group=alone()), name="layers.3.moe")
-    layer.shared = Fragile()
-    layer.place(random_placement(8, 4, 1) if moved else None)
-    x = inputs_of(rank, tokens)
-    expected = layer(x)
-    for _ in range(2):
-        dist.barrier()
-        layer.shared.fails = rank == victim
-        with pytest.raises(
-            torch.OutOfMemoryError, match=f"rank {victim} ran out of memory at layers.3.moe"
-        ) as caught:
-            layer(x)
-        assert caught.value.usable
-        layer.shared.fails = False
-        torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("victim", "moved"), [(0, False), (2, True)])
-def test_a_failure_while_tokens_travel_is_told_to_all(four_ranks, victim, moved):
-    four_ranks.run(check_failure_under_way, victim, moved)
-
-
-def check_disagreement():
-    layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), costs=COSTS)
-    layer.place(random_placement(4, 2, dist.get_rank()))
-    with pytest.raises(RoutingError, match="has another placement"):
-        layer(torch.ones(5, HIDDEN, dtype=torch.float64))
-
-
-def test_ranks_that_disagree_raise(two_ranks):
-    two_ranks.run(check_disagreement)
 
 
 def check_measured_and_recorded(path):
@@ -538,35 +392,6 @@ def test_other_types_and_autocast(dtype):
         y.sum().backward()
         assert layer.experts.up.grad.dtype is torch.float32
         torch.testing.assert_close(y.double(), expected, rtol=5e-2, atol=5e-2)
-
-
-def test_it_refuses_what_cannot_work(two_ranks):
-    with pytest.raises(UsageError, match="unknown placement 'best'; known are none, prophet"):
-        OverlappedMoE(HIDDEN, WIDTH, 4, placement="best")
-    with pytest.raises(UsageError, match="memory_budget must be at least 0 bytes, got -1"):
-        OverlappedMoE(HIDDEN, WIDTH, 4, memory_budget=-1)
-    with pytest.raises(UsageError, match="shared_intermediate must be at least 0"):
-        OverlappedMoE(HIDDEN, WIDTH, 4, shared_intermediate=-1)
-    layer = OverlappedMoE(HIDDEN, WIDTH, 4)
-    with pytest.raises(UsageError, match=r"floating-point numbers \[..., 12\], got torch.float32 \[3, 5\]"):
-        layer(torch.zeros(3, 5))
-    with pytest.raises(UsageError, match="int64"):
-        layer(torch.zeros(3, HIDDEN, dtype=torch.int64))
-    with pytest.raises(UsageError, match="does not fit 4 experts on 1 devices"):
-        layer.place(random_placement(4, 2, 0))
-    two_ranks.run(check_refusals)
-
-
-def check_refusals():
-    for experts in (1, 3):
-        with pytest.raises(UsageError, match=f"{experts} experts do not divide over 2 devices"):
-            OverlappedMoE(HIDDEN, WIDTH, experts, top_k=1)
-    layer = OverlappedMoE(HIDDEN, WIDTH, 4)
-    nowhere = np.array([[1, 0], [0, 0], [1, 1], [1, 1]])
-    with pytest.raises(UsageError, match=r"tokens for expert 0 are routed to device 1, which does not hold it"):
-        layer.place(Placement("mine", ((), (), (), ()), nowhere, np.zeros(2, dtype=np.int64), 0.0))
-    with pytest.raises(UsageError, match=r"expert 0 has copies on \(0,\)"):
-        layer.place(Placement("mine", ((0,), (), (), ()), nowhere, np.zeros(2, dtype=np.int64), 0.0))
 
 
 def test_public_name():

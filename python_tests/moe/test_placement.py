@@ -1,12 +1,15 @@
 """Placements of experts: the performance model against plain arithmetic, the search against the optimum."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.eplb import rebalance
-from oases.moe.placement import plan
+from oases.moe.optimum import bound
+from oases.moe.placement import described, plan
 from oases.moe.traces import generate
 
 FAST = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
@@ -19,14 +22,45 @@ def counts_of(experts, devices, seed, concentration=0.3, tokens=512):
     return found
 
 
+def moving_by_hand(counts, placement, costs):
+    """Seconds of the experts' way: a share to each holder, then each share to all others; or the paper's mean."""
+    experts, devices = counts.shape
+    if costs.transfer == "mean":
+        return costs.expert_bytes * sum(map(len, placement.copies)) / devices / costs.bandwidth, 0.0
+    out, into, exchanged = np.zeros(devices), np.zeros(devices), np.zeros(devices)
+    nodes = devices // costs.devices_per_node if costs.devices_per_node else 1
+    node = [device * nodes // devices for device in range(devices)]
+    crossing = np.zeros((2, nodes))
+    for expert in range(experts):
+        home = expert * devices // experts
+        held = placement.copies[expert]
+        assert home not in held
+        assert len(set(held)) == len(held)
+        for device in held:
+            out[home] += 1 / len(held)
+            into[device] += 1 / len(held)
+            exchanged[device] += (len(held) - 1) / len(held)
+            if node[device] != node[home]:
+                crossing[0, node[home]] += 1 / len(held)
+                crossing[1, node[device]] += 1 / len(held)
+            for other in held:
+                if node[other] != node[device]:
+                    crossing[0, node[device]] += 1 / len(held)
+                    crossing[1, node[other]] += 1 / len(held)
+    rounds = np.array([max(out.max(), into.max()), exchanged.max()]) / costs.bandwidth
+    if not any(map(len, placement.copies)):
+        return 0.0, 0.0
+    rounds *= max(1, crossing.max() / costs.node_bandwidth / rounds.sum())
+    return tuple(costs.expert_bytes * rounds + costs.latency)
+
+
 def seconds_by_hand(counts, placement, costs):
     """Equations (6) and (8) written out, with loops."""
     experts, devices = counts.shape
     tokens, sent, received = np.zeros(devices), np.zeros(devices), np.zeros(devices)
-    out, into, exchanged = np.zeros(devices), np.zeros(devices), np.zeros(devices)
     nodes = devices // costs.devices_per_node if costs.devices_per_node else 1
     node = [device * nodes // devices for device in range(devices)]
-    crossing = np.zeros((4, nodes))
+    crossing = np.zeros((2, nodes))
     for expert in range(experts):
         home = expert * devices // experts
         for device in range(devices):
@@ -39,36 +73,21 @@ def seconds_by_hand(counts, placement, costs):
             if node[to] != node[device]:
                 crossing[0, node[device]] += number
                 crossing[1, node[to]] += number
-        held = placement.copies[expert]
-        assert home not in held
-        assert len(set(held)) == len(held)
-        for device in held:
-            out[home] += 1 / len(held)
-            into[device] += 1 / len(held)
-            exchanged[device] += (len(held) - 1) / len(held)
-            if node[device] != node[home]:
-                crossing[2, node[home]] += 1 / len(held)
-                crossing[3, node[device]] += 1 / len(held)
-            for other in held:
-                if node[other] != node[device]:
-                    crossing[2, node[device]] += 1 / len(held)
-                    crossing[3, node[other]] += 1 / len(held)
     assert tokens.tolist() == placement.device_loads.tolist()
-    if costs.transfer == "mean":
-        moving = costs.expert_bytes * sum(map(len, placement.copies)) / devices / costs.bandwidth
-    else:
-        rounds = (max(out.max(), into.max()) + exchanged.max()) / costs.bandwidth
-        moving = costs.expert_bytes * max(rounds, crossing[2:].max() / costs.node_bandwidth)
-        moving += 2 * costs.latency * any(map(len, placement.copies))
+    first, second = moving_by_hand(counts, placement, costs)
+    moving = first + second
     a2a = costs.latency + costs.token_bytes * max(
-        max(sent.max(), received.max()) / costs.bandwidth, crossing[:2].max() / costs.node_bandwidth
+        max(sent.max(), received.max()) / costs.bandwidth, crossing.max() / costs.node_bandwidth
     )
     forward = costs.token_seconds * tokens.max()
     total = 4 * a2a + (1 + costs.backward) * forward
     if not costs.scheduled:
         return total + 2 * moving
-    under = forward + costs.non_expert_seconds
-    return total + max(0, moving - under) + max(0, moving - costs.backward * under)
+    if costs.transfer == "mean":
+        under = forward + costs.non_expert_seconds
+        return total + max(0, moving - under) + max(0, moving - costs.backward * under)
+    left = [max(0, first - hides * costs.non_expert_seconds) for hides in (1, costs.backward)]
+    return total + sum(left) + sum(max(0, second - hides * forward) for hides in (1, costs.backward))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -102,10 +121,57 @@ def test_never_above_the_others_at_an_equal_budget(devices):
 @pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("seed", range(3))
 def test_near_the_optimum(costs, seed):
-    counts = counts_of(8, 8, seed, 0.3, tokens=1024)
+    counts = counts_of(4, 4, seed, 0.3, tokens=1024)
     best = plan(counts, costs, method="optimum")
     assert best.predicted_seconds == pytest.approx(seconds_by_hand(counts, best, costs), rel=1e-9)
-    assert plan(counts, costs).predicted_seconds <= 1.03 * best.predicted_seconds
+    found = plan(counts, costs).predicted_seconds
+    assert (1 - 2e-3) * best.predicted_seconds <= found <= 1.03 * best.predicted_seconds
+
+
+@pytest.mark.parametrize("options", [{}, {"scheduled": False}, {"transfer": "mean"}, {"latency": 1e-3}])
+def test_every_placement_of_a_small_case_is_at_least_the_optimum(options):
+    costs = Costs(**{**vars(FAST), **options})
+    counts = counts_of(3, 3, 2, 0.2, tokens=300)
+    best = plan(counts, costs, method="optimum").predicted_seconds
+    least = min(
+        described("", counts, costs, (np.array(routes).reshape(3, 3), copies)).predicted_seconds
+        for copies in itertools.product(*([[], [a], [b], [a, b]] for a, b in ((1, 2), (0, 2), (0, 1))))
+        for routes in itertools.product(*([e, *copies[e]] for e in range(3) for _ in range(3)))
+    )
+    assert best == pytest.approx(least, rel=2e-3)
+    lowest = bound(counts, costs, 3, seconds=30.0)
+    assert lowest.solved
+    assert lowest.seconds <= least * (1 + 1e-6)
+    assert bound(counts, costs, 3, seconds=30.0, whole=True).seconds == pytest.approx(least, rel=2e-3)
+
+
+def test_nothing_below_the_bound_is_said_so():
+    even = np.full((4, 4), 100)
+    none = plan(even, SLOW, method="none").predicted_seconds
+    lowest = bound(even, SLOW, 4, seconds=30.0, below=none)
+    assert lowest.solved
+    assert lowest.seconds == pytest.approx(none, rel=2e-3)
+    with pytest.raises(UsageError, match="devices that are all alike"):
+        bound(even, Costs(**{**vars(SLOW), "devices_per_node": 2}), 4, seconds=1.0)
+
+
+def test_every_rank_finds_the_same_and_slots_are_kept():
+    for seed in range(6):
+        counts = counts_of(32, 8, seed, 0.2)
+        first, second = (plan(counts, FAST, memory_budget=3 * FAST.expert_bytes) for _ in range(2))
+        assert first.copies == second.copies
+        assert np.array_equal(first.routes, second.routes)
+        assert first.most_copies <= 3
+
+
+def test_tokens_stay_in_their_node_where_its_border_is_slow():
+    counts = np.zeros((8, 8), dtype=int)
+    counts[0] = 1000
+    near = Costs(**{**vars(FAST), "devices_per_node": 4, "node_bandwidth": 1e9})
+    found = plan(counts, near)
+    crossing = sum(counts[e, d] for e in range(8) for d in range(8) if found.routes[e, d] // 4 != d // 4)
+    assert crossing < counts[0, 4:].sum() / 4
+    assert found.predicted_seconds < plan(counts, near, method="none").predicted_seconds / 2
 
 
 def test_eplb_is_what_its_authors_show():
@@ -153,7 +219,9 @@ def test_one_device_and_one_expert_each(method):
         ([[1, -1], [0, 0]], r"counts\[0, 1\] is -1"),
         ([[1.5, 1], [0, 0]], r"counts\[0, 0\] is 1.5"),
         ([[float("nan"), 1], [0, 0]], r"counts\[0, 0\] is nan"),
+        ([[float("inf"), 1], [0, 0]], r"counts\[0, 0\] is inf"),
         ([[1, 1, 1], [1, 1, 1]], "2 experts do not divide over 3 devices"),
+        ([[1, 1]] * 3, "3 experts do not divide over 2 devices"),
         ([1, 2], r"a shape of \[2\]"),
         ([["a"]], "must be whole numbers"),
     ],

@@ -16,7 +16,12 @@ from oases.partition.experts import collections, stand_in
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+SOME = ("mixtral", "qwen2_moe")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES]
+)
 def test_experts_are_spread_and_train_as_in_one_process(two_ranks, name):
     for result in two_ranks.run(trained_beside_itself, name, {}):
         assert result["logits"] <= 1e-5
@@ -39,6 +44,7 @@ def apart(name, changed, options):
     return logits, gradients_apart(model, parallel), parallel.oases_partition.json()["layers"][0]
 
 
+@pytest.mark.slow
 def test_over_four_ranks(four_ranks):
     for logits, gradients, layers in four_ranks.run(apart, "mixtral", {}, {}):
         assert logits <= 1e-5
@@ -51,8 +57,20 @@ def test_over_four_ranks(four_ranks):
     [
         ({}, {"schedule": "layers"}, "inside layers", ""),
         ({"num_experts": 5}, {}, "across layers", "2 ranks do not divide its 5 experts"),
-        ({"hidden_act": "tanh"}, {}, "across layers", "none of the perceptrons that are known"),
-        ({}, {"spec": oases.ParallelSpec(replicate=("*.gate_up_proj",))}, "across layers", "gate_up_proj is to stay"),
+        pytest.param(
+            {"hidden_act": "tanh"},
+            {},
+            "across layers",
+            "none of the perceptrons that are known",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {},
+            {"spec": oases.ParallelSpec(replicate=("*.gate_up_proj",))},
+            "across layers",
+            "gate_up_proj is to stay",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_ways_to_run_and_experts_that_stay_whole(two_ranks, changed, options, runs, why):

@@ -125,7 +125,11 @@ def looped(way):
     return beside_itself(Loop, (way,))
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW = {"first again", "places", "constants", "twice", "reversed", "all results", "returned"}
+"""Found by the same rules as others, which the rest of the ways show."""
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in WAYS])
 def test_loops_over_layers(two_ranks, way):
     runs, reason = WAYS[way]
     for worst, report in two_ranks.run(looped, way):

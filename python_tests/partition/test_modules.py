@@ -162,7 +162,13 @@ def of_block(kind):
     return beside_itself(Plain, (kind,))
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+SLOW = {Bare, Convolution, MixedBias, RunningMean}
+"""Found by the same rules as others, which the rest of the blocks show."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in BLOCKS]
+)
 def test_layers_in_many_spellings(two_ranks, kind):
     for worst, report in two_ranks.run(of_block, kind):
         assert worst < CLOSE
@@ -175,7 +181,15 @@ def fused(layout, keys):
 
 
 @pytest.mark.parametrize(
-    ("layout", "keys"), [("3hd", 4), ("h3d", 4), ("hd3", 4), ("interleaved", 2), ("q|k|v", 2), ("q|k|v", 1)]
+    ("layout", "keys"),
+    [
+        ("3hd", 4),
+        pytest.param("h3d", 4, marks=pytest.mark.slow),
+        pytest.param("hd3", 4, marks=pytest.mark.slow),
+        ("interleaved", 2),
+        ("q|k|v", 2),
+        ("q|k|v", 1),
+    ],
 )
 def test_fused_queries_keys_and_values(two_ranks, layout, keys):
     for worst, report in two_ranks.run(fused, layout, keys):
@@ -312,7 +326,11 @@ def _doubled(self, x, mask=None):
 
 
 @pytest.mark.parametrize(
-    "way", ["frozen", "frozen later", "hooks", "method", "copied", "state", "eval", "part in eval"]
+    "way",
+    [
+        *("frozen", "hooks", "copied", "part in eval"),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("frozen later", "method", "state", "eval")),
+    ],
 )
 def test_what_is_done_to_models(two_ranks, way):
     assert max(two_ranks.run(in_other_ways, way)) < CLOSE

@@ -27,7 +27,7 @@ def one_step(name, folder, out):
     return float(loss.detach()), sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow), "bert"])
 def test_pretrained_weights_are_cut_and_come_back(two_ranks, tmp_path, name):
     model = build(name)
     model.save_pretrained(tmp_path / "one")

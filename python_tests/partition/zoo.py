@@ -17,7 +17,10 @@ MODELS = {
     "llama": ("LlamaForCausalLM", GATED),
     "qwen3": ("Qwen3ForCausalLM", dict(**GATED, head_dim=8)),
     "mistral": ("MistralForCausalLM", dict(**GATED, sliding_window=6)),
-    "gemma3": ("Gemma3ForCausalLM", dict(GATED, num_hidden_layers=6, head_dim=8, sliding_window=4)),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        dict(**GATED, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    ),
     "phi": ("PhiForCausalLM", dict(**SIZES, intermediate_size=64)),
     "gpt_neox": ("GPTNeoXForCausalLM", dict(**SIZES, intermediate_size=64)),
     "opt": ("OPTForCausalLM", dict(**SIZES, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64)),

@@ -1,5 +1,6 @@
 """The chosen plan against every plan there is, the budget, and what a refusal says."""
 
+import functools
 import itertools
 import re
 from dataclasses import replace
@@ -40,14 +41,23 @@ def every_plan():
             yield Plan(MODEL, WORLD, 4, BATCH, 1, (Stage(segments),))
 
 
-@pytest.mark.parametrize("link_scale", [0.1, 1.0, 20.0])
-@pytest.mark.parametrize("share", [None, 0.85, 0.7])
-@pytest.mark.parametrize("contention", [1.0, 1.3])
+@functools.cache
+def every_prediction(link_scale, contention):
+    predictor = Predictor(hardware(link_scale, contention))
+    return [predictor.with_prediction(each) for each in every_plan()]
+
+
+WORLDS = list(itertools.product([1.0, 1.3], [None, 0.85, 0.7], [0.1, 1.0, 20.0]))
+
+
+@pytest.mark.parametrize(  # every second one; all pairs are among them
+    ("contention", "share", "link_scale"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if number % 2 else []) for number, each in enumerate(WORLDS)],
+)
 def test_the_chosen_plan_is_the_best_of_all(link_scale, share, contention):
     """share: of the memory of the fastest plan without a budget."""
     cluster = hardware(link_scale, contention)
-    predictor = Predictor(cluster)
-    everyone = [predictor.with_prediction(each) for each in every_plan()]
+    everyone = every_prediction(link_scale, contention)
     fastest = min(everyone, key=seconds_of)
     budget = None if share is None else int(share * max(fastest.prediction.memory_bytes))
     fitting = [each for each in everyone if budget is None or max(each.prediction.memory_bytes) <= budget]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from oases.planner.plan import Plan, Segment, Stage
@@ -26,6 +27,8 @@ STAGES = Plan(
     pipeline="shifted_critical_path",
 )  # fmt: skip
 """Data x pipeline x tensor parallel ranks 1 x 2 x 2."""
+PAIR = replace(STAGES, world=2, ranks_per_node=2, stages=(Stage((Segment(2, 1, "oases", 2, 1),)),) * 2)
+"""The same stages of one rank each."""
 KINDS = ("step", "checkpoint", "start")
 """In a step, while a checkpoint is being written, while the ranks start."""
 

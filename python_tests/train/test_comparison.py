@@ -56,7 +56,7 @@ def test_the_table():
     assert lines["optimizer"].count(" - ") == 2
 
 
-def test_the_command_lays_both_beside_each_other(tmp_path, capfd):
+def test_the_command_lays_both_beside_each_other(ranks_at_hand, tmp_path, capfd):
     data = kills.write_corpus(tmp_path / "text.txt")
     plan, out = tmp_path / "plan.json", tmp_path / "out.json"
     options = ["--plan", str(plan), "--data", str(data), "--json", str(out), "--steps", "3", "--warmup", "1"]

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -173,7 +171,7 @@ def example():
     return re.search(r"```yaml\n(.*?)```", page, re.DOTALL).group(1)
 
 
-def test_the_example_of_the_docs_trains(tmp_path):
+def test_the_example_of_the_docs_trains(ranks_at_hand, monkeypatch, tmp_path):
     text = file_of(tmp_path, "".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)), "text.txt")
     out = tmp_path / "out.json"
     small = [
@@ -192,9 +190,8 @@ def test_the_example_of_the_docs_trains(tmp_path):
     ]
     small += ["--dp", "1", "--batch", "16"]  # four ranks in place of eight
     small += ["--validation-batches", "1", "--evaluate-every", "1", "--warmup", "1", "--json", str(out)]
-    command = [sys.executable, "-m", "oases", "train", "--config", file_of(tmp_path, example()), *small]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    monkeypatch.chdir(tmp_path)
+    main(["train", "--config", str(file_of(tmp_path, example())), *small])
     result = json.loads(out.read_text())
     assert len(result["losses"]) == 2
     assert set(result["validation_losses"]) == {"1", "2"}

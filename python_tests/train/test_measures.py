@@ -55,7 +55,7 @@ def reports(corpus, text=None, *, watch=True, **changes):
         trainer.stage.messages.close()
         trainer.mesh.destroy()
     parts = [dataclasses.astuple(each) for each in trainer.meter.history]
-    return [dataclasses.asdict(each) for each in found], result, parts
+    return [each.values() for each in found], result, parts
 
 
 @pytest.fixture(scope="module")

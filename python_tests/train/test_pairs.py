@@ -78,7 +78,17 @@ def check_equal(text, data, expected, compiled):
     return sorted(gradients), held
 
 
-@pytest.mark.parametrize("kinds", list(itertools.combinations(KINDS, 2)), ids="+".join)
+SLOW = {("sequence", "compile"), ("data", "compile"), ("recompute", "compile")}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(pair, marks=[pytest.mark.slow] if pair in SLOW else [])
+        for pair in itertools.combinations(KINDS, 2)
+    ],
+    ids="+".join,
+)
 def test_any_two_train_like_one_process(two_ranks, four_ranks, corpus, alone, kinds):  # noqa: F811
     plan, compiled = together(*kinds), "aot_eager" if "compile" in kinds else "none"
     if plan.world == 1:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -165,15 +163,14 @@ def test_zero_keeps_a_share_of_the_state(four_ranks, corpus):
     assert max(mine for mine, _ in shares) < shares[0][1] / 2
 
 
-def test_the_command_line_executes_a_plan(corpus, alone, tmp_path):
+def test_the_command_line_executes_a_plan(ranks_at_hand, corpus, alone, tmp_path, capsys):
     plan, out = tmp_path / "plan.json", tmp_path / "out.json"
     plan.write_text(PLANS[4]["1 -> 4 -> 2"].to_json())
     options = ["--steps", "3", "--warmup", "1", "--validation-batches", "1", "--clip", "0.5"]
-    command = [sys.executable, "-m", "oases", "train", "--plan", plan, "--data", corpus, "--json", out, *options]
-    run = subprocess.run([*command, "--learning-rate", "1e-2"], capture_output=True, text=True, timeout=170)
-    assert run.returncode == 0, run.stderr
-    assert "1 blocks tp 1 x dp 4" in run.stdout
-    assert "the plan has no prediction to lay over the measured step" in run.stdout
+    main(["train", "--plan", str(plan), "--data", corpus, "--json", str(out), "--learning-rate", "1e-2", *options])
+    said = capsys.readouterr().out
+    assert "1 blocks tp 1 x dp 4" in said
+    assert "the plan has no prediction to lay over the measured step" in said
     result = json.loads(out.read_text())
     assert result["losses"] == pytest.approx(alone[1], rel=1e-5)
     assert result["validation_loss"] == pytest.approx(alone[4], rel=1e-5)

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from test_plan import MODEL, corpus, curve, cut_like, plan_of  # noqa: F401
 
 from oases import Trainer
+from oases.cli import main
 from oases.errors import UsageError
 from oases.planner.plan import Plan, Segment, Stage
 from oases.testing import RankPool
@@ -152,13 +151,11 @@ def test_eight_ranks_train_like_one_process(corpus, alone):  # noqa: F811
         eight_ranks.run(check_staged, deep.to_json(), corpus, alone)
 
 
-def test_the_command_line_executes_stages(corpus, alone, tmp_path):  # noqa: F811
+def test_the_command_line_executes_stages(ranks_at_hand, corpus, alone, tmp_path):  # noqa: F811
     plan, out = tmp_path / "plan.json", tmp_path / "out.json"
     plan.write_text(COVER["shifted 2 tp 2"].to_json())
     options = ["--steps", "3", "--warmup", "1", "--validation-batches", "1", "--clip", "0.5"]
-    command = [sys.executable, "-m", "oases", "train", "--plan", plan, "--data", corpus, "--json", out, *options]
-    run = subprocess.run([*command, "--learning-rate", "1e-2"], capture_output=True, text=True, timeout=170)
-    assert run.returncode == 0, run.stderr
+    main(["train", "--plan", str(plan), "--data", corpus, "--json", str(out), "--learning-rate", "1e-2", *options])
     result = json.loads(out.read_text())
     assert result["losses"] == pytest.approx(alone[1], rel=1e-5)
     assert result["validation_loss"] == pytest.approx(alone[4], rel=1e-5)

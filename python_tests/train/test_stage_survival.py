@@ -52,12 +52,18 @@ def losses_of_all(text, data, steps):
     return list(enumerate(losses, start=1))
 
 
-def test_killed_ranks_of_stages_go_on_equal_to_the_bit(four_ranks, corpus, tmp_path):  # noqa: F811
-    steps, plan = 24, kills.write_plan(tmp_path / "plan.json")
-    unbroken = four_ranks.run(losses_of_all, plan.read_text(), corpus, steps)[0]
-    code, said, log, hits = kills.killed_run(
-        corpus, tmp_path, kinds=("step", "checkpoint"), seed=5, steps=steps, plan=plan
-    )
+@pytest.mark.parametrize(
+    ("pool", "plan", "kinds"),
+    [
+        ("two_ranks", kills.PAIR, ("step",)),
+        pytest.param("four_ranks", kills.STAGES, ("step", "checkpoint"), marks=pytest.mark.slow),
+    ],
+    ids=["two ranks", "four ranks"],
+)
+def test_killed_ranks_of_stages_go_on_equal_to_the_bit(request, corpus, tmp_path, pool, plan, kinds):  # noqa: F811
+    steps, path = 24, kills.write_plan(tmp_path / "plan.json", plan)
+    unbroken = request.getfixturevalue(pool).run(losses_of_all, plan.to_json(), corpus, steps)[0]
+    code, said, log, hits = kills.killed_run(corpus, tmp_path, kinds=kinds, seed=1, steps=steps, plan=path)
     assert code == 0, said
     assert hits >= 1
     assert said.count("ended with signal SIGKILL; restart ") == hits
@@ -94,7 +100,13 @@ def fails_in_the_third_step(text, data, folder, victim, where):
 
 
 @pytest.mark.parametrize(
-    ("text", "victim", "where"), [(TP, 0, "forward"), (DP, 3, "forward"), (DP, 0, "forward"), (TP, 3, "optimizer")]
+    ("text", "victim", "where"),
+    [
+        pytest.param(TP, 0, "forward", marks=pytest.mark.slow),
+        (DP, 3, "forward"),
+        pytest.param(DP, 0, "forward", marks=pytest.mark.slow),
+        (TP, 3, "optimizer"),
+    ],
 )
 def test_what_fails_on_one_rank_fails_on_all(four_ranks, corpus, tmp_path, text, victim, where):  # noqa: F811
     whole = four_ranks.run(curve, text, corpus)[0]

@@ -64,8 +64,11 @@ def unbroken(two_ranks, corpus):
     return two_ranks.run(losses_of_all, corpus)[0]
 
 
-def test_killed_ranks_go_on_equal_to_the_bit(corpus, unbroken, tmp_path):
-    code, said, log, hits = kills.killed_run(corpus, tmp_path, kinds=("step", "checkpoint"), seed=3, steps=STEPS)
+@pytest.mark.parametrize(
+    "kinds", [("checkpoint",), pytest.param(("step", "checkpoint", "start"), marks=pytest.mark.slow)]
+)
+def test_killed_ranks_go_on_equal_to_the_bit(corpus, unbroken, tmp_path, kinds):
+    code, said, log, hits = kills.killed_run(corpus, tmp_path, kinds=kinds, seed=3, steps=STEPS)
     assert code == 0, said
     assert hits >= 1
     assert said.count("ended with signal SIGKILL; restart ") == hits

@@ -1,0 +1,45 @@
+"""The command that shows a trace of experts' loads: what each way of placing them would have made of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from oases.cli.options import add_options, command, configured, require_writable, write_json
+
+
+def add(commands: Any) -> None:
+    """Add it to the command line."""
+    from oases.bench.loads import LoadsConfig
+
+    loads = command(
+        commands, "loads", "compare placements of experts over loads that oases train --record-loads wrote"
+    )
+    loads.add_argument("trace", help="the file with the loads")
+    loads.add_argument("--html", metavar="FILE", help="draw loads, balance, copies and time saved as a page there")
+    add_options(loads, LoadsConfig())
+    loads.set_defaults(run=_loads)
+
+
+def _loads(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.loads import HEADER, LoadsConfig, compared, table_rows, write_loads
+    from oases.terminal import Table, console
+
+    require_writable("--html", options.html)
+    result = compared(options.trace, configured(LoadsConfig, options))
+    console.print(
+        f"{result['steps']} steps of {result['layers']} layers: {result['experts']} experts on {result['devices']} "
+        "ranks; seconds are modelled, a mean over the steps", soft_wrap=True,
+    )  # fmt: skip
+    table = Table()
+    for name in HEADER:
+        table.add_column(name, justify="left" if name == HEADER[0] else "right")
+    for row in table_rows(result):
+        table.add_row(*row)
+    console.print(table)
+    if options.html is not None:
+        write_loads(Path(options.html), result)
+        console.print(f"drawn in {options.html}", soft_wrap=True)
+    write_json(options.json, result)

@@ -1,0 +1,129 @@
+"""How evenly a step's tokens lay on the ranks, what copies of experts did for it, and a trace of the loads."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oases.errors import UsageError
+from oases.moe.layer import OverlappedMoE
+from oases.moe.placement import at_home, described
+from oases.moe.traces import Recorder, replay
+from oases.parallel.group import group_rank
+
+
+@dataclass(frozen=True)
+class StepBalance:
+    """Of one step.
+
+    balance_before, balance_after: standard deviation of the ranks' loads without copies and as they were computed,
+    slots (pairs of a token and one of its experts), means over layers and micro-batches. copies: of experts, over all
+    layers, a mean over micro-batches. dropped: slots, by the capacity. saved_seconds: that copies save, as the
+    placements' model has it, of all layers and micro-batches; 0 where nothing was modelled.
+    """
+
+    balance_before: float
+    balance_after: float
+    copies: float
+    dropped: int
+    saved_seconds: float
+
+    def text(self) -> str:
+        """In a few words, e.g. "balance 41.2 > 8.5, 6 copies"."""
+        words = f"balance {self.balance_before:.3g} > {self.balance_after:.3g}, {self.copies:.3g} copies"
+        return words + (f", {self.dropped} dropped" if self.dropped else "")
+
+
+class Balance:
+    """Follows the layers of a model through its steps: `note` after every micro-batch, `step` after the step.
+
+    trace: file to record loads in; what it has of steps from `steps_done` on is cut off. Every rank makes one and
+    has the same; the first writes.
+    """
+
+    def __init__(self, layers: Sequence[OverlappedMoE], trace: str | None, steps_done: int) -> None:
+        self._layers = layers
+        first = trace is not None and group_rank(layers[0].process_group) == 0
+        self._trace = Path(trace) if trace is not None and first else None
+        if self._trace is not None:
+            _begin(self._trace, steps_done)
+        self._noted: list[StepBalance] = []
+        self._counts: list[Any] = [0] * len(layers)
+        self.last: StepBalance | None = None
+        """Of the last step."""
+        self.history: list[StepBalance] = []
+
+    def note(self) -> None:
+        """A micro-batch is through."""
+        found = []
+        for number, layer in enumerate(self._layers):
+            done, saved = layer.last, 0.0
+            assert done is not None
+            self._counts[number] = self._counts[number] + done.counts
+            placed = done.placement
+            if layer.costs is not None and placed.moved:
+                plain = described("none", done.counts, layer.costs, at_home(done.counts))
+                now = described(placed.method, done.counts, layer.costs, (placed.routes, placed.copies))
+                saved = plain.predicted_seconds - now.predicted_seconds
+            copies = sum(map(len, placed.copies))
+            found.append(StepBalance(done.balance_degree_at_home, done.balance_degree, copies, done.dropped, saved))
+        before, after, copies_of, dropped, saved_of = zip(*map(astuple, found), strict=True)
+        self._noted.append(
+            StepBalance(
+                statistics.mean(before), statistics.mean(after), float(sum(copies_of)), sum(dropped), sum(saved_of)
+            )
+        )
+
+    def forget(self) -> None:
+        """The step has failed."""
+        self._noted, self._counts = [], [0] * len(self._layers)
+
+    def step(self, number: int) -> None:
+        """The step, counted from 0, is done; its loads go into the trace."""
+        rows = [astuple(row) for row in self._noted]
+        before, after, copies, dropped, saved = (list(column) for column in zip(*rows, strict=True))
+        mean = statistics.mean
+        self.last = StepBalance(mean(before), mean(after), mean(copies), sum(dropped), sum(saved))
+        self.history.append(self.last)
+        if self._trace is not None:
+            with Recorder(self._trace, append=True) as recorder:
+                for layer, counts in enumerate(self._counts):
+                    recorder.write(number, layer, counts)
+        self.forget()
+
+    def summary(self) -> dict[str, float]:
+        """Means over the steps that were done here; rb: what the balance degrees were divided by."""
+        if not self.history:
+            return {}
+        found = {
+            item.name: statistics.mean(getattr(row, item.name) for row in self.history)
+            for item in fields(StepBalance)
+        }
+        before, after = found["balance_before"], found["balance_after"]
+        return found | {"rb": before / after if after else 1.0 if not before else float(np.inf)}
+
+
+def require_new(trace: str, *, new: bool) -> None:
+    """Raise UsageError unless loads may be recorded in this file. new: by a run that goes on from no other."""
+    path = Path(trace)
+    if path.is_dir():
+        raise UsageError(f"record_loads {trace!r} is a folder; give the path of a file")
+    if not path.resolve().parent.is_dir():
+        raise UsageError(f"record_loads {trace!r}: its folder does not exist")
+    if path.is_file() and path.stat().st_size:
+        for _ in replay(path):  # says what is no trace
+            if new:
+                raise UsageError(f"record_loads {trace!r} holds the loads of another run; give a new file")
+
+
+def _begin(path: Path, steps_done: int) -> None:
+    """Have the file hold the steps before `steps_done` alone."""
+    kept = [row for row in replay(path) if row[0] < steps_done] if path.is_file() and path.stat().st_size else []
+    with Recorder(path) as recorder:
+        for row in kept:
+            recorder.write(*row)

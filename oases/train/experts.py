@@ -1,0 +1,136 @@
+"""What a training run is told of its experts: sizes, router, placement; and what does not go with them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from oases.errors import UsageError
+from oases.models.moe_gpt import MoEGPTConfig
+from oases.moe.router import GATES
+from oases.moe.steps import METHODS
+from oases.schedule.experts import EXPERT_SCHEDULES
+from oases.train.fields import require_known
+from oases.train.sizes import ModelOptions, option
+
+BY_PLACEMENT = "auto"
+"""As a schedule of experts: the one that fits the placement."""
+_NOT_WITH_EXPERTS: dict[str, Any] = {
+    "plan": None, "fsdp": False, "sequence_parallel": False, "compile": "none", "schedule": "oases",
+    "wire_dtype": "none",
+}  # fmt: skip
+"""Options that a mixture of experts must leave as they are."""
+
+
+@dataclass(frozen=True)
+class ExpertOptions(ModelOptions):
+    """Sizes of the model, and of experts in the place of its layers' perceptrons."""
+
+    experts: int = option(0, "experts of a layer, spread over all ranks, in the place of a perceptron; 0 = none")
+    top_k: int = option(2, "experts of a token")
+    expert_hidden: int = option(0, "width inside of an expert; 0 = 4 x hidden")
+    shared_hidden: int = option(0, "width inside of an expert for every token; 0 = none")
+    gate: str = option("softmax", f"of the router: {', '.join(GATES)}")
+    balance_weight: float = option(0.01, "weight of the auxiliary loss that has the router spread tokens evenly")
+    z_weight: float = option(0.0, "weight of the loss that keeps the router's logits small")
+    bias_update_rate: float = option(
+        0.0, "step of a bias by which experts with few tokens are chosen more often; 0 = no bias"
+    )
+    capacity_factor: float = option(
+        0.0, "an expert takes so many times the mean of a rank's tokens and drops the rest; 0 = drops none"
+    )
+    placement: str = option("prophet", f"how busy experts are copied to other ranks: {', '.join(METHODS)}")
+    expert_memory: int = option(-1, "bytes that copies of one layer's experts may take on a rank; -1 = any number")
+    expert_schedule: str = option(
+        BY_PLACEMENT,
+        f"of what experts send: {', '.join(EXPERT_SCHEDULES)}; auto = block_wise, or plain where placement is none",
+    )
+    record_loads: str | None = option(
+        None, "file for every step's tokens by layer, expert and rank, to look at with oases loads"
+    )
+
+    @property
+    def further_sizes(self) -> dict[str, Any]:
+        """What a model with experts must be built with, beside other sizes."""
+        if not self.experts:
+            return {}
+        return {
+            "experts": self.experts, "top_k": self.top_k, "expert_hidden": self.intermediate,
+            "shared_hidden": self.shared_hidden, "gate": self.gate, "expert_bias": self.bias_update_rate > 0,
+        }  # fmt: skip
+
+    @property
+    def intermediate(self) -> int:
+        """Width inside of an expert."""
+        return self.expert_hidden or 4 * self.hidden
+
+    @property
+    def generated(self) -> str:
+        """The schedule of experts by its name."""
+        if self.expert_schedule != BY_PLACEMENT:
+            return self.expert_schedule
+        return "plain" if self.placement == "none" else "block_wise"
+
+    @property
+    def layer_options(self) -> dict[str, Any]:
+        """Of every `OverlappedMoE`, beside its sizes."""
+        return {
+            "placement": self.placement, "balance_weight": self.balance_weight, "z_weight": self.z_weight,
+            "bias_update_rate": self.bias_update_rate, "capacity_factor": self.capacity_factor or None,
+            "memory_budget": None if self.expert_memory < 0 else float(self.expert_memory),
+        }  # fmt: skip
+
+    @property
+    def flops_beside(self) -> float:
+        """Floating-point operations a token that experts add to the step of a GPT with perceptrons of 4 x hidden."""
+        if not self.experts:
+            return 0.0
+        used = 2 * self.hidden * (self.top_k * self.intermediate + self.shared_hidden) + self.experts * self.hidden
+        return 6.0 * self.layers * (used - 8 * self.hidden**2)
+
+    def mixture(self, seed: int) -> MoEGPTConfig:
+        """The built-in GPT of these sizes with experts."""
+        return MoEGPTConfig(
+            vocabulary=self.rows, hidden=self.hidden, layers=self.layers, heads=self.heads, sequence=self.sequence,
+            seed=seed, experts=self.experts, top_k=self.top_k, expert_hidden=self.expert_hidden,
+            shared_hidden=self.shared_hidden, gate="sigmoid" if self.gate == "sigmoid" else "softmax",
+        )  # fmt: skip
+
+    def require_experts(self) -> None:
+        """Raise UsageError, naming the field, for what cannot be, and for what needs experts and has none."""
+        if self.experts < 0:
+            raise UsageError(f"experts must be at least 1, or 0 for a dense model, got {self.experts}")
+        if self.experts == 0:
+            self._require_none()
+            return
+        require_known(
+            self,
+            {"gate": GATES, "placement": METHODS, "expert_schedule": (BY_PLACEMENT, *EXPERT_SCHEDULES)},
+        )
+        if not 1 <= self.top_k <= self.experts:
+            raise UsageError(f"top_k must be from 1 to the {self.experts} experts, got {self.top_k}")
+        for name in ("expert_hidden", "shared_hidden", "balance_weight", "z_weight", "bias_update_rate",
+                     "capacity_factor"):  # fmt: skip
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
+        if self.expert_memory < -1:
+            raise UsageError(f"expert_memory must be at least 0 bytes, or -1 for any, got {self.expert_memory}")
+        if self.placement != "none" and self.generated == "plain":
+            raise UsageError(
+                f"expert_schedule plain moves no experts, and placement is {self.placement}; give placement none, or "
+                "another schedule"
+            )
+        for name, usual in _NOT_WITH_EXPERTS.items():
+            if getattr(self, name, usual) != usual:
+                raise UsageError(
+                    f"{name} {getattr(self, name)!r} and experts {self.experts} do not go together; leave out one"
+                )
+
+    def _require_none(self) -> None:
+        for item in fields(ExpertOptions):
+            own = item.name not in {known.name for known in fields(ModelOptions)} and item.name != "experts"
+            if own and getattr(self, item.name) != item.default:
+                raise UsageError(
+                    f"{item.name} {getattr(self, item.name)!r} is for a mixture of experts; give --experts N, too"
+                )

@@ -1,0 +1,258 @@
+"""Training with experts: one curve on any ranks and with any placement, checkpoints over ranks, traces, refusals."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from oases import TrainConfig, Trainer
+from oases.errors import UsageError
+from oases.moe.traces import replay
+from oases.train.degrees import Degrees
+from oases.train.export import export
+from oases.train.mixture import asked_ranks, check, degrees_over
+
+CONFIG = TrainConfig(
+    hidden=32, layers=2, heads=4, sequence=16, batch=8, steps=10, warmup=2, validation_batches=1, learning_rate=3e-3,
+    experts=4, expert_hidden=48, balance_weight=0.0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)))
+    return str(path)
+
+
+def trained(corpus, **changes):
+    trainer = Trainer(dataclasses.replace(CONFIG, data=corpus, **changes))
+    try:
+        result = trainer.train()
+        return {name: result[name] for name in ("losses", "validation_loss", "balance")}
+    finally:
+        trainer.close()
+
+
+def trained_with(corpus, changes):
+    return trained(corpus, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone(corpus):
+    return trained(corpus)
+
+
+def same(results, expected, first=0):
+    for result in results:
+        assert result["losses"] == pytest.approx(expected["losses"][first:], rel=1e-4)
+        assert result["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-4)
+
+
+def test_it_learns(alone):
+    assert alone["losses"][-1] < alone["losses"][0] - 0.3
+
+
+@pytest.mark.parametrize("placement", ["none", "prophet", "faster_moe"])
+def test_two_ranks_train_like_one(two_ranks, corpus, alone, placement):
+    results = two_ranks.run(trained_with, corpus, {"placement": placement})
+    same(results, alone)
+    assert results[0]["balance"] == results[1]["balance"]
+    assert results[0]["balance"]["balance_before"] > 0
+    if placement == "none":
+        assert results[0]["balance"]["rb"] == 1
+        assert results[0]["balance"]["copies"] == results[0]["balance"]["saved_seconds"] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"degrees": {"tensor": 2}},
+        {"degrees": {"data": 4}, "micro_batches": 2},
+        {"recompute": "full", "zero": True},
+    ],
+)
+def test_four_ranks_train_like_one(four_ranks, corpus, alone, changes):
+    same(four_ranks.run(trained_with, corpus, changes), alone)
+
+
+def test_micro_batches_and_their_losses_add_up(corpus):
+    weights = {"balance_weight": 0.0, "z_weight": 1e-3, "steps": 4}
+    same([trained(corpus, micro_batches=4, **weights)], trained(corpus, **weights))
+
+
+def test_bfloat16_trains(two_ranks, corpus, alone):
+    for result in two_ranks.run(trained_with, corpus, {"precision": "bfloat16", "placement": "prophet"}):
+        assert result["losses"] == pytest.approx(alone["losses"], rel=0.05)
+
+
+# --- checkpoints ---
+
+BIASED = {"bias_update_rate": 0.01, "placement": "none", "shared_hidden": 16}
+
+
+def half(corpus, path):
+    trainer = Trainer(dataclasses.replace(CONFIG, data=corpus, **BIASED))
+    for _ in range(5):
+        trainer.step()
+    trainer.save(path)
+    bias = trainer.model.layers[0].router.bias.clone()
+    losses = [trainer.step() for _ in range(5)]
+    trainer.close()
+    return bias, losses
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_any(two_ranks, four_ranks, corpus, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    (bias, losses), (other, _) = two_ranks.run(half, corpus, path)
+    assert bias.any()
+    assert torch.equal(bias, other)
+    resumed = BIASED | {"resume": path}
+    for result in two_ranks.run(trained_with, corpus, resumed):
+        assert result["losses"] == losses  # to the bit
+    for results in (four_ranks.run(trained_with, corpus, resumed), [trained(corpus, **resumed)]):
+        for result in results:
+            assert result["losses"] == pytest.approx(losses, rel=1e-4)
+    shapes = export(path, tmp_path / "model.safetensors")
+    assert shapes["stack.blocks.0.experts.experts.up"] == (4, 48, 32)
+    assert shapes["stack.blocks.1.experts.router.bias"] == (4,)
+    for changes, told in (
+        ({"experts": 0}, "experts is 4 there and 0 here"),
+        ({"expert_hidden": 32}, "expert_hidden is 48 there and 32 here"),
+        ({"bias_update_rate": 0.0}, "expert_bias is True there and False here"),
+    ):
+        dense = {"experts": 0, "expert_hidden": 0, "balance_weight": 0.01, "bias_update_rate": 0.0}
+        dense |= {"placement": "prophet", "shared_hidden": 0}
+        given = (dense if changes == {"experts": 0} else resumed | changes) | {"resume": path}
+        with pytest.raises(UsageError, match=told):
+            Trainer(dataclasses.replace(CONFIG, data=corpus, **given))
+
+
+def test_validation_changes_nothing(corpus):
+    options = {"bias_update_rate": 0.01, "steps": 4}
+    assert trained(corpus, evaluate_every=1, **options)["losses"] == trained(corpus, **options)["losses"]
+
+
+# --- loads ---
+
+
+def recorded(corpus, folder):
+    result = trained(corpus, steps=4, record_loads=f"{folder}/trace", step_log=f"{folder}/log", micro_batches=2)
+    again = trained(corpus, steps=5, record_loads=f"{folder}/again", checkpoint=f"{folder}/run", checkpoint_every=2)
+    return result, again
+
+
+def test_recorded_loads_are_those_that_were(two_ranks, corpus, tmp_path):
+    (result, _), _ = two_ranks.run(recorded, corpus, str(tmp_path))
+    rows = list(replay(tmp_path / "trace"))
+    assert [(step, layer) for step, layer, _ in rows] == [(s, n) for s in range(4) for n in range(2)]
+    for _, _, counts in rows:
+        assert counts.shape == (4, 2)
+        assert (counts.sum(0) == 8 * 16 * 2 // 2).all()  # tokens times experts of each, of each rank
+    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert len(log) == 4
+    for line in log:
+        assert line["balance_before"] >= 0
+        assert line["dropped"] == 0
+        assert line["copies"] >= 0
+    before = np.mean([line["balance_before"] for line in log])
+    assert result["balance"]["balance_before"] == pytest.approx(before)
+
+
+def test_a_trace_is_cut_where_a_run_goes_on(corpus, tmp_path):
+    options = {"record_loads": str(tmp_path / "trace"), "checkpoint": str(tmp_path / "run"), "checkpoint_every": 2}
+
+    def stop(report):
+        if report.step == 3:
+            raise InterruptedError
+
+    config = dataclasses.replace(CONFIG, data=corpus, **options)
+    with pytest.raises(InterruptedError):
+        Trainer(config).train(stop)
+    assert [step for step, _, _ in replay(tmp_path / "trace")] == [0, 0, 1, 1, 2, 2]
+    config = dataclasses.replace(config, resume="auto", steps=4)
+    Trainer(config).train()
+    assert [step for step, _, _ in replay(tmp_path / "trace")] == [0, 0, 1, 1, 2, 2, 3, 3]
+    with pytest.raises(UsageError, match="holds the loads of another run"):
+        check(dataclasses.replace(config, resume=None, checkpoint=None, checkpoint_every=0), 1)
+
+
+def test_dropped_slots_are_told(corpus):
+    assert trained(corpus, steps=2, capacity_factor=0.5)["balance"]["dropped"] > 0
+
+
+# --- what cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"fsdp": True}, "fsdp True and experts 4 do not go together"),
+        ({"sequence_parallel": True}, "sequence_parallel True and experts 4 do not go together"),
+        ({"compile": "inductor"}, "compile 'inductor' and experts 4"),
+        ({"schedule": "auto"}, "schedule 'auto' and experts 4"),
+        ({"wire_dtype": "bfloat16"}, "wire_dtype 'bfloat16' and experts 4"),
+        ({"plan": "plan.json"}, "plan 'plan.json' and experts 4"),
+        ({"placement": "best"}, "unknown placement 'best'"),
+        ({"gate": "hard"}, "unknown gate 'hard'"),
+        ({"expert_schedule": "fast"}, "unknown expert_schedule 'fast'"),
+        ({"expert_schedule": "plain"}, "plain moves no experts, and placement is prophet"),
+        ({"top_k": 5}, "top_k must be from 1 to the 4 experts, got 5"),
+        ({"experts": -1}, "experts must be at least 1, or 0"),
+        ({"capacity_factor": -1.0}, "capacity_factor must be at least 0"),
+        ({"expert_memory": -2}, "expert_memory must be at least 0 bytes"),
+        ({"experts": 0, "expert_hidden": 0}, "balance_weight 0.0 is for a mixture of experts"),
+    ],
+)
+def test_what_does_not_go_together_is_named(changes, told):
+    with pytest.raises(UsageError, match=told):
+        dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "told"),
+    [
+        ({"pipeline": 2}, 2, "pipeline 2 x tensor the rest and experts 4 do not go together"),
+        ({"data": 3}, 3, "4 experts do not divide over 3 devices"),
+        ({"data": 2, "tensor": 2}, 2, "make 4 ranks, the run has 2"),
+        ({"tensor": 8}, 8, "heads 4 does not divide by --tp 8"),
+    ],
+)
+def test_degrees_that_cannot_be_are_named(degrees, ranks, told):
+    with pytest.raises(UsageError, match=told):
+        degrees_over(dataclasses.replace(CONFIG, degrees=degrees), ranks)
+
+
+def test_a_batch_has_to_divide():
+    with pytest.raises(UsageError, match="a batch of 8 does not divide into 3 micro-batches for each of 4"):
+        degrees_over(dataclasses.replace(CONFIG, micro_batches=3), 4)
+
+
+def test_replicas_are_on_all_ranks_unless_they_are_given():
+    assert degrees_over(CONFIG, 4) == Degrees(4, 1, 1)
+    assert degrees_over(dataclasses.replace(CONFIG, degrees={"tensor": 2}), 4) == Degrees(2, 1, 2)
+    assert degrees_over(dataclasses.replace(CONFIG, degrees={"data": 2}), 4) == Degrees(2, 1, 2)
+    assert asked_ranks(CONFIG, None) == 2
+    assert asked_ranks(CONFIG, 4) == 4
+    assert asked_ranks(CONFIG, 4, one_replica=True) == 1
+    assert asked_ranks(dataclasses.replace(CONFIG, degrees={"data": 2, "tensor": 2}), 8) == 4
+
+
+def test_the_command_trains_and_tells(corpus, tmp_path):
+    found, trace = tmp_path / "result.json", tmp_path / "trace"
+    command = [
+        sys.executable, "-m", "oases", "train", "--experts", "4", "--dp", "2", "--hidden", "32", "--layers", "2",
+        "--heads", "4", "--sequence", "16", "--batch", "4", "--steps", "3", "--validation-batches", "1", "--data",
+        corpus, "--json", str(found), "--record-loads", str(trace),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "balance degree" in done.stdout
+    result = json.loads(found.read_text())
+    assert result["balance"]["balance_before"] > 0
+    assert result["config"]["degrees"] == {"data": 2, "pipeline": 1, "tensor": 1}
+    assert len(list(replay(trace))) == 6
