@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from oases.moe.experts import ExpertWeights, compute
 from oases.partition.watch import worth
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -67,7 +67,7 @@ def stand_in(model: nn.Module, ranks: int) -> None:
         stacked = _stacked(module)
         if not stacked or len({len(each) for each in stacked.values()}) != 1:
             continue
-        look = (type(module), *(tuple(each.shape) for each in stacked.values()),
+        look: tuple[Any, ...] = (type(module), *(tuple(each.shape) for each in stacked.values()),
                 *(worth(v) for name, v in sorted(vars(module).items()) if not name.startswith("_")),
                 *(repr(child) for child in module.children()))  # fmt: skip
         if look not in known:
@@ -110,7 +110,7 @@ def author_s_own(module: nn.Module) -> nn.Module:
 
 def _stacked(module: nn.Module) -> dict[str, Tensor]:
     """The parameters of a module, if all are its own and at least two of them stacked matrices; else nothing."""
-    found = dict(module.named_parameters())
+    found: dict[str, Tensor] = dict(module.named_parameters())
     own = all("." not in name and each.dim() >= 2 for name, each in found.items())
     return found if own and sum(each.dim() == 3 for each in found.values()) >= 2 else {}
 

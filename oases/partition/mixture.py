@@ -64,7 +64,7 @@ def experts(s: Splitter, node: fx.Node) -> Value:
     if known.whole:
         s.refused[path] = known.whole
     if perceptron is None:
-        given = tuple(s.whole(each) for each in (x, index, weights, *parameters))
+        given: tuple[Any, ...] = tuple(s.whole(each) for each in (x, index, weights, *parameters))
         return Value(s.call(OwnForward(module, known.names), given, node))
     how: tuple[Any, ...] = (perceptron.gated, perceptron.activation)
     if known.whole:
