@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -80,7 +80,7 @@ def stand_in(model: nn.Module, ranks: int) -> None:
             whole = f"{ranks} ranks do not divide its {number} experts"
         names = tuple(name for name, _ in module.named_parameters()) if found is None else (found.up, found.down)
         object.__setattr__(module, "_collection", Collection(number, names, found, whole))
-        module.__class__ = _standing_in(type(module))
+        module.__class__ = _standing_in(type(module))  # type: ignore[assignment]
 
 
 def collections(model: nn.Module) -> Iterator[tuple[str, Collection]]:
