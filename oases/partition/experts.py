@@ -80,7 +80,7 @@ def stand_in(model: nn.Module, ranks: int) -> None:
             whole = f"{ranks} ranks do not divide its {number} experts"
         names = tuple(name for name, _ in module.named_parameters()) if found is None else (found.up, found.down)
         object.__setattr__(module, "_collection", Collection(number, names, found, whole))
-        module.__class__ = _standing_in(type(module))  # type: ignore[assignment]
+        module.__class__ = _standing_in(type(module))  # type: ignore[arg-type]
 
 
 def collections(model: nn.Module) -> Iterator[tuple[str, Collection]]:
