@@ -175,6 +175,8 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("latency", &Costs::latency)
       .def_readwrite("non_expert_seconds", &Costs::non_expert_seconds)
       .def_readwrite("backward", &Costs::backward)
+      .def_readwrite("handling_seconds", &Costs::handling_seconds)
+      .def_readwrite("fixed_seconds", &Costs::fixed_seconds)
       .def_readwrite("scheduled", &Costs::scheduled)
       .def_readwrite("mean_transfer", &Costs::mean_transfer)
       .def_readwrite("devices_per_node", &Costs::devices_per_node)

@@ -164,12 +164,21 @@ std::pair<double, double> Layer::rounds() const {
   return {costs_.expert_bytes * first + costs_.latency, costs_.expert_bytes * second + costs_.latency};
 }
 
+double Layer::handling() const {
+  if (costs_.handling_seconds == 0 || costs_.mean_transfer) return 0;
+  double most = 0;
+  for (int64_t device = 0; device < devices_; ++device)
+    most = std::max(most, out_[device] + static_cast<double>(held_[device]));
+  return costs_.handling_seconds * most;
+}
+
 double Layer::seconds() const {
   double tokens = std::max(largest(sent_), largest(received_)) / costs_.bandwidth;
   if (nodes_ > 1)
     tokens = std::max(tokens, std::max(largest(tokens_out_), largest(tokens_in_)) / costs_.node_bandwidth);
   // Of four all-to-alls two are in the forward pass.
-  return 4 * (costs_.token_bytes * tokens + costs_.latency) + compute_ * largest(tokens_) + exposed();
+  return costs_.fixed_seconds + 4 * (costs_.token_bytes * tokens + costs_.latency) +
+         compute_ * largest(tokens_) + exposed();
 }
 
 double Layer::hidden() const {
@@ -182,13 +191,13 @@ double Layer::hidden() const {
 
 double Layer::exposed() const {
   const auto [first, second] = rounds();  // Agg, in the backward pass, takes as long as Trans
-  if (!costs_.scheduled) return 2 * (first + second);
+  if (!costs_.scheduled) return handling() + 2 * (first + second);
   const double experts = costs_.token_seconds * largest(tokens_), others = costs_.non_expert_seconds;
   const auto left = [](double seconds, double under) { return std::max(0.0, seconds - under); };
   if (costs_.mean_transfer)
     return left(first, experts + others) + left(first, costs_.backward * (experts + others));
   // The first round, and the last of Agg, run under what is no expert's, the others under the experts.
-  return left(first, others) + left(second, experts) + left(second, costs_.backward * experts) +
+  return handling() + left(first, others) + left(second, experts) + left(second, costs_.backward * experts) +
          left(first, costs_.backward * others);
 }
 

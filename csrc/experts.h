@@ -11,7 +11,7 @@ namespace oases::experts {
 // See oases/moe/costs.py, whose fields these are.
 struct Costs {
   double token_seconds = 0, token_bytes = 0, expert_bytes = 0, bandwidth = 1, latency = 0;
-  double non_expert_seconds = 0, backward = 2;
+  double non_expert_seconds = 0, backward = 2, handling_seconds = 0, fixed_seconds = 0;
   bool scheduled = true, mean_transfer = false;
   int64_t devices_per_node = 0;  // 0: one node
   double node_bandwidth = 1;
@@ -56,6 +56,8 @@ class Layer {
   double moving() const;
   // Of it the first round and the second.
   std::pair<double, double> rounds() const;
+  // Seconds in which the device with most to do packs and unpacks experts, in both passes.
+  double handling() const;
   double exposed() const;
   // Seconds of the forward pass under which experts can be under way if all devices are alike.
   double hidden() const;

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
 import torch
 import torch.distributed as dist
 import transformers
-from partition.zoo import MODELS, OTHERS, config
+from partition.zoo import ALL, MIXTURES, MODELS, OTHERS, config
 
 import oases
 from oases.partition.report import LayersReport, PartitionReport
@@ -35,7 +35,7 @@ COLUMNS = (
 def report_of(name: str) -> PartitionReport:
     """What `parallelize` says of a model of the zoo."""
     with torch.device("meta"):
-        model = getattr(transformers, {**MODELS, **OTHERS}[name][0])(config(name))
+        model = getattr(transformers, ALL[name][0])(config(name))
     return oases.parallelize(model).oases_partition
 
 
@@ -57,6 +57,8 @@ def rows(report: PartitionReport) -> list[str]:
 def _cells(layers: LayersReport, model: str, vocabulary: str) -> tuple[str, ...]:
     how = {"across layers": f"across layers, `{layers.schedule}`", "inside layers": "inside layers"}
     remarks = [layers.reason] if layers.reason else []
+    if layers.experts:
+        remarks.append(f"experts over the ranks: {grouped(layers.experts)}")
     if 0 < layers.blocks_per_layer < len(layers.row):
         remarks.append(f"{len(layers.row)} row-parallel products share {layers.blocks_per_layer} sum")
     remarks += [f"`{_short(name)}` stays whole: {why}" for name, why in layers.refused.items()]
@@ -98,7 +100,7 @@ def _short(name: str) -> str:
 def page() -> str:
     """The page with its tables anew."""
     text = PAGE.read_text(encoding="utf-8")
-    for mark, names in (("promised", MODELS), ("others", OTHERS)):
+    for mark, names in (("promised", MODELS), ("mixtures", MIXTURES), ("others", OTHERS)):
         head, _, rest = text.partition(f"<!-- {mark}: python docs/models.py -->\n")
         _, end, tail = rest.partition(f"<!-- end of {mark} -->")
         if not end:

@@ -207,6 +207,22 @@ def experts_table(result: dict[str, Any]) -> Table:
     return table
 
 
+def mixture_table(result: dict[str, Any]) -> Table:
+    """A benchmark of a GPT with experts: a row per skew and placement."""
+    table = Table("load", "placement", "step", "speedup", "balance degree", "RB", "copies", "loss", "differs by")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for load, rows in result.items():
+        for name, row in rows.items() if load != "config" else ():
+            table.add_row(
+                load, name, f"{1e3 * row['step_seconds']:.0f} ms",
+                f"{row['speedup']:.3f}" if "speedup" in row else "-", f"{row['balance_degree']:.0f}",
+                f"{row['rb']:.2f}", f"{row['copies']:.1f}", f"{row['loss']:.4f}",
+                f"{row['loss_difference']:.1e}",
+            )  # fmt: skip
+    return table
+
+
 def placements_table(result: dict[str, Any]) -> Table:
     """A benchmark of placements: a row per method and part of the cases."""
     table = Table(title="modelled; geometric means, RB and planning medians", title_justify="left")

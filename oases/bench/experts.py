@@ -19,6 +19,7 @@ from oases.bench.stages import timed_step
 from oases.errors import UsageError
 from oases.models.timed_experts import ForcedRouter, TimedExpertBlock, TimedMoE
 from oases.moe.costs import Costs
+from oases.moe.measure import handling_seconds
 from oases.moe.placement import Integers, described, homes
 from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
@@ -194,7 +195,7 @@ class _Run:
 
 
 def measured_costs(config: ExpertsBenchConfig) -> Costs:
-    """The waits, and the link as all ranks' all-to-alls of two sizes find it at once."""
+    """The waits, the link as all-to-alls of two sizes find it, and what a layer has to do besides."""
     group = dist.group.WORLD
     assert group is not None
     scheduler, ranks = scheduler_of(group), dist.get_world_size()
@@ -214,14 +215,26 @@ def measured_costs(config: ExpertsBenchConfig) -> Costs:
     dist.broadcast_object_list(numbers, 0)
     small, large = numbers
     sent = (ranks - 1) * rows * config.hidden * 4
-    return Costs(
-        token_seconds=config.token_us / 1e6,
+    link = Costs(
+        token_seconds=0.0,
         token_bytes=4 * config.hidden,
         expert_bytes=config.expert_bytes,
         bandwidth=sent / max(large - small, 0.1 * large),
         latency=small,
-        non_expert_seconds=config.non_expert_ms / 1e3,
         backward=_BACKWARD,
+    )
+    besides = _Run(config, CONTESTANTS["none"], link)  # computes nothing
+    for _ in range(_TIMES + 1):
+        besides.step(next(config.loads(ranks, "even")))
+    numbers = [statistics.median(besides.seconds[1:]) - besides.modelled[-1]]
+    dist.broadcast_object_list(numbers, 0)
+    weights = besides.blocks[0].experts.experts.weights
+    return replace(
+        link,
+        token_seconds=config.token_us / 1e6,
+        non_expert_seconds=config.non_expert_ms / 1e3,
+        handling_seconds=handling_seconds(weights, link, group, "measuring"),
+        fixed_seconds=max(0.0, numbers[0]) / config.blocks,
     )
 
 

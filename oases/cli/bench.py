@@ -29,6 +29,7 @@ from oases.errors import UsageError
 def add(commands: Any) -> None:
     """Add it to the command line."""
     from oases.bench.experts import ExpertsBenchConfig
+    from oases.bench.mixture import MixtureBenchConfig
     from oases.bench.nodes import NodesBenchConfig
     from oases.bench.overlap import OverlapConfig
     from oases.bench.pipeline import PipelineBenchConfig
@@ -71,6 +72,10 @@ def add(commands: Any) -> None:
     add_options(moe, ExpertsBenchConfig())
     add_ranks(moe, link=None, tp=8)
     moe.set_defaults(run=_bench_moe)
+    mixture = command(benches, "mixture", "a GPT with experts, trained on real text under every placement")
+    add_options(mixture, MixtureBenchConfig())
+    add_ranks(mixture, link=None)
+    mixture.set_defaults(run=_bench_mixture)
     placements = command(benches, "placements", "placements of experts by their modelled time, beside the optimum")
     add_options(placements, PlacementsBenchConfig())
     placements.add_argument(
@@ -234,6 +239,23 @@ def _bench_moe(options: argparse.Namespace, given: Sequence[str]) -> None:
         return
     result["config"] |= {"link": options.link, "nodes": options.nodes}
     console.print(experts_table(result))
+    write_json(options.json, result)
+
+
+def _bench_mixture(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.mixture import MixtureBenchConfig, run_mixture_bench
+    from oases.ranks import run_ranks
+    from oases.terminal import console, mixture_table
+
+    config = configured(MixtureBenchConfig, options)
+    config.check(options.tp)
+    joined = behind_link(options, given)
+    console.print(f"{options.tp} ranks {joined}")
+    result = run_ranks(run_mixture_bench, (config, True), rank_options(options, "cpu"))
+    if not speaks():
+        return
+    result["config"] |= {"link": options.link, "nodes": options.nodes}
+    console.print(mixture_table(result))
     write_json(options.json, result)
 
 

@@ -32,6 +32,9 @@ class Costs:
     passes. scheduled: parameters and gradients travel under compute, (8); else nothing else runs meanwhile, (6).
     devices_per_node: 0 for devices that are all alike; else node_bandwidth, bytes per second, is what all devices of
     a node share towards the others. transfer: "rounds", as oases sends parameters; "mean", as the paper counts.
+    handling_seconds: what packing and unpacking takes of one expert that a device sends or holds a copy of, in both
+    passes, which nothing hides and the paper does not count ("mean" neither). fixed_seconds: of a layer in both
+    passes, whatever is placed where: the choice of experts, the order of tokens, the exchange of counts.
     UsageError for a value that is negative or not finite.
     """
 
@@ -46,6 +49,8 @@ class Costs:
     devices_per_node: int = 0
     node_bandwidth: float = inf
     transfer: str = "rounds"
+    handling_seconds: float = 0.0
+    fixed_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for item in fields(self):

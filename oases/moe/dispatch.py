@@ -145,23 +145,32 @@ def permuted(x: Tensor, routing: Routing, plan: Itinerary) -> tuple[Tensor, Tens
     ids = plan.positions[routing.experts]
     if routing.kept is not None:  # what is dropped comes last
         ids = torch.where(routing.kept, ids, experts)
-    if x.dtype is torch.float64:  # which the kernels do not have
-        source = ids.flatten().argsort(stable=True)
-        rows = x[source // max(ids.shape[1], 1)]
-    else:
-        rows, source, _ = kernels.permute(x, ids, experts + 1)
+    rows, source, _ = by_expert(x, ids, experts + 1)
     return rows[: sum(plan.sent)], source
+
+
+def by_expert(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.permute`, also of float64, which the kernels do not have."""
+    if x.dtype is not torch.float64:
+        return kernels.permute(x, ids, experts)
+    source = ids.flatten().argsort(stable=True)
+    return x[source // max(ids.shape[1], 1)], source, kernels.histogram(ids, experts)
 
 
 def combined(rows: Tensor, source: Tensor, routing: Routing) -> Tensor:
     """Back from `permuted`: the sum of each token's rows times their weights, [T, n]. A dropped slot counts as 0."""
-    tokens, k = routing.experts.shape
+    return by_token(rows, source, routing.weights)
+
+
+def by_token(rows: Tensor, source: Tensor, weights: Tensor) -> Tensor:
+    """Back from `by_expert`: the sum of each token's rows times their weights [T, k]; rows missing at the end: 0."""
+    tokens, k = weights.shape
     if len(rows) < len(source):
         rows = torch.cat([rows, rows.new_zeros((len(source) - len(rows), rows.shape[1]))])
     if rows.dtype is torch.float64:
         slots = rows[source.argsort()].view(tokens, k, rows.shape[1])
-        return (slots * routing.weights.to(rows.dtype)[..., None]).sum(1)
-    return kernels.unpermute(rows, source, routing.weights.float(), tokens)
+        return (slots * weights.to(rows.dtype)[..., None]).sum(1)
+    return kernels.unpermute(rows, source, weights.float(), tokens)
 
 
 def grouped(rows: Tensor, plan: Itinerary) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -139,13 +139,19 @@ class Experts(HoldsGroup, nn.Module):
 
 
 def compute(
-    rows: Tensor, counts: Sequence[int], weights: ExpertWeights, *, gated: bool, grouped: bool | None = None
+    rows: Tensor,
+    counts: Sequence[int],
+    weights: ExpertWeights,
+    *,
+    gated: bool,
+    grouped: bool | None = None,
+    activation: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Rows through their experts: [sum of counts, hidden] -> the same.
 
     counts: rows of each of the L experts, in order; any may be 0. grouped: by one grouped product for all experts;
-    None where this torch has one for such tensors (`can_group`), else in a loop. Every expert's weights get a
-    gradient, zeros for one without rows.
+    None where this torch has one for such tensors (`can_group`), else in a loop. activation: None for that of
+    `Experts`. Every expert's weights get a gradient, zeros for one without rows.
     UsageError where counts are not one for each expert or do not sum up to the rows.
     """
     counts = list(counts)
@@ -160,11 +166,12 @@ def compute(
         grouped = can_group(rows, weights)
     product = _grouped_product if grouped else _looped_product
     middle = product(rows, counts, weights.up, weights.up_bias)
+    activation = activation or (F.silu if gated else F.gelu)
     if gated:
         gate, up = middle.chunk(2, dim=-1)
-        middle = F.silu(gate) * up
+        middle = activation(gate) * up
     else:
-        middle = F.gelu(middle)
+        middle = activation(middle)
     return product(middle, counts, weights.down, weights.down_bias)
 
 

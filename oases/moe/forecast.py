@@ -69,11 +69,11 @@ class Planner:
         self.forecast.observe(counts)
         expected = self.forecast.counts()
         found = plan(expected, self.costs, method=self.method, memory_budget=self.memory_budget)
-        if self.current is not None:
-            stays = described(self.current.method, expected, self.costs, (self.current.routes, self.current.copies))
-            if found.predicted_seconds > (1 - self.hysteresis) * stays.predicted_seconds:
-                self.current = stays
-                return stays
-        self.changes += 1
+        now = self.current or plan(expected, self.costs, method="none")
+        stays = described(now.method, expected, self.costs, (now.routes, now.copies))
+        if found.predicted_seconds > (1 - self.hysteresis) * stays.predicted_seconds:
+            found = stays
+        else:
+            self.changes += 1
         self.current = found
         return found

@@ -5,11 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import torch
 
+from oases.moe.assignment import Placement, at_home
 from oases.moe.costs import Costs
 from oases.moe.experts import ExpertWeights, compute
+from oases.moe.transfer import Transfer
 from oases.parallel.autotune import synchronize
 from oases.parallel.collectives import all_reduce
 from oases.parallel.group import ProcessGroup, group_size, scheduler_of
@@ -48,7 +52,7 @@ def measured(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGro
     scheduler.wait(scheduler.all_gather(everyone, mine, f"measuring of {label}"))
     token, latency, whole = everyone.mean(0).tolist()
     sent = BYTES * (size - 1) / size
-    return Costs(
+    costs = Costs(
         token_seconds=token,
         token_bytes=hidden * like.element_size(),
         expert_bytes=sum(weight[:1].nbytes for weight in weights.given),
@@ -56,6 +60,31 @@ def measured(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGro
         latency=latency,
         scheduled=False,
     )
+    return replace(costs, handling_seconds=handling_seconds(weights, costs, group, label))
+
+
+@torch.no_grad()
+def handling_seconds(weights: ExpertWeights, costs: Costs, group: ProcessGroup, label: str) -> float:
+    """`Costs.handling_seconds`: every rank's first expert goes to the next rank, its gradients come back.
+
+    costs: the link's, of which only what is beyond them counts.
+    """
+    size, local = group_size(group), len(weights.up)
+    experts = size * local
+    routes, _ = at_home(np.zeros((experts, size), dtype=np.int64))
+    copies = tuple((((e // local) + 1) % size,) if e % local == 0 else () for e in range(experts))
+    transfer = Transfer(weights, Placement("measured", copies, routes, np.zeros(size, np.int64), 0.0), group, label)
+
+    def there_and_back() -> None:
+        transfer.scatter(weights.given)
+        transfer.exchange()
+        transfer.reduce(transfer.finish())
+        transfer.gather()
+        transfer.collect()
+
+    seconds = mean_seconds(there_and_back, weights.up.device, group, label)
+    beyond = seconds - 2 * (costs.expert_bytes / costs.bandwidth + 2 * costs.latency)
+    return max(0.0, beyond) / 2  # a rank sends one and holds one
 
 
 @torch.no_grad()

@@ -180,7 +180,10 @@ class _Programme:
             self.at_least(1, (1, self.of("any")), (1, self.of("number", expert, 0)))
         for device in range(self.devices):
             mine = [expert for expert in every if self.home[expert] == device]
-            self.at_most("first", size, [(-1.0, self.of("number", e, 0)) for e in mine], len(mine))
+            sent = [(-1.0, self.of("number", e, 0)) for e in mine]
+            held = [(1.0, self.of("copy", e, device)) for e in every if self.home[e] != device]
+            self.at_most("first", size, sent, len(mine))
+            self.at_most("handling", costs.handling_seconds, sent + held, len(mine))
             copies = [(e, k) for e in every if self.home[e] != device for k in range(1, self.devices)]
             self.at_most("first", size, [(1 / k, self.of("of", e, device, k)) for e, k in copies])
             self.at_most("second", size, [((k - 1) / k, self.of("of", e, device, k)) for e, k in copies])
@@ -190,7 +193,8 @@ class _Programme:
         costs = self.costs
         total, tokens, wire = (self.of(name) for name in ("total", "tokens", "wire"))
         moving = [(1.0, self.of("first")), (1.0, self.of("second")), (2 * costs.latency / self.unit, self.of("any"))]
-        parts, fixed = [(-4.0, wire), (-(1 + costs.backward), tokens)], 4 * costs.latency / self.unit
+        parts = [(-4.0, wire), (-(1 + costs.backward), tokens), (-1.0, self.of("handling"))]
+        fixed = (4 * costs.latency + costs.fixed_seconds) / self.unit
         if not costs.scheduled:
             self.at_least(fixed, (1, total), *parts, *((-2 * by, at) for by, at in moving))
             return

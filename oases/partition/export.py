@@ -33,7 +33,7 @@ class Exported:
     parameters, buffers: their names in the layer, by the name of the placeholder. constants: tensors that the layer
     makes of its own. inputs: a placeholder's name for every leaf of (args, kwargs) that is a tensor, in the order of
     `leaves`, None for the others. outputs: a node or a constant for every leaf of what the layer returns. ranges: of
-    lengths that may vary; guards: what else must hold of them.
+    lengths that may vary; guards: what else must hold of them. layer: what was traced.
     """
 
     graph: fx.Graph
@@ -44,7 +44,8 @@ class Exported:
     outputs: tuple[fx.Node | Any, ...]
     result: pytree.TreeSpec
     ranges: dict[Any, Any]
-    guards: tuple[Any, ...] = ()
+    guards: tuple[Any, ...]
+    layer: nn.Module
 
 
 def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -138,7 +139,7 @@ def export(
         raise UnsplittableError(f"{type(layer).__name__} cannot be traced: {why}") from error
     if changed():
         raise UnsplittableError(f"{type(layer).__name__} sets {', '.join(changed())} in its forward")
-    return _read(program, type(layer).__name__, (args, kwargs))
+    return _read(program, layer, (args, kwargs))
 
 
 def _apart(value: Any) -> Any:
@@ -165,7 +166,8 @@ class _Call(nn.Module):
         return self.layer(*args, **kwargs)
 
 
-def _read(program: torch.export.ExportedProgram, layer: str, call: Any) -> Exported:
+def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -> Exported:
+    layer = type(traced).__name__
     _refuse_mutation(program, layer)
     if not _without_in_place(program.graph):
         with quiet():  # some composite ops are taken apart by this, which hides what they were
@@ -200,6 +202,7 @@ def _read(program: torch.export.ExportedProgram, layer: str, call: Any) -> Expor
         spec,
         dict(program.range_constraints),
         _guards(graph),
+        traced,
     )
 
 
@@ -244,7 +247,6 @@ _VIEWS = (
     "squeeze",
     "split",
     "chunk",
-    "getitem",
     *("flatten", "unbind", "aten.t.", "numpy_T", "aten.mT", "aten.mH", "aten.H.", "narrow", "movedim", "swapaxes"),
     *("detach", "alias", "contiguous", "aten.to.", "diagonal", "unfold", "lift_fresh", "as_strided", "type_as"),
     *(
@@ -282,6 +284,8 @@ def _without_in_place(graph: fx.Graph) -> bool:
 
 
 def _looks_like_view(node: fx.Node) -> bool:
+    if "getitem" in str(node.target):  # one of several results: of a split, or of a top-k, which are tensors apart
+        return _looks_like_view(node.all_input_nodes[0])
     return any(name in str(node.target) for name in _VIEWS)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from oases.partition.experts import keep_whole
 from oases.partition.export import UnsplittableError
 from oases.partition.layers import Called, LayerList
 from oases.partition.operations import Place
@@ -41,6 +42,7 @@ def kinds_of(found: LayerList, model: nn.Module, spec: ParallelSpec, place: Plac
 def _kind(call: Called, kept: frozenset[str], refused: str, place: Place) -> Kind | UnsplittableError:
     if refused:
         return UnsplittableError(refused)
+    keep_whole(call.module, kept)
     try:
         return Kind(call.module, call.args, call.kwargs, kept.__contains__, place)
     except UnsplittableError as error:

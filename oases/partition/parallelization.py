@@ -14,6 +14,7 @@ from oases.errors import UsageError
 from oases.parallel.group import ProcessGroup
 from oases.parallel.mesh import Mesh
 from oases.partition.conduct import Conduct
+from oases.partition.experts import stand_in
 from oases.partition.export import UnsplittableError, leaves, twin_of
 from oases.partition.kinds import kinds_of
 from oases.partition.layers import LayerList, as_one_layer, made_up_inputs, observe
@@ -71,6 +72,7 @@ def parallelize(
     place = Place.of(group)
     report = PartitionReport(type(model).__name__, place.ranks)
     vocabulary, twin = spec.vocabulary_of(model), twin_of(model)
+    stand_in(twin, place.ranks)
     inputs = spec.inputs or made_up_inputs(model)
     names = [*vocabulary.tables, *vocabulary.heads] if vocabulary is not None else []
     observed = observe(twin, inputs, [twin.get_submodule(name) for name in names])

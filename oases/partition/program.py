@@ -168,15 +168,17 @@ class Kind:
         Form.of(*leaves(args, kwargs), ())
         exported = export(twin, args, kwargs)
         self.structure: Structure = find(exported, keep, place.ranks)
-        if not self.structure.columns:
-            raise UnsplittableError(
-                "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of products"
-            )
         self.columns: dict[str, Segments] = {
             _weight(exported, node): segments for node, segments in self.structure.columns.items()
         }
         self.rows = tuple(_weight(exported, node) for node in self.structure.rows)
-        self.cuts: Mapping[str, Cut] = _walk(exported, self.columns, Place()).cuts
+        walk = _walk(exported, self.columns, Place())
+        self.cuts: Mapping[str, Cut] = walk.cuts
+        self.experts, self.refused = tuple(walk.experts), {**self.structure.refused, **walk.refused}
+        if not self.cuts:
+            raise UnsplittableError(
+                "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of products"
+            )
         self.programs: dict[Form, list[Program]] = {}
 
     def program(

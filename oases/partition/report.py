@@ -14,7 +14,8 @@ from oases.partition.runner import Runner
 class LayersReport:
     """One list of layers. runs: "across layers", "inside layers" or "replicated"; reason: why not across layers.
 
-    runner: what runs them, across layers; of its stack the schedule can be changed.
+    experts: weights of experts of which each rank holds its share. runner: what runs them, across layers; of its
+    stack the schedule can be changed.
     """
 
     name: str
@@ -25,6 +26,7 @@ class LayersReport:
     reason: str = ""
     column: list[str] = field(default_factory=list)
     row: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
     replicated: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     degrees: list[int] = field(default_factory=list)
@@ -36,9 +38,10 @@ class LayersReport:
         for kind in kinds:
             self.column = list(dict.fromkeys([*self.column, *kind.columns]))
             self.row = list(dict.fromkeys([*self.row, *kind.rows]))
+            self.experts = list(dict.fromkeys([*self.experts, *kind.experts]))
             whole = [name for name, _ in kind.twin.named_parameters() if name not in kind.cuts]
             self.replicated = list(dict.fromkeys([*self.replicated, *whole]))
-            self.refused |= kind.structure.refused
+            self.refused |= kind.refused
             fitting = set(kind.structure.degrees) & (fitting if fitting is not None else set(kind.structure.degrees))
         self.degrees = sorted(fitting or ())
 
@@ -80,6 +83,7 @@ class PartitionReport:
                 lines.append(f"  because: {each.reason}")
             lines.extend(_named("  column-parallel", each.column))
             lines.extend(_named("  row-parallel", each.row))
+            lines.extend(_named("  experts over the ranks", each.experts))
             lines.extend(_named("  replicated", each.replicated))
             lines.extend(f"  {name} stays whole: {why}" for name, why in each.refused.items())
         lines.extend(_named("vocabulary-parallel", self.vocabulary))

@@ -99,7 +99,8 @@ class Splitter:
 
     ranks: 1 finds the structure and the `limits`, whose common divisors are the degrees that fit; then the same walk
     writes the graph of rank `rank` of `ranks`. product, dropout: what the rank's graph calls for a
-    linear and for a dropout that is on.
+    linear and for a dropout that is on. experts: the weights of experts that are spread over the ranks;
+    refused: collections of experts that stay whole, and why.
     """
 
     exported: Exported
@@ -111,6 +112,8 @@ class Splitter:
     graph: fx.Graph = field(default_factory=fx.Graph)
     cuts: dict[str, Cut] = field(default_factory=dict)
     rows: list[fx.Node] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     limits: dict[int, str] = field(default_factory=dict)
     outputs: tuple[Any, ...] = ()
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import fx
 
-import oases.partition.rules_of_shape  # noqa: F401  (fills the table of rules)
+import oases.partition.mixture
+import oases.partition.rules_of_shape  # noqa: F401  (both fill the table of rules)
 from oases.partition.export import Exported, UnsplittableError, shape_of
 from oases.partition.rules import is_product, product_of
 from oases.partition.shapes import Segments

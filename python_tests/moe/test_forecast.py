@@ -70,10 +70,11 @@ def test_an_expert_without_tokens_for_a_hundred_steps():
 
 
 def test_what_stays_tells_its_loads_under_the_new_counts():
-    planner = Planner(COSTS, hysteresis=1.0, forecast=Forecast(keep=0.0))
+    planner = Planner(COSTS, forecast=Forecast(keep=0.0))
     first, second = np.full((4, 4), 100), np.full((4, 4), 100)
     first[0], second[3] = 900, 700
     kept = planner.next(first)
+    planner.hysteresis = 1.0
     stays = planner.next(second)
     assert stays.copies == kept.copies
     assert planner.changes == 1

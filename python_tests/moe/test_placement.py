@@ -80,7 +80,17 @@ def seconds_by_hand(counts, placement, costs):
         max(sent.max(), received.max()) / costs.bandwidth, crossing.max() / costs.node_bandwidth
     )
     forward = costs.token_seconds * tokens.max()
-    total = 4 * a2a + (1 + costs.backward) * forward
+
+    def home(expert):
+        return expert * devices // experts
+
+    total = costs.fixed_seconds + 4 * a2a + (1 + costs.backward) * forward
+    if costs.transfer != "mean":
+        given = [
+            sum(home(e) == device and bool(placement.copies[e]) for e in range(experts)) for device in range(devices)
+        ]
+        held = [sum(device in placement.copies[e] for e in range(experts)) for device in range(devices)]
+        total += costs.handling_seconds * max(np.add(given, held))
     if not costs.scheduled:
         return total + 2 * moving
     if costs.transfer == "mean":
@@ -94,6 +104,7 @@ def seconds_by_hand(counts, placement, costs):
 @pytest.mark.parametrize(
     "options",
     [{}, {"scheduled": False}, {"transfer": "mean"}, {"latency": 1e-3},
+     {"handling_seconds": 1e-4, "fixed_seconds": 2e-3}, {"handling_seconds": 1e-4, "scheduled": False},
      {"devices_per_node": 4, "node_bandwidth": 5e7}, {"backward": 1.5, "scheduled": False, "latency": 1e-4}],
 )  # fmt: skip
 def test_seconds_are_those_of_the_equations(method, options):
@@ -128,7 +139,16 @@ def test_near_the_optimum(costs, seed):
     assert (1 - 2e-3) * best.predicted_seconds <= found <= 1.03 * best.predicted_seconds
 
 
-@pytest.mark.parametrize("options", [{}, {"scheduled": False}, {"transfer": "mean"}, {"latency": 1e-3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scheduled": False},
+        {"transfer": "mean"},
+        {"latency": 1e-3},
+        {"handling_seconds": 3e-4, "fixed_seconds": 1e-3},
+    ],
+)
 def test_every_placement_of_a_small_case_is_at_least_the_optimum(options):
     costs = Costs(**{**vars(FAST), **options})
     counts = counts_of(3, 3, 2, 0.2, tokens=300)

@@ -66,6 +66,24 @@ OTHERS = {
 }  # fmt: skip
 """Models that nothing was written for."""
 
+MIXTURES = {
+    "mixtral": ("MixtralForCausalLM", dict(**GATED, num_local_experts=4)),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        dict(**GATED, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16,
+             shared_expert_intermediate_size=32, decoder_sparse_step=1, norm_topk_prob=False),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        dict(**GATED, head_dim=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16,
+             norm_topk_prob=True),
+    ),
+    "olmoe": ("OlmoeForCausalLM", dict(**GATED, num_experts=4, num_experts_per_tok=2)),
+}  # fmt: skip
+"""Models with mixtures of experts."""
+
+ALL = {**MODELS, **OTHERS, **MIXTURES}
+
 DROPOUTS = (
     *(
         "resid_pdrop",
@@ -81,19 +99,19 @@ DROPOUTS = (
 )
 
 
-def config(name):
-    kind, sizes = {**MODELS, **OTHERS}[name]
-    found = getattr(transformers, kind).config_class(**sizes)
+def config(name, **changed):
+    kind, sizes = ALL[name]
+    found = getattr(transformers, kind).config_class(**{**sizes, **changed})
     for dropout in DROPOUTS:  # masks of a model in one process cannot be had again
         if getattr(found, dropout, None):
             setattr(found, dropout, 0.0)
     return found
 
 
-def build(name, seed=0):
-    kind = {**MODELS, **OTHERS}[name][0]
+def build(name, seed=0, **changed):
+    kind = ALL[name][0]
     torch.manual_seed(seed)
-    model = getattr(transformers, kind)(config(name))
+    model = getattr(transformers, kind)(config(name, **changed))
     with torch.no_grad():  # nothing at its initial zeros and ones, where a gradient could hide
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
