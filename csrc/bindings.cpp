@@ -178,6 +178,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("handling_seconds", &Costs::handling_seconds)
       .def_readwrite("fixed_seconds", &Costs::fixed_seconds)
       .def_readwrite("scheduled", &Costs::scheduled)
+      .def_readwrite("leading", &Costs::leading)
       .def_readwrite("mean_transfer", &Costs::mean_transfer)
       .def_readwrite("devices_per_node", &Costs::devices_per_node)
       .def_readwrite("node_bandwidth", &Costs::node_bandwidth);

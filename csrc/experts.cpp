@@ -197,6 +197,9 @@ double Layer::exposed() const {
   if (costs_.mean_transfer)
     return left(first, experts + others) + left(first, costs_.backward * (experts + others));
   // The first round, and the last of Agg, run under what is no expert's, the others under the experts.
+  // In front of a stack's first experts nothing runs but what hides the first round, behind them nothing.
+  if (costs_.leading)
+    return handling() + left(first, others) + second + left(second, costs_.backward * others) + first;
   return handling() + left(first, others) + left(second, experts) + left(second, costs_.backward * experts) +
          left(first, costs_.backward * others);
 }

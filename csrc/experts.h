@@ -12,7 +12,7 @@ namespace oases::experts {
 struct Costs {
   double token_seconds = 0, token_bytes = 0, expert_bytes = 0, bandwidth = 1, latency = 0;
   double non_expert_seconds = 0, backward = 2, handling_seconds = 0, fixed_seconds = 0;
-  bool scheduled = true, mean_transfer = false;
+  bool scheduled = true, mean_transfer = false, leading = false;
   int64_t devices_per_node = 0;  // 0: one node
   double node_bandwidth = 1;
 };

@@ -134,16 +134,17 @@ class _Run:
 
     def __init__(self, config: ExpertsBenchConfig, who: Contestant, costs: Costs) -> None:
         self.config = config
-        self.costs = replace(costs, scheduled=who.schedule == "block_wise")
         blocks = []
         for number in range(config.blocks):
             layer = TimedMoE(
                 config.hidden, config.intermediate, config.experts, top_k=config.top_k, placement=who.method,
-                costs=replace(costs, scheduled=who.coupled), memory_budget=config.memory_budget(),
-                name=f"block {number}", token_seconds=costs.token_seconds, backward=_BACKWARD,
+                costs=replace(costs, scheduled=who.coupled, leading=number == 0), name=f"block {number}",
+                memory_budget=config.memory_budget(), token_seconds=costs.token_seconds, backward=_BACKWARD,
             )  # fmt: skip
             blocks.append(TimedExpertBlock(layer, costs.non_expert_seconds, _BACKWARD))
         self.blocks = blocks
+        taken = replace(costs, scheduled=who.schedule == "block_wise")
+        self.costs = [replace(taken, leading=number == 0) for number in range(config.blocks)]
         self.stack = ExpertStack(blocks, schedule=who.schedule)
         self.seconds: list[float] = []
         self.modelled: list[float] = []
@@ -162,13 +163,11 @@ class _Run:
         self.seconds.append(timed_step(lambda: self.stack(x).mean().backward()))
         self.stack.zero_grad()
         layers = 0.0
-        for block, counts in zip(self.blocks, loads, strict=True):
+        for block, costs, counts in zip(self.blocks, self.costs, loads, strict=True):
             done = block.experts.last
             assert done is not None
-            found = described(
-                done.placement.method, counts, self.costs, (done.placement.routes, done.placement.copies)
-            )
-            layers += found.predicted_seconds + (1 + _BACKWARD) * self.costs.non_expert_seconds
+            found = described(done.placement.method, counts, costs, (done.placement.routes, done.placement.copies))
+            layers += found.predicted_seconds + (1 + _BACKWARD) * costs.non_expert_seconds
             self.before.append(done.balance_degree_at_home)
             self.after.append(done.balance_degree)
             self.copies.append(sum(map(len, done.placement.copies)))

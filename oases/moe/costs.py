@@ -34,7 +34,8 @@ class Costs:
     a node share towards the others. transfer: "rounds", as oases sends parameters; "mean", as the paper counts.
     handling_seconds: what packing and unpacking takes of one expert that a device sends or holds a copy of, in both
     passes, which nothing hides and the paper does not count ("mean" neither). fixed_seconds: of a layer in both
-    passes, whatever is placed where: the choice of experts, the order of tokens, the exchange of counts.
+    passes, whatever is placed where: the choice of experts, the order of tokens, the exchange of counts. leading: the
+    first layer of a stack, where the second round and the last of the gradients' have nothing to hide under.
     UsageError for a value that is negative or not finite.
     """
 
@@ -51,6 +52,7 @@ class Costs:
     transfer: str = "rounds"
     handling_seconds: float = 0.0
     fixed_seconds: float = 0.0
+    leading: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):

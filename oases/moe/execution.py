@@ -282,10 +282,9 @@ class ExpertExecution:
 
     def _end_return(self, b: int) -> None:
         state = self._states[b]
-        found = [] if state.transfer is None else state.transfer.collect()
         assert state.own is not None
-        for mine, others in zip(state.own, found, strict=False):
-            mine += others
+        if state.transfer is not None:
+            state.transfer.collect(state.own)
         self._hand_over(b)
 
     def _hand_over(self, b: int) -> None:
@@ -347,7 +346,9 @@ class ExpertExecution:
         given = state.experts.inputs
         rows, *gradients = state.experts.backward([state.rows])
         # Of an expert without tokens zeros, of a rank without copies nothing.
-        every = [torch.zeros_like(w) if g is None else g for w, g in zip(given[1:], gradients, strict=True)]
+        every = [
+            torch.zeros_like(w) if g is None else g.contiguous() for w, g in zip(given[1:], gradients, strict=True)
+        ]
         number = len(layer.experts.weights.given)
         state.rows, state.experts = rows, None
         state.own, state.copies = every[:number], every[number:]

@@ -65,14 +65,15 @@ def measured(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGro
 
 @torch.no_grad()
 def handling_seconds(weights: ExpertWeights, costs: Costs, group: ProcessGroup, label: str) -> float:
-    """`Costs.handling_seconds`: every rank's first expert goes to the next rank, its gradients come back.
+    """`Costs.handling_seconds`: every rank's experts go to the next two ranks, their gradients come back.
 
     costs: the link's, of which only what is beyond them counts.
     """
     size, local = group_size(group), len(weights.up)
     experts = size * local
     routes, _ = at_home(np.zeros((experts, size), dtype=np.int64))
-    copies = tuple((((e // local) + 1) % size,) if e % local == 0 else () for e in range(experts))
+    number = min(2, size - 1)
+    copies = tuple(tuple(sorted((e // local + k) % size for k in range(1, 1 + number))) for e in range(experts))
     transfer = Transfer(weights, Placement("measured", copies, routes, np.zeros(size, np.int64), 0.0), group, label)
 
     def there_and_back() -> None:
@@ -80,11 +81,13 @@ def handling_seconds(weights: ExpertWeights, costs: Costs, group: ProcessGroup, 
         transfer.exchange()
         transfer.reduce(transfer.finish())
         transfer.gather()
-        transfer.collect()
+        transfer.collect(transfer.zeros())
 
     seconds = mean_seconds(there_and_back, weights.up.device, group, label)
-    beyond = seconds - 2 * (costs.expert_bytes / costs.bandwidth + 2 * costs.latency)
-    return max(0.0, beyond) / 2  # a rank sends one and holds one
+    wire = local * number * costs.expert_bytes / costs.bandwidth
+    return max(0.0, seconds - 2 * (wire + 2 * costs.latency)) / (
+        local + number * local
+    )  # what a rank sends and holds
 
 
 @torch.no_grad()

@@ -206,6 +206,13 @@ class _Programme:
             self.at_least(fixed, (1, total), *parts)
             return
         starts = (-costs.latency / self.unit, self.of("any"))
+        if costs.leading:
+            for name, hides in (("first", 1.0), ("second", costs.backward)):
+                left = self.of(name, "left")
+                self.at_least(-hides * costs.non_expert_seconds / self.unit, (1, left), (-1, self.of(name)), starts)
+                parts += [(-1.0, left), (-1.0, self.of(name)), starts]
+            self.at_least(fixed, (1, total), *parts)
+            return
         for hides in (1.0, costs.backward):
             window = hides * costs.non_expert_seconds / self.unit
             share, join = self.of("share left", hides), self.of("join left", hides)

@@ -101,7 +101,7 @@ class ExpertStack(HoldsGroup, nn.Module):
                         seconds = mean_seconds(partial(before, x), x.device, group, layer.name)
                     costs = replace(costs, scheduled=True, non_expert_seconds=seconds)
                 known[sizes] = costs
-            layer.costs = known[sizes]
+            layer.costs = replace(known[sizes], leading=block is self.blocks[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> the same shape."""

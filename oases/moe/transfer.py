@@ -21,7 +21,7 @@ from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler
 
 
 class _Piece(NamedTuple):
-    """Numbers [first, last) of the row of an expert, in a matrix of one row for each."""
+    """Numbers [first, last) of an expert's parameters one behind the other; row: which one of the experts."""
 
     row: int
     first: int
@@ -71,6 +71,7 @@ class Transfer:
                         self._given[holder].append(_Piece(row, *mine))
                         self._taken[holder].append(_Piece(row, *share))
         self._copies: Tensor | None = None
+        self._own: list[Tensor] | None = None  # this rank's part of the sums it is to make
         self._under_way: tuple[Any, Tensor, Pieces] | None = None
 
     @property
@@ -78,6 +79,10 @@ class Transfer:
         """That this rank sends in Trans."""
         numbers = sum(piece.last - piece.first for pieces in (self._out, self._given) for piece in _flat(pieces))
         return numbers * self._form.up.element_size()
+
+    def zeros(self) -> list[Tensor]:
+        """Of the sizes of the weights at home, for `collect`."""
+        return [self._form.up.new_zeros((self._local, *shape)) for shape in self._shapes]
 
     def depart(self, weights: ExpertWeights) -> Tensor:
         """Start to send the weights at home; returns what `arrive` takes."""
@@ -94,15 +99,16 @@ class Transfer:
     @torch.no_grad()
     def scatter(self, given: Sequence[Tensor]) -> None:
         """Start to send the shares of the experts at home, whose weights are given."""
-        rows = [torch.cat([weight[expert - self._first].reshape(-1) for weight in given]) for expert in self._moved]
+        rows = [[weight[expert - self._first].reshape(-1) for weight in given] for expert in self._moved]
         self._copies = self._form.up.new_empty((len(self.held), sum(self._sizes)))
-        self._start(rows, self._out, self._in, "parameters to their holders")
+        self._start(_cut_out(rows, self._out), self._out, self._in, "parameters to their holders")
 
     def exchange(self) -> None:
         """Wait for the shares of the copies here; start to give them to their other holders."""
         assert self._copies is not None, "scatter comes first"
         self._put(self._copies)
-        self._start(self._copies, self._given, self._taken, "parameters among their holders")
+        sent = [self._copies[row, first:last] for row, first, last in _flat(self._given)]
+        self._start(sent, self._given, self._taken, "parameters among their holders")
 
     def finish(self) -> list[Tensor]:
         """Wait for the others' shares. Returns [copies, ...] of each weight that there is, views of one buffer."""
@@ -115,40 +121,41 @@ class Transfer:
     @torch.no_grad()
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         """Start to give the other holders their shares of gradients, as `finish` returned the parameters."""
-        self._copies = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
-        self._start(self._copies, self._taken, self._given, "gradients among their holders")
+        rows = [[gradient[row].reshape(-1) for gradient in gradients] for row in range(len(self.held))]
+        self._own = _cut_out(rows, self._in)
+        self._start(_cut_out(rows, self._taken), self._taken, self._given, "gradients among their holders")
 
     def gather(self) -> None:
         """Wait for the others' part of this rank's shares; start to send the sums home."""
-        assert self._copies is not None, "reduce comes first"
-        mine = self._copies
+        assert self._own is not None, "reduce comes first"
+        own, self._own = self._own, None
         rank = self._scheduler.rank
         received = self._received()
-        parts = {row: [(rank, mine[row, first:last])] for row, first, last in _flat(self._in)}
+        parts = {piece.row: [(rank, numbers)] for piece, numbers in zip(_flat(self._in), own, strict=True)}
         for holder, pieces in enumerate(received):
             for piece, numbers in pieces:
                 parts[piece.row].append((holder, numbers))
-        for row, first, last in _flat(self._in):
-            mine[row, first:last] = _sum([numbers for _, numbers in sorted(parts[row], key=lambda part: part[0])])
-        self._start(mine, self._in, self._out, "gradients to their homes")
-        self._copies = None
+        sums = [
+            _sum([numbers for _, numbers in sorted(parts[piece.row], key=lambda part: part[0])]).to(
+                self._form.up.dtype
+            )
+            for piece in _flat(self._in)
+        ]
+        self._start(sums, self._in, self._out, "gradients to their homes")
 
-    def collect(self) -> list[Tensor]:
-        """Wait for the sums: gradients of the weights at home, zeros for experts that were not moved."""
-        rows = self._form.up.new_zeros((len(self._moved), sum(self._sizes)))
-        self._put(rows)
-        found = []
-        for part, shape in zip(rows.split(self._sizes, dim=1), self._shapes, strict=True):
-            gradient = part.new_zeros((self._local, *shape))
-            for expert, numbers in zip(self._moved, part, strict=True):
-                gradient[expert - self._first] = numbers.view(shape)
-            found.append(gradient)
-        return found
+    @torch.no_grad()
+    def collect(self, gradients: Sequence[Tensor]) -> None:
+        """Wait for the sums, and add them to the gradients of the weights at home."""
+        rows = [[gradient[expert - self._first].view(-1) for gradient in gradients] for expert in self._moved]
+        for pieces in self._received():
+            for piece, numbers in pieces:
+                parts = _parts(rows[piece.row], piece.first, piece.last)
+                for part, share in zip(parts, numbers.split([len(part) for part in parts]), strict=True):
+                    part += share
 
-    def _start(self, rows: Tensor | list[Tensor], out: Pieces, into: Pieces, what: str) -> None:
-        """Send pieces of rows; pieces of `into` come."""
+    def _start(self, sent: list[Tensor], out: Pieces, into: Pieces, what: str) -> None:
+        """Send what belongs to the pieces of `out`, in their order; pieces of `into` come."""
         like = self._form.up
-        sent = [rows[row][first:last] for row, first, last in _flat(out)]
         going = torch.cat(sent) if sent else like.new_empty(0)
         coming = like.new_empty(sum(_lengths(into)))
         label = f"{what}, {self._label}"
@@ -177,6 +184,22 @@ def _flat(pieces: Iterable[list[_Piece]]) -> list[_Piece]:
     return [piece for of_rank in pieces for piece in of_rank]
 
 
+def _parts(flat: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
+    """Numbers [first, last) of tensors one behind the other, as views."""
+    found, start = [], 0
+    for tensor in flat:
+        part = tensor[max(0, first - start) : max(0, last - start)]
+        if len(part):
+            found.append(part)
+        start += len(tensor)
+    return found
+
+
+def _cut_out(rows: Sequence[Sequence[Tensor]], pieces: Pieces) -> list[Tensor]:
+    cut = (_parts(rows[row], first, last) for row, first, last in _flat(pieces))
+    return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in cut]
+
+
 def _lengths(pieces: Pieces) -> list[int]:
     return [sum(piece.last - piece.first for piece in of_rank) for of_rank in pieces]
 
@@ -198,7 +221,8 @@ class _Departure(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
         ctx.transfer.gather()
-        found = ctx.transfer.collect()
+        found = ctx.transfer.zeros()
+        ctx.transfer.collect(found)
         wanted = ctx.needs_input_grad[1:]
         return None, *(gradient if wants else None for gradient, wants in zip(found, wanted, strict=True))
 

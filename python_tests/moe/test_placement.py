@@ -96,6 +96,9 @@ def seconds_by_hand(counts, placement, costs):
     if costs.transfer == "mean":
         under = forward + costs.non_expert_seconds
         return total + max(0, moving - under) + max(0, moving - costs.backward * under)
+    if costs.leading:
+        others = costs.non_expert_seconds
+        return total + max(0, first - others) + second + max(0, second - costs.backward * others) + first
     left = [max(0, first - hides * costs.non_expert_seconds) for hides in (1, costs.backward)]
     return total + sum(left) + sum(max(0, second - hides * forward) for hides in (1, costs.backward))
 
@@ -105,6 +108,7 @@ def seconds_by_hand(counts, placement, costs):
     "options",
     [{}, {"scheduled": False}, {"transfer": "mean"}, {"latency": 1e-3},
      {"handling_seconds": 1e-4, "fixed_seconds": 2e-3}, {"handling_seconds": 1e-4, "scheduled": False},
+        {"leading": True}, {"leading": True, "latency": 1e-3},
      {"devices_per_node": 4, "node_bandwidth": 5e7}, {"backward": 1.5, "scheduled": False, "latency": 1e-4}],
 )  # fmt: skip
 def test_seconds_are_those_of_the_equations(method, options):

@@ -52,7 +52,8 @@ def check(experts, placement, biased, dtype, apart):
     if apart:
         transfer.reduce(gradients)
         transfer.gather()
-        results = transfer.collect()
+        results = transfer.zeros()
+        transfer.collect(results)
     else:
         total = tie(torch.zeros(1, dtype=dtype), number).sum()
         total = total + sum((copy * gradient).sum() for copy, gradient in zip(copies, gradients, strict=True))
