@@ -4,8 +4,7 @@ While the values of one bucket are on the wire, the next one is encoded. What is
 buckets' order alone: every rank calls the same collectives in the same order, whichever is faster.
 """
 
-from __future__ import annotations
-
+# Annotations are not put off in here: DDP wants to see the types of its hook's.
 import queue
 import threading
 import weakref
