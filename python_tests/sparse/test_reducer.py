@@ -38,7 +38,7 @@ def test_one_process_alone(mode):
 
 def test_bad_gradients_are_named():
     reducer = S2Reducer()
-    with pytest.raises(ValueError, match="must be of a float dtype, got torch.int64"):
+    with pytest.raises(ValueError, match=r"must be of a float dtype, got torch\.int64"):
         reducer.all_reduce(torch.zeros(3, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="1 sparse dimension, the rows, got 2"):
         reducer.all_reduce(torch.eye(3).to_sparse())

