@@ -33,7 +33,7 @@ class SparseBenchConfig:
 
     workload: str = option("lstm", "lstm (words) or dlrm (clicks)")
     modes: str = option(
-        "ddp,ddp_sparse,fp16,powersgd,packed,peel,sketch,sketch_without_feedback,auto,auto_lossy",
+        "ddp,ddp_sparse,fp16,powersgd,packed,gather,peel,sketch,sketch_without_feedback,auto,auto_lossy",
         "ways of averaging, joined by commas; also: dense",
     )
     data: str | None = option(None, "text whose words are learnt, a file or folder (default: Python's own source)")

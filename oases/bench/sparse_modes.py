@@ -16,6 +16,7 @@ from oases.sparse import S2Reducer, s2_hook
 OURS: dict[str, dict[str, Any]] = {
     "dense": {"mode": "dense"},
     "packed": {"mode": "packed"},
+    "gather": {"mode": "gather"},
     "peel": {"mode": "peel"},
     "sketch": {"mode": "sketch"},
     "sketch_without_feedback": {"mode": "sketch", "error_feedback": False},

@@ -25,12 +25,16 @@ _SAMPLE = (4096, 1024, 64)
 
 @dataclass(frozen=True)
 class Task:
-    """One tensor in one step. row_bytes: of one row as it is stored, width numbers. union: rows that any rank has."""
+    """One tensor in one step.
+
+    row_bytes: of one row as it is stored, width numbers. union: rows that any rank has; largest: that one rank has.
+    """
 
     rows: int
     width: int
     row_bytes: int
     union: int
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,21 @@ class Costs:
         """Predicted for one tensor: from nothing to the result, bitmap included."""
         if mode == "dense":
             return self.latency + self.byte_seconds * wire.reduced_bytes(task.rows * task.row_bytes)
-        nonzeros, rows = task.union * task.width, {
+        if mode == "gather":
+            work = self.packed_seconds * wire.world * task.largest * task.width
+            sent = (wire.world - 1) * ((task.rows + 7) // 8 + task.largest * task.row_bytes)
+            return 2 * self.latency + self.byte_seconds * sent + self.scan_seconds * task.rows * task.width + work
+        nonzeros = task.union * task.width
+        rows = {
             "packed": task.union * task.row_bytes,
             "sketch": sketch_cells * task.width * 4,
             "peel": peel.table_cells(round(peel.MARGIN * task.union)) * task.width * 4,
-        }[mode]  # fmt: skip
+        }[mode]
         phases = 1 if mode == "peel" else 2
-        work = {"packed": self.packed_seconds, "sketch": self.sketch_seconds, "peel": self.peel_seconds}[mode]
+        each = {"packed": self.packed_seconds, "sketch": self.sketch_seconds, "peel": self.peel_seconds}[mode]
         sent = wire.united_bytes((task.rows + 7) // 8) + wire.reduced_bytes(rows)
         scan = self.scan_seconds * task.rows * task.width
-        return phases * self.latency + self.byte_seconds * sent + scan + work * nonzeros
+        return phases * self.latency + self.byte_seconds * sent + scan + each * nonzeros
 
 
 def measure(wire: Wire, device: torch.device, sketch_rows: int) -> Costs:

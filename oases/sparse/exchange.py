@@ -16,9 +16,11 @@ from oases.sparse.accounting import Reduction
 from oases.sparse.costs import Costs, Task
 from oases.sparse.gradient import Rows
 from oases.sparse.sketch import Sketch
-from oases.sparse.wire import Sending, Wire
+from oases.sparse.wire import Sending, Wire, or_of
 
-MODES = ("auto", "dense", "packed", "sketch", "peel")
+MODES = ("auto", "dense", "packed", "gather", "sketch", "peel")
+GATHERED_RANKS = 8
+"""Up to so many ranks, auto has every rank's bitmap, and not their union alone, to know what a gather would send."""
 LEAST_CELLS = 0.25
 """Cells for a non-zero where none are given."""
 NOT_SPARSE = "more than half of the rows are not zero"
@@ -78,6 +80,7 @@ class Exchange:
         dense = wire.reduced_bytes(rows.rows * rows.width * self._item)
         self.found = Reduction(memory.name, settings.mode, rows.rows, dense_bytes=dense)
         self._start = time.perf_counter()
+        self._supports: list[Tensor] = []  # the rows of each rank, where all of them are known
         memory.steps += 1
         self._seed = memory.seed(settings.seed)
 
@@ -120,11 +123,15 @@ class Exchange:
             yield
             return self.rows.put_dense(self.rows.dense())
         with self._encoding():
-            uniting = self.wire.unite(self.rows.bits(), found)
+            every = settings.mode == "gather" or (settings.mode == "auto" and self.wire.world <= GATHERED_RANKS)
+            uniting = (self.wire.gather if every else self.wire.unite)(self.rows.bits(), found)
         sums = self._ahead()
         yield
         bits = uniting.wait()
         with self._encoding():
+            if every:
+                self._supports = [bitmap_unpack(one, self.rows.rows) for one in bits]
+                bits = or_of(bits)
             union = bitmap_unpack(bits, self.rows.rows)
         count = found.union = memory.union = union.shape[0]
         found.phases = 1
@@ -147,6 +154,8 @@ class Exchange:
             return (yield from self._dense())
         if mode == "sketch":
             return (yield from self._sketch(union))
+        if mode == "gather":
+            return (yield from self._gather(union))
         if mode == "peel":
             return (yield from self._peel(union, self._peel_table(peel.table_cells(count))))
         return (yield from self._packed(union))
@@ -163,8 +172,10 @@ class Exchange:
             return "dense", "" if settings.mode == "auto" else NOT_SPARSE
         self.memory.pause = 0
         if settings.mode == "auto":
-            task = Task(rows, self.rows.width, self.rows.width * self._item, count)
-            options = {mode: self._predicted(mode, task) for mode in ("dense", "packed")}
+            largest = max((len(support) for support in self._supports), default=0)
+            task = Task(rows, self.rows.width, self.rows.width * self._item, count, largest)
+            lossless = ("dense", "packed", "gather") if self._supports else ("dense", "packed")
+            options = {mode: self._predicted(mode, task) for mode in lossless}
             sketch = self._sized(count)
             if settings.cells_per_nonzero is not None and sketch.cells < count:  # its loss was asked for
                 options["sketch"] = self._predicted("sketch", task, sketch.cells)
@@ -226,6 +237,22 @@ class Exchange:
         sending.wait()
         with self._decoding():
             return self.rows.put(union, self._after(values))
+
+    def _gather(self, union: Tensor) -> Steps:
+        """Every rank's rows to every rank, without their numbers, which the bitmaps tell; added up in ranks' order."""
+        with self._encoding():
+            _, values = self.rows.own()
+            most = max(len(support) for support in self._supports)
+            padded = values.new_zeros(most, self.rows.width)
+            padded[: len(values)] = values
+            sending = self.wire.gather(self._before(padded), self.found)
+        yield
+        every = sending.wait()
+        with self._decoding():
+            total = values.new_zeros(len(union), self.rows.width)
+            for support, rows in zip(self._supports, every, strict=True):
+                total.index_add_(0, torch.searchsorted(union, support), rows[: len(support)])
+            return self.rows.put(union, self._after(total))
 
     def _peel(self, union: Tensor, sending: Sending) -> Steps:
         self.found.mode = "peel"

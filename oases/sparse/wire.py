@@ -17,15 +17,15 @@ class Sending:
     """A collective under way; `wait` returns its result and books its seconds."""
 
     def __init__(self, work: Any, result: Callable[[], Tensor], found: Reduction) -> None:
-        self._work, self._result, self._found = work, result, found
+        self.work, self.result, self._found = work, result, found
         self._start = time.perf_counter()
 
     def wait(self) -> Tensor:
         """On a GPU the stream waits, not the host."""
-        if self._work is not None:
-            self._work.wait()
+        if self.work is not None:
+            self.work.wait()
         self._found.send_seconds += time.perf_counter() - self._start
-        return self._result()
+        return self.result()
 
 
 class Wire:
@@ -68,9 +68,15 @@ class Wire:
         if self._knows_or:
             work = dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=self.group, async_op=True)
             return Sending(work, lambda: bits, found)
-        every = bits.new_empty(self.world * bits.numel())
-        work = dist.all_gather_into_tensor(every, bits, group=self.group, async_op=True)
-        return Sending(work, lambda: _or_of(every.view(self.world, -1)), found)
+        gathering = self.gather(bits, Reduction("", ""))  # its bytes are counted already
+        return Sending(gathering.work, lambda: or_of(gathering.result()), found)
+
+    def gather(self, tensor: Tensor, found: Reduction) -> Sending:
+        """The tensors of all ranks, [world, ...], of one shape on each."""
+        found.bytes += (self.world - 1) * tensor.numel() * tensor.element_size()
+        every = tensor.new_empty(self.world * tensor.shape[0], *tensor.shape[1:])
+        work = dist.all_gather_into_tensor(every, tensor, group=self.group, async_op=True)
+        return Sending(work, lambda: every.view(self.world, *tensor.shape), found)
 
     def worst(self, numbers: list[float], device: torch.device) -> list[float]:
         """The largest of each number over the ranks, so that all go on from the same ones."""
@@ -81,7 +87,8 @@ class Wire:
         return [float(number) for number in shared.tolist()]
 
 
-def _or_of(every: Tensor) -> Tensor:
+def or_of(every: Tensor) -> Tensor:
+    """The bitmap of the rows that any of the bitmaps [world, bytes] marks."""
     bits = every[0].clone()
     for other in every[1:]:
         bits |= other

@@ -9,13 +9,13 @@ from oases.sparse.costs import Costs, Task
 from oases.sparse.reducer import S2Reducer
 from oases.sparse.wire import Wire
 
-MODES = ["dense", "packed", "peel", "sketch", "auto"]
+MODES = ["dense", "packed", "gather", "peel", "sketch", "auto"]
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mode": "zip"}, "mode must be one of auto, dense, packed, sketch, peel, got 'zip'"),
+        ({"mode": "zip"}, "mode must be one of auto, dense, packed, gather, sketch, peel, got 'zip'"),
         ({"rows": 2}, "rows must be 1, 3 or 5, got 2"),
         ({"cells_per_nonzero": 0}, "cells_per_nonzero must be above 0, got 0"),
         ({"cells_per_nonzero": -1.0}, "above 0, got -1.0"),
@@ -138,10 +138,25 @@ def chosen(costs, cells):
     return taken
 
 
+def apart(costs):
+    """Ranks that use different rows."""
+    reducer = S2Reducer()
+    reducer.costs = Costs(*costs)
+    taken = []
+    for _ in range(2):
+        gradient = torch.zeros(4000, 8)
+        gradient[dist.get_rank() :: 40] = 1.0
+        reducer.all_reduce(gradient)
+        taken.append(reducer.last.mode)
+    return taken
+
+
 def test_auto_takes_what_costs_least(two_ranks):
     slow_link, far_away, slow_kernels = (1e-5, 1e-6), (1.0, 1e-9), (1e-5, 1e-9)
     fast = (0.0, 0.0, 0.0, 0.0)
+    # Ranks that use the same rows: to gather two ranks' is to send as much, and dense needs no bitmap.
     assert two_ranks.run(chosen, (*slow_link, *fast), None)[0] == ["packed", "packed", "dense"]
+    assert two_ranks.run(apart, (*slow_link, *fast))[0] == ["gather"] * 2
     assert two_ranks.run(chosen, (*far_away, *fast), None)[0][1] == "peel"
     assert two_ranks.run(chosen, (*slow_kernels, 1.0, 1.0, 1.0, 1.0), None)[0] == ["dense"] * 3
     assert two_ranks.run(chosen, (*slow_link, *fast), 0.2)[0] == [

@@ -74,7 +74,7 @@ def tables_sparse():
 
 
 @pytest.mark.parametrize("make", [tables_dense, tables_sparse])
-@pytest.mark.parametrize("mode", ["dense", "packed", "peel", "auto"])
+@pytest.mark.parametrize("mode", ["dense", "packed", "gather", "peel", "auto"])
 def test_gradients_are_those_of_ddp(two_ranks, make, mode):
     results = two_ranks.run(beside_ddp, make, mode)
     assert all(apart < 3e-6 for apart, _ in results)
