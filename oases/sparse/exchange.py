@@ -239,7 +239,7 @@ class Exchange:
             return self.rows.put(union, self._after(values))
 
     def _gather(self, union: Tensor) -> Steps:
-        """Every rank's rows to every rank, without their numbers, which the bitmaps tell; added up in ranks' order."""
+        """Every rank's rows to every rank, without their numbers, which bitmaps tell; added up in ranks' order."""
         with self._encoding():
             _, values = self.rows.own()
             most = max(len(support) for support in self._supports)
