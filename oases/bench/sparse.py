@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from oases.bench.sparse_kernels import nonzeros_per_second
 from oases.bench.sparse_modes import Contestant, parse_modes
 from oases.bench.words import write_words
 from oases.bench.workloads import Batch, ClickWorkload, LanguageWorkload, Workload
@@ -50,6 +51,7 @@ class SparseBenchConfig:
     bucket_mb: float = option(25.0, "largest size of DDP's buckets")
     steps: int = option(10, "timed steps of each mode; 0: none")
     train_steps: int = option(50, "steps that are trained before losses are compared; 0: none")
+    kernels: bool = option(False, "time the kernels on one core too")
     learning_rate: float = option(0.1, "of Adagrad")
     seeds: int = option(1, "trainings of each mode")
     seed: int = option(0, "of the first training")
@@ -183,4 +185,7 @@ def run_sparse_bench(config: SparseBenchConfig, shaped: bool, show_progress: boo
         if not shaped:
             for row in modes.values():
                 row.pop("loopback_bytes_per_step", None)
-        return {"config": asdict(config) | {"ranks": bench.ranks, "words": words[1]}, "modes": modes}
+        dist.barrier()
+        speeds = nonzeros_per_second(cells=config.cells) if config.kernels and bench.rank == 0 else None
+        described = asdict(config) | {"ranks": bench.ranks, "words": words[1]}
+        return {"config": described, "modes": modes, "nonzeros_per_second": speeds}

@@ -312,6 +312,8 @@ def _bench_sparse(options: argparse.Namespace, given: Sequence[str]) -> None:
         return
     result["config"] |= {"link": options.link, "nodes": options.nodes}
     console.print(sparse_table(result))
+    for name, speed in (result["nonzeros_per_second"] or {}).items():
+        console.print(f"{name}: {speed / 1e6:.0f} million non-zeros per second, encoded and decoded on one core")
     write_json(options.json, result)
 
 

@@ -40,8 +40,8 @@ class WordLSTM(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor, negatives: Tensor | None = None) -> Tensor:
         """The mean cross-entropy in nats. inputs, targets: int64 [batch, time].
 
-        negatives: int64 [count] of `log_uniform`, against which each target is told apart, all of them corrected by
-        their chances; None: the softmax over the whole vocabulary, whose gradient has all rows.
+        negatives: int64 [count] of `log_uniform`, against which each target is told apart, weighted by their chances so
+        that the sum over them is that over all words but the target, on average; None: the softmax over the whole vocabulary, whose gradient has all rows.
         """
         hidden = self.lstm(self.embedding(inputs))[0].flatten(0, 1)
         wanted = targets.flatten()
@@ -49,10 +49,7 @@ class WordLSTM(nn.Module):
             return F.cross_entropy(hidden @ self.softmax.weight.T, wanted)
         rows = self.softmax(torch.cat([wanted, negatives]))
         right, others = rows.split([wanted.shape[0], negatives.shape[0]])
-        right_logits = (hidden * right).sum(1) - log_chances(wanted, self.vocabulary)
-        logits = hidden @ others.T - log_chances(negatives, self.vocabulary)
-        logits = logits.masked_fill(wanted[:, None] == negatives, -math.inf)
-        chosen = torch.cat(
-            [(right_logits - math.log(negatives.shape[0]))[:, None], logits - math.log(negatives.shape[0])], 1
-        )
-        return F.cross_entropy(chosen, torch.zeros_like(wanted))
+        weights = log_chances(negatives, self.vocabulary) + math.log(negatives.shape[0])
+        logits = (hidden @ others.T - weights).masked_fill(wanted[:, None] == negatives, -math.inf)
+        every = torch.cat([(hidden * right).sum(1, keepdim=True), logits], 1)
+        return F.cross_entropy(every, torch.zeros_like(wanted))
