@@ -40,8 +40,9 @@ class WordLSTM(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor, negatives: Tensor | None = None) -> Tensor:
         """The mean cross-entropy in nats. inputs, targets: int64 [batch, time].
 
-        negatives: int64 [count] of `log_uniform`, against which each target is told apart, weighted by their chances so
-        that the sum over them is that over all words but the target, on average; None: the softmax over the whole vocabulary, whose gradient has all rows.
+        negatives: int64 [count] of `log_uniform`, against which each target is told apart, weighted by their chances
+        so that their sum is, on average, that over all words but the target. None: the softmax over the whole
+        vocabulary, whose gradient has all rows.
         """
         hidden = self.lstm(self.embedding(inputs))[0].flatten(0, 1)
         wanted = targets.flatten()

@@ -75,7 +75,9 @@ class Wire:
         """The tensors of all ranks, [world, ...], of one shape on each."""
         found.bytes += (self.world - 1) * tensor.numel() * tensor.element_size()
         every = tensor.new_empty(self.world * tensor.shape[0], *tensor.shape[1:])
-        work = dist.all_gather_into_tensor(every, tensor, group=self.group, async_op=True)
+        # The name since torch 2.13, and that before.
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(every, tensor, group=self.group, async_op=True)
         return Sending(work, lambda: every.view(self.world, *tensor.shape), found)
 
     def worst(self, numbers: list[float], device: torch.device) -> list[float]:

@@ -160,6 +160,27 @@ def test_a_rank_without_a_gradient(two_ranks):
     assert first.any(1).nonzero().flatten().tolist() == [4, 9]
 
 
+def an_empty_list(mode):
+    """DDP wants a sparse gradient of every rank: one looks up no row."""
+    torch.manual_seed(0)
+    table = nn.Embedding(2000, 4, sparse=True)
+    wrapped = DistributedDataParallel(table)
+    wrapped.register_comm_hook(oases.S2Reducer(mode=mode, rows=1, seed=1), oases.s2_hook)
+    found = []
+    for step in range(3):
+        wrapped.zero_grad()
+        ids = torch.arange(5 + step) if dist.get_rank() and step < 2 else torch.arange(0)
+        wrapped(ids).sum().backward()
+        found.append(table.weight.grad.coalesce())
+    return [gradient.to_dense().sum(1)[:8].tolist() for gradient in found]
+
+
+@pytest.mark.parametrize("mode", ["dense", "packed", "gather", "peel", "auto"])
+def test_a_rank_that_looks_up_no_row(two_ranks, mode):
+    for found in two_ranks.run(an_empty_list, mode):
+        assert found == [[2.0] * 5 + [0.0] * 3, [2.0] * 6 + [0.0] * 2, [0.0] * 8]
+
+
 def broken():
     model = DistributedDataParallel(nn.Linear(2, 2))
     model.register_comm_hook(None, oases.s2_hook)
