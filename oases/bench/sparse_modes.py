@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,6 +77,10 @@ class Contestant:
                 None, matrix_approximation_rank=powersgd_rank, start_powerSGD_iter=2, random_seed=seed
             )
             self.model.register_comm_hook(self._power, powerSGD_hook.powerSGD_hook)
+        elif name == "ddp_sparse":
+            for name_of, parameter in self.plain.named_parameters():
+                if name_of in tables:
+                    parameter.register_hook(self._list)
 
     def reset(self) -> None:
         """Start counting."""
@@ -85,16 +89,13 @@ class Contestant:
             self.reducer.reset_report()
 
     def count(self) -> None:
-        """A step is over, its gradients still there."""
+        """A step is over."""
         self._steps += 1
-        if self.name == "ddp_sparse":
-            ranks = dist.get_world_size()
-            # The largest of the ranks' lists is what gloo gathers of each.
-            self._listed_bytes += sum(
-                (ranks - 1) * parameter.grad._nnz() // ranks * (4 * parameter.shape[1] + 8)
-                for parameter in self.plain.parameters()
-                if parameter.grad is not None and parameter.grad.is_sparse
-            )
+
+    def _list(self, gradient: Tensor) -> None:
+        """Of ddp_sparse: what gloo gathers of the other ranks, were their rows as many as this rank's."""
+        rows = gradient._indices()[0].unique().numel()
+        self._listed_bytes += (dist.get_world_size() - 1) * rows * (4 * gradient.shape[1] + 8)
 
     def bytes_per_step(self) -> tuple[float, float]:
         """Modelled: of all tensors, and of the sparse ones."""

@@ -21,7 +21,7 @@ def log_chances(words: Tensor, vocabulary: int) -> Tensor:
 
 
 class WordLSTM(nn.Module):
-    """An LSTM between an embedding and a sampled softmax (Jean et al., arXiv 1412.2007).
+    """An LSTM between an embedding and a sampled softmax (Jean et al., arXiv 1412.2007, as TensorFlow has it).
 
     vocabulary: words, numbered in descending order of frequency. width: of embedding, LSTM and softmax. sparse: the
     two tables' gradients are sparse tensors, of the rows that a step used; else they are stored dense, the other rows
@@ -40,9 +40,9 @@ class WordLSTM(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor, negatives: Tensor | None = None) -> Tensor:
         """The mean cross-entropy in nats. inputs, targets: int64 [batch, time].
 
-        negatives: int64 [count] of `log_uniform`, against which each target is told apart, weighted by their chances
-        so that their sum is, on average, that over all words but the target. None: the softmax over the whole
-        vocabulary, whose gradient has all rows.
+        negatives: int64 [count] of `log_uniform`: which word among a target and these was the target is what is
+        learnt, each logit less the logarithm of its word's chance to be among them, so that logits become those of
+        the whole softmax. None: the softmax over the whole vocabulary, whose gradient has all rows.
         """
         hidden = self.lstm(self.embedding(inputs))[0].flatten(0, 1)
         wanted = targets.flatten()
@@ -50,7 +50,7 @@ class WordLSTM(nn.Module):
             return F.cross_entropy(hidden @ self.softmax.weight.T, wanted)
         rows = self.softmax(torch.cat([wanted, negatives]))
         right, others = rows.split([wanted.shape[0], negatives.shape[0]])
-        weights = log_chances(negatives, self.vocabulary) + math.log(negatives.shape[0])
-        logits = (hidden @ others.T - weights).masked_fill(wanted[:, None] == negatives, -math.inf)
-        every = torch.cat([(hidden * right).sum(1, keepdim=True), logits], 1)
-        return F.cross_entropy(every, torch.zeros_like(wanted))
+        logits = hidden @ others.T - log_chances(negatives, self.vocabulary)
+        logits = logits.masked_fill(wanted[:, None] == negatives, -math.inf)
+        right_logits = (hidden * right).sum(1) - log_chances(wanted, self.vocabulary)
+        return F.cross_entropy(torch.cat([right_logits[:, None], logits], 1), torch.zeros_like(wanted))
