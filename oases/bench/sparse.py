@@ -46,7 +46,7 @@ class SparseBenchConfig:
     sequence: int = option(20, "words per sample")
     negatives: int = option(512, "words that a target is told apart from")
     cells: float = option(0.25, "cells of sketches for each non-zero")
-    rows: int = option(3, "of sketches: 1, 3 or 5")
+    rows: int = option(1, "of sketches: 1, 3 or 5")
     powersgd_rank: int = option(4, "of PowerSGD's matrices")
     bucket_mb: float = option(25.0, "largest size of DDP's buckets")
     steps: int = option(10, "timed steps of each mode; 0: none")
