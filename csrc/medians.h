@@ -23,12 +23,12 @@ OASES_HOST_DEVICE float median(float a, float b, float c, float d, float e) {
 template <int count>
 OASES_HOST_DEVICE float median_of(const float* x) {
   static_assert(count == 1 || count == 3 || count == 5);
-  for (int i = 0; i < count; ++i) {
-    if (x[i] != x[i]) return x[i];
-  }
-  if constexpr (count == 1) return x[0];
-  if constexpr (count == 3) return median(x[0], x[1], x[2]);
-  if constexpr (count == 5) return median(x[0], x[1], x[2], x[3], x[4]);
+  float middle = x[0], bad = x[0];
+  if constexpr (count == 3) middle = median(x[0], x[1], x[2]);
+  if constexpr (count == 5) middle = median(x[0], x[1], x[2], x[3], x[4]);
+  // No early way out: a loop over medians is then one that compilers vectorise.
+  for (int i = 1; i < count; ++i) bad = x[i] != x[i] ? x[i] : bad;
+  return bad != bad ? bad : middle;
 }
 
 }  // namespace oases

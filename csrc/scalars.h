@@ -10,6 +10,13 @@
 
 #include "kernels.h"
 
+// A loop over numbers that the compiler is to turn into vector instructions, as it does not by itself at -O2.
+#if defined(__GNUC__) && !defined(__clang__)
+#define OASES_VECTORISED __attribute__((optimize("O3")))
+#else
+#define OASES_VECTORISED
+#endif
+
 namespace oases::cpu {
 
 // Calls f with a value of the type that `dtype` names.

@@ -7,6 +7,19 @@ namespace oases::cpu {
 namespace {
 
 template <int rows>
+OASES_VECTORISED void medians(const float* const* cells, const float* signs, int64_t n, float* values) {
+  for (int64_t c = 0; c < n; ++c) {
+    float found[rows];
+    for (int row = 0; row < rows; ++row) found[row] = signs[row] * cells[row][c];
+    values[c] = median_of<rows>(found);
+  }
+}
+
+OASES_VECTORISED void add_signed(float sign, const float* values, int64_t n, float* cell) {
+  for (int64_t c = 0; c < n; ++c) cell[c] += sign * values[c];
+}
+
+template <int rows>
 void decode(const float* table, const int64_t* keys, int64_t m, SketchShape shape, float* values) {
   const int64_t n = shape.n;
   each_row(m, n, [&](int64_t i) {
@@ -17,11 +30,7 @@ void decode(const float* table, const int64_t* keys, int64_t m, SketchShape shap
       cells[row] = table + (row * shape.columns + column_of(hash, shape.columns)) * n;
       signs[row] = sign_of(hash);
     }
-    for (int64_t c = 0; c < n; ++c) {
-      float found[rows];
-      for (int row = 0; row < rows; ++row) found[row] = signs[row] * cells[row][c];
-      values[i * n + c] = median_of<rows>(found);
-    }
+    medians<rows>(cells, signs, n, values + i * n);
   });
 }
 
@@ -48,8 +57,7 @@ void sketch_encode(const int64_t* keys, const float* values, int64_t m, SketchSh
         const int64_t column = column_of(hash, shape.columns);
         if (column % parts != part) continue;
         const float sign = with_signs ? sign_of(hash) : 1.0f;
-        float* cell = table + (row * shape.columns + column) * n;
-        for (int64_t c = 0; c < n; ++c) cell[c] += sign * values[i * n + c];
+        add_signed(sign, values + i * n, n, table + (row * shape.columns + column) * n);
       }
     }
   });

@@ -21,6 +21,8 @@ _PUBLIC = {
     "parallelize": "oases.partition",
     "plan": "oases.planner",
     "report": "oases.parallel",
+    "S2Reducer": "oases.sparse",
+    "s2_hook": "oases.sparse",
     "save_pretrained": "oases.partition",
     "Trainer": "oases.train",
     "TrainConfig": "oases.train",
@@ -36,6 +38,7 @@ __all__ = [
     "OverlappedStack",
     "ParallelDropout",
     "ParallelSpec",
+    "S2Reducer",
     "TrainConfig",
     "Trainer",
     "__version__",
@@ -46,6 +49,7 @@ __all__ = [
     "parallelize",
     "plan",
     "report",
+    "s2_hook",
     "save_pretrained",
 ]
 
@@ -65,6 +69,7 @@ if TYPE_CHECKING:
     )
     from oases.partition import ParallelSpec, full_state_dict, load_weights, parallelize, save_pretrained
     from oases.planner import plan
+    from oases.sparse import S2Reducer, s2_hook
     from oases.train import TrainConfig, Trainer
 
 

@@ -302,3 +302,30 @@ def working(what: str) -> Iterator[None]:
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
         bar.add_task(what, total=None)
         yield
+
+
+def sparse_table(result: dict[str, Any]) -> Table:
+    """A benchmark of sparse gradients: a row per way of averaging."""
+    config, modes = result["config"], result["modes"]
+    table = Table(title=config["words"] or "clicks of generated Zipf categories", title_justify="left")
+    table.add_column("mode")
+    for name in ("MB/step", "of them tables", "tables less", "step", "faster", "validation loss"):
+        table.add_column(name, justify="right")
+    beside = modes.get("ddp", {})
+    for mode, row in modes.items():
+        cells = ["-"] * 5
+        if row["step_seconds"] is not None:
+            sent = row["table_bytes_per_step"]
+            cells = [
+                f"{row['bytes_per_step'] / 1e6:.2f}",
+                f"{sent / 1e6:.2f}",
+                "-",
+                f"{1e3 * row['step_seconds']:.0f} ms",
+                "-",
+            ]
+            if beside:
+                cells[2] = percent(1 - sent / beside["table_bytes_per_step"])
+                cells[4] = f"{beside['step_seconds'] / row['step_seconds']:.2f}x"
+        loss = row["validation_loss"]
+        table.add_row(mode, *cells, "-" if loss is None else f"{loss:.4f}")
+    return table

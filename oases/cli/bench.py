@@ -37,6 +37,7 @@ def add(commands: Any) -> None:
     from oases.bench.planner import PlannerBenchConfig
     from oases.bench.plans import PlansBenchConfig
     from oases.bench.recomputation import RecomputationBenchConfig
+    from oases.bench.sparse import SparseBenchConfig
 
     bench = command(commands, "bench", "measure what is hidden on this machine")
     benches = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Parser)
@@ -82,6 +83,10 @@ def add(commands: Any) -> None:
         "--published", action="store_true", help="model the speed-ups of Pro-Prophet's evaluation instead"
     )
     placements.set_defaults(run=_bench_placements)
+    sparse = command(benches, "sparse", "training with large embeddings: what each way of averaging sends and learns")
+    add_options(sparse, SparseBenchConfig())
+    add_ranks(sparse, link=None)
+    sparse.set_defaults(run=_bench_sparse)
     gpu = command(
         benches, "gpu", "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed"
     )
@@ -309,6 +314,28 @@ def _bench_placements(options: argparse.Namespace, given: Sequence[str]) -> None
     else:
         result = run_placements_bench(config)
         console.print(placements_table(result))
+    write_json(options.json, result)
+
+
+def _bench_sparse(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.sparse import SparseBenchConfig, run_sparse_bench
+    from oases.ranks import run_ranks
+    from oases.terminal import console, sparse_table
+
+    config = configured(SparseBenchConfig, options)
+    if options.tp < 2:
+        raise UsageError(f"--tp {options.tp} averages nothing; give at least 2 data-parallel ranks")
+    require_writable("--json", options.json)
+    joined = behind_link(options, given)
+    console.print(f"{options.tp} data-parallel ranks {joined}")
+    shaped = options.link is not None and options.nodes == 1
+    result = run_ranks(run_sparse_bench, (config, shaped, True), rank_options(options, "cpu"))
+    if not speaks():
+        return
+    result["config"] |= {"link": options.link, "nodes": options.nodes}
+    console.print(sparse_table(result))
+    for name, speed in (result["nonzeros_per_second"] or {}).items():
+        console.print(f"{name}: {speed / 1e6:.0f} million non-zeros per second, encoded and decoded on one core")
     write_json(options.json, result)
 
 

@@ -64,9 +64,14 @@ def peel_encode(keys: Tensor, values: Tensor | None, cells: int, seed: int) -> P
     header = torch.ops.oases.peel_encode(keys, cells, seed)
     if values is None:
         return PeelTable(header, None)
-    # The sums are a sketch of three rows whose signs are all positive.
+    return PeelTable(header, peel_sums(keys, values, cells, seed))
+
+
+def peel_sums(keys: Tensor, values: Tensor, cells: int, seed: int) -> Tensor:
+    """The sums of `peel_encode` alone, float32 [cells, n]: for ranks that know the keys of all by other means."""
+    # They are a sketch of three rows whose signs are all positive.
     sums = torch.ops.oases.sketch_encode(keys, values, 3, cells // 3, seed, False)
-    return PeelTable(header, sums.view(cells, values.shape[1]))
+    return sums.view(cells, values.shape[1])
 
 
 def peel_decode(table: PeelTable, seed: int) -> Peeled:

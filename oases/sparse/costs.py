@@ -1,0 +1,126 @@
+"""What each mode would take for one tensor: bytes over a link and work beside it, both measured on these ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from oases.kernels.bitmap import bitmap_pack
+from oases.sparse import peel
+from oases.sparse.accounting import Reduction
+from oases.sparse.gradient import DenseRows
+from oases.sparse.sketch import Sketch
+from oases.sparse.wire import Wire
+
+LONG_ENOUGH = 0.05
+"""Seconds of a collective from which on it tells the link's rate, past what a shaper lets burst."""
+LARGEST = 1 << 22
+"""Numbers that are sent for it at most."""
+_SAMPLE = (4096, 1024, 64)
+"""Rows, of which used, and width of the gradient that modes are timed with."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One tensor in one step.
+
+    row_bytes: of one row as it is stored, width numbers. union: rows that any rank has; largest: that one rank has.
+    """
+
+    rows: int
+    width: int
+    row_bytes: int
+    union: int
+    largest: int = 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of this group of ranks, the same on each.
+
+    latency: seconds of a collective of next to nothing. byte_seconds: per byte that a rank sends. scan_seconds: per
+    number that a bitmap is made of; packed_seconds, sketch_seconds and peel_seconds: per non-zero of the union,
+    to encode and decode.
+    """
+
+    latency: float
+    byte_seconds: float
+    scan_seconds: float
+    packed_seconds: float
+    sketch_seconds: float
+    peel_seconds: float
+
+    def seconds(self, mode: str, task: Task, wire: Wire, sketch_cells: int = 0) -> float:
+        """Predicted for one tensor: from nothing to the result, bitmap included."""
+        if mode == "dense":
+            return self.latency + self.byte_seconds * wire.reduced_bytes(task.rows * task.row_bytes)
+        if mode == "gather":
+            work = self.packed_seconds * wire.world * task.largest * task.width
+            sent = (wire.world - 1) * ((task.rows + 7) // 8 + task.largest * task.row_bytes)
+            return 2 * self.latency + self.byte_seconds * sent + self.scan_seconds * task.rows * task.width + work
+        nonzeros = task.union * task.width
+        rows = {
+            "packed": task.union * task.row_bytes,
+            "sketch": sketch_cells * task.width * 4,
+            "peel": peel.table_cells(round(peel.MARGIN * task.union)) * task.width * 4,
+        }[mode]
+        phases = 1 if mode == "peel" else 2
+        each = {"packed": self.packed_seconds, "sketch": self.sketch_seconds, "peel": self.peel_seconds}[mode]
+        sent = wire.united_bytes((task.rows + 7) // 8) + wire.reduced_bytes(rows)
+        scan = self.scan_seconds * task.rows * task.width
+        return phases * self.latency + self.byte_seconds * sent + scan + each * nonzeros
+
+
+def measure(wire: Wire, device: torch.device, sketch_rows: int) -> Costs:
+    """Time the link and the kernels; the slowest rank's count. Every rank must call it at the same point."""
+    nothing = torch.zeros(16, device=device)
+    latency = min(_sent(wire, nothing) for _ in range(4))
+    numbers, seconds = 1 << 14, 0.0
+    while True:
+        seconds = _sent(wire, torch.zeros(numbers, device=device))
+        if seconds >= LONG_ENOUGH or numbers >= LARGEST:
+            break
+        numbers *= 4
+    byte_seconds = max(0.0, seconds - latency) / max(1, wire.reduced_bytes(4 * numbers))
+    return Costs(latency, byte_seconds, *wire.worst(_work(device, sketch_rows), device))
+
+
+def _sent(wire: Wire, tensor: torch.Tensor) -> float:
+    unbooked = Reduction("", "")
+    (seconds,) = wire.worst([_timed(lambda: wire.sum(tensor, unbooked).wait(), tensor.device)], tensor.device)
+    return seconds
+
+
+def _work(device: torch.device, sketch_rows: int) -> list[float]:
+    """Seconds per number of the bitmap, and per non-zero of packed, sketch and peel."""
+    rows, used, width = _SAMPLE
+    gradient = torch.zeros(rows, width, device=device)
+    gradient[:: rows // used] = 1.0
+    held = DenseRows(gradient, in_place=True)
+    union, values = held.own()
+    sketch = Sketch.sized(used, sketch_rows, 0.5, 0)
+    cells = peel.table_cells(used)
+
+    def best(work: Callable[[], object]) -> float:
+        return min(_timed(work, device) for _ in range(3))
+
+    nonzeros = used * width
+    return [
+        best(lambda: bitmap_pack(gradient)) / (rows * width),
+        best(lambda: held.put(union, held.gather(union).div_(1))) / nonzeros,
+        best(lambda: held.put(union, sketch.decode(sketch.encode(union, values), union))) / nonzeros,
+        best(lambda: peel.decode(peel.encode(union, values, cells, 0), union, 0)) / nonzeros,
+    ]
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

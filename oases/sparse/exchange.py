@@ -1,0 +1,307 @@
+"""How one gradient goes over the wire in one step: encoding, collectives and decoding, a chain that can be paused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oases.kernels.bitmap import bitmap_unpack
+from oases.sparse import peel
+from oases.sparse.accounting import Reduction
+from oases.sparse.costs import Costs, Task
+from oases.sparse.gradient import Rows
+from oases.sparse.sketch import Sketch
+from oases.sparse.wire import Sending, Wire, or_of
+
+MODES = ("auto", "dense", "packed", "gather", "sketch", "peel")
+GATHERED_RANKS = 8
+"""Up to so many ranks, auto has every rank's bitmap, and not their union alone, to know what a gather would send."""
+LEAST_CELLS = 0.25
+"""Cells for a non-zero where none are given."""
+NOT_SPARSE = "more than half of the rows are not zero"
+NO_MATRIX = "not a matrix"
+
+Steps = Generator[None, None, Tensor]
+"""Pauses twice: when the bitmap is on the wire, and when the values are. Returns the mean."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a reducer was asked for; see `S2Reducer`."""
+
+    mode: str
+    rows: int
+    cells_per_nonzero: float | None
+    error_feedback: bool
+    seed: int
+
+
+@dataclass
+class Memory:
+    """What is kept of one tensor between steps.
+
+    union: rows of any rank in the last step. residual: what was not sent yet, float32 [rows, width]. check_again,
+    pause: in how many steps it is looked at for zero rows again, and how long the pause before that was.
+    """
+
+    name: str
+    number: int
+    steps: int = 0
+    union: int | None = None
+    residual: Tensor | None = None
+    check_again: int = 0
+    pause: int = 0
+
+    def seed(self, base: int) -> int:
+        """Another one in each step and for each tensor, the same on all ranks."""
+        return (base * 1_000_003 + self.number * 7_368_787 + self.steps * 2_654_435_761) & (2**62 - 1)
+
+    def rest(self) -> None:
+        """Look again in twice as many steps as the last time."""
+        self.pause = min(64, max(1, 2 * self.pause))
+        self.check_again = self.pause
+
+
+class Exchange:
+    """Runs the steps of one gradient. if_sparse: send it dense where more than half of the rows are used."""
+
+    def __init__(
+        self, wire: Wire, settings: Settings, costs: Costs | None, rows: Rows, memory: Memory, *,
+        if_sparse: bool = False,
+    ) -> None:  # fmt: skip
+        self.wire, self.settings, self.rows, self.memory = wire, settings, rows, memory
+        self._costs, self._if_sparse = costs, if_sparse
+        self._item = torch.empty(0, dtype=rows.dtype).element_size()
+        dense = wire.reduced_bytes(rows.rows * rows.width * self._item)
+        self.found = Reduction(memory.name, settings.mode, rows.rows, dense_bytes=dense)
+        self._start = time.perf_counter()
+        self._supports: list[Tensor] = []  # the rows of each rank, where all of them are known
+        memory.steps += 1
+        self._seed = memory.seed(settings.seed)
+
+    def _predicted(self, mode: str, task: Task, sketch_cells: int = 0) -> float:
+        if self._costs is None:
+            raise AssertionError("auto has measured its costs before it chooses")
+        return self._costs.seconds(mode, task, self.wire, sketch_cells)
+
+    @contextmanager
+    def _encoding(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.found.encode_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.found.decode_seconds += time.perf_counter() - start
+
+    def steps(self) -> Steps:
+        """The chain; every rank must walk it at the same points among its collectives."""
+        mean = yield from self._by_mode()
+        self.found.seconds = time.perf_counter() - self._start
+        return mean
+
+    def _by_mode(self) -> Steps:
+        settings, memory, found = self.settings, self.memory, self.found
+        if self.wire.world == 1:
+            found.mode = "dense"
+            yield
+            yield
+            return self.rows.put_dense(self.rows.dense())
+        if settings.mode == "dense" or len(self.rows.shape) < 2:
+            found.fallback = "" if settings.mode in ("dense", "auto") else NO_MATRIX
+            yield
+            return (yield from self._dense())
+        if self.rows.rows * self.rows.width == 0:
+            yield
+            yield
+            return self.rows.put_dense(self.rows.dense())
+        with self._encoding():
+            every = settings.mode == "gather" or (settings.mode == "auto" and self.wire.world <= GATHERED_RANKS)
+            uniting = (self.wire.gather if every else self.wire.unite)(self.rows.bits(), found)
+        sums = self._ahead()
+        yield
+        bits = uniting.wait()
+        with self._encoding():
+            if every:
+                self._supports = [bitmap_unpack(one, self.rows.rows) for one in bits]
+                bits = or_of(bits)
+            union = bitmap_unpack(bits, self.rows.rows)
+        count = found.union = memory.union = union.shape[0]
+        found.phases = 1
+        if count == 0:
+            found.mode = "peel" if sums is not None else "packed" if settings.mode == "auto" else settings.mode
+            yield
+            if sums is not None:
+                sums.wait()
+            return self.rows.put(union, torch.empty(0, self.rows.width, dtype=self.rows.dtype, device=union.device))
+        if sums is not None:
+            return (yield from self._peel(union, sums))
+        return (yield from self._after_union(union))
+
+    def _after_union(self, union: Tensor) -> Steps:
+        """The second phase, of every mode."""
+        found, count = self.found, union.shape[0]
+        mode, found.fallback = self._choose(count)
+        found.mode, found.phases = mode, 2
+        if mode == "dense":
+            return (yield from self._dense())
+        if mode == "sketch":
+            return (yield from self._sketch(union))
+        if mode == "gather":
+            return (yield from self._gather(union))
+        if mode == "peel":
+            return (yield from self._peel(union, self._peel_table(peel.table_cells(count))))
+        return (yield from self._packed(union))
+
+    def _sized(self, count: int) -> Sketch:
+        cells = self.settings.cells_per_nonzero
+        return Sketch.sized(count, self.settings.rows, LEAST_CELLS if cells is None else cells, self._seed)
+
+    def _choose(self, count: int) -> tuple[str, str]:
+        """The mode for so many rows, and why it is not the one that was asked for."""
+        settings, rows = self.settings, self.rows.rows
+        if self._if_sparse and 2 * count > rows:
+            self.memory.rest()
+            return "dense", "" if settings.mode == "auto" else NOT_SPARSE
+        self.memory.pause = 0
+        if settings.mode == "auto":
+            largest = max((len(support) for support in self._supports), default=0)
+            task = Task(rows, self.rows.width, self.rows.width * self._item, count, largest)
+            lossless = ("dense", "packed", "gather") if self._supports else ("dense", "packed")
+            options = {mode: self._predicted(mode, task) for mode in lossless}
+            sketch = self._sized(count)
+            if settings.cells_per_nonzero is not None and sketch.cells < count:  # its loss was asked for
+                options["sketch"] = self._predicted("sketch", task, sketch.cells)
+            return min(options, key=lambda mode: options[mode]), ""
+        if settings.mode == "sketch":
+            cells = self._sized(count).cells
+            if cells >= rows:
+                return "dense", "the table would be no smaller than the dense gradient"
+            asked = settings.cells_per_nonzero
+            if cells >= count and (asked is None or asked < 1):
+                return "packed", "the table would be no smaller than the packed rows"
+        if settings.mode == "peel":
+            if self.rows.dtype == torch.float64:
+                return "packed", "peeling adds in float32, too short for float64"
+            if peel.table_cells(count) >= rows:
+                return "packed", "the table would be no smaller than the dense gradient"
+        return settings.mode, ""
+
+    def _ahead(self) -> Sending | None:
+        """Peeling's table beside the bitmap, sized by the last step's rows, where that is the mode to take."""
+        last, rows = self.memory.union, self.rows
+        if self.settings.mode not in ("peel", "auto") or not last or rows.dtype == torch.float64:
+            return None
+        cells = peel.table_cells(round(peel.MARGIN * last))
+        if cells >= rows.rows:
+            return None
+        if self.settings.mode == "auto":
+            task = Task(rows.rows, rows.width, rows.width * self._item, last)
+            seconds = {mode: self._predicted(mode, task) for mode in ("dense", "packed", "peel")}
+            if min(seconds, key=lambda mode: seconds[mode]) != "peel":
+                return None
+        return self._peel_table(cells)
+
+    def _peel_table(self, cells: int) -> Sending:
+        with self._encoding():
+            table = peel.encode(*self.rows.own(), cells, self._seed)
+        return self.wire.sum(table, self.found)
+
+    def _dense(self) -> Steps:
+        self.found.mode = "dense"
+        self.found.phases += self.found.phases == 0
+        with self._encoding():
+            whole = self._before(self.rows.dense())
+        sending = self.wire.sum(whole, self.found)
+        yield
+        sending.wait()
+        with self._decoding():
+            return self.rows.put_dense(self._after(whole))
+
+    def _packed(self, union: Tensor) -> Steps:
+        residual = self.memory.residual
+        with self._encoding():
+            values = self.rows.gather(union)
+            if residual is not None:  # of steps that sent a sketch
+                values += residual.index_select(0, union).to(values.dtype)
+                residual.index_fill_(0, union, 0)
+            sending = self.wire.sum(self._before(values), self.found)
+        yield
+        sending.wait()
+        with self._decoding():
+            return self.rows.put(union, self._after(values))
+
+    def _gather(self, union: Tensor) -> Steps:
+        """Every rank's rows to every rank, without their numbers, which bitmaps tell; added up in ranks' order."""
+        with self._encoding():
+            _, values = self.rows.own()
+            most = max(len(support) for support in self._supports)
+            padded = values.new_zeros(most, self.rows.width)
+            padded[: len(values)] = values
+            sending = self.wire.gather(self._before(padded), self.found)
+        yield
+        every = sending.wait()
+        with self._decoding():
+            total = values.new_zeros(len(union), self.rows.width)
+            for support, rows in zip(self._supports, every, strict=True):
+                total.index_add_(0, torch.searchsorted(union, support), rows[: len(support)])
+            return self.rows.put(union, self._after(total))
+
+    def _peel(self, union: Tensor, sending: Sending) -> Steps:
+        self.found.mode = "peel"
+        yield
+        sums = sending.wait()
+        with self._decoding():
+            # NaN and infinity would spread to the rows that share their cells.
+            finite = bool(sums.isfinite().all())
+            values = peel.decode(sums, union, self._seed) if finite else None
+            if values is not None:
+                return self.rows.put(union, (values / self.wire.world).to(self.rows.dtype))
+        return self._packed_instead(union, "the table did not peel" if finite else "NaN or infinity")
+
+    def _sketch(self, union: Tensor) -> Steps:
+        sketch, memory = self._sized(union.shape[0]), self.memory
+        with self._encoding():
+            values = self.rows.gather(union).float()
+            if self.settings.error_feedback and memory.residual is None:
+                memory.residual = torch.zeros(self.rows.rows, self.rows.width, device=values.device)
+            if memory.residual is not None:
+                values += memory.residual.index_select(0, union)
+            table = sketch.encode(union, values)
+            own = table.clone() if memory.residual is not None and sketch.rows == 1 else table
+        sending = self.wire.sum(table, self.found)
+        yield
+        sending.wait()
+        if not bool(table.isfinite().all()):
+            return self._packed_instead(union, "NaN or infinity")
+        with self._decoding():
+            if memory.residual is None:
+                mean = sketch.decode(table, union) / self.wire.world
+            else:
+                estimate = sketch.contract(table, own, union)
+                mean = estimate.values / self.wire.world
+                memory.residual.index_copy_(0, union, values - (mean if estimate.own is None else estimate.own))
+            return self.rows.put(union, mean.to(self.rows.dtype))
+
+    def _packed_instead(self, union: Tensor, reason: str) -> Tensor:
+        """All ranks have read the same sums, so they all come here, in place of the end of their chains."""
+        self.found.mode, self.found.fallback = "packed", reason
+        self.found.phases += 1
+        values = self._before(self.rows.gather(union))
+        self.wire.sum(values, self.found).wait()
+        with self._decoding():
+            return self.rows.put(union, self._after(values))
+
+    # Short floats overflow in a sum and are divided before it, as DDP does; others lose nothing by waiting.
+    def _before(self, values: Tensor) -> Tensor:
+        return values.div_(self.wire.world) if self._item < 4 else values
+
+    def _after(self, values: Tensor) -> Tensor:
+        return values if self._item < 4 else values.div_(self.wire.world)

@@ -1,0 +1,152 @@
+"""The rows of a gradient that are not zero, whether it is stored dense or as the sparse tensor of an embedding."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from oases.kernels.bitmap import bitmap_pack, bitmap_unpack
+from oases.kernels.peel import pack_values
+
+PACKED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Rows(ABC):
+    """A gradient [rows, ...], of which a row is `width` numbers.
+
+    Keys and values are this rank's rows: int64 [k], ascending, and [k, width].
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.rows = shape[0]
+        self.width = shape[1:].numel()
+
+    @abstractmethod
+    def bits(self) -> Tensor:
+        """The bitmap of this rank's rows, uint8 [ceil(rows / 8)]."""
+
+    @abstractmethod
+    def own(self) -> tuple[Tensor, Tensor]:
+        """This rank's keys and values."""
+
+    @abstractmethod
+    def gather(self, union: Tensor) -> Tensor:
+        """New values [union, width]: this rank's, zero where it has none. union holds all of this rank's keys."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """A new dense tensor of the whole gradient, [rows, width], to be reduced."""
+
+    @abstractmethod
+    def put(self, union: Tensor, values: Tensor) -> Tensor:
+        """The result: values [union, width] in their rows, zero in all others, stored as the gradient was."""
+
+    @abstractmethod
+    def put_dense(self, whole: Tensor) -> Tensor:
+        """The result from a dense [rows, width]."""
+
+
+class DenseRows(Rows):
+    """Of a dense-stored gradient; in_place: the result goes there too, and `dense` is no copy."""
+
+    def __init__(self, gradient: Tensor, in_place: bool) -> None:
+        super().__init__(gradient.shape, gradient.dtype, gradient.device)
+        if in_place and not gradient.is_contiguous():
+            raise ValueError(f"only contiguous gradients are reduced in place, got strides {gradient.stride()}")
+        self._gradient = gradient
+        self._matrix = gradient.contiguous().view(self.rows, self.width)
+        self._in_place = in_place
+        self._bits: Tensor | None = None
+
+    def bits(self) -> Tensor:
+        """See `Rows`."""
+        if self._bits is None:
+            self._bits = self._pack()
+        return self._bits.clone()  # collectives write into it
+
+    def _pack(self) -> Tensor:
+        matrix = self._matrix
+        if matrix.dtype not in PACKED_DTYPES:  # the kernel knows no float64
+            matrix = (matrix != 0).any(1, keepdim=True).half()
+        return bitmap_pack(matrix)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """See `Rows`."""
+        keys = bitmap_unpack(self.bits(), self.rows)
+        return keys, self._matrix.index_select(0, keys)
+
+    def gather(self, union: Tensor) -> Tensor:
+        """See `Rows`."""
+        return self._matrix.index_select(0, union)
+
+    def dense(self) -> Tensor:
+        """See `Rows`."""
+        return self._matrix if self._in_place else self._matrix.clone()
+
+    def put(self, union: Tensor, values: Tensor) -> Tensor:
+        """See `Rows`."""
+        # In place, the rows outside the union are zero already.
+        whole = self._matrix if self._in_place else torch.zeros_like(self._matrix)
+        whole.index_copy_(0, union, values)
+        return self._gradient if self._in_place else whole.view(self.shape)
+
+    def put_dense(self, whole: Tensor) -> Tensor:
+        """See `Rows`."""
+        return self._gradient if self._in_place else whole.view(self.shape)
+
+
+class ListedRows(Rows):
+    """Of a sparse COO gradient with one sparse dimension: rows it lists count, even where they hold zeros."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        super().__init__(gradient.shape, gradient.dtype, gradient.device)
+        if gradient.sparse_dim() != 1:
+            raise ValueError(
+                f"sparse gradients must have 1 sparse dimension, the rows, got {gradient.sparse_dim()}; "
+                "make it dense, or sparse by rows with .to_dense().to_sparse(1)"
+            )
+        gradient = gradient.coalesce()  # adds up repeated ids
+        self._keys = gradient.indices()[0]
+        self._values = gradient.values().reshape(-1, self.width)
+
+    def bits(self) -> Tensor:
+        """See `Rows`."""
+        listed = torch.zeros(self.rows, 1, dtype=torch.float16, device=self.device)
+        listed[self._keys] = 1
+        return bitmap_pack(listed)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """See `Rows`."""
+        return self._keys, self._values
+
+    def gather(self, union: Tensor) -> Tensor:
+        """See `Rows`."""
+        return pack_values(union, self._keys, self._values)
+
+    def dense(self) -> Tensor:
+        """See `Rows`."""
+        whole = torch.zeros(self.rows, self.width, dtype=self.dtype, device=self.device)
+        return whole.index_copy_(0, self._keys, self._values)
+
+    def put(self, union: Tensor, values: Tensor) -> Tensor:
+        """See `Rows`."""
+        return torch.sparse_coo_tensor(
+            union[None], values.view(-1, *self.shape[1:]), self.shape, is_coalesced=True, check_invariants=False
+        )
+
+    def put_dense(self, whole: Tensor) -> Tensor:
+        """See `Rows`."""
+        kept = bitmap_unpack(DenseRows(whole, in_place=False).bits(), self.rows)
+        return self.put(kept, whole.index_select(0, kept))
+
+
+def rows_of(gradient: Tensor, in_place: bool = False) -> Rows:
+    """The rows of a gradient of at least one dimension. ValueError for layouts other than strided and COO."""
+    if gradient.layout == torch.sparse_coo:
+        return ListedRows(gradient)
+    if gradient.layout != torch.strided:
+        raise ValueError(f"gradients must be dense or sparse COO, got {gradient.layout}; convert it")
+    return DenseRows(gradient, in_place)

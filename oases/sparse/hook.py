@@ -1,0 +1,157 @@
+"""`s2_hook`: DistributedDataParallel's gradients through an `S2Reducer`, bucket after bucket on a thread of its own.
+
+While the values of one bucket are on the wire, the next one is encoded. What is sent, and when, follows from the
+buckets' order alone: every rank calls the same collectives in the same order, whichever is faster.
+"""
+
+# Annotations are not put off in here: DDP wants to see the types of its hook's.
+import queue
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oases.sparse.accounting import Reduction
+from oases.sparse.exchange import Exchange, Memory, Steps
+from oases.sparse.reducer import S2Reducer
+from oases.sparse.wire import Sending
+
+LEAST_ROWS = 1024
+"""Rows from which on a dense-stored weight matrix is looked at for rows that are zero."""
+OTHERS = "all other gradients"
+
+
+@dataclass
+class _Bucket:
+    """One of DDP's buckets. sparse: its gradients that may be sparse; others: the rest, in pieces of the buffer."""
+
+    reducer: S2Reducer
+    buffer: Tensor
+    sparse: list[tuple[Tensor, Memory]]
+    others: list[Tensor]
+    is_last: bool
+    future: Any
+    event: Any
+    begun: list[tuple[Steps, Exchange]] = field(default_factory=list)
+    sent: list[Sending] = field(default_factory=list)
+    found: Reduction = field(default_factory=lambda: Reduction(OTHERS, "dense", phases=1))
+
+    def start(self) -> None:
+        """Everything up to its values on the wire."""
+        wire, world = self.reducer.wire, self.reducer.wire.world
+        in_place = not self.buffer.is_sparse
+        self.reducer.prepare(self.buffer.device)
+        for gradient, memory in self.sparse:
+            begun = self.reducer.begin(gradient, memory, in_place=in_place, if_sparse=in_place)
+            next(begun[0])
+            self.begun.append(begun)
+        for piece in self.others:
+            self.sent.append(wire.sum(piece.div_(world), self.found))
+        for steps, _ in self.begun:
+            next(steps)
+
+    def finish(self) -> None:
+        """The rest, to the result."""
+        result = self.buffer
+        for steps, exchange in self.begun:
+            mean = self.reducer.end(steps, exchange)
+            if self.buffer.is_sparse:
+                result = mean
+        for sending in self.sent:
+            sending.wait()
+        if self.sent:
+            self.found.dense_bytes = self.found.bytes
+            self.reducer.book(self.found)
+        self.future.set_result(result)
+
+
+def s2_hook(state: S2Reducer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket over the ranks of the reducer: `model.register_comm_hook(oases.S2Reducer(), oases.s2_hook)`.
+
+    Sparse gradients, and dense-stored ones of two dimensions with many rows of which at most half are used by any
+    rank, go by the reducer's mode; all others by one all-reduce per bucket. Make the reducer over the group that DDP
+    has. TypeError for a state that is no S2Reducer.
+    """
+    if not isinstance(state, S2Reducer):
+        raise TypeError(
+            f"the state of s2_hook must be an oases.S2Reducer, got {type(state).__name__}; call "
+            "model.register_comm_hook(oases.S2Reducer(), oases.s2_hook)"
+        )
+    buffer = bucket.buffer()
+    sparse: list[tuple[Tensor, Memory]] = []
+    others: list[Tensor] = []
+    if buffer.is_sparse:
+        sparse.append((buffer, state.memory_of(bucket.parameters()[0])))
+    else:
+        sparse, others = _parted(state, buffer, bucket.parameters(), bucket.gradients())
+    on_gpu = buffer.is_cuda
+    future: Any = torch.futures.Future(devices=[buffer.device]) if on_gpu else torch.futures.Future()
+    event = torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
+    if state.jobs is None:
+        state.jobs = _thread(state)
+    state.jobs.put(_Bucket(state, buffer, sparse, others, bucket.is_last(), future, event))
+    return future
+
+
+def _parted(
+    state: S2Reducer, buffer: Tensor, parameters: list[Tensor], gradients: list[Tensor]
+) -> tuple[list[tuple[Tensor, Memory]], list[Tensor]]:
+    """Gradients to look at for zero rows, and the runs of the buffer between them."""
+    sparse: list[tuple[Tensor, Memory]] = []
+    others: list[Tensor] = []
+    first = 0
+    placed = sorted(
+        zip(gradients, parameters, strict=True), key=lambda pair: pair[0].storage_offset() - buffer.storage_offset()
+    )
+    for gradient, parameter in placed:
+        if state.settings.mode == "dense" or gradient.dim() != 2 or gradient.shape[0] < LEAST_ROWS:
+            continue
+        memory = state.memory_of(parameter)
+        if memory.check_again:
+            memory.check_again -= 1
+            continue
+        start = int(gradient.storage_offset() - buffer.storage_offset())
+        if start > first:
+            others.append(buffer[first:start])
+        sparse.append((gradient, memory))
+        first = start + gradient.numel()
+    if first < buffer.numel():
+        others.append(buffer[first:])
+    return sparse, others
+
+
+def _thread(reducer: S2Reducer) -> queue.SimpleQueue[_Bucket | None]:
+    """A queue whose buckets a thread reduces, as long as the reducer lives."""
+    jobs: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
+    threading.Thread(target=_serve, args=(jobs,), name="oases sparse gradients", daemon=True).start()
+    weakref.finalize(reducer, jobs.put, None)
+    return jobs
+
+
+def _serve(jobs: queue.SimpleQueue[_Bucket | None]) -> None:
+    stream: Any = None
+    before: _Bucket | None = None
+    while (bucket := jobs.get()) is not None:
+        if bucket.event is not None and stream is None:
+            torch.cuda.set_device(bucket.buffer.device)
+            stream = torch.cuda.Stream(bucket.buffer.device)
+        try:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                if bucket.event is not None:
+                    stream.wait_event(bucket.event)
+                bucket.start()
+                if before is not None:
+                    before.finish()
+                if bucket.is_last:
+                    bucket.finish()
+            before = None if bucket.is_last else bucket
+        except Exception as error:  # goes to DDP, which raises it at the end of the backward pass
+            for one in (before, bucket):
+                if one is not None and not one.future.done():
+                    one.future.set_exception(error)
+            before = None
+        del bucket

@@ -1,0 +1,219 @@
+"""`S2Reducer` where input is bad or odd, and how auto chooses."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import oases
+from oases.sparse.costs import Costs, Task
+from oases.sparse.reducer import S2Reducer
+from oases.sparse.wire import Wire
+
+MODES = ["dense", "packed", "gather", "peel", "sketch", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "zip"}, "mode must be one of auto, dense, packed, gather, sketch, peel, got 'zip'"),
+        ({"rows": 2}, "rows must be 1, 3 or 5, got 2"),
+        ({"cells_per_nonzero": 0}, "cells_per_nonzero must be above 0, got 0"),
+        ({"cells_per_nonzero": -1.0}, "above 0, got -1.0"),
+        ({"cells_per_nonzero": float("nan")}, "above 0, got nan"),
+    ],
+)
+def test_bad_arguments_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        S2Reducer(**given)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_process_alone(mode):
+    reducer = oases.S2Reducer(mode=mode)
+    for gradient in (torch.randn(9, 3), torch.randn(9, 3).relu().to_sparse(1), torch.randn(4), torch.tensor(2.0)):
+        mean = reducer.all_reduce(gradient, name=str(gradient.shape))
+        assert torch.equal(mean.to_dense().flatten(), gradient.to_dense().flatten())
+        assert reducer.last.bytes == 0
+
+
+def test_bad_gradients_are_named():
+    reducer = S2Reducer()
+    with pytest.raises(ValueError, match=r"must be of a float dtype, got torch\.int64"):
+        reducer.all_reduce(torch.zeros(3, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="1 sparse dimension, the rows, got 2"):
+        reducer.all_reduce(torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match=r"got torch\.sparse_csr"):
+        reducer.all_reduce(torch.eye(3).to_sparse_csr())
+    with pytest.raises(ValueError, match="no gradient: give like="):
+        reducer.all_reduce(None)
+
+
+def odd(mode):
+    """Shapes, dtypes, ranks with nothing: everything beside a dense all-reduce."""
+    reducer, rank = S2Reducer(mode=mode, rows=1), dist.get_rank()
+    torch.manual_seed(5 + rank)
+    apart = {}
+    for name, shape in {"vector": (50,), "cube": (2000, 3, 2), "none": (0, 4), "narrow": (30, 0), "one": ()}.items():
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            gradient = torch.zeros(shape, dtype=dtype)
+            if gradient.numel() > 1:
+                gradient[::7] = torch.randn_like(gradient[::7])
+            exact = gradient.double()
+            dist.all_reduce(exact)
+            exact /= 2
+            mean = reducer.all_reduce(gradient, name=f"{name} {dtype}")
+            assert mean.dtype == dtype
+            assert mean.numel() == gradient.numel()
+            if reducer.last.mode != "sketch":
+                rounding = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float64: 1e-12}.get(dtype, 1e-5)
+                torch.testing.assert_close(mean.double().view(exact.shape), exact, atol=rounding, rtol=rounding)
+            apart[f"{name} {dtype}"] = (reducer.last.mode, reducer.last.fallback)
+    table = torch.nn.Parameter(torch.zeros(3000, 4))
+    gradient = torch.zeros(3000, 4)
+    gradient[3] = 2.0
+    mean = reducer.all_reduce(None if rank else gradient, like=table, name="missing")
+    if reducer.last.mode != "sketch":
+        assert torch.equal(mean, gradient / 2)
+    return apart
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_odd_gradients(two_ranks, mode):
+    first, second = two_ranks.run(odd, mode)
+    assert first == second
+    assert first["vector torch.float32"] == ("dense", "" if mode in ("dense", "auto") else "not a matrix")
+    if mode == "peel":
+        assert first["cube torch.float64"] == ("packed", "peeling adds in float32, too short for float64")
+    if mode in ("packed", "sketch"):
+        assert first["cube torch.float16"] == (mode, "")
+
+
+def oversized():
+    taken = []
+    for cells in (1.0, 2.0, 100.0):
+        reducer = S2Reducer(mode="sketch", cells_per_nonzero=cells)
+        gradient = torch.zeros(600, 4)
+        gradient[:60] = 1.0
+        mean = reducer.all_reduce(gradient)
+        taken.append((reducer.last.mode, reducer.last.fallback))
+        assert reducer.last.mode == "sketch" or torch.equal(mean, gradient)
+    few = S2Reducer(mode="sketch")
+    gradient = torch.zeros(600, 4)
+    gradient[:2] = 1.0
+    assert torch.equal(few.all_reduce(gradient), gradient)
+    return [*taken, (few.last.mode, few.last.fallback)]
+
+
+def test_tables_that_save_nothing_are_not_sent(two_ranks):
+    assert two_ranks.run(oversized)[0] == [
+        ("sketch", ""),
+        ("sketch", ""),
+        ("dense", "the table would be no smaller than the dense gradient"),
+        ("packed", "the table would be no smaller than the packed rows"),
+    ]
+
+
+def rename():
+    reducer = S2Reducer(mode="sketch")
+    reducer.all_reduce(torch.eye(600, 4).repeat(2, 1))
+    with pytest.raises(
+        ValueError, match=r"'gradient' was \(1200, 4\) and is \(9, 4\) now; give every tensor a name="
+    ):
+        reducer.all_reduce(torch.zeros(9, 4))
+
+
+def test_two_tensors_of_one_name_are_refused(two_ranks):
+    two_ranks.run(rename)
+
+
+def chosen(costs, cells):
+    reducer = S2Reducer(cells_per_nonzero=cells, rows=1)
+    reducer.costs = Costs(*costs)
+    taken = []
+    for used in (10, 10, 4000):
+        gradient = torch.zeros(4000, 8)
+        gradient[:used] = 1.0
+        reducer.all_reduce(gradient)
+        taken.append(reducer.last.mode)
+    return taken
+
+
+def apart(costs):
+    """Ranks that use different rows."""
+    reducer = S2Reducer()
+    reducer.costs = Costs(*costs)
+    taken = []
+    for _ in range(2):
+        gradient = torch.zeros(4000, 8)
+        gradient[dist.get_rank() :: 40] = 1.0
+        reducer.all_reduce(gradient)
+        taken.append(reducer.last.mode)
+    return taken
+
+
+def test_auto_takes_what_costs_least(two_ranks):
+    slow_link, far_away, slow_kernels = (1e-5, 1e-6), (1.0, 1e-9), (1e-5, 1e-9)
+    fast = (0.0, 0.0, 0.0, 0.0)
+    # Ranks that use the same rows: to gather two ranks' is to send as much, and dense needs no bitmap.
+    assert two_ranks.run(chosen, (*slow_link, *fast), None)[0] == ["packed", "packed", "dense"]
+    assert two_ranks.run(apart, (*slow_link, *fast))[0] == ["gather"] * 2
+    assert two_ranks.run(chosen, (*far_away, *fast), None)[0][1] == "peel"
+    assert two_ranks.run(chosen, (*slow_kernels, 1.0, 1.0, 1.0, 1.0), None)[0] == ["dense"] * 3
+    assert two_ranks.run(chosen, (*slow_link, *fast), 0.2)[0] == [
+        "sketch",
+        "sketch",
+        "sketch",
+    ]  # its loss was asked for
+
+
+def measured():
+    reducer = S2Reducer()
+    reducer.all_reduce(torch.eye(2000, 4))
+    return reducer.costs
+
+
+def test_auto_measures_and_all_ranks_agree(four_ranks):
+    costs = four_ranks.run(measured)
+    assert all(other == costs[0] for other in costs)
+    assert min(costs[0].latency, costs[0].packed_seconds, costs[0].sketch_seconds, costs[0].peel_seconds) > 0
+
+
+def test_costs_are_bytes_and_work():
+    wire = Wire(None)
+    wire.world, wire._knows_or = 4, True
+    costs = Costs(1.0, 1e-3, 0.0, 1e-2, 0.0, 0.0)
+    task = Task(rows=800, width=2, row_bytes=8, union=100)
+    assert costs.seconds("dense", task, wire) == pytest.approx(1 + 1e-3 * 1.5 * 6400)
+    assert costs.seconds("packed", task, wire) == pytest.approx(2 + 1e-3 * 1.5 * (100 + 800) + 2)
+    wire._knows_or = False  # bitmaps are gathered
+    assert costs.seconds("packed", task, wire) == pytest.approx(2 + 1e-3 * (3 * 100 + 1.5 * 800) + 2)
+
+
+def gathered():
+    reducer = S2Reducer(mode="packed")
+    reducer.wire._knows_or = False  # as with NCCL
+    gradient = torch.zeros(999, 3)
+    gradient[dist.get_rank() * 100] = 4.0
+    return reducer.all_reduce(gradient)[::100].sum(1).tolist()
+
+
+def test_bitmaps_are_gathered_where_no_or_is_known(four_ranks):
+    assert four_ranks.run(gathered)[3] == [3.0] * 4 + [0.0] * 6
+
+
+def test_reports_add_up(two_ranks):
+    text, saved = two_ranks.run(reported)[0]
+    assert "rows" in text
+    assert "packed 2" in text
+    assert 0.9 < saved < 1
+
+
+def reported():
+    reducer = S2Reducer(mode="packed", measure_error=True)
+    gradient = torch.zeros(3000, 8)
+    gradient[:30] = 1.0
+    for _ in range(2):
+        reducer.all_reduce(gradient, name="rows")
+    assert reducer.last.error == 0.0
+    assert reducer.report().json()["tensors"][0]["worst_error"] == 0.0
+    return str(reducer.report()), reducer.report().saved
