@@ -1,0 +1,80 @@
+"""The data of one binary problem as the solvers see it: y_i x_i, centred and scaled, dense or sparse.
+
+Coefficients are found for columns (x_j - centre_j) / scale_j of mean square 1, which conditions the linear algebra
+and changes nothing else: the penalty is taken of the coefficients of x_j itself, and the intercept, which has no
+penalty, absorbs the centres. Without an intercept nothing is centred.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from oases.svm.penalties import Floats
+
+_CONSTANT = 1e-10
+"""Of a column's largest entry: a spread below it is rounding, and the column constant."""
+
+_BLOCK = 256
+
+
+class Design:
+    """Columns on demand.
+
+    x [n, d], float, dense or sparse; labels [n] of -1 and 1; weights [n] > 0 that sum to 1, over all ranks where x is
+    a part of the rows.
+    """
+
+    def __init__(self, x: Any, labels: Floats, weights: Floats, intercept: bool, moments: Any = None) -> None:
+        self.labels, self.weights, self.intercept = labels, weights, intercept
+        self.x = x.tocsc() if sparse.issparse(x) else x
+        self.features = int(x.shape[1])
+        self.center, self.scale, self.usable = moments if moments is not None else self._moments()
+
+    @property
+    def rows(self) -> int:
+        """How many rows `columns` and `correlate` deal with."""
+        return len(self.labels)
+
+    def columns(self, indices: Any) -> Floats:
+        """y_i (x_ij - centre_j) / scale_j for these j: [n, len(indices)], in Fortran's order."""
+        picked = self.x[:, indices]
+        picked = picked.toarray(order="F") if sparse.issparse(picked) else np.array(picked, dtype=float, order="F")
+        picked -= self.center[indices]
+        picked /= self.scale[indices]
+        picked *= self.labels[:, None]
+        return np.asarray(picked)
+
+    def correlate(self, multipliers: Floats) -> Floats:
+        """sum_i multipliers_i y_i (x_ij - centre_j) / scale_j for every j: [d]."""
+        signed = multipliers * self.labels
+        total = self.x.T @ signed
+        return np.where(self.usable, (total - self.center * signed.sum()) / self.scale, 0.0)
+
+    def times(self, scaled: Floats) -> Floats:
+        """The product with all columns, y_i (x_i - centre)' (scaled / scale): [n]."""
+        w = scaled / self.scale
+        return np.asarray(self.labels * (self.x @ w - self.center @ w))
+
+    def _moments(self) -> tuple[Floats, Floats, Any]:
+        """Centre, scale (root mean square about it) and whether it varies, of each column."""
+        x, weights = self.x, self.weights
+        mean = np.asarray(x.T @ weights).ravel() if self.intercept else np.zeros(self.features)
+        if sparse.issparse(x):
+            largest = np.asarray(np.abs(x).max(axis=0).todense()).ravel()
+            safe = np.where(largest > 0, largest, 1.0)
+            scaled = x @ sparse.diags_array(1 / safe)
+            squares = np.asarray(scaled.multiply(scaled).T @ weights).ravel()
+            spread = np.sqrt(np.maximum(squares - (mean / safe) ** 2, 0.0)) * safe
+        else:
+            largest = np.maximum(x.max(axis=0), -x.min(axis=0))
+            safe = np.where(largest > 0, largest, 1.0)
+            squares = np.zeros(self.features)
+            for start in range(0, len(x), _BLOCK):  # a block of rows is a small copy
+                part = (x[start : start + _BLOCK] - mean) / safe
+                squares += weights[start : start + _BLOCK] @ np.square(part, out=part)
+            spread = np.sqrt(squares) * safe
+        usable = spread > _CONSTANT * largest
+        return np.where(usable, mean, 0.0), np.where(usable, spread, 1.0), usable

@@ -1,0 +1,282 @@
+"""Exact minimum of a hinge loss with a weighted l1 penalty, over some columns, by walking from vertex to vertex.
+
+    f(w) = sum_i c_i [t_i - h_i'w]_+  +  sum_j tau_j |w_j|
+
+is a linear programme, and its simplex method needs neither its 2 n + 2 d further variables nor a start by phases: a
+vertex is a set S of coefficients and as many rows E that lie on the margin, h_i'w = t_i. From each, the edge of
+steepest descent is followed over all kinks up to its minimum (a long step), where a row enters E or a coefficient
+leaves S. Ties, as of equal rows, are broken by targets t_i that differ from 1 by 1e-8; `solution` is for t = 1.
+
+A vertex stays one when weights tau or columns change: a regularisation path, the linear programmes of a nonconvex
+penalty and column generation all walk on from where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oases.svm.penalties import Floats
+
+_TIES = 1e-8
+_RATE = 1e-11
+"""Rates of change below it count as none: columns have mean square 1."""
+_REFRESH = 60
+"""Pivots after which the inverse is computed anew."""
+_PRICED = 12
+"""Columns whose edges are measured exactly in the search of the steepest one."""
+
+
+@dataclass
+class Budget:
+    """Steps that may still be taken, by all parts of a fit together."""
+
+    limit: int
+    used: int = 0
+
+    def spend(self) -> bool:
+        """Take one; False where there is none left."""
+        if self.used >= self.limit:
+            return False
+        self.used += 1
+        return True
+
+
+class Vertex:
+    """A vertex and the way down from it.
+
+    columns [n, m] in Fortran's order, of mean square about 1; weights c [n]. With `free` the first column is the
+    intercept's, the labels themselves.
+    """
+
+    def __init__(self, columns: Floats, weights: Floats, free: bool) -> None:
+        n = len(weights)
+        self.store, self.c, self.free = columns, weights, free
+        self.h = columns
+        self.t = 1 + _TIES * (1 + np.random.default_rng(0).random(n))
+        self.s: list[int] = []
+        self.e: list[int] = []
+        self.inverse = np.zeros((0, 0))
+        self.w = np.zeros(columns.shape[1])
+        self.sign = np.zeros(columns.shape[1])
+        self.basic = np.empty((n, 16), order="F")
+        self.active = np.ones(n, dtype=bool)
+        if free:
+            heavier = 1.0 if weights[columns[:, 0] > 0].sum() >= weights[columns[:, 0] < 0].sum() else -1.0
+            row = int(np.flatnonzero(columns[:, 0] == heavier)[0])
+            self.s, self.e = [0], [row]
+            self.basic[:, 0] = columns[:, 0]
+        self._refresh(reset=True)
+
+    def add(self, columns: Floats) -> None:
+        """Append columns [n, more], with coefficients of zero."""
+        (n, m), more = self.h.shape, columns.shape[1]
+        if m + more > self.store.shape[1]:
+            self.store = np.empty((n, 2 * (m + more)), order="F")
+            self.store[:, :m] = self.h
+        self.store[:, m : m + more] = columns
+        self.h = self.store[:, : m + more]
+        self.w = np.concatenate([self.w, np.zeros(more)])
+        self.sign = np.concatenate([self.sign, np.zeros(more)])
+        self.pull = np.concatenate([self.pull, columns.T @ self._inside()])
+
+    def minimise(self, tau: Floats, budget: Budget) -> bool:
+        """Walk to the minimum for the weights tau [m] >= 0 (0 of the intercept); False where the budget ended."""
+        since, fresh = 0, False
+        self.sign[self.s] = np.where(self.w[self.s] != 0, np.sign(self.w[self.s]), 1.0)
+        while True:
+            if since >= _REFRESH:
+                self._refresh()
+                since, fresh = 0, True
+            edge = self._edge(tau)
+            if edge is None:
+                if since == 0:
+                    return True
+                self._refresh()
+                since, fresh = 0, True
+                continue
+            if not budget.spend():
+                return False
+            if not self._walk(tau, *edge):
+                if fresh:  # what is left to gain is rounding
+                    return True
+                self._refresh()
+                since, fresh = 0, True
+                continue
+            since, fresh = since + 1, False
+
+    def solution(self) -> tuple[Floats, Floats]:
+        """Coefficients [m] for t = 1, and the multipliers [n] of the rows, in [0, c]."""
+        w = np.zeros_like(self.w)
+        w[self.s] = np.linalg.solve(self._matrix(), np.ones(len(self.e))) if self.e else []
+        multipliers = np.where(self.active, self.c, 0.0)
+        multipliers[self.e] = np.clip(self.multipliers, 0.0, self.c[self.e])
+        return w, multipliers
+
+    def _matrix(self) -> Floats:
+        return np.asarray(self.basic[self.e, : len(self.s)])
+
+    def _inside(self) -> Floats:
+        """c_i of the rows inside the margin, those of E apart; `pull` is the sum of their c_i h_i."""
+        inside = np.where(self.active, self.c, 0.0)
+        inside[self.e] = 0.0
+        return inside
+
+    def _refresh(self, reset: bool = False) -> None:
+        """Compute inverse, coefficients and margins anew, free of what rounding has added up to."""
+        k = len(self.s)
+        matrix = self._matrix()
+        self.inverse = np.linalg.inv(matrix) if k else np.zeros((0, 0))
+        self.w[:] = 0.0
+        self.w[self.s] = self.inverse @ self.t[self.e]
+        self.slack = self.t - self.basic[:, :k] @ self.w[self.s]
+        self.slack[self.e] = 0.0
+        wrong = self.active != (self.slack > 0)
+        wrong &= np.abs(self.slack) > (0.0 if reset else 10 * _RATE)
+        self.active[wrong] = self.slack[wrong] > 0
+        self.active[self.e] = False
+        basic = np.asarray(self.s, dtype=int)
+        self.sign[basic] = np.where(self.w[basic] != 0, np.sign(self.w[basic]), self.sign[basic])
+        self.pull = self.h.T @ self._inside()
+
+    def _edge(self, tau: Floats) -> tuple[int, int, Floats, float] | None:
+        """The edge of about steepest descent.
+
+        (place in E of the row that leaves or -1, column that enters or -1, direction of the coefficients S, slope).
+        """
+        s, e = self.s, self.e
+        self.multipliers = self.inverse.T @ (tau[s] * self.sign[s] - self.pull[s])
+        best, steepest = None, 0.0
+        rows = self.h[e]
+        gain = np.abs(self.pull + rows.T @ self.multipliers) - tau - 10 * _RATE
+        gain[s] = -1.0
+        count = min(_PRICED, len(gain))
+        if count:
+            candidates = np.argpartition(-gain, count - 1)[:count]
+            candidates = candidates[gain[candidates] > 0]
+            if len(candidates):
+                toward = self.inverse @ rows[:, candidates]
+                speed = gain[candidates] / np.sqrt(1 + (toward**2).sum(0))
+                pick = int(speed.argmax())
+                j, steepest = int(candidates[pick]), float(speed[pick])
+                sign = np.sign(self.pull[j] + rows[:, j] @ self.multipliers)
+                best = (-1, j, -sign * toward[:, pick], -float(gain[j] + 10 * _RATE))
+        if e:
+            c = self.c[e]
+            over = np.maximum(-self.multipliers, self.multipliers - c)
+            speed = np.where(over > 1e-9 * c, over, 0.0) / np.sqrt((self.inverse**2).sum(0))
+            place = int(speed.argmax())
+            if speed[place] > steepest:
+                sign = 1.0 if self.multipliers[place] < 0 else -1.0
+                best = (place, -1, sign * self.inverse[:, place], -float(over[place]))
+        return best
+
+    def _walk(self, tau: Floats, place: int, entering: int, direction: Floats, slope: float) -> bool:
+        """Follow an edge to its minimum and pivot there; False where nothing stops it, which is rounding."""
+        s, e, k = self.s, self.e, len(self.s)
+        rates = self.basic[:, :k] @ direction
+        sign = 0.0
+        if entering >= 0:
+            sign = float(np.sign(self.pull[entering] + self.h[e, entering] @ self.multipliers))
+            rates += sign * self.h[:, entering]
+        moving = np.where(self.active, rates, -rates)
+        moving[e] = 0.0
+        meets = np.flatnonzero(moving > _RATE)
+        coordinates = np.flatnonzero((direction * self.sign[s] < -_RATE) & (tau[s] > 0))
+        times = np.concatenate([
+            np.maximum(self.slack[meets] / rates[meets], 0.0), np.maximum(-self.w[s][coordinates] / direction[coordinates], 0.0)
+        ])  # fmt: skip
+        bends = np.concatenate([self.c[meets] * moving[meets], 2 * tau[s][coordinates] * np.abs(direction[coordinates])])
+        passed, stop = _long_step(times, bends, slope)
+        if stop < 0:
+            return False
+        time, rowwise = times[stop], len(meets)
+        # Rows and coefficients that are passed change sides.
+        crossed = meets[passed[passed < rowwise]]
+        flipped = [s[i] for i in coordinates[passed[passed >= rowwise] - rowwise]]
+        self.sign[flipped] *= -1
+        self.w[s] += time * direction
+        self.slack -= time * rates
+        self.slack[[row for i, row in enumerate(e) if i != place]] = 0.0
+        change = np.where(self.active[crossed], -self.c[crossed], self.c[crossed])
+        self.active[crossed] ^= True
+        if stop < rowwise:
+            row = int(meets[stop])
+            if self.active[row]:
+                crossed, change = np.append(crossed, row), np.append(change, -self.c[row])
+            self.active[row] = False
+        if place >= 0:
+            left = e[place]
+            if self.multipliers[place] > 0:
+                self.active[left] = True
+                crossed, change = np.append(crossed, left), np.append(change, self.c[left])
+        if entering >= 0:
+            self.w[entering], self.sign[entering] = time * sign, sign
+        if len(crossed):
+            self.pull += self.h[crossed].T @ change
+        if stop < rowwise:
+            self._row_enters(row, place, entering)
+        else:
+            self._coefficient_leaves(int(coordinates[stop - rowwise]), place, entering)
+        return True
+
+    def _row_enters(self, row: int, place: int, entering: int) -> None:
+        inverse, k = self.inverse, len(self.s)
+        if entering < 0:
+            new = self.basic[row, :k] @ inverse
+            pivot = new[place]
+            new[place] -= 1
+            self.inverse = inverse - np.outer(inverse[:, place], new / pivot)
+            self.e[place] = row
+        else:
+            column, beside = inverse @ self.h[self.e, entering], self.basic[row, :k] @ inverse
+            corner = self.h[row, entering] - self.basic[row, :k] @ column
+            grown = np.empty((k + 1, k + 1))
+            grown[:k, :k] = inverse + np.outer(column, beside / corner)
+            grown[:k, k], grown[k, :k], grown[k, k] = -column / corner, -beside / corner, 1 / corner
+            self.inverse = grown
+            if k == self.basic.shape[1]:
+                self.basic = np.asfortranarray(np.concatenate([self.basic, np.empty_like(self.basic)], axis=1))
+            self.basic[:, k] = self.h[:, entering]
+            self.s.append(entering)
+            self.e.append(row)
+        self.slack[row] = 0.0
+
+    def _coefficient_leaves(self, index: int, place: int, entering: int) -> None:
+        inverse, gone = self.inverse, self.s[index]
+        if entering >= 0:
+            column = inverse @ self.h[self.e, entering]
+            pivot = column[index]
+            column[index] -= 1
+            self.inverse = inverse - np.outer(column, inverse[index] / pivot)
+            self.s[index] = entering
+            self.basic[:, index] = self.h[:, entering]
+        else:
+            smaller = inverse - np.outer(inverse[:, place], inverse[index] / inverse[index, place])
+            last = len(self.s) - 1
+            # The last coefficient takes the place of the one that left.
+            smaller[index] = smaller[last]
+            self.s[index] = self.s[last]
+            self.basic[:, index] = self.basic[:, last]
+            self.inverse = np.delete(smaller[:last], place, axis=1)
+            del self.s[last], self.e[place]
+        self.w[gone], self.sign[gone] = 0.0, 0.0
+
+
+def _long_step(times: Floats, bends: Floats, slope: float) -> tuple[Any, int]:
+    """The kinks passed and the one where the slope turns from negative; -1 where it never does."""
+    count = len(times)
+    near = min(256, count)
+    while near:
+        chosen = np.argpartition(times, near - 1)[:near] if near < count else np.arange(count)
+        order = chosen[np.argsort(times[chosen], kind="stable")]
+        slopes = slope + np.cumsum(bends[order])
+        turn = int(np.searchsorted(slopes >= 0, True))
+        if turn < near:
+            return order[:turn], int(order[turn])
+        if near == count:
+            break
+        near = min(16 * near, count)
+    return np.zeros(0, dtype=int), -1
