@@ -53,10 +53,16 @@ class Design:
         total = self.x.T @ signed
         return np.where(self.usable, (total - self.center * signed.sum()) / self.scale, 0.0)
 
-    def times(self, scaled: Floats) -> Floats:
-        """The product with all columns, y_i (x_i - centre)' (scaled / scale): [n]."""
-        w = scaled / self.scale
-        return np.asarray(self.labels * (self.x @ w - self.center @ w))
+    def force(self, multipliers: Floats) -> Floats:
+        """sum_i multipliers_i y_i x_ij for every j, of the columns as they were given: [d]."""
+        return np.asarray(self.x.T @ (multipliers * self.labels)).ravel()
+
+    def margins(self, w: Floats, b: float) -> Floats:
+        """y_i (x_i'w + b), of the columns as they were given: [n]."""
+        support = np.flatnonzero(w)
+        picked = self.x if 4 * len(support) > self.features else self.x[:, support]
+        w = w if picked is self.x else w[support]
+        return np.asarray(self.labels * (np.asarray(picked @ w).ravel() + b))
 
     def _moments(self) -> tuple[Floats, Floats, Any]:
         """Centre, scale (root mean square about it) and whether it varies, of each column."""

@@ -75,7 +75,9 @@ class SparseMatrix:
 
     def times(self, w: Floats) -> Floats:
         """H w."""
-        return self.design.times(np.where(self.design.usable, w, 0.0))
+        design = self.design
+        w = np.where(design.usable, w / design.scale, 0.0)
+        return np.asarray(design.labels * (design.x @ w - design.center @ w))
 
     def correlate(self, v: Floats) -> Floats:
         """H'v."""

@@ -13,6 +13,7 @@ penalty and column generation all walk on from where they are.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,11 @@ from oases.svm.penalties import Floats
 _TIES = 1e-8
 _RATE = 1e-11
 """Rates of change below it count as none: columns have mean square 1."""
-_REFRESH = 60
-"""Pivots after which the inverse is computed anew."""
-_PRICED = 12
+_REFRESH = 100
+"""Pivots, or as many as there are coefficients where that is more, after which the inverse is computed anew."""
+_CHECKED = 20
+_DRIFT = 1e-10
+_PRICED = 6
 """Columns whose edges are measured exactly in the search of the steepest one."""
 
 
@@ -58,7 +61,9 @@ class Vertex:
         self.t = 1 + _TIES * (1 + np.random.default_rng(0).random(n))
         self.s: list[int] = []
         self.e: list[int] = []
-        self.inverse = np.zeros((0, 0))
+        # B^-1 and the rows of E, each the corner of an array with room to grow.
+        self._inverse = np.zeros((16, 16))
+        self._rows = np.zeros((16, columns.shape[1]))
         self.w = np.zeros(columns.shape[1])
         self.sign = np.zeros(columns.shape[1])
         self.basic = np.empty((n, 16), order="F")
@@ -68,7 +73,19 @@ class Vertex:
             row = int(np.flatnonzero(columns[:, 0] == heavier)[0])
             self.s, self.e = [0], [row]
             self.basic[:, 0] = columns[:, 0]
+            self._rows[0] = columns[row]
         self._refresh(reset=True)
+
+    @property
+    def inverse(self) -> Floats:
+        """Of the matrix of rows E and columns S."""
+        k = len(self.s)
+        return self._inverse[:k, :k]
+
+    @property
+    def rows(self) -> Floats:
+        """The rows E of all columns."""
+        return self._rows[: len(self.e)]
 
     def add(self, columns: Floats) -> None:
         """Append columns [n, more], with coefficients of zero."""
@@ -78,21 +95,23 @@ class Vertex:
             self.store[:, :m] = self.h
         self.store[:, m : m + more] = columns
         self.h = self.store[:, : m + more]
+        self._rows = np.concatenate([self._rows, np.zeros((len(self._rows), more))], axis=1)
+        self._rows[: len(self.e), m:] = columns[self.e]
         self.w = np.concatenate([self.w, np.zeros(more)])
         self.sign = np.concatenate([self.sign, np.zeros(more)])
         self.pull = np.concatenate([self.pull, columns.T @ self._inside()])
 
-    def minimise(self, tau: Floats, budget: Budget) -> bool:
-        """Walk to the minimum for the weights tau [m] >= 0 (0 of the intercept); False where the budget ended."""
-        since, fresh = 0, False
+    def minimise(self, tau: Floats, budget: Budget, pivots: int = sys.maxsize) -> bool:
+        """Walk to the minimum for the weights tau [m] >= 0 (0 of the intercept); False where pivots or budget ended."""
         self.sign[self.s] = np.where(self.w[self.s] != 0, np.sign(self.w[self.s]), 1.0)
-        while True:
-            if since >= _REFRESH:
+        since, fresh = 0, False
+        for _ in range(pivots):
+            if since >= max(_REFRESH, len(self.s)) or (since % _CHECKED == _CHECKED - 1 and self._drifted()):
                 self._refresh()
                 since, fresh = 0, True
             edge = self._edge(tau)
             if edge is None:
-                if since == 0:
+                if since == 0 or not self._drifted():
                     return True
                 self._refresh()
                 since, fresh = 0, True
@@ -106,17 +125,30 @@ class Vertex:
                 since, fresh = 0, True
                 continue
             since, fresh = since + 1, False
+        return False
 
     def solution(self) -> tuple[Floats, Floats]:
         """Coefficients [m] for t = 1, and the multipliers [n] of the rows, in [0, c]."""
-        w = np.zeros_like(self.w)
-        w[self.s] = np.linalg.solve(self._matrix(), np.ones(len(self.e))) if self.e else []
+        w, ones = np.zeros_like(self.w), np.ones(len(self.e))
+        found = self.inverse @ ones
+        if self.e:
+            matrix = self._matrix()
+            for _ in range(2):  # of refinement
+                found += self.inverse @ (ones - matrix @ found)
+        w[self.s] = found
         multipliers = np.where(self.active, self.c, 0.0)
         multipliers[self.e] = np.clip(self.multipliers, 0.0, self.c[self.e])
         return w, multipliers
 
     def _matrix(self) -> Floats:
-        return np.asarray(self.basic[self.e, : len(self.s)])
+        return np.asarray(self.rows[:, self.s])
+
+    def _drifted(self) -> bool:
+        """Whether rounding has left coefficients, or the inverse, inexact."""
+        t = self.t[self.e]
+        matrix = self._matrix()
+        apart = np.abs(matrix @ self.w[self.s] - t).max(initial=0.0)
+        return bool(max(apart, np.abs(matrix @ (self.inverse @ t) - t).max(initial=0.0)) > _DRIFT)
 
     def _inside(self) -> Floats:
         """c_i of the rows inside the margin, those of E apart; `pull` is the sum of their c_i h_i."""
@@ -128,7 +160,8 @@ class Vertex:
         """Compute inverse, coefficients and margins anew, free of what rounding has added up to."""
         k = len(self.s)
         matrix = self._matrix()
-        self.inverse = np.linalg.inv(matrix) if k else np.zeros((0, 0))
+        if k:
+            self.inverse[:] = np.linalg.inv(matrix)
         self.w[:] = 0.0
         self.w[self.s] = self.inverse @ self.t[self.e]
         self.slack = self.t - self.basic[:, :k] @ self.w[self.s]
@@ -149,7 +182,7 @@ class Vertex:
         s, e = self.s, self.e
         self.multipliers = self.inverse.T @ (tau[s] * self.sign[s] - self.pull[s])
         best, steepest = None, 0.0
-        rows = self.h[e]
+        rows = self.rows
         gain = np.abs(self.pull + rows.T @ self.multipliers) - tau - 10 * _RATE
         gain[s] = -1.0
         count = min(_PRICED, len(gain))
@@ -166,9 +199,13 @@ class Vertex:
         if e:
             c = self.c[e]
             over = np.maximum(-self.multipliers, self.multipliers - c)
-            speed = np.where(over > 1e-9 * c, over, 0.0) / np.sqrt((self.inverse**2).sum(0))
-            place = int(speed.argmax())
-            if speed[place] > steepest:
+            over[over <= 1e-9 * c] = 0.0
+            count = min(_PRICED, len(over))
+            candidates = np.argpartition(-over, count - 1)[:count]
+            speed = over[candidates] / np.sqrt((self.inverse[:, candidates] ** 2).sum(0))
+            pick = int(speed.argmax())
+            if speed[pick] > steepest:
+                place = int(candidates[pick])
                 sign = 1.0 if self.multipliers[place] < 0 else -1.0
                 best = (place, -1, sign * self.inverse[:, place], -float(over[place]))
         return best
@@ -179,7 +216,7 @@ class Vertex:
         rates = self.basic[:, :k] @ direction
         sign = 0.0
         if entering >= 0:
-            sign = float(np.sign(self.pull[entering] + self.h[e, entering] @ self.multipliers))
+            sign = float(np.sign(self.pull[entering] + self.rows[:, entering] @ self.multipliers))
             rates += sign * self.h[:, entering]
         moving = np.where(self.active, rates, -rates)
         moving[e] = 0.0
@@ -223,46 +260,56 @@ class Vertex:
         return True
 
     def _row_enters(self, row: int, place: int, entering: int) -> None:
-        inverse, k = self.inverse, len(self.s)
+        k = len(self.s)
+        inverse, basic = self.inverse, self.basic[row, :k]
+        beside = basic @ inverse
         if entering < 0:
-            new = self.basic[row, :k] @ inverse
-            pivot = new[place]
-            new[place] -= 1
-            self.inverse = inverse - np.outer(inverse[:, place], new / pivot)
-            self.e[place] = row
+            pivot = beside[place]
+            beside[place] -= 1
+            inverse -= np.outer(inverse[:, place], beside / pivot)
         else:
-            column, beside = inverse @ self.h[self.e, entering], self.basic[row, :k] @ inverse
-            corner = self.h[row, entering] - self.basic[row, :k] @ column
-            grown = np.empty((k + 1, k + 1))
-            grown[:k, :k] = inverse + np.outer(column, beside / corner)
-            grown[:k, k], grown[k, :k], grown[k, k] = -column / corner, -beside / corner, 1 / corner
-            self.inverse = grown
-            if k == self.basic.shape[1]:
-                self.basic = np.asfortranarray(np.concatenate([self.basic, np.empty_like(self.basic)], axis=1))
+            column = inverse @ self.rows[:, entering]
+            corner = self.h[row, entering] - basic @ column
+            self._grow(k + 1)
+            inverse = self._inverse
+            inverse[:k, :k] += np.outer(column, beside / corner)
+            inverse[:k, k], inverse[k, :k], inverse[k, k] = -column / corner, -beside / corner, 1 / corner
             self.basic[:, k] = self.h[:, entering]
             self.s.append(entering)
             self.e.append(row)
+            place = k
+        self.e[place] = row
+        self._rows[place] = self.h[row]
         self.slack[row] = 0.0
 
     def _coefficient_leaves(self, index: int, place: int, entering: int) -> None:
         inverse, gone = self.inverse, self.s[index]
         if entering >= 0:
-            column = inverse @ self.h[self.e, entering]
+            column = inverse @ self.rows[:, entering]
             pivot = column[index]
             column[index] -= 1
-            self.inverse = inverse - np.outer(column, inverse[index] / pivot)
+            inverse -= np.outer(column, inverse[index] / pivot)
             self.s[index] = entering
             self.basic[:, index] = self.h[:, entering]
         else:
-            smaller = inverse - np.outer(inverse[:, place], inverse[index] / inverse[index, place])
+            inverse -= np.outer(inverse[:, place], inverse[index] / inverse[index, place])
             last = len(self.s) - 1
-            # The last coefficient takes the place of the one that left.
-            smaller[index] = smaller[last]
-            self.s[index] = self.s[last]
+            # The last coefficient and the last row take the places of those that left.
+            inverse[index], inverse[:, place] = inverse[last], inverse[:, last]
+            self.s[index], self.e[place] = self.s[last], self.e[last]
             self.basic[:, index] = self.basic[:, last]
-            self.inverse = np.delete(smaller[:last], place, axis=1)
-            del self.s[last], self.e[place]
+            self._rows[place] = self._rows[last]
+            del self.s[last], self.e[last]
         self.w[gone], self.sign[gone] = 0.0, 0.0
+
+    def _grow(self, k: int) -> None:
+        """Have room for k coefficients."""
+        room = len(self._inverse)
+        if k > room:
+            self._inverse = np.pad(self._inverse, (0, room))
+            self._rows = np.pad(self._rows, ((0, room), (0, 0)))
+        if k > self.basic.shape[1]:
+            self.basic = np.asfortranarray(np.concatenate([self.basic, np.empty_like(self.basic)], axis=1))
 
 
 def _long_step(times: Floats, bends: Floats, slope: float) -> tuple[Any, int]:
