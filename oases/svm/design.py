@@ -31,12 +31,19 @@ class Design:
         self.labels, self.weights, self.intercept = labels, weights, intercept
         self.x = x.tocsc() if sparse.issparse(x) else x
         self.features = int(x.shape[1])
-        self.center, self.scale, self.usable = moments if moments is not None else self._moments()
+        self.moments = moments if moments is not None else self._moments()
+        self.center, self.scale, self.usable = self.moments
 
     @property
     def rows(self) -> int:
         """How many rows `columns` and `correlate` deal with."""
         return len(self.labels)
+
+    def raw_columns(self, indices: Any) -> Floats:
+        """y_i x_ij for these j: [n, len(indices)]."""
+        picked = self.x[:, indices]
+        picked = picked.toarray() if sparse.issparse(picked) else np.asarray(picked, dtype=float)
+        return np.asarray(picked * self.labels[:, None])
 
     def columns(self, indices: Any) -> Floats:
         """y_i (x_ij - centre_j) / scale_j for these j: [n, len(indices)], in Fortran's order."""

@@ -8,6 +8,7 @@ programmes and priced afterwards (column generation, as Dedieu, Mazumder & Wang 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from oases.svm.vertex import Budget, Vertex
 ALL_COLUMNS = 200
 """Columns up to which all of them are worked on from the start."""
 _ADDED = 20
+_PIVOTS = 100
+"""Between two looks at the columns left out."""
 _ZERO = 1e-10
 """A coefficient of a column of mean square 1 below it is rounding."""
 _VIOLATED = 1e-9
@@ -50,6 +53,10 @@ class Polish:
         if design.intercept:
             h = np.asfortranarray(np.column_stack([design.labels, h]))
         self.vertex = Vertex(h, design.weights, design.intercept)
+
+    @property
+    def _all_columns(self) -> bool:
+        return len(self.columns) >= int(self.design.usable.sum())
 
     @property
     def block(self) -> Floats:
@@ -90,14 +97,16 @@ class Polish:
         while True:
             tau = np.zeros(self.vertex.h.shape[1])
             tau[self._free :] = penalty.slopes(reference[self.columns]) / self.design.scale[self.columns]
-            if not self.vertex.minimise(tau, self.budget):
+            partial = priced and not self._all_columns
+            done = self.vertex.minimise(tau, self.budget, _PIVOTS if partial else sys.maxsize)
+            if not done and self.budget.left == 0:
                 return False
-            if not priced or not self._price(penalty):
+            if (not priced or not self._price(penalty)) and done:
                 return True
 
     def _price(self, penalty: Penalty) -> int:
         """Add columns whose coefficient wants to leave zero; how many."""
-        if self.worked_on.sum() == self.design.usable.sum():
+        if self._all_columns:
             return 0
         _, multipliers = self.vertex.solution()
         excess = np.abs(self.design.correlate(multipliers)) - penalty.slope_at_zero / self.design.scale

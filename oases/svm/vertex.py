@@ -39,6 +39,11 @@ class Budget:
     limit: int
     used: int = 0
 
+    @property
+    def left(self) -> int:
+        """Steps left."""
+        return self.limit - self.used
+
     def spend(self) -> bool:
         """Take one; False where there is none left."""
         if self.used >= self.limit:
@@ -117,7 +122,7 @@ class Vertex:
                 since, fresh = 0, True
                 continue
             if not budget.spend():
-                return False
+                break
             if not self._walk(tau, *edge):
                 if fresh:  # what is left to gain is rounding
                     return True
@@ -125,6 +130,7 @@ class Vertex:
                 since, fresh = 0, True
                 continue
             since, fresh = since + 1, False
+        self._weigh(tau)
         return False
 
     def solution(self) -> tuple[Floats, Floats]:
@@ -174,13 +180,17 @@ class Vertex:
         self.sign[basic] = np.where(self.w[basic] != 0, np.sign(self.w[basic]), self.sign[basic])
         self.pull = self.h.T @ self._inside()
 
+    def _weigh(self, tau: Floats) -> None:
+        """Compute the multipliers of the rows E."""
+        self.multipliers = self.inverse.T @ (tau[self.s] * self.sign[self.s] - self.pull[self.s])
+
     def _edge(self, tau: Floats) -> tuple[int, int, Floats, float] | None:
         """The edge of about steepest descent.
 
         (place in E of the row that leaves or -1, column that enters or -1, direction of the coefficients S, slope).
         """
         s, e = self.s, self.e
-        self.multipliers = self.inverse.T @ (tau[s] * self.sign[s] - self.pull[s])
+        self._weigh(tau)
         best, steepest = None, 0.0
         rows = self.rows
         gain = np.abs(self.pull + rows.T @ self.multipliers) - tau - 10 * _RATE
