@@ -24,13 +24,17 @@ class Design:
     """Columns on demand.
 
     x [n, d], float, dense or sparse; labels [n] of -1 and 1; weights [n] > 0 that sum to 1, over all ranks where x is
-    a part of the rows.
+    a part of the rows. moments: `moments` of another design of this x and these weights. keys [n]: numbers that order the
+    rows wherever they stand; None for their places.
     """
 
-    def __init__(self, x: Any, labels: Floats, weights: Floats, intercept: bool, moments: Any = None) -> None:
+    def __init__(
+        self, x: Any, labels: Floats, weights: Floats, intercept: bool, moments: Any = None, keys: Any = None
+    ) -> None:
         self.labels, self.weights, self.intercept = labels, weights, intercept
         self.x = x.tocsc() if sparse.issparse(x) else x
         self.features = int(x.shape[1])
+        self.keys = np.arange(len(labels), dtype=float) if keys is None else keys
         self.moments = moments if moments is not None else self._moments()
         self.center, self.scale, self.usable = self.moments
 

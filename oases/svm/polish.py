@@ -52,7 +52,7 @@ class Polish:
         h = design.columns(first)
         if design.intercept:
             h = np.asfortranarray(np.column_stack([design.labels, h]))
-        self.vertex = Vertex(h, design.weights, design.intercept)
+        self.vertex = Vertex(h, design.weights, design.intercept, design.keys)
 
     @property
     def _all_columns(self) -> bool:

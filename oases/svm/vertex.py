@@ -56,14 +56,16 @@ class Vertex:
     """A vertex and the way down from it.
 
     columns [n, m] in Fortran's order, of mean square about 1; weights c [n]. With `free` the first column is the
-    intercept's, the labels themselves.
+    intercept's, the labels themselves. Targets follow the order of keys [n].
     """
 
-    def __init__(self, columns: Floats, weights: Floats, free: bool) -> None:
+    def __init__(self, columns: Floats, weights: Floats, free: bool, keys: Any = None) -> None:
         n = len(weights)
         self.store, self.c, self.free = columns, weights, free
         self.h = columns
-        self.t = 1 + _TIES * (1 + np.random.default_rng(0).random(n))
+        rank = np.empty(n, dtype=int)
+        rank[np.argsort(np.arange(n) if keys is None else keys, kind="stable")] = np.arange(n)
+        self.t = 1 + _TIES * (1 + np.random.default_rng(0).random(n)[rank])
         self.s: list[int] = []
         self.e: list[int] = []
         # B^-1 and the rows of E, each the corner of an array with room to grow.
@@ -75,7 +77,7 @@ class Vertex:
         self.active = np.ones(n, dtype=bool)
         if free:
             heavier = 1.0 if weights[columns[:, 0] > 0].sum() >= weights[columns[:, 0] < 0].sum() else -1.0
-            row = int(np.flatnonzero(columns[:, 0] == heavier)[0])
+            row = int(np.where(columns[:, 0] == heavier, self.t, 0.0).argmax())
             self.s, self.e = [0], [row]
             self.basic[:, 0] = columns[:, 0]
             self._rows[0] = columns[row]
