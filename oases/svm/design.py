@@ -7,6 +7,7 @@ penalty, absorbs the centres. Without an intercept nothing is centred.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,21 +78,34 @@ class Design:
 
     def _moments(self) -> tuple[Floats, Floats, Any]:
         """Centre, scale (root mean square about it) and whether it varies, of each column."""
-        x, weights = self.x, self.weights
-        mean = np.asarray(x.T @ weights).ravel() if self.intercept else np.zeros(self.features)
-        if sparse.issparse(x):
-            largest = np.asarray(np.abs(x).max(axis=0).todense()).ravel()
-            safe = np.where(largest > 0, largest, 1.0)
-            scaled = x @ sparse.diags_array(1 / safe)
-            squares = np.asarray(scaled.multiply(scaled).T @ weights).ravel()
-            spread = np.sqrt(np.maximum(squares - (mean / safe) ** 2, 0.0)) * safe
-        else:
-            largest = np.maximum(x.max(axis=0), -x.min(axis=0))
-            safe = np.where(largest > 0, largest, 1.0)
-            squares = np.zeros(self.features)
-            for start in range(0, len(x), _BLOCK):  # a block of rows is a small copy
-                part = (x[start : start + _BLOCK] - mean) / safe
-                squares += weights[start : start + _BLOCK] @ np.square(part, out=part)
-            spread = np.sqrt(squares) * safe
-        usable = spread > _CONSTANT * largest
-        return np.where(usable, mean, 0.0), np.where(usable, spread, 1.0), usable
+        mean = np.asarray(self.x.T @ self.weights).ravel() if self.intercept else np.zeros(self.features)
+        return moments_from(mean, *spread_about(self.x, self.weights, mean))
+
+
+def moments_from(mean: Floats, largest: Floats, squares: Floats) -> tuple[Floats, Floats, Any]:
+    """The moments of a design from the columns' means and what `spread_about` finds."""
+    spread = np.sqrt(np.maximum(squares, 0.0)) * largest
+    usable = (spread > _CONSTANT * largest) & (largest > 0)
+    return np.where(usable, mean, 0.0), np.where(usable, spread, 1.0), usable
+
+
+def spread_about(
+    x: Any, weights: Floats, mean: Floats, over_ranks: Callable[[Floats], Floats] = np.asarray
+) -> tuple[Floats, Floats]:
+    """Of each column: its largest |x_ij| (of all ranks), and the weighted squares about the mean in units of that."""
+    if sparse.issparse(x):
+        largest = over_ranks(np.asarray(np.abs(x).max(axis=0).todense()).ravel())
+        safe = np.where(largest > 0, largest, 1.0)
+        scaled = (x @ sparse.diags_array(1 / safe)).tocsr()
+        # sum c (x - m)^2 = sum c x^2 - 2 m sum c x + m^2 sum c
+        shift = mean / safe
+        squares = np.asarray(scaled.multiply(scaled).T @ weights).ravel()
+        squares += shift * (weights.sum() * shift - 2 * np.asarray(scaled.T @ weights).ravel())
+        return largest, squares
+    largest = over_ranks(np.maximum(x.max(axis=0), -x.min(axis=0)))
+    safe = np.where(largest > 0, largest, 1.0)
+    squares = np.zeros(x.shape[1])
+    for start in range(0, len(x), _BLOCK):  # a block of rows is a small copy
+        part = (x[start : start + _BLOCK] - mean) / safe
+        squares += weights[start : start + _BLOCK] @ np.square(part, out=part)
+    return largest, squares
