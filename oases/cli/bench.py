@@ -36,6 +36,7 @@ def add(commands: Any) -> None:
     from oases.bench.planner import PlannerBenchConfig
     from oases.bench.plans import PlansBenchConfig
     from oases.bench.recomputation import RecomputationBenchConfig
+    from oases.bench.svm_config import SvmBenchConfig
 
     bench = command(commands, "bench", "measure what is hidden on this machine")
     benches = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Parser)
@@ -77,6 +78,9 @@ def add(commands: Any) -> None:
         "--published", action="store_true", help="model the speed-ups of Pro-Prophet's evaluation instead"
     )
     placements.set_defaults(run=_bench_placements)
+    svm = command(benches, "svm", "nonconvex penalised SVMs beside reweighted linear programmes, LinearSVC and skglm")
+    add_options(svm, SvmBenchConfig())
+    svm.set_defaults(run=_bench_svm)
     gpu = command(
         benches, "gpu", "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed"
     )
@@ -287,6 +291,19 @@ def _bench_placements(options: argparse.Namespace, given: Sequence[str]) -> None
     else:
         result = run_placements_bench(config)
         console.print(placements_table(result))
+    write_json(options.json, result)
+
+
+def _bench_svm(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.svm import run_svm_bench
+    from oases.bench.svm_config import SvmBenchConfig
+    from oases.terminal import console, svm_tables
+
+    result = run_svm_bench(configured(SvmBenchConfig, options))
+    for table in svm_tables(result):
+        console.print(table)
+    if result["missing"]:
+        console.print(f"not installed, left out: {', '.join(result['missing'])}; pip install 'oases[svm-bench]'")
     write_json(options.json, result)
 
 

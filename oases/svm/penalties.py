@@ -61,9 +61,13 @@ class Penalty:
         if self.lam == 0:
             return 0.0
         theta = self.shape
+        if self.name == "scad":
+            return 1 / (theta - 1)
+        if self.name == "mcp":
+            return 1 / theta
         if self.name == "lsp":
             return self.lam / theta**2
-        return {"l1": 0.0, "scad": 1 / (theta - 1), "mcp": 1 / theta, "capped_l1": np.inf}[self.name]
+        return np.inf if self.name == "capped_l1" else 0.0
 
     @property
     def slope_at_zero(self) -> float:
