@@ -227,7 +227,13 @@ def run_svm_bench(config: SvmBenchConfig, *, show_progress: bool = True) -> dict
     """Everything the configuration asks for."""
     names = config.names("penalties", tuple(THETAS))
     fits, missing = contestants(names)
-    result: dict[str, Any] = {"config": asdict(config), "missing": missing, "objectives": [], "recovery": [], "large": []}
+    result: dict[str, Any] = {
+        "config": asdict(config),
+        "missing": missing,
+        "objectives": [],
+        "recovery": [],
+        "large": [],
+    }
     cases = list(objectives(config))
     designs = [(kind, seed) for kind in DESIGNS for seed in range(config.seed, config.seed + config.seeds)]
     designs = designs if config.recovery else []

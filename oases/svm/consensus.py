@@ -29,7 +29,9 @@ class Ranks:
         try:
             import torch.distributed as dist
         except ImportError as error:
-            raise ImportError(f"process_group={group!r} needs torch; install it, or leave out process_group") from error
+            raise ImportError(
+                f"process_group={group!r} needs torch; install it, or leave out process_group"
+            ) from error
         self.group, self._dist = group, dist
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

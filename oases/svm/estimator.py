@@ -81,7 +81,7 @@ class NonconvexSVC(LinearClassifier):
         Begin at the last coefficients, too.
     polish : bool
         False for the alternating direction method alone, as published: it ends with both residuals, relative ones,
-        below tol, but without multipliers that prove it.
+        below tol, but without multipliers that prove it. With lsp and capped_l1 it may not settle, and warns.
     process_group : torch.distributed.ProcessGroup or None
         Of ranks that have some of the rows each; every rank calls fit and gets the same result.
 

@@ -88,7 +88,9 @@ class SparseMatrix:
         x, shift = self._scaled(), self._shift
         mean = x.T @ weights
         whole = np.asarray((x.T @ sparse.diags_array(weights) @ x).todense())
-        return np.asarray(whole - np.outer(mean, shift) - np.outer(shift, mean) + weights.sum() * np.outer(shift, shift))
+        return np.asarray(
+            whole - np.outer(mean, shift) - np.outer(shift, mean) + weights.sum() * np.outer(shift, shift)
+        )
 
     def outer(self) -> Floats:
         """HH'."""

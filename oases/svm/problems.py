@@ -26,7 +26,14 @@ class Problems:
     """
 
     def __init__(
-        self, estimator: Any, x: Any, y: Any, sample_weight: Any, class_weight: Any, intercept: bool, ranks: Any = None
+        self,
+        estimator: Any,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        class_weight: Any,
+        intercept: bool,
+        ranks: Any = None,
     ) -> None:
         x, y = validate_data(estimator, x, y, accept_sparse=("csr", "csc"), dtype=np.float64)
         check_classification_targets(y)

@@ -237,7 +237,9 @@ class Vertex:
         times = np.concatenate([
             np.maximum(self.slack[meets] / rates[meets], 0.0), np.maximum(-self.w[s][coordinates] / direction[coordinates], 0.0)
         ])  # fmt: skip
-        bends = np.concatenate([self.c[meets] * moving[meets], 2 * tau[s][coordinates] * np.abs(direction[coordinates])])
+        bends = np.concatenate(
+            [self.c[meets] * moving[meets], 2 * tau[s][coordinates] * np.abs(direction[coordinates])]
+        )
         passed, stop = _long_step(times, bends, slope)
         if stop < 0:
             return False

@@ -20,7 +20,9 @@ from oases.svm.penalties import THETAS
 NAMES = tuple(THETAS)
 
 
-@pytest.mark.parametrize("model", [NonconvexSVC(), NonconvexSVC("mcp"), NonconvexSVC("capped_l1"), NonconvexSVC("l1")])
+@pytest.mark.parametrize(
+    "model", [NonconvexSVC(), NonconvexSVC("mcp"), NonconvexSVC("capped_l1"), NonconvexSVC("l1")]
+)
 def test_scikit_learn_excuses_nothing(model):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own data, which is hard on purpose, and of checks it skips

@@ -76,7 +76,9 @@ def test_the_modulus_is_the_least_that_makes_it_convex(name):
     assert bend.min() == pytest.approx(-penalty.modulus, rel=2e-2)
 
 
-@pytest.mark.parametrize(("name", "theta"), [("scad", 2.0), ("scad", -1), ("mcp", 0), ("lsp", 0.0), ("capped_l1", -3)])
+@pytest.mark.parametrize(
+    ("name", "theta"), [("scad", 2.0), ("scad", -1), ("mcp", 0), ("lsp", 0.0), ("capped_l1", -3)]
+)
 def test_theta_out_of_range_is_refused(name, theta):
     with pytest.raises(ValueError, match=f"theta={theta} must be above"):
         Penalty(name, 1.0, theta)
