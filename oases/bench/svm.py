@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-
 from scipy import sparse
 from scipy.optimize import linprog
 
@@ -47,7 +46,7 @@ class Split:
 def reweighted(x: Any, y: Any, penalty: Penalty, limit: float | None = None) -> dict[str, Any]:
     """Local linear approximation from the l1 solution on, every step a linear programme over all columns by HiGHS.
 
-    limit: seconds for each programme; where one is not solved in them, `complete` is False and the last answer stands.
+    limit: seconds for each programme; where one is not solved in them, `complete` is False, the last answer stands.
     """
     n, d = x.shape
     signed = sparse.csc_array(sparse.diags_array(y) @ sparse.csc_array(x))

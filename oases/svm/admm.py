@@ -57,8 +57,12 @@ class Admm:
         n, d = matrix.shape
         self.matrix, self.labels, self.weights = matrix, labels, weights
         self.scale, self.penalty, self.intercept = scale, penalty, intercept
-        self.z, self.b, self.u = np.zeros(d), 0.0, np.zeros(d)
-        self.xi, self.s, self.v = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.b = 0.0
+        self.z: Floats = np.zeros(d)
+        self.u: Floats = np.zeros(d)
+        self.xi: Floats = np.zeros(n)
+        self.s: Floats = np.zeros(n)
+        self.v: Floats = np.zeros(n)
         self.factor = 1.0
         self.equations = NormalEquations(matrix, weights, RHO1 / RHO2)
 

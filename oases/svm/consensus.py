@@ -1,8 +1,8 @@
 """Data-parallel: every rank of a process group has some of the rows (after Guan et al., FITEE 21(4), 2020).
 
-ADMM by consensus: a rank solves for coefficients of its own on its rows, and the proximal map of their mean makes them
-agree, d + 1 numbers a step. The descent needs columns, a few of which are gathered, and products with all of them,
-which are summed. Every rank walks the same way and has the same result.
+ADMM by consensus: a rank solves for coefficients of its own on its rows, and the proximal map of their mean makes
+them agree, d + 1 numbers a step. The descent needs columns, a few of which are gathered, and products with all of
+them, which are summed. Every rank walks the same way and has the same result.
 """
 
 from __future__ import annotations

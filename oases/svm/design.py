@@ -25,7 +25,7 @@ class Design:
     """Columns on demand.
 
     x [n, d], float, dense or sparse; labels [n] of -1 and 1; weights [n] > 0 that sum to 1, over all ranks where x is
-    a part of the rows. moments: `moments` of another design of this x and these weights. keys [n]: numbers that order the
+    a part of the rows. moments: those of another design of this x and these weights. keys [n]: numbers that order the
     rows wherever they stand; None for their places.
     """
 
@@ -36,8 +36,10 @@ class Design:
         self.x = x.tocsc() if sparse.issparse(x) else x
         self.features = int(x.shape[1])
         self.keys = np.arange(len(labels), dtype=float) if keys is None else keys
-        self.moments = moments if moments is not None else self._moments()
-        self.center, self.scale, self.usable = self.moments
+        self.moments: tuple[Floats, Floats, Any] = moments if moments is not None else self._moments()
+        self.center: Floats = self.moments[0]
+        self.scale: Floats = self.moments[1]
+        self.usable: Any = self.moments[2]
 
     @property
     def rows(self) -> int:

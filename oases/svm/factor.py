@@ -1,7 +1,7 @@
 """The normal equations of the w-update: (H'CH + rho I) w = d, factorised once for each rho.
 
-n >= d: Cholesky of d x d. n < d: Cholesky of n x n by Woodbury's identity (arXiv 1809.03655, section 3). Sparse data of
-which both are large: conjugate gradients, from the last solution on, without a factor.
+n >= d: Cholesky of d x d. n < d: Cholesky of n x n by Woodbury's identity (arXiv 1809.03655, section 3). Sparse data
+of which both are large: conjugate gradients, from the last solution on, without a factor.
 """
 
 from __future__ import annotations

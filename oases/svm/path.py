@@ -67,18 +67,17 @@ def svc_path(
     return path_of(problems, Penalty(penalty, 0.0, theta), lams, n_lambdas, eps, max_iter)
 
 
-def path_of(
-    problems: Problems, penalty: Penalty, lams: Sequence[float] | None, n_lambdas: int, eps: float, max_iter: int
-) -> Path:
+def path_of(problems: Problems, penalty: Penalty, lams: Any, n_lambdas: int, eps: float, max_iter: int) -> Path:
     """The path of problems that are validated; the lambda of `penalty` does not matter."""
     designs = list(problems.designs())
+    falling: Floats
     if lams is None:
         if isinstance(n_lambdas, bool) or not isinstance(n_lambdas, (int, np.integer)) or n_lambdas < 1:
             raise ValueError(f"n_lambdas={n_lambdas!r} must be an integer of at least 1")
         if not 0 < eps < 1:
             raise ValueError(f"eps={eps} must be between 0 and 1, the last lambda over the first")
         largest = max(largest_lambda(design, penalty) for design in designs)
-        falling = largest * np.geomspace(1.0, eps, n_lambdas) if largest > 0 else np.zeros(1)
+        falling = np.asarray(largest * np.geomspace(1.0, eps, n_lambdas) if largest > 0 else np.zeros(1))
     else:
         falling = np.sort(np.asarray(lams, dtype=float).ravel())[::-1].copy()
         if len(falling) == 0:

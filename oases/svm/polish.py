@@ -1,15 +1,16 @@
-"""Descent to a certified stationary point: linear programmes over the columns that matter, walked from vertex to vertex.
+"""Descent to a certified stationary point: linear programmes over the columns that matter, from vertex to vertex.
 
 p is concave in |w|, so its linearisation at w is above it and touches it there: the minimum of hinge loss plus
-linearised penalty is no worse than w (local linear approximation, Zou & Li 2008). Where it is w itself, w is stationary,
-and the multipliers of the last programme prove it. Columns whose coefficient would stay at zero are left out of the
-programmes and priced afterwards (column generation, as Dedieu, Mazumder & Wang 2022 do for l1).
+linearised penalty is no worse than w (local linear approximation, Zou & Li 2008). Where it is w itself, w is
+stationary, and the multipliers of the last programme prove it. Columns whose coefficient would stay at zero are left
+out of the programmes and priced afterwards (column generation, as Dedieu, Mazumder & Wang 2022 do for l1).
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -117,7 +118,7 @@ class Polish:
         self._add(chosen)
         return len(chosen)
 
-    def _add(self, columns: Floats) -> None:
+    def _add(self, columns: Any) -> None:
         if len(columns):
             self.columns = np.concatenate([self.columns, columns])
             self.worked_on[columns] = True

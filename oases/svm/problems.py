@@ -44,7 +44,7 @@ class Problems:
         if len(self.classes) < 2:
             raise ValueError(
                 f"{type(estimator).__name__} needs samples of at least 2 classes in the data, but the data contains "
-                f"only one class: {self.classes[0]!r}"
+                f"only one class: {self.classes[0]}"
             )
         weights = _check_sample_weight(sample_weight, x, dtype=np.float64)
         if np.any(weights < 0):
@@ -74,7 +74,7 @@ class Problems:
         if np.count_nonzero(masses) < 2:
             raise ValueError(
                 f"{type(estimator).__name__} needs samples of at least 2 classes, but all weight is on one class: "
-                f"{self.classes[masses.argmax()]!r}; one class cannot be told from none"
+                f"{self.classes[masses.argmax()]}; one class cannot be told from none"
             )
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class Problems:
             same[part[differ]] = False
         first = np.concatenate([[True], ~same])
         group = np.cumsum(first) - 1
-        of_row = np.empty_like(group)
+        of_row: Any = np.empty_like(group)
         of_row[order] = group
         merged = np.bincount(of_row, weights=self._weights)
         self._of_row, self._share = of_row, self._weights / merged[of_row]

@@ -69,11 +69,12 @@ class Vertex:
         self.s: list[int] = []
         self.e: list[int] = []
         # B^-1 and the rows of E, each the corner of an array with room to grow.
-        self._inverse = np.zeros((16, 16))
-        self._rows = np.zeros((16, columns.shape[1]))
-        self.w = np.zeros(columns.shape[1])
-        self.sign = np.zeros(columns.shape[1])
-        self.basic = np.empty((n, 16), order="F")
+        self._inverse: Floats = np.zeros((16, 16))
+        self._rows: Floats = np.zeros((16, columns.shape[1]))
+        self.w: Floats = np.zeros(columns.shape[1])
+        self.sign: Floats = np.zeros(columns.shape[1])
+        self.pull: Floats = np.zeros(columns.shape[1])
+        self.basic: Floats = np.empty((n, 16), order="F")
         self.active = np.ones(n, dtype=bool)
         if free:
             heavier = 1.0 if weights[columns[:, 0] > 0].sum() >= weights[columns[:, 0] < 0].sum() else -1.0
@@ -109,7 +110,7 @@ class Vertex:
         self.pull = np.concatenate([self.pull, columns.T @ self._inside()])
 
     def minimise(self, tau: Floats, budget: Budget, pivots: int = sys.maxsize) -> bool:
-        """Walk to the minimum for the weights tau [m] >= 0 (0 of the intercept); False where pivots or budget ended."""
+        """Walk to the minimum for weights tau [m] >= 0 (0 of the intercept); False where pivots or budget ended."""
         self.sign[self.s] = np.where(self.w[self.s] != 0, np.sign(self.w[self.s]), 1.0)
         since, fresh = 0, False
         for _ in range(pivots):
@@ -235,7 +236,8 @@ class Vertex:
         meets = np.flatnonzero(moving > _RATE)
         coordinates = np.flatnonzero((direction * self.sign[s] < -_RATE) & (tau[s] > 0))
         times = np.concatenate([
-            np.maximum(self.slack[meets] / rates[meets], 0.0), np.maximum(-self.w[s][coordinates] / direction[coordinates], 0.0)
+            np.maximum(self.slack[meets] / rates[meets], 0.0),
+            np.maximum(-self.w[s][coordinates] / direction[coordinates], 0.0),
         ])  # fmt: skip
         bends = np.concatenate(
             [self.c[meets] * moving[meets], 2 * tau[s][coordinates] * np.abs(direction[coordinates])]

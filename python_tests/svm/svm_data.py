@@ -18,7 +18,7 @@ def drawn(n, d, true=5, seed=0, noise=0.5):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((n, d))
     w = np.zeros(d)
-    w[:true] = rng.choice([-1.0, 1.0], true)
+    w[:true] = rng.choice([-1.0, 1.0], min(true, d))
     return x, np.where(x @ w + noise * rng.standard_normal(n) > 0, 1, 0)
 
 

@@ -37,12 +37,16 @@ def test_scikit_learn_excuses_nothing_of_cross_validation():
 
 def test_it_needs_no_torch():
     code = (
-        "import sys\nsys.modules['torch'] = None\n"
+        "import sys\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'torch': raise ModuleNotFoundError('no torch', name='torch')\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
         "import oases.svm, numpy as np\n"
         "x = np.random.default_rng(0).standard_normal((20, 3))\n"
         "oases.svm.NonconvexSVC().fit(x, x[:, 0] > 0)\n"
         "import oases\nassert oases.svm.NonconvexSVC is oases.svm.estimator.NonconvexSVC\n"
-        "assert not [name for name in sys.modules if name.startswith(('torch.', 'matplotlib'))]\n"
+        "assert not [name for name in sys.modules if name.startswith(('torch', 'matplotlib'))]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -85,7 +89,7 @@ def test_discrete_data_with_many_ties(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sparse_is_dense(name):
-    x, y = drawn(80, 300)
+    x, y = drawn(200, 40, noise=1.0)
     x[np.abs(x) < 1.2] = 0
     dense = NonconvexSVC(name, lam=0.03).fit(x, y)
     for kind in (sparse.csr_array, sparse.csc_matrix):
@@ -144,7 +148,7 @@ def test_odd_columns_and_scales(name):
 
 
 def test_one_column():
-    x, y = drawn(30, 1, true=1)
+    x, y = drawn(30, 1, noise=0.1)
     assert NonconvexSVC().fit(x, y).score(x, y) > 0.8
 
 

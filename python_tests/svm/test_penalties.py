@@ -57,7 +57,8 @@ def test_slopes_are_derivatives_and_lie_in_the_subdifferential(name):
     smooth = np.abs(numeric - penalty.slopes(w)) < 1e-5
     assert smooth.mean() > 0.99  # a few straddle a kink
     low, high = penalty.subdifferential(w)
-    assert np.allclose(low, np.sign(w) * penalty.slopes(w)) and np.allclose(low, high)
+    assert np.allclose(low, np.sign(w) * penalty.slopes(w))
+    assert np.allclose(low, high)
     low, high = penalty.subdifferential(np.zeros(1))
     assert (-low[0], high[0]) == (penalty.slope_at_zero, penalty.slope_at_zero)
 
