@@ -23,6 +23,10 @@ from oases.svm.vertex import Budget
 _EXPLORED = 200
 """Steps of ADMM that look for another stationary point; the descent makes it exact."""
 _ROUGH = 1e-3
+_SHARP = (1.0, 0.1)
+"""Of surrogate penalties: theta over the size of coefficients."""
+_TRIED = 60
+"""Coefficients that are tried without."""
 
 
 @dataclass
@@ -58,6 +62,7 @@ def solve(design: Design, penalty: Penalty, limit: int, start: Floats | None, ex
             found = polish.descend(penalty, candidate, priced=False)
             if found.objective < best.objective * (1 - 1e-12):
                 best = found
+        best = _improved(polish, penalty, best)
     return _certified(design, penalty, best, budget)
 
 
@@ -69,6 +74,7 @@ def _candidates(
         yield start
     if penalty.slope_at_zero != penalty.lam:  # where the first programme is not the l1 problem with this lambda
         yield polish.descend(replace(penalty, name="l1"), priced=False).w
+    yield from _surrogates(polish, penalty, best.w)
     for begin in (np.zeros(design.features), best.w):
         polish.move(begin)
         columns = polish.columns
@@ -76,6 +82,40 @@ def _candidates(
         found = np.zeros(design.features)
         found[columns] = scaled / design.scale[columns]
         yield found
+
+
+def _surrogates(polish: Polish, penalty: Penalty, w: Floats) -> Iterator[Floats]:
+    """Stationary points of sharper penalties with the same slope at zero.
+
+    Where a penalty is flat, linear programmes have many solutions, of which these are the sparse ones.
+    """
+    sizes = np.abs(w[w != 0])
+    if len(sizes) == 0 or penalty.lam == 0:
+        return
+    for sharpness in _SHARP:
+        theta = float(np.median(sizes)) * sharpness
+        yield polish.descend(Penalty("lsp", penalty.slope_at_zero * theta, theta), w, priced=False).w
+
+
+def _improved(polish: Polish, penalty: Penalty, best: Point) -> Point:
+    """Descend with one coefficient set to zero, the smallest first, as long as that helps; at most as long again."""
+    allowed, tries = 2 * polish.budget.used, 0
+    while True:
+        sizes = np.abs(best.w) * polish.design.scale
+        for j in np.argsort(sizes):
+            if sizes[j] == 0:
+                continue
+            if tries == _TRIED or polish.budget.used >= allowed or not polish.budget.left:
+                return best
+            tries += 1
+            start = best.w.copy()
+            start[j] = 0.0
+            found = polish.descend(penalty, start, priced=False)
+            if found.objective < best.objective * (1 - 1e-9):
+                best = found
+                break
+        else:
+            return best
 
 
 def explore_here(polish: Polish, penalty: Penalty, begin: Floats, b: float) -> tuple[Floats, float]:
