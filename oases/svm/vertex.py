@@ -24,6 +24,8 @@ from oases.svm.penalties import Floats
 _TIES = 1e-8
 _RATE = 1e-11
 """Rates of change below it count as none: columns have mean square 1."""
+_FLAT = 1e-10
+"""A slope below that part of the first one is none: where all rows are passed, rounding alone is left of it."""
 _REFRESH = 100
 """Pivots, or as many as there are coefficients where that is more, after which the inverse is computed anew."""
 _CHECKED = 20
@@ -336,7 +338,7 @@ def _long_step(times: Floats, bends: Floats, slope: float) -> tuple[Any, int]:
         chosen = np.argpartition(times, near - 1)[:near] if near < count else np.arange(count)
         order = chosen[np.argsort(times[chosen], kind="stable")]
         slopes = slope + np.cumsum(bends[order])
-        turn = int(np.searchsorted(slopes >= 0, True))
+        turn = int(np.searchsorted(slopes >= _FLAT * slope, True))
         if turn < near:
             return order[:turn], int(order[turn])
         if near == count:

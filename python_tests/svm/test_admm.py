@@ -46,7 +46,7 @@ def test_moments_of_sparse_are_those_of_dense(intercept):
 
 def test_it_comes_to_the_optimum_of_l1():
     x, y = breast_cancer()
-    model = NonconvexSVC("l1", lam=2**-6, polish=False, max_iter=20_000, tol=1e-7).fit(x, y)
+    model = NonconvexSVC("l1", lam=2**-6, polish=False, max_iter=20_000, tol=1e-5).fit(x, y)
     assert model.objective_ == pytest.approx(0.1290815, rel=1e-4)
 
 
@@ -60,7 +60,7 @@ def test_it_stops_on_both_residuals(name, shape):
     assert model.n_iter_ < 20_000
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_a_vertex_is_the_optimum_of_the_linear_programme(seed):
     rng = np.random.default_rng(seed)
     n, m = int(rng.integers(2, 120)), int(rng.integers(1, 60))

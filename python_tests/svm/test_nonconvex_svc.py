@@ -32,7 +32,7 @@ def test_scikit_learn_excuses_nothing(model):
 def test_scikit_learn_excuses_nothing_of_cross_validation():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check_estimator(NonconvexSVCCV(n_lambdas=10))
+        check_estimator(NonconvexSVCCV(n_lambdas=2, cv=2))
 
 
 def test_it_needs_no_torch():
