@@ -75,6 +75,10 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Load the parts that need torch when they are first asked for: schedules and planners do without."""
+    if name == "svm":  # a part of its own, which needs no torch
+        import importlib
+
+        return importlib.import_module("oases.svm")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'oases' has no attribute {name!r}")
     import importlib

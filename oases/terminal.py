@@ -329,3 +329,35 @@ def sparse_table(result: dict[str, Any]) -> Table:
         loss = row["validation_loss"]
         table.add_row(mode, *cells, "-" if loss is None else f"{loss:.4f}")
     return table
+
+
+def svm_tables(result: dict[str, Any]) -> list[Table]:
+    """A benchmark of support vector machines: one objective, and what is recovered."""
+    beside = Table(title="one objective: ours | reweighted linear programmes (HiGHS)", title_justify="left")
+    for name in ("data", "penalty"):
+        beside.add_column(name)
+    for name in ("objective", "non-zeros", "residuals", "seconds", "objective", "non-zeros", "seconds", "speed-up"):
+        beside.add_column(name, justify="right")
+    for row in result["objectives"] + result["large"]:
+        own, other = row["ours"], row["reweighted"]
+        solved = other["objective"] is not None
+        beside.add_row(
+            row["data"], row["penalty"], f"{own['objective']:.6f}", str(own["nonzeros"]),
+            f"{max(own['primal_residual'], own['dual_residual']):.0e}", f"{own['seconds']:.3f}",
+            f"{other['objective']:.6f}" if solved else "-", str(other["nonzeros"]) if solved else "-",
+            ("" if other["complete"] else "> ") + f"{other['seconds']:.2f}",
+            ("" if other["complete"] else "> ") + f"{row['speedup']:.1f} x",
+        )  # fmt: skip
+    if not result["recovery"]:
+        return [beside]
+    recovery = Table(title="strength chosen on validation rows; means over the data sets", title_justify="left")
+    for name in ("design", "contestant"):
+        recovery.add_column(name)
+    for name in ("F1 of the support", "accuracy", "non-zeros", "seconds"):
+        recovery.add_column(name, justify="right")
+    for row in result["recovery"]:
+        recovery.add_row(
+            row["design"], row["contestant"], f"{row['f1']:.3f}", f"{row['accuracy']:.4f}",
+            f"{row['nonzeros']:.1f}", f"{row['seconds']:.2f}",
+        )  # fmt: skip
+    return [beside, recovery]

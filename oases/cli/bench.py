@@ -38,6 +38,7 @@ def add(commands: Any) -> None:
     from oases.bench.plans import PlansBenchConfig
     from oases.bench.recomputation import RecomputationBenchConfig
     from oases.bench.sparse import SparseBenchConfig
+    from oases.bench.svm_config import SvmBenchConfig
 
     bench = command(commands, "bench", "measure what is hidden on this machine")
     benches = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Parser)
@@ -87,6 +88,9 @@ def add(commands: Any) -> None:
     add_options(sparse, SparseBenchConfig())
     add_ranks(sparse, link=None)
     sparse.set_defaults(run=_bench_sparse)
+    svm = command(benches, "svm", "nonconvex penalised SVMs beside reweighted linear programmes, LinearSVC and skglm")
+    add_options(svm, SvmBenchConfig())
+    svm.set_defaults(run=_bench_svm)
     gpu = command(
         benches, "gpu", "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed"
     )
@@ -336,6 +340,19 @@ def _bench_sparse(options: argparse.Namespace, given: Sequence[str]) -> None:
     console.print(sparse_table(result))
     for name, speed in (result["nonzeros_per_second"] or {}).items():
         console.print(f"{name}: {speed / 1e6:.0f} million non-zeros per second, encoded and decoded on one core")
+    write_json(options.json, result)
+
+
+def _bench_svm(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.svm import run_svm_bench
+    from oases.bench.svm_config import SvmBenchConfig
+    from oases.terminal import console, svm_tables
+
+    result = run_svm_bench(configured(SvmBenchConfig, options))
+    for table in svm_tables(result):
+        console.print(table)
+    if result["missing"]:
+        console.print(f"not installed, left out: {', '.join(result['missing'])}; pip install 'oases[svm-bench]'")
     write_json(options.json, result)
 
 

@@ -1,0 +1,272 @@
+"""The nonconvex penalised SVM beside reweighted linear programmes (HiGHS), LinearSVC and skglm, on the same splits.
+
+Part one: one lambda, the same objective; ours beside local linear approximation, whose every step is a linear
+programme over all columns. Part two: five synthetic designs with known support; every contestant's strength is chosen
+on the same validation rows (of equal accuracies, the fewest non-zeros), the support and the accuracy on unseen rows
+are compared. Contestants that are not installed are left out, and named.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import linprog
+
+from oases.bench.svm_config import DESIGNS, LARGE, SvmBenchConfig
+from oases.svm.design import Design
+from oases.svm.estimator import NonconvexSVC
+from oases.svm.penalties import THETAS, Penalty
+from oases.terminal import progress
+
+STRENGTHS = 20
+"""Of each contestant on a recovery design."""
+_TRUE = 10
+_STEPS = 50
+_SAME = 1e-9
+
+
+@dataclass
+class Split:
+    """Labels of -1 and 1; support: the columns that matter, where that is known."""
+
+    x: Any
+    y: Any
+    validation: tuple[Any, Any] | None = None
+    test: tuple[Any, Any] | None = None
+    support: Any = None
+
+
+def reweighted(x: Any, y: Any, penalty: Penalty, limit: float | None = None) -> dict[str, Any]:
+    """Local linear approximation from the l1 solution on, every step a linear programme over all columns by HiGHS.
+
+    limit: seconds for each programme; where one is not solved in them, `complete` is False, the last answer stands.
+    """
+    n, d = x.shape
+    signed = sparse.csc_array(sparse.diags_array(y) @ sparse.csc_array(x))
+    label = sparse.csc_array(y[:, None])
+    matrix = sparse.hstack([-signed, signed, -label, label, -sparse.eye_array(n)], format="csc")
+    design = Design(x, y, np.full(n, 1 / n), True)
+    weights, best, steps, start = np.full(d, penalty.lam), None, 0, time.perf_counter()
+    complete = False
+    while steps < _STEPS:
+        cost = np.concatenate([weights, weights, [0.0, 0.0], design.weights])
+        found = linprog(
+            cost, A_ub=matrix, b_ub=-np.ones(n), bounds=(0, None), method="highs", options={"time_limit": limit}
+        )
+        steps += 1
+        if found.status != 0:
+            break
+        w, b = found.x[:d] - found.x[d : 2 * d], float(found.x[2 * d] - found.x[2 * d + 1])
+        value = float(design.weights @ np.maximum(0, 1 - design.margins(w, b))) + penalty.value(w)
+        stuck = best is not None and value >= best[0] - _SAME
+        if best is None or value < best[0]:
+            best = (value, w, b)
+        if stuck or penalty.name == "l1":
+            complete = True
+            break
+        weights = penalty.slopes(w)
+    seconds = time.perf_counter() - start
+    result = {"seconds": seconds, "programmes": steps, "complete": complete, "objective": None, "nonzeros": None}
+    if best is not None:
+        result |= {"objective": best[0], "nonzeros": int(np.count_nonzero(np.abs(best[1]) > 1e-7))}
+    return result
+
+
+def ours(x: Any, y: Any, penalty: Penalty, repeats: int) -> dict[str, Any]:
+    """A fit from the default settings; seconds: the median."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        model = NonconvexSVC(penalty.name, lam=penalty.lam, theta=penalty.theta).fit(x, y)
+        seconds.append(time.perf_counter() - start)
+    return {
+        "objective": model.objective_, "nonzeros": int(np.count_nonzero(model.coef_)),
+        "primal_residual": model.primal_residual_, "dual_residual": model.dual_residual_, "seconds": median(seconds),
+    }  # fmt: skip
+
+
+def breast_cancer() -> tuple[Split, float]:
+    """scikit-learn's copy, 75 % of it, standardised; and lambda."""
+    from sklearn.datasets import load_breast_cancer
+    from sklearn.model_selection import train_test_split
+
+    x, labels = load_breast_cancer(return_X_y=True)
+    x, rest, y, y_rest = train_test_split(x, 2.0 * labels - 1, train_size=0.75, random_state=0, stratify=labels)
+    mean, spread = x.mean(0), x.std(0)
+    return Split((x - mean) / spread, y, test=((rest - mean) / spread, y_rest)), 2.0**-6
+
+
+def synthetic(kind: str, seed: int, rows: int = 200, columns: int = 500) -> Split:
+    """Of one of DESIGNS: rows to fit, as many to validate, ten times as many to test."""
+    rng = np.random.default_rng([seed, DESIGNS.index(kind)])
+    n = 12 * rows
+    x = rng.standard_normal((n, columns))
+    if kind in ("correlated", "unbalanced"):  # of neighbours 0.5
+        for j in range(1, columns):
+            x[:, j] = 0.5 * x[:, j - 1] + np.sqrt(0.75) * x[:, j]
+    if kind == "blocks":  # of ten each, 0.7 within one
+        shared = np.repeat(rng.standard_normal((n, -(-columns // 10))), 10, axis=1)[:, :columns]
+        x = np.sqrt(0.7) * shared + np.sqrt(0.3) * x
+    support = np.sort(rng.choice(columns, _TRUE, replace=False))
+    w = np.zeros(columns)
+    w[support] = rng.choice([-1.0, 1.0], _TRUE) * rng.uniform(0.7, 1.5, _TRUE)
+    score = x @ w + (0.5 if kind != "noisy" else 1.5) * rng.standard_normal(n)
+    y = np.where(score > (np.quantile(score, 0.75) if kind == "unbalanced" else 0.0), 1.0, -1.0)
+    a, b, c = slice(0, rows), slice(rows, 2 * rows), slice(2 * rows, n)
+    return Split(x[a], y[a], (x[b], y[b]), (x[c], y[c]), support)
+
+
+def large(kind: str, seed: int) -> Split:
+    """Of one of LARGE; 50 columns matter."""
+    n, d, density = LARGE[kind]
+    rng = np.random.default_rng(seed)
+    w = np.zeros(d)
+    w[:50] = rng.choice([-1.0, 1.0], 50)
+    if density == 1:
+        x: Any = rng.standard_normal((n, d))
+        score = x @ w + rng.standard_normal(n)
+    else:
+        x = sparse.random_array((n, d), density=density, rng=rng, data_sampler=rng.standard_normal, format="csr")
+        score = np.asarray(x @ w) + 0.1 * rng.standard_normal(n)
+    return Split(x, np.where(score > 0, 1.0, -1.0), support=np.arange(50))
+
+
+Fit = Callable[[Split, float], tuple[Any, float]]
+"""From rows and a strength, in units of the mean loss: coefficients and intercept."""
+
+
+def contestants(penalties: list[str]) -> tuple[dict[str, Fit], list[str]]:
+    """Fits by name, and those that are not installed."""
+    found: dict[str, Fit] = {}
+    for name in penalties:
+        found[f"ours {name}"] = _ours(name)
+    found["LinearSVC l1"] = _linear_svc
+    if importlib.util.find_spec("skglm") is None:
+        return found, ["skglm"]
+    for name in ("MCPenalty", "SCAD"):
+        found[f"skglm {name} logistic"] = _skglm(name)
+    return found, []
+
+
+def _ours(name: str) -> Fit:
+    def fit(split: Split, lam: float) -> tuple[Any, float]:
+        model = NonconvexSVC(name, lam=lam).fit(split.x, split.y)
+        return model.coef_[0], float(model.intercept_[0])
+
+    return fit
+
+
+def _linear_svc(split: Split, lam: float) -> tuple[Any, float]:
+    from sklearn.svm import LinearSVC
+
+    n = len(split.y)
+    model = LinearSVC(penalty="l1", dual=False, C=1 / (n * lam), max_iter=10_000).fit(split.x, split.y)
+    return model.coef_[0], float(model.intercept_[0])
+
+
+def _skglm(name: str) -> Fit:
+    def fit(split: Split, lam: float) -> tuple[Any, float]:
+        from skglm import GeneralizedLinearEstimator, datafits, penalties
+        from skglm.solvers import ProxNewton
+
+        model = GeneralizedLinearEstimator(
+            datafits.Logistic(), getattr(penalties, name)(lam, THETAS["scad" if name == "SCAD" else "mcp"]),
+            ProxNewton(fit_intercept=True, tol=1e-6, max_iter=100),
+        ).fit(split.x, split.y)  # fmt: skip
+        return np.ravel(model.coef_), float(np.ravel(model.intercept_)[0])
+
+    return fit
+
+
+def recovered(fit: Fit, split: Split) -> dict[str, float]:
+    """The strength of best accuracy on the validation rows; then F1 of the support and accuracy on the test rows."""
+    assert split.validation is not None
+    assert split.test is not None
+    n = len(split.y)
+    largest = np.abs(split.x.T @ split.y).max() / n
+    best: tuple[Any, Any] | None = None
+    start = time.perf_counter()
+    for lam in largest * np.geomspace(1.0, 0.02, STRENGTHS):
+        w, b = fit(split, float(lam))
+        nonzeros = int(np.count_nonzero(np.abs(w) > 1e-8))
+        key = (_accuracy(w, b, split.validation), -nonzeros)
+        if best is None or key > best[0]:
+            best = (key, (w, b, nonzeros))
+    seconds = time.perf_counter() - start
+    assert best is not None
+    w, b, nonzeros = best[1]
+    true = int(np.count_nonzero(np.abs(w[split.support]) > 1e-8))
+    return {
+        "f1": 2 * true / (nonzeros + len(split.support)), "accuracy": _accuracy(w, b, split.test),
+        "nonzeros": float(nonzeros), "seconds": seconds,
+    }  # fmt: skip
+
+
+def _accuracy(w: Any, b: float, rows: tuple[Any, Any]) -> float:
+    return float(np.mean(np.where(rows[0] @ w + b > 0, 1.0, -1.0) == rows[1]))
+
+
+def objectives(config: SvmBenchConfig) -> Iterator[tuple[str, str, Split, Penalty]]:
+    """Data and penalties of part one."""
+    cancer, lam = breast_cancer()
+    wide = synthetic("independent", config.seed, rows=225, columns=1000)
+    for name in config.names("penalties", tuple(THETAS)):
+        yield "breast_cancer", name, cancer, Penalty(name, lam)
+        yield "wide", name, wide, Penalty(name, 0.08)
+
+
+def run_svm_bench(config: SvmBenchConfig, *, show_progress: bool = True) -> dict[str, Any]:
+    """Everything the configuration asks for."""
+    names = config.names("penalties", tuple(THETAS))
+    fits, missing = contestants(names)
+    result: dict[str, Any] = {
+        "config": asdict(config),
+        "missing": missing,
+        "objectives": [],
+        "recovery": [],
+        "large": [],
+    }
+    cases = list(objectives(config))
+    designs = [(kind, seed) for kind in DESIGNS for seed in range(config.seed, config.seed + config.seeds)]
+    designs = designs if config.recovery else []
+    sizes = config.names("large", tuple(LARGE))
+    rows: dict[tuple[str, str], list[dict[str, float]]] = {}
+    with progress("fits", len(cases) + len(designs) + len(sizes) * len(names), show_progress) as advance:
+        for done, (data, name, split, penalty) in enumerate(cases, 1):
+            result["objectives"].append(_beside(data, name, split, penalty, config.repeats, None))
+            advance(done)
+        for done, (kind, seed) in enumerate(designs, len(cases) + 1):
+            split = synthetic(kind, seed)
+            for name, fit in fits.items():
+                rows.setdefault((kind, name), []).append(recovered(fit, split))
+            advance(done)
+        done = len(cases) + len(designs)
+        for kind in sizes:
+            split = large(kind, config.seed)
+            for name in names:
+                penalty = Penalty(name, config.large_lambda)
+                result["large"].append(_beside(kind, name, split, penalty, 1, config.limit))
+                done += 1
+                advance(done)
+    for (kind, name), found in rows.items():
+        mean = {key: float(np.mean([row[key] for row in found])) for key in found[0]}
+        result["recovery"].append({"design": kind, "contestant": name} | mean)
+    return result
+
+
+def _beside(
+    data: str, name: str, split: Split, penalty: Penalty, repeats: int, limit: float | None
+) -> dict[str, Any]:
+    own, other = ours(split.x, split.y, penalty, repeats), reweighted(split.x, split.y, penalty, limit)
+    lower = other["objective"] is None or own["objective"] <= other["objective"] * (1 + _SAME)
+    return {
+        "data": data, "penalty": name, "lam": penalty.lam, "ours": own, "reweighted": other,
+        "at_or_below": bool(lower), "speedup": other["seconds"] / own["seconds"],
+    }  # fmt: skip

@@ -1,0 +1,155 @@
+"""Data-parallel: every rank of a process group has some of the rows (after Guan et al., FITEE 21(4), 2020).
+
+ADMM by consensus: a rank solves for coefficients of its own on its rows, and the proximal map of their mean makes
+them agree, d + 1 numbers a step. The descent needs columns, a few of which are gathered, and products with all of
+them, which are summed. Every rank walks the same way and has the same result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from oases.svm.admm import RHO1, RHO2, least_scale
+from oases.svm.design import Design, moments_from, spread_about
+from oases.svm.factor import DenseMatrix, NormalEquations
+from oases.svm.penalties import Floats, Penalty
+from oases.svm.polish import Polish
+
+_STEPS = 200
+_CHECKED = 10
+_ROUGH = 1e-3
+
+
+class Ranks:
+    """Sums and gathered rows over a process group of torch. ImportError where there is no torch."""
+
+    def __init__(self, group: Any) -> None:
+        try:
+            import torch.distributed as dist
+        except ImportError as error:
+            raise ImportError(
+                f"process_group={group!r} needs torch; install it, or leave out process_group"
+            ) from error
+        self.group, self._dist = group, dist
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+    def sum(self, values: Any) -> Floats:
+        """Elementwise, over the ranks."""
+        return self._reduced(values, self._dist.ReduceOp.SUM)
+
+    def maximum(self, values: Any) -> Floats:
+        """Elementwise, over the ranks."""
+        return self._reduced(values, self._dist.ReduceOp.MAX)
+
+    def join(self, rows: Floats) -> Floats:
+        """All ranks' rows [n of the rank, ...], in the order of the ranks."""
+        counts = [len(part) for part in self._objects(np.empty(len(rows), dtype=np.int8))]
+        every = np.zeros((sum(counts), *rows.shape[1:]))
+        start = sum(counts[: self.rank])
+        every[start : start + len(rows)] = rows
+        return self.sum(every)  # zeros elsewhere: a gather of uneven parts
+
+    def union(self, labels: Any) -> Any:
+        """All ranks' labels, sorted."""
+        return np.unique(np.concatenate(self._objects(labels)))
+
+    def explore(self, polish: Polish, penalty: Penalty, begin: Floats, b: float) -> tuple[Floats, float]:
+        """ADMM by consensus over the columns worked on; `oases.svm.solver.Explore`."""
+        design = polish.design
+        assert isinstance(design, SharedDesign)
+        columns = polish.columns
+        scale = np.maximum(design.scale[columns], least_scale(penalty))
+        change = scale / design.scale[columns]
+        own = slice(design.start, design.start + design.owned)
+        # The intercept is one more column, which has no penalty.
+        h = np.column_stack([polish.block[own] / change, design.labels[own]])
+        z = self._agreed(h, design, own, (penalty, scale), np.append(begin * change, b), polish)
+        return z[:-1] / change, float(z[-1])
+
+    def _agreed(
+        self, h: Floats, design: Design, own: slice, proximal: tuple[Penalty, Floats], z: Floats, polish: Polish
+    ) -> Floats:
+        penalty, scale = proximal
+        c, matrix = design.weights[own], DenseMatrix(h)
+        equations = NormalEquations(matrix, c, RHO1 / RHO2)
+        u, v, product = np.zeros_like(z), np.zeros(len(c)), matrix.times(z)
+        xi, s = np.maximum(1 - product, 0.0), np.maximum(product - 1, 0.0)
+        for step in range(1, _STEPS + 1):
+            if not polish.budget.spend():
+                break
+            target = s + 1 - xi - v
+            w = equations.solve(RHO1 / RHO2 * (z - u) + matrix.correlate(c * target))
+            mean = self.sum(w + u) / self.size
+            before, z = z, mean.copy()
+            z[:-1] = scale * penalty.prox(mean[:-1] / scale, self.size * RHO1 * scale**2)
+            if not design.intercept:
+                z[-1] = 0.0
+            product = matrix.times(w)
+            xi = np.maximum(0.0, 1 + s - v - product - 1 / RHO2)
+            s = np.maximum(0.0, product + xi - 1 + v)
+            u, v = u + w - z, v + product + xi - 1 - s
+            if step % _CHECKED == 0:
+                apart = self.sum(np.array([((w - z) ** 2).sum() + c @ (product + xi - 1 - s) ** 2]))[0]
+                moved = self.size * ((z - before) ** 2).sum()
+                if np.sqrt(max(apart, moved)) <= _ROUGH * (1 + np.sqrt((z**2).sum())):
+                    break
+        return z
+
+    def _reduced(self, values: Any, operation: Any) -> Floats:
+        import torch
+
+        tensor = torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
+        self._dist.all_reduce(tensor, op=operation, group=self.group)
+        return np.asarray(tensor.cpu().numpy())
+
+    def _objects(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        self._dist.all_gather_object(found, value, group=self.group)
+        return found
+
+
+class SharedDesign(Design):
+    """A design whose x is a part of the rows; labels, weights, columns and margins are of all ranks' rows."""
+
+    def __init__(
+        self, x: Any, labels: Floats, weights: Floats, intercept: bool, ranks: Ranks, moments: Any = None
+    ) -> None:
+        self.ranks = ranks
+        self.own = Design(x, labels, weights, intercept, moments or _moments(x, weights, intercept, ranks))
+        self.owned = len(labels)
+        self.start = int(sum(ranks._objects(self.owned)[: ranks.rank]))
+        super().__init__(x, ranks.join(labels), ranks.join(weights), intercept, self.own.moments)
+
+    def raw_columns(self, indices: Any) -> Floats:
+        """Of all ranks' rows."""
+        return self.ranks.join(self.own.raw_columns(indices))
+
+    def columns(self, indices: Any) -> Floats:
+        """Of all ranks' rows."""
+        return np.asfortranarray(self.ranks.join(self.own.columns(indices)))
+
+    def correlate(self, multipliers: Floats) -> Floats:
+        """With the multipliers of all ranks' rows."""
+        return self.ranks.sum(self.own.correlate(self._part(multipliers)))
+
+    def force(self, multipliers: Floats) -> Floats:
+        """With the multipliers of all ranks' rows."""
+        return self.ranks.sum(self.own.force(self._part(multipliers)))
+
+    def margins(self, w: Floats, b: float) -> Floats:
+        """Of all ranks' rows."""
+        return self.ranks.join(self.own.margins(w, b))
+
+    def _part(self, multipliers: Floats) -> Floats:
+        return multipliers[self.start : self.start + self.owned]
+
+
+def _moments(x: Any, weights: Floats, intercept: bool, ranks: Ranks) -> tuple[Floats, Floats, Any]:
+    """Centre, scale and use of the columns of all ranks' rows."""
+    d = x.shape[1]
+    mean = ranks.sum(np.asarray(x.T @ weights).ravel()) if intercept else np.zeros(d)
+    largest, squares = spread_about(x, weights, mean, ranks.maximum)
+    return moments_from(mean, largest, ranks.sum(squares))

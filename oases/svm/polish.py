@@ -1,0 +1,160 @@
+"""Descent to a certified stationary point: linear programmes over the columns that matter, from vertex to vertex.
+
+p is concave in |w|, so its linearisation at w is above it and touches it there: the minimum of hinge loss plus
+linearised penalty is no worse than w (local linear approximation, Zou & Li 2008). Where it is w itself, w is
+stationary, and the multipliers of the last programme prove it. Columns whose coefficient would stay at zero are left
+out of the programmes and priced afterwards (column generation, as Dedieu, Mazumder & Wang 2022 do for l1).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oases.svm.design import Design
+from oases.svm.penalties import Floats, Penalty
+from oases.svm.vertex import Budget, Vertex
+
+ALL_COLUMNS = 200
+"""Columns up to which all of them are worked on from the start."""
+_ADDED = 20
+_PIVOTS = 100
+"""Between two looks at the columns left out."""
+_ZERO = 1e-10
+"""A coefficient of a column of mean square 1 below it is rounding."""
+_VIOLATED = 1e-9
+
+
+@dataclass
+class Point:
+    """Coefficients [d] and intercept in the user's units, multipliers [n], objective."""
+
+    w: Floats
+    b: float
+    multipliers: Floats
+    objective: float
+
+
+class Polish:
+    """A vertex of one problem and the columns that are worked on."""
+
+    def __init__(self, design: Design, budget: Budget) -> None:
+        self.design, self.budget = design, budget
+        force = np.abs(design.correlate(multipliers_at_zero(design)))
+        usable = np.flatnonzero(design.usable)
+        first = usable if len(usable) <= ALL_COLUMNS else np.sort(usable[np.argsort(-force[usable])[:_ADDED]])
+        self.columns = first
+        self.worked_on = np.zeros(design.features, dtype=bool)
+        self.worked_on[first] = True
+        self._free = int(design.intercept)
+        h = design.columns(first)
+        if design.intercept:
+            h = np.asfortranarray(np.column_stack([design.labels, h]))
+        self.vertex = Vertex(h, design.weights, design.intercept, design.keys)
+
+    @property
+    def _all_columns(self) -> bool:
+        return len(self.columns) >= int(self.design.usable.sum())
+
+    @property
+    def block(self) -> Floats:
+        """The columns worked on, scaled, without the intercept's: [n, m]."""
+        return self.vertex.h[:, self._free :]
+
+    def descend(self, penalty: Penalty, start: Floats | None = None, *, priced: bool = True) -> Point:
+        """Walk down from w = start [d], zeros where None, to a stationary point.
+
+        With priced, every programme is solved over all columns, else the last ones alone.
+        """
+        reference = np.zeros(self.design.features) if start is None else start
+        best: Point | None = None
+        while True:
+            used = self.budget.used
+            if not self._minimise(penalty, reference, priced):
+                break
+            point = self._point(penalty)
+            settled = self.budget.used == used
+            stuck = best is not None and point.objective >= best.objective - 1e-14
+            if best is None or point.objective <= best.objective or settled:
+                best = point
+            if settled or stuck or penalty.name == "l1":
+                if priced or not self._price(penalty):
+                    return best
+                priced = True
+            reference = point.w
+        point = self._point(penalty)  # the budget ended on the way
+        return point if best is None or point.objective < best.objective else best
+
+    def move(self, w: Floats) -> None:
+        """Have these columns among those that are worked on."""
+        self._add(np.flatnonzero((w != 0) & ~self.worked_on))
+
+    def _minimise(self, penalty: Penalty, reference: Floats, priced: bool) -> bool:
+        """The linear programme of the penalty linearised at the reference."""
+        self.move(reference)
+        while True:
+            tau = np.zeros(self.vertex.h.shape[1])
+            tau[self._free :] = penalty.slopes(reference[self.columns]) / self.design.scale[self.columns]
+            partial = priced and not self._all_columns
+            done = self.vertex.minimise(tau, self.budget, _PIVOTS if partial else sys.maxsize)
+            if not done and self.budget.left == 0:
+                return False
+            if (not priced or not self._price(penalty)) and done:
+                return True
+
+    def _price(self, penalty: Penalty) -> int:
+        """Add columns whose coefficient wants to leave zero; how many."""
+        if self._all_columns:
+            return 0
+        _, multipliers = self.vertex.solution()
+        excess = np.abs(self.design.correlate(multipliers)) - penalty.slope_at_zero / self.design.scale
+        excess[self.worked_on | ~self.design.usable] = 0.0
+        count = min(max(_ADDED, len(self.columns) // 5), len(excess))
+        chosen = np.argpartition(-excess, count - 1)[:count]
+        chosen = np.sort(chosen[excess[chosen] > _VIOLATED])
+        self._add(chosen)
+        return len(chosen)
+
+    def _add(self, columns: Any) -> None:
+        if len(columns):
+            self.columns = np.concatenate([self.columns, columns])
+            self.worked_on[columns] = True
+            self.vertex.add(self.design.columns(columns))
+
+    def _point(self, penalty: Penalty) -> Point:
+        scaled, multipliers = self.vertex.solution()
+        b = float(scaled[0]) if self._free else 0.0
+        scaled = scaled[self._free :]
+        kept = np.abs(scaled) > _ZERO
+        columns = self.columns[kept]
+        w = np.zeros(self.design.features)
+        w[columns] = scaled[kept] / self.design.scale[columns]
+        slack = 1 - self.block[:, kept] @ scaled[kept] - b * self.design.labels
+        loss = float(self.design.weights @ np.maximum(slack, 0.0))
+        return Point(w, b - float(self.design.center @ w), multipliers, loss + penalty.value(w))
+
+
+def multipliers_at_zero(design: Design) -> Floats:
+    """Multipliers that go with w = 0 and the intercept best for it: the lighter class whole, the heavier in part."""
+    c, y = design.weights, design.labels
+    if not design.intercept:
+        return c.copy()
+    positive, negative = c[y > 0].sum(), c[y < 0].sum()
+    least = min(positive, negative)
+    return np.where(y > 0, c * least / positive, c * least / negative)
+
+
+def zero_is_stationary(design: Design, penalty: Penalty) -> Point | None:
+    """The all-zero answer where these multipliers prove it, at the cost of one look at the data; else None."""
+    multipliers = multipliers_at_zero(design)
+    force = np.abs(design.force(multipliers)).max(initial=0.0)
+    if force > penalty.slope_at_zero:
+        return None
+    c, y = design.weights, design.labels
+    positive, negative = c[y > 0].sum(), c[y < 0].sum()
+    b = 0.0 if not design.intercept else 1.0 if positive >= negative else -1.0
+    loss = 1.0 if not design.intercept else 2 * min(positive, negative)
+    return Point(np.zeros(design.features), b, multipliers, float(loss))

@@ -1,0 +1,140 @@
+"""From what a user gives to binary problems: validation, classes, weights, one design for each class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+from sklearn.utils.class_weight import compute_class_weight
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import _check_sample_weight, validate_data
+
+from oases.svm.design import Design
+from oases.svm.penalties import Floats
+
+_SORTED = 2_000_000
+"""Entries up to which the rows are sorted."""
+_BLOCK = 256
+
+
+class Problems:
+    """The rows that count (of a weight above 0), their classes and weights, which sum to 1.
+
+    ranks: of a process group, each of which has some of the rows; `oases.svm.consensus.Ranks`.
+    """
+
+    def __init__(
+        self,
+        estimator: Any,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        class_weight: Any,
+        intercept: bool,
+        ranks: Any = None,
+    ) -> None:
+        x, y = validate_data(estimator, x, y, accept_sparse=("csr", "csc"), dtype=np.float64)
+        check_classification_targets(y)
+        self.classes, codes = np.unique(y, return_inverse=True)
+        if ranks is not None:
+            self.classes = ranks.union(self.classes)
+            codes = np.searchsorted(self.classes, y)
+        if len(self.classes) < 2:
+            raise ValueError(
+                f"{type(estimator).__name__} needs samples of at least 2 classes in the data, but the data contains "
+                f"only one class: {self.classes[0]}"
+            )
+        weights = _check_sample_weight(sample_weight, x, dtype=np.float64)
+        if np.any(weights < 0):
+            raise ValueError(f"sample_weight must be 0 or more, got {weights.min()}")
+        present = np.unique(codes)
+        if class_weight is not None:
+            if ranks is not None and class_weight == "balanced":
+                raise ValueError("class_weight='balanced' is not known to a process group; give a dict of weights")
+            of_class = np.ones(len(self.classes))
+            of_class[present] = compute_class_weight(class_weight, classes=self.classes[present], y=y)
+            weights = weights * of_class[codes]
+        self.counted = np.flatnonzero(weights > 0)
+        self.samples, self.features = x.shape
+        total = weights.sum() if ranks is None else float(ranks.sum(np.array([weights.sum()]))[0])
+        self.mass = total
+        self._weights = weights[self.counted] / total
+        self._codes = codes[self.counted]
+        self._x = x if len(self.counted) == self.samples else x[self.counted]
+        self._of_row = np.arange(len(self.counted))
+        self._share = np.ones(len(self.counted))
+        self._keys = _keys(self._x)
+        if ranks is None:
+            self._merge()
+        self._intercept, self._ranks = intercept, ranks
+        masses = np.bincount(self._codes, weights=self._weights, minlength=len(self.classes))
+        masses = masses if ranks is None else ranks.sum(masses)
+        if np.count_nonzero(masses) < 2:
+            raise ValueError(
+                f"{type(estimator).__name__} needs samples of at least 2 classes, but all weight is on one class: "
+                f"{self.classes[masses.argmax()]}; one class cannot be told from none"
+            )
+
+    def __len__(self) -> int:
+        return 1 if len(self.classes) == 2 else len(self.classes)
+
+    def designs(self) -> Iterator[Design]:
+        """One for the second of two classes against the first, or one for each class against the rest."""
+        moments = None
+        for positive in [1] if len(self.classes) == 2 else range(len(self.classes)):
+            labels = np.where(self._codes == positive, 1.0, -1.0)
+            if self._ranks is None:
+                design = Design(self._x, labels, self._weights, self._intercept, moments, self._keys)
+            else:
+                from oases.svm.consensus import SharedDesign
+
+                design = SharedDesign(self._x, labels, self._weights, self._intercept, self._ranks, moments)
+            moments = design.moments
+            yield design
+
+    def spread(self, multipliers: Floats) -> Floats:
+        """Multipliers of the rows that count as multipliers of all rows; over ranks they are of all ranks' rows."""
+        if self._ranks is not None:
+            return multipliers
+        every = np.zeros(self.samples)
+        every[self.counted] = multipliers[self._of_row] * self._share
+        return every
+
+    def _merge(self) -> None:
+        """Make equal rows of a class one of their weights' sum.
+
+        So a weight of 2 and a row given twice are the same problem to the last bit of the way, not of the minimum
+        alone: of several stationary points the same one is found. For that small data is sorted, too.
+        """
+        order = np.lexsort((self._codes, self._keys))
+        keys, codes = self._keys[order], self._codes[order]
+        same = (keys[1:] == keys[:-1]) & (codes[1:] == codes[:-1])
+        if not same.any() and self._x.shape[0] * self.features > _SORTED:
+            return
+        candidates = np.flatnonzero(same)
+        for start in range(0, len(candidates), _BLOCK):
+            part = candidates[start : start + _BLOCK]
+            apart = self._x[order[part + 1]] - self._x[order[part]]
+            differ = np.asarray(abs(apart).sum(axis=1)).ravel() != 0
+            same[part[differ]] = False
+        first = np.concatenate([[True], ~same])
+        group = np.cumsum(first) - 1
+        of_row: Any = np.empty_like(group)
+        of_row[order] = group
+        merged = np.bincount(of_row, weights=self._weights)
+        self._of_row, self._share = of_row, self._weights / merged[of_row]
+        kept = order[first]
+        self._x, self._codes, self._weights, self._keys = self._x[kept], self._codes[kept], merged, self._keys[kept]
+
+
+def _keys(x: Any) -> Floats:
+    """A number for each row: equal of equal rows, wherever they stand, and of hardly any others."""
+    direction = np.random.default_rng(1).standard_normal(x.shape[1])
+    if sparse.issparse(x):
+        return np.asarray(x.tocsr() @ direction)
+    keys = np.empty(len(x))
+    for start in range(0, len(x), _BLOCK):  # a product of matrices would round by the row's place
+        keys[start : start + _BLOCK] = (x[start : start + _BLOCK] * direction).sum(axis=1)
+    return keys

@@ -1,0 +1,87 @@
+"""ADMM alone, its normal equations, and vertices of the linear programme, beside plain references."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+from scipy import sparse
+from scipy.optimize import linprog
+from svm_data import breast_cancer, drawn
+
+from oases.svm import NonconvexSVC, factor
+from oases.svm.design import Design
+from oases.svm.factor import DenseMatrix, NormalEquations, SparseMatrix
+from oases.svm.vertex import Budget, Vertex
+
+
+@pytest.mark.parametrize(("n", "d"), [(40, 15), (15, 40)])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "iterated"])
+def test_normal_equations(n, d, kind, monkeypatch):
+    x, y = drawn(n, d)
+    x[np.abs(x) < 0.7] = 0
+    weights = np.random.default_rng(0).uniform(0.5, 1.5, n)
+    weights /= weights.sum()
+    monkeypatch.setattr(factor, "FACTORISED", 0 if kind == "iterated" else 3000)
+    design = Design(x if kind == "dense" else sparse.csr_array(x), 2.0 * y - 1, weights, True)
+    h = design.columns(np.arange(d))
+    matrix = DenseMatrix(h) if kind == "dense" else SparseMatrix(design)
+    assert matrix.factorised == (kind != "iterated")
+    right = np.random.default_rng(1).standard_normal(d)
+    w = NormalEquations(matrix, weights, 0.3).solve(right)
+    assert np.allclose(h.T @ (weights * (h @ w)) + 0.3 * w, right)
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+def test_moments_of_sparse_are_those_of_dense(intercept):
+    x, y = drawn(50, 8)
+    x[np.abs(x) < 0.7] = 0
+    x[:, 0], x[:, 1] = 0, 3
+    dense, other = (Design(a, 2.0 * y - 1, np.full(50, 0.02), intercept) for a in (x, sparse.csr_array(x)))
+    assert dense.usable.tolist() == [False, not intercept] + 6 * [True]
+    for a, b in zip(dense.moments, other.moments, strict=True):
+        assert np.allclose(a, b)
+    assert np.allclose(dense.columns([2, 5]), other.columns([2, 5]))
+
+
+def test_it_comes_to_the_optimum_of_l1():
+    x, y = breast_cancer()
+    model = NonconvexSVC("l1", lam=2**-6, polish=False, max_iter=20_000, tol=1e-5).fit(x, y)
+    assert model.objective_ == pytest.approx(0.1290815, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["scad", "mcp"])
+@pytest.mark.parametrize("shape", [(100, 20), (40, 120)])
+def test_it_stops_on_both_residuals(name, shape):
+    x, y = drawn(*shape)
+    model = NonconvexSVC(name, lam=0.02, polish=False, max_iter=20_000, tol=1e-5).fit(x, y)
+    assert max(model.primal_residual_, model.dual_residual_) <= 1e-5
+    assert model.objective_ < 1
+    assert model.n_iter_ < 20_000
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_vertex_is_the_optimum_of_the_linear_programme(seed):
+    rng = np.random.default_rng(seed)
+    n, m = int(rng.integers(2, 120)), int(rng.integers(1, 60))
+    x = [rng.standard_normal((n, m)), rng.integers(-1, 2, (n, m)).astype(float), 1.0 * (rng.random((n, m)) < 0.2)][
+        seed % 3
+    ]
+    y = np.where(x[:, :3].sum(1) + rng.standard_normal(n) > 0, 1.0, -1.0)
+    y[0], y[-1] = 1, -1
+    c = rng.random(n) if seed % 2 else np.ones(n)
+    c /= c.sum()
+    free = seed % 5 != 0
+    h = x * y[:, None]
+    h = np.asfortranarray(np.column_stack([y, h]) if free else h)
+    tau = np.full(h.shape[1], rng.choice([0, 0.001, 0.01, 0.1])) * rng.uniform(0, 1, h.shape[1])
+    tau[: int(free)] = 0
+    vertex, budget = Vertex(h, c, free), Budget(10_000)
+    assert vertex.minimise(tau, budget)
+    w, multipliers = vertex.solution()
+    value = c @ np.maximum(0, 1 - h @ w) + tau @ np.abs(w)
+    reference = linprog(
+        np.concatenate([tau, tau, c]), A_ub=-np.column_stack([h, -h, np.eye(n)]), b_ub=-np.ones(n), bounds=(0, None)
+    )
+    assert value == pytest.approx(reference.fun, rel=1e-8, abs=1e-8)
+    assert np.all(np.abs(h.T @ multipliers) <= tau + 1e-8)

@@ -1,0 +1,46 @@
+"""The data-parallel version: every rank gets what one process gets, or better."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+from svm_data import drawn, objective, violation
+
+from oases.svm import NonconvexSVC
+
+
+def fitted(part, x, y, name):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    rows = slice(0, part) if rank == 0 else slice(part, None)
+    return NonconvexSVC(name, lam=0.03, process_group=dist.group.WORLD).fit(x[rows], y[rows])
+
+
+def answer(part, x, y, name):
+    model = fitted(part, x, y, name)
+    return {key: value for key, value in vars(model).items() if key != "process_group"}
+
+
+@pytest.mark.parametrize("name", ["l1", "scad", "mcp"])
+@pytest.mark.parametrize("shape", [(90, 30), (60, 260)])
+def test_two_ranks_fit_as_one(two_ranks, name, shape):
+    x, y = drawn(*shape)
+    one = NonconvexSVC(name, lam=0.03).fit(x, y)
+    found = two_ranks.run(answer, 25, x, y, name)
+    assert np.array_equal(found[0]["coef_"], found[1]["coef_"])
+    model = NonconvexSVC(name, lam=0.03)
+    vars(model).update(found[0])
+    assert objective(model, x, y) == pytest.approx(model.objective_, rel=1e-9)
+    assert violation(model, x, y) <= 1e-6
+    if name == "l1":
+        assert model.objective_ == pytest.approx(one.objective_, rel=1e-8)
+
+
+def test_a_rank_may_lack_a_class(two_ranks):
+    x, y = drawn(60, 5)
+    order = np.argsort(y)
+    found = two_ranks.run(answer, int((y == 0).sum()), x[order], y[order], "l1")
+    one = NonconvexSVC("l1", lam=0.03).fit(x, y)
+    assert found[0]["objective_"] == pytest.approx(one.objective_, rel=1e-8)
