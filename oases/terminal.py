@@ -239,7 +239,7 @@ def placements_table(result: dict[str, Any]) -> Table:
                 cells.append(percent(beside["within_3_percent"]))
             above = found["prophet_above"].get(method)
             table.add_row(
-                part, method, f"{row['over_none']:.3f}", f"{row['rb']:.2f}", *cells,
+                part.rpartition("/")[2], method, f"{row['over_none']:.3f}", f"{row['rb']:.2f}", *cells,
                 "-" if above is None else str(above), f"{1e3 * row['planning_seconds']:.2f} ms",
             )  # fmt: skip
         if "optimum" in found:

@@ -1,0 +1,50 @@
+"""Experts under autocast: products in bfloat16, gates and weights in float32, results near those without."""
+
+import pytest
+import torch
+from torch import nn
+
+from oases import OverlappedMoE
+from oases.moe.stack import ExpertStack
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.experts = OverlappedMoE(WIDTH, 2 * WIDTH, num_experts=4, gated=True)
+
+    def before(self, x):
+        x = x + self.mix(x)
+        return x, self.norm(x)
+
+    def after(self, x, y):
+        return x + y
+
+
+def gradients(module, x, enabled):
+    module.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        y = module(x)
+    y.float().square().sum().backward()
+    return [y.detach().float(), *(p.grad.clone() for p in module.parameters())]
+
+
+def check(stacked):
+    torch.manual_seed(0)
+    module = ExpertStack([Block(), Block()]) if stacked else OverlappedMoE(WIDTH, 2 * WIDTH, num_experts=4)
+    x = torch.randn(32, WIDTH)
+    for parameter, found, expected in zip(
+        [None, *module.parameters()], gradients(module, x, True), gradients(module, x, False), strict=True
+    ):
+        assert parameter is None or found.dtype == parameter.dtype == torch.float32
+        scale = expected.abs().max()
+        assert (found - expected).abs().max() < 0.1 * scale + 1e-6  # tokens between two experts may change over
+        assert (found - expected).norm() < 0.05 * expected.norm() + 1e-6
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["layer", "stack"])
+def test_results_under_autocast(two_ranks, stacked):
+    two_ranks.run(check, stacked)
