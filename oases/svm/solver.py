@@ -25,10 +25,11 @@ _EXPLORED = 200
 _ROUGH = 1e-3
 _SHARP = (1.0, 0.1)
 """Of surrogate penalties: theta over the size of coefficients."""
-_TRIED = 200
+_TRIED = 1000
 """Changes of one coefficient that are tried."""
-_IMPROVED = 2000
-_ALIKE = 3
+_WORK, _STEP = 3 * 10**8, 10**5
+"""Products of numbers that these may take on small data; what a step costs besides those of rows and columns."""
+_ALIKE = 9
 _LIKE = 0.2
 """The least correlation of columns one of which is tried for the other."""
 
@@ -104,9 +105,10 @@ def _surrogates(polish: Polish, penalty: Penalty, w: Floats) -> Iterator[Floats]
 def _improved(polish: Polish, penalty: Penalty, best: Point) -> Point:
     """Descend with one coefficient set to zero, or given to a column like its own, as long as that helps.
 
-    The smallest first; at most as many steps again as were taken, or _IMPROVED where that is more.
+    The smallest first; at most a quarter of the steps taken so far, or, of small data, what _WORK allows.
     """
-    allowed, tries = polish.budget.used + max(polish.budget.used, _IMPROVED), 0
+    used, size = polish.budget.used, polish.design.rows * len(polish.columns)
+    allowed, tries = used + max(used // 4, _WORK // (size + _STEP)), 0
     helped = True
     while helped:
         helped = False
