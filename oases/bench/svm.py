@@ -155,7 +155,7 @@ def large(kind: str, seed: int) -> Split:
 
 
 Fit = Callable[[Split, Any], Iterator[tuple[Any, float]]]
-"""From rows and falling strengths, of largest 1 where all coefficients are about zero: coefficients and intercepts."""
+"""From rows and falling strengths, of which 1 leaves about nothing: coefficients and intercepts."""
 
 
 def contestants(penalties: list[str]) -> tuple[dict[str, Fit], list[str]]:
