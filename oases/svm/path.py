@@ -89,7 +89,8 @@ def path_of(problems: Problems, penalty: Penalty, lams: Any, n_lambdas: int, eps
     intercepts, objectives, residuals, bic = (np.zeros(shape) for _ in range(4))
     for i, design in enumerate(designs):
         budget = Budget(max_iter)
-        polish, w = Polish(design, budget), np.zeros(problems.features)
+        polish = Polish(design, budget)
+        w: Floats = np.zeros(problems.features)
         convex = _Convex(design, budget) if penalty.name != "l1" else None
         for k, at in enumerate(of_lambda):
             budget.used = 0
@@ -109,7 +110,8 @@ class _Convex:
     """The path of the l1 problem, at which reweighted linear programmes begin."""
 
     def __init__(self, design: Design, budget: Budget) -> None:
-        self._polish, self._w = Polish(design, budget), np.zeros(design.features)
+        self._polish = Polish(design, budget)
+        self._w: Floats = np.zeros(design.features)
 
     def next(self, penalty: Penalty) -> Floats:
         """Its coefficients for the slope at zero of this penalty."""
