@@ -29,8 +29,7 @@ def test_scikit_learn_excuses_nothing(model):
         check_estimator(model)
 
 
-def test_scikit_learn_excuses_nothing_of_cross_validation(monkeypatch):
-    monkeypatch.setattr("oases.svm.solver._WORK", 10**7)  # a shorter search, for time; the whole one is above
+def test_scikit_learn_excuses_nothing_of_cross_validation():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_estimator(NonconvexSVCCV(n_lambdas=2, cv=2))
