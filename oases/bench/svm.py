@@ -22,11 +22,15 @@ from scipy.optimize import linprog
 from oases.bench.svm_config import DESIGNS, LARGE, SvmBenchConfig
 from oases.svm.design import Design
 from oases.svm.estimator import NonconvexSVC
+from oases.svm.path import svc_path
 from oases.svm.penalties import THETAS, Penalty
 from oases.terminal import progress
 
 STRENGTHS = 20
 """Of each contestant on a recovery design."""
+_LEAST = 0.02
+"""Of the largest strength: the last one."""
+_NEWTON_STEPS = 50
 _TRUE = 10
 _STEPS = 50
 _SAME = 1e-9
@@ -92,6 +96,18 @@ def ours(x: Any, y: Any, penalty: Penalty, repeats: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def descent(x: Any, y: Any, penalty: Penalty, repeats: int) -> dict[str, Any]:
+    """The first of the descents of a fit alone, which is that of reweighted programmes: a path of one lambda."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        path = svc_path(x, y, penalty=penalty.name, theta=penalty.theta, lams=[penalty.lam])
+        seconds.append(time.perf_counter() - start)
+    return {
+        "objective": float(path.objectives[0, 0]), "nonzeros": int(path.nonzeros[0, 0]), "seconds": median(seconds),
+    }  # fmt: skip
+
+
 def breast_cancer() -> tuple[Split, float]:
     """scikit-learn's copy, 75 % of it, standardised; and lambda."""
     from sklearn.datasets import load_breast_cancer
@@ -138,8 +154,8 @@ def large(kind: str, seed: int) -> Split:
     return Split(x, np.where(score > 0, 1.0, -1.0), support=np.arange(50))
 
 
-Fit = Callable[[Split, float], tuple[Any, float]]
-"""From rows and a strength, in units of the mean loss: coefficients and intercept."""
+Fit = Callable[[Split, Any], Iterator[tuple[Any, float]]]
+"""From rows and falling strengths, of which 1 leaves about nothing: coefficients and intercepts."""
 
 
 def contestants(penalties: list[str]) -> tuple[dict[str, Fit], list[str]]:
@@ -147,6 +163,7 @@ def contestants(penalties: list[str]) -> tuple[dict[str, Fit], list[str]]:
     found: dict[str, Fit] = {}
     for name in penalties:
         found[f"ours {name}"] = _ours(name)
+        found[f"ours {name} path"] = _our_path(name)
     found["LinearSVC l1"] = _linear_svc
     if importlib.util.find_spec("skglm") is None:
         return found, ["skglm"]
@@ -155,32 +172,52 @@ def contestants(penalties: list[str]) -> tuple[dict[str, Fit], list[str]]:
     return found, []
 
 
+def _largest(split: Split) -> float:
+    """Of the mean of y_i x_ij over the rows: the slope at zero of the mean hinge loss, about."""
+    return float(np.abs(split.x.T @ split.y).max() / len(split.y))
+
+
 def _ours(name: str) -> Fit:
-    def fit(split: Split, lam: float) -> tuple[Any, float]:
-        model = NonconvexSVC(name, lam=lam).fit(split.x, split.y)
-        return model.coef_[0], float(model.intercept_[0])
+    def fit(split: Split, strengths: Any) -> Iterator[tuple[Any, float]]:
+        slope = Penalty(name, 1.0).slope_at_zero
+        for lam in _largest(split) / slope * strengths:
+            model = NonconvexSVC(name, lam=float(lam)).fit(split.x, split.y)
+            yield model.coef_[0], float(model.intercept_[0])
 
     return fit
 
 
-def _linear_svc(split: Split, lam: float) -> tuple[Any, float]:
+def _our_path(name: str) -> Fit:
+    def fit(split: Split, strengths: Any) -> Iterator[tuple[Any, float]]:
+        slope = Penalty(name, 1.0).slope_at_zero
+        path = svc_path(split.x, split.y, penalty=name, lams=_largest(split) / slope * strengths)
+        yield from zip(path.coefs[0].T, path.intercepts[0].tolist(), strict=True)
+
+    return fit
+
+
+def _linear_svc(split: Split, strengths: Any) -> Iterator[tuple[Any, float]]:
     from sklearn.svm import LinearSVC
 
-    n = len(split.y)
-    model = LinearSVC(penalty="l1", dual=False, C=1 / (n * lam), max_iter=10_000).fit(split.x, split.y)
-    return model.coef_[0], float(model.intercept_[0])
+    for lam in 2 * _largest(split) * strengths:  # twice: its hinge is squared
+        model = LinearSVC(penalty="l1", dual=False, C=1 / (len(split.y) * lam), max_iter=10_000)
+        model.fit(split.x, split.y)
+        yield model.coef_[0], float(model.intercept_[0])
 
 
 def _skglm(name: str) -> Fit:
-    def fit(split: Split, lam: float) -> tuple[Any, float]:
+    def fit(split: Split, strengths: Any) -> Iterator[tuple[Any, float]]:
         from skglm import GeneralizedLinearEstimator, datafits, penalties
         from skglm.solvers import ProxNewton
 
-        model = GeneralizedLinearEstimator(
-            datafits.Logistic(), getattr(penalties, name)(lam, THETAS["scad" if name == "SCAD" else "mcp"]),
-            ProxNewton(fit_intercept=True, tol=1e-6, max_iter=100),
-        ).fit(split.x, split.y)  # fmt: skip
-        return np.ravel(model.coef_), float(np.ravel(model.intercept_)[0])
+        for lam in 0.5 * _largest(split) * strengths:  # half: the slope of the logistic loss
+            # Where rows can be separated its objective has no minimum: the steps are bounded.
+            model = GeneralizedLinearEstimator(
+                datafits.Logistic(),
+                getattr(penalties, name)(float(lam), THETAS["scad" if name == "SCAD" else "mcp"]),
+                ProxNewton(fit_intercept=True, max_pn_iter=_NEWTON_STEPS),
+            ).fit(split.x, split.y)
+            yield np.ravel(model.coef_), float(np.ravel(model.intercept_)[0])
 
     return fit
 
@@ -189,12 +226,9 @@ def recovered(fit: Fit, split: Split) -> dict[str, float]:
     """The strength of best accuracy on the validation rows; then F1 of the support and accuracy on the test rows."""
     assert split.validation is not None
     assert split.test is not None
-    n = len(split.y)
-    largest = np.abs(split.x.T @ split.y).max() / n
     best: tuple[Any, Any] | None = None
     start = time.perf_counter()
-    for lam in largest * np.geomspace(1.0, 0.02, STRENGTHS):
-        w, b = fit(split, float(lam))
+    for w, b in fit(split, np.geomspace(1.0, _LEAST, STRENGTHS)):
         nonzeros = int(np.count_nonzero(np.abs(w) > 1e-8))
         key = (_accuracy(w, b, split.validation), -nonzeros)
         if best is None or key > best[0]:
@@ -265,8 +299,13 @@ def _beside(
     data: str, name: str, split: Split, penalty: Penalty, repeats: int, limit: float | None
 ) -> dict[str, Any]:
     own, other = ours(split.x, split.y, penalty, repeats), reweighted(split.x, split.y, penalty, limit)
-    lower = other["objective"] is None or own["objective"] <= other["objective"] * (1 + _SAME)
+    first = descent(split.x, split.y, penalty, repeats)
+    known = other["objective"] is not None
+    lower, first_lower = (
+        bool(found["objective"] <= other["objective"] * (1 + _SAME)) if known else None for found in (own, first)
+    )
     return {
-        "data": data, "penalty": name, "lam": penalty.lam, "ours": own, "reweighted": other,
-        "at_or_below": bool(lower), "speedup": other["seconds"] / own["seconds"],
+        "data": data, "penalty": name, "lam": penalty.lam, "ours": own, "descent": first, "reweighted": other,
+        "at_or_below": lower, "descent_at_or_below": first_lower, "speedup": other["seconds"] / own["seconds"],
+        "descent_speedup": other["seconds"] / first["seconds"],
     }  # fmt: skip

@@ -60,6 +60,7 @@ def svc_path(
 ) -> Path:  # fmt: skip
     """Stationary points for falling lambda.
 
+    Of a nonconvex penalty each is the lower of two, from the one before and from the l1 solution.
     lams: in any order; None for n_lambdas of them, evenly spread in logarithm, from the least lambda with w = 0 down
     to eps of it. max_iter: steps for each lambda. The parameters are otherwise those of NonconvexSVC.
     """
@@ -88,16 +89,35 @@ def path_of(problems: Problems, penalty: Penalty, lams: Any, n_lambdas: int, eps
     intercepts, objectives, residuals, bic = (np.zeros(shape) for _ in range(4))
     for i, design in enumerate(designs):
         budget = Budget(max_iter)
-        polish, w = Polish(design, budget), np.zeros(problems.features)
+        polish = Polish(design, budget)
+        w: Floats = np.zeros(problems.features)
+        convex = _Convex(design, budget) if penalty.name != "l1" else None
         for k, at in enumerate(of_lambda):
             budget.used = 0
             point = polish.descend(at, w, priced=False)
+            if convex is not None:
+                other = polish.descend(at, convex.next(at), priced=False)
+                point = other if other.objective < point.objective else point
             w = point.w
             coefs[i, :, k], intercepts[i, k], objectives[i, k] = w, point.b, point.objective
             residuals[i, k] = max(certificate.residuals(design, w, point.b, point.multipliers, at))
             slack = (point.objective - at.value(w)) * problems.mass
             bic[i, k] = slack + np.log(len(problems.counted)) * np.count_nonzero(w)
     return Path(problems.classes, falling, coefs, intercepts, objectives, residuals, bic)
+
+
+class _Convex:
+    """The path of the l1 problem, at which reweighted linear programmes begin."""
+
+    def __init__(self, design: Design, budget: Budget) -> None:
+        self._polish = Polish(design, budget)
+        self._w: Floats = np.zeros(design.features)
+
+    def next(self, penalty: Penalty) -> Floats:
+        """Its coefficients for the slope at zero of this penalty."""
+        at = replace(penalty, name="l1", lam=penalty.slope_at_zero)
+        self._w = self._polish.descend(at, self._w, priced=False).w
+        return self._w
 
 
 def largest_lambda(design: Design, penalty: Penalty) -> float:

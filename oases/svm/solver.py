@@ -25,8 +25,13 @@ _EXPLORED = 200
 _ROUGH = 1e-3
 _SHARP = (1.0, 0.1)
 """Of surrogate penalties: theta over the size of coefficients."""
-_TRIED = 60
-"""Coefficients that are tried without."""
+_TRIED = 1000
+"""Changes of one coefficient that are tried."""
+_WORK, _STEP = 3 * 10**8, 10**5
+"""Products of numbers that these may take on small data; what a step costs besides those of rows and columns."""
+_ALIKE = 9
+_LIKE = 0.2
+"""The least correlation of columns one of which is tried for the other."""
 
 
 @dataclass
@@ -98,24 +103,43 @@ def _surrogates(polish: Polish, penalty: Penalty, w: Floats) -> Iterator[Floats]
 
 
 def _improved(polish: Polish, penalty: Penalty, best: Point) -> Point:
-    """Descend with one coefficient set to zero, the smallest first, as long as that helps; at most as long again."""
-    allowed, tries = 2 * polish.budget.used, 0
-    while True:
-        sizes = np.abs(best.w) * polish.design.scale
-        for j in np.argsort(sizes):
-            if sizes[j] == 0:
+    """Descend with one coefficient set to zero, or given to a column like its own, as long as that helps.
+
+    The smallest first; at most a quarter of the steps taken so far, or, of small data, what _WORK allows.
+    """
+    used, size = polish.budget.used, polish.design.rows * len(polish.columns)
+    allowed, tries = used + max(used // 4, _WORK // (size + _STEP)), 0
+    helped = True
+    while helped:
+        helped = False
+        for j in np.argsort(np.abs(best.w) * polish.design.scale):
+            if best.w[j] == 0:  # or no longer another
                 continue
-            if tries == _TRIED or polish.budget.used >= allowed or not polish.budget.left:
-                return best
-            tries += 1
-            start = best.w.copy()
-            start[j] = 0.0
-            found = polish.descend(penalty, start, priced=False)
-            if found.objective < best.objective * (1 - 1e-9):
-                best = found
-                break
-        else:
-            return best
+            for start in _without(polish.design, best.w, int(j)):
+                if tries == _TRIED or polish.budget.used >= allowed or not polish.budget.left:
+                    return best
+                tries += 1
+                found = polish.descend(penalty, start, priced=False)
+                if found.objective < best.objective * (1 - 1e-9):
+                    best, helped = found, True
+                    break
+    return best
+
+
+def _without(design: Design, w: Floats, j: int) -> Iterator[Floats]:
+    """w without its coefficient j, then with that moved to each of the columns most like column j."""
+    start = w.copy()
+    start[j] = 0.0
+    yield start
+    column = design.columns(np.array([j]))[:, 0]
+    likeness = design.correlate(design.weights * column)
+    likeness[w != 0] = 0.0
+    for k in np.argsort(-np.abs(likeness))[:_ALIKE]:
+        if abs(likeness[k]) < _LIKE:
+            return
+        moved = start.copy()
+        moved[k] = np.sign(likeness[k]) * w[j] * design.scale[j] / design.scale[k]
+        yield moved
 
 
 def explore_here(polish: Polish, penalty: Penalty, begin: Floats, b: float) -> tuple[Floats, float]:

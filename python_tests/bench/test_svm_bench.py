@@ -27,7 +27,7 @@ def test_ours_is_at_or_below_reweighted_programmes():
 def test_designs_are_as_said(kind):
     split = synthetic(kind, 0, rows=60, columns=40)
     assert (split.x.shape, split.test[0].shape) == ((60, 40), (600, 40))
-    found = recovered(contestants(["mcp"])[0]["ours mcp"], split)
+    found = recovered(contestants(["mcp"])[0]["ours mcp path"], split)
     assert 0 <= found["f1"] <= 1
     near = np.corrcoef(split.test[0].T)[0, 1]
     assert near == pytest.approx({"correlated": 0.5, "unbalanced": 0.5, "blocks": 0.7}.get(kind, 0.0), abs=0.15)
