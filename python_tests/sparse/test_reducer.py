@@ -270,3 +270,32 @@ def reported():
     assert reducer.last.error == 0.0
     assert reducer.report().json()["tensors"][0]["worst_error"] == 0.0
     return str(reducer.report()), reducer.report().saved
+
+
+def in_the_training_report():
+    first = len(oases.report().sections)  # of reducers that other tests left
+    reducer, other = S2Reducer(mode="peel"), S2Reducer(mode="dense")
+    assert len(oases.report().sections) == first  # nothing to tell yet
+    gradient = torch.zeros(3000, 8)
+    gradient[:30] = 1.0
+    for name in ("words", "words", "users"):
+        reducer.all_reduce(gradient, name=name)
+    gradient[5] = float("nan")
+    reducer.all_reduce(gradient, name="users")
+    other.all_reduce(gradient)
+    text, data = str(oases.report()), oases.report().json()["sections"][first:]
+    assert [one["title"] for one in data] == ["sparse gradients, mode peel", "sparse gradients, mode dense"]
+    words, users = data[0]["tensors"]
+    assert (words["name"], words["modes"], words["fallbacks"]) == ("words", {"peel": 2}, {})
+    assert (users["modes"], users["fallbacks"]) == ({"peel": 1, "packed": 1}, {"NaN or infinity": 1})
+    assert min(words[key] for key in ("bytes", "encode_seconds", "send_seconds", "decode_seconds")) > 0
+    del other
+    assert len(oases.report().sections) == first + 1  # nothing holds a reducer
+    return text
+
+
+def test_the_training_report_shows_reducers(two_ranks):
+    text = two_ranks.run(in_the_training_report)[0]
+    assert "sparse gradients, mode peel" in text
+    assert "peel 1, packed 1; fell back: NaN or infinity (1)" in text
+    assert text.splitlines()[-1].startswith("built with ")
