@@ -68,6 +68,8 @@ class S2Reducer:
         self._numbered = 0
         self.jobs: Any = None
         """Of the hook: its thread, from the first bucket on."""
+        self.last_bucket: int | None = None
+        """Of the hook: the number of the bucket that it was given last."""
         register(self)
 
     def all_reduce(self, gradient: Tensor | None, *, name: str = "gradient", like: Tensor | None = None) -> Tensor:
