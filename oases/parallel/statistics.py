@@ -2,19 +2,21 @@
 
 `oases.report()` answers the question every user of overlap has: is it on? Per stack and layer it gives the
 collectives, their bytes, the seconds the link was busy, the seconds the compute stood still for it, and the share
-hidden = 1 - stood still / busy.
+hidden = 1 - stood still / busy. Below that stand sections of what else sends, such as
+reducers of sparse gradients.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 from oases.build import described
 from oases.parallel.group import scheduler_of
+from oases.sections import Section, sections_of
 
 WHOLE_BATCH = ", whole batch"
 """Behind a stack's label where it ran a batch too small for its sub-batches in one piece."""
@@ -54,12 +56,13 @@ class Report:
     """What `oases.report()` returns; prints as a table, below it what the extension was built with.
 
     stacks: one row each, and one more for batches too small for its sub-batches, which ran whole. others: collectives
-    of no stack's schedule.
+    of no stack's schedule. sections: what other parts sent by themselves, as `S2Reducer`.
     """
 
     stacks: list[Row]
     layers: list[Row]
     others: list[Row]
+    sections: list[Section] = field(default_factory=list)
 
     @property
     def hidden(self) -> float | None:
@@ -77,15 +80,17 @@ class Report:
 
     def json(self) -> dict[str, Any]:
         """The rows as plain data."""
-        return {
+        rows: dict[str, Any] = {
             name: [asdict(row) | {"hidden": row.hidden} for row in rows]
             for name, rows in (("stacks", self.stacks), ("layers", self.layers), ("others", self.others))
         }
+        return rows | {"sections": [{"title": one.title} | one.json() for one in self.sections]}
 
     def __str__(self) -> str:
-        build = f"built with {described()}"
+        below = [f"{one.title}\n{one}" for one in self.sections] + [f"built with {described()}"]
         if not self.stacks + self.others:
-            return f"no collective was waited for: overlap is off (a group of one rank, or no step yet)\n{build}"
+            none = "no collective was waited for: overlap is off (a group of one rank, or no step yet)"
+            return "\n".join([none, *below])
         lines = [f"{'where':<32}{'collectives':>12}{'MB':>10}{'link s':>9}{'waited s':>10}{'hidden':>8}"]
         for row in self.stacks + self.layers + self.others:
             hidden = "-" if row.hidden is None else f"{100 * row.hidden:.0f} %"
@@ -93,7 +98,7 @@ class Report:
                 f"{row.where:<32}{row.collectives:>12}{row.bytes / 1e6:>10.1f}{row.link_seconds:>9.3f}"
                 f"{row.blocked_seconds:>10.3f}{hidden:>8}"
             )
-        return "\n".join([*lines, build])
+        return "\n".join([*lines, *below])
 
 
 def names_op(label: str) -> bool:
@@ -105,7 +110,7 @@ def report(process_group: dist.ProcessGroup | None = None) -> Report:
     """What the collectives of a group (None: the default group) cost this rank so far, and what was hidden."""
     if process_group is None:
         if not dist.is_initialized():
-            return Report([], [], [])
+            return Report([], [], [], sections_of(()))
         process_group = dist.group.WORLD
         assert process_group is not None
     stacks: dict[str, Row] = {}
@@ -121,4 +126,6 @@ def report(process_group: dist.ProcessGroup | None = None) -> Report:
         calls = stack + (match["whole"] or "")
         stacks.setdefault(calls, Row(calls)).add(totals)
         layers.setdefault((number, layer), Row(f"  {stack} layer {layer}")).add(totals)
-    return Report(list(stacks.values()), [row for _, row in sorted(layers.items())], list(others.values()))
+    by_layer = [row for _, row in sorted(layers.items())]
+    sections = sections_of(tuple(dist.get_process_group_ranks(process_group)))
+    return Report(list(stacks.values()), by_layer, list(others.values()), sections)

@@ -69,9 +69,10 @@ class Account:
 
 @dataclass
 class Report:
-    """Accounts by tensor, in the order in which tensors first came; prints as a table."""
+    """Accounts by tensor, in the order in which tensors first came; prints as a table, below its title in reports."""
 
     accounts: list[Account]
+    title: str = "sparse gradients"
 
     @property
     def bytes(self) -> int:

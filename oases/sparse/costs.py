@@ -27,7 +27,8 @@ _SAMPLE = (4096, 1024, 64)
 class Task:
     """One tensor in one step.
 
-    row_bytes: of one row as it is stored, width numbers. union: rows that any rank has; largest: that one rank has.
+    row_bytes: of one row as it is stored, width numbers. union: rows that any rank has; largest: that one rank has
+    and a gather sends; early: of these, beside the bitmap.
     """
 
     rows: int
@@ -35,6 +36,7 @@ class Task:
     row_bytes: int
     union: int
     largest: int = 0
+    early: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Costs:
         if mode == "gather":
             work = self.packed_seconds * wire.world * task.largest * task.width
             sent = (wire.world - 1) * ((task.rows + 7) // 8 + task.largest * task.row_bytes)
-            return 2 * self.latency + self.byte_seconds * sent + self.scan_seconds * task.rows * task.width + work
+            phases = 2 if task.largest > task.early else 1
+            scan = self.scan_seconds * task.rows * task.width
+            return phases * self.latency + self.byte_seconds * sent + scan + work
         nonzeros = task.union * task.width
         rows = {
             "packed": task.union * task.row_bytes,

@@ -25,6 +25,8 @@ LEAST_CELLS = 0.25
 """Cells for a non-zero where none are given."""
 NOT_SPARSE = "more than half of the rows are not zero"
 NO_MATRIX = "not a matrix"
+ALIGNED = 16
+"""Bytes at whose multiples rows begin behind a bitmap."""
 
 Steps = Generator[None, None, Tensor]
 """Pauses twice: when the bitmap is on the wire, and when the values are. Returns the mean."""
@@ -45,14 +47,16 @@ class Settings:
 class Memory:
     """What is kept of one tensor between steps.
 
-    union: rows of any rank in the last step. residual: what was not sent yet, float32 [rows, width]. check_again,
-    pause: in how many steps it is looked at for zero rows again, and how long the pause before that was.
+    union, largest: rows of any rank in the last step, and the most of one rank where all are known. residual: what
+    was not sent yet, float32 [rows, width]. check_again, pause: in how many steps it is looked at for zero rows
+    again, and how long the pause before that was.
     """
 
     name: str
     number: int
     steps: int = 0
     union: int | None = None
+    largest: int = 0
     residual: Tensor | None = None
     check_again: int = 0
     pause: int = 0
@@ -81,8 +85,13 @@ class Exchange:
         self.found = Reduction(memory.name, settings.mode, rows.rows, dense_bytes=dense)
         self._start = time.perf_counter()
         self._supports: list[Tensor] = []  # the rows of each rank, where all of them are known
+        self._early: Tensor | None = None  # the first rows of each rank, where they came with the bitmaps
         memory.steps += 1
         self._seed = memory.seed(settings.seed)
+
+    @property
+    def _early_rows(self) -> int:
+        return 0 if self._early is None else self._early.shape[1]
 
     def _predicted(self, mode: str, task: Task, sketch_cells: int = 0) -> float:
         if self._costs is None:
@@ -124,14 +133,21 @@ class Exchange:
             return self.rows.put_dense(self.rows.dense())
         with self._encoding():
             every = settings.mode == "gather" or (settings.mode == "auto" and self.wire.world <= GATHERED_RANKS)
-            uniting = (self.wire.gather if every else self.wire.unite)(self.rows.bits(), found)
-        sums = self._ahead()
+            early = self._ahead()
+            if early == "gather":
+                uniting = self.wire.gather(self._beside_bits(memory.largest), found)
+            else:
+                uniting = (self.wire.gather if every else self.wire.unite)(self.rows.bits(), found)
+        sums = self._peel_table(self._cells_ahead()) if early == "peel" else None
         yield
         bits = uniting.wait()
         with self._encoding():
+            if early == "gather":
+                bits, self._early = self._apart(bits)
             if every:
                 self._supports = [bitmap_unpack(one, self.rows.rows) for one in bits]
                 bits = or_of(bits)
+                memory.largest = max(len(support) for support in self._supports)
             union = bitmap_unpack(bits, self.rows.rows)
         count = found.union = memory.union = union.shape[0]
         found.phases = 1
@@ -172,14 +188,9 @@ class Exchange:
             return "dense", "" if settings.mode == "auto" else NOT_SPARSE
         self.memory.pause = 0
         if settings.mode == "auto":
-            largest = max((len(support) for support in self._supports), default=0)
-            task = Task(rows, self.rows.width, self.rows.width * self._item, count, largest)
+            left = max(0, self.memory.largest - self._early_rows)
             lossless = ("dense", "packed", "gather") if self._supports else ("dense", "packed")
-            options = {mode: self._predicted(mode, task) for mode in lossless}
-            sketch = self._sized(count)
-            if settings.cells_per_nonzero is not None and sketch.cells < count:  # its loss was asked for
-                options["sketch"] = self._predicted("sketch", task, sketch.cells)
-            return min(options, key=lambda mode: options[mode]), ""
+            return self._cheapest(lossless, left), ""
         if settings.mode == "sketch":
             cells = self._sized(count).cells
             if cells >= rows:
@@ -194,20 +205,51 @@ class Exchange:
                 return "packed", "the table would be no smaller than the dense gradient"
         return settings.mode, ""
 
-    def _ahead(self) -> Sending | None:
-        """Peeling's table beside the bitmap, sized by the last step's rows, where that is the mode to take."""
-        last, rows = self.memory.union, self.rows
-        if self.settings.mode not in ("peel", "auto") or not last or rows.dtype == torch.float64:
-            return None
-        cells = peel.table_cells(round(peel.MARGIN * last))
-        if cells >= rows.rows:
-            return None
-        if self.settings.mode == "auto":
-            task = Task(rows.rows, rows.width, rows.width * self._item, last)
-            seconds = {mode: self._predicted(mode, task) for mode in ("dense", "packed", "peel")}
-            if min(seconds, key=lambda mode: seconds[mode]) != "peel":
-                return None
-        return self._peel_table(cells)
+    def _cheapest(self, lossless: tuple[str, ...], largest: int, early: int = 0) -> str:
+        """Of these modes, and sketch where its loss was asked for, for the union in memory: the same on all ranks."""
+        rows, count = self.rows, self.memory.union or 0
+        task = Task(rows.rows, rows.width, rows.width * self._item, count, largest, early)
+        options = {mode: self._predicted(mode, task) for mode in lossless}
+        sketch = self._sized(count)
+        if self.settings.cells_per_nonzero is not None and sketch.cells < count:
+            options["sketch"] = self._predicted("sketch", task, sketch.cells)
+        return min(options, key=lambda mode: options[mode])
+
+    def _ahead(self) -> str:
+        """The mode whose rows or table go beside the bitmap, sized by the last step's rows, or empty."""
+        memory, mode = self.memory, self.settings.mode
+        if mode not in ("peel", "gather", "auto") or not memory.union:
+            return ""
+        if self._if_sparse and 2 * memory.union > self.rows.rows:
+            return ""
+        allowed = [one for one in ("peel", "gather") if mode in (one, "auto")]
+        if "peel" in allowed and (self.rows.dtype == torch.float64 or self._cells_ahead() >= self.rows.rows):
+            allowed.remove("peel")
+        if not memory.largest and "gather" in allowed:
+            allowed.remove("gather")
+        if mode == "auto" and allowed:
+            cheapest = self._cheapest(("dense", "packed", *allowed), memory.largest, memory.largest)
+            return cheapest if cheapest in allowed else ""
+        return allowed[0] if allowed else ""
+
+    def _cells_ahead(self) -> int:
+        return peel.table_cells(round(peel.MARGIN * (self.memory.union or 0)))
+
+    def _beside_bits(self, early: int) -> Tensor:
+        """The bitmap and the first rows of this rank, zeros where it has fewer, as bytes."""
+        bits, (_, values) = self.rows.bits(), self.rows.own()
+        head = -(-bits.shape[0] // ALIGNED) * ALIGNED
+        message = bits.new_zeros(head + early * self.rows.width * self._item)
+        message[: bits.shape[0]] = bits
+        first = values[:early]
+        self._before(message[head:].view(self.rows.dtype).view(early, self.rows.width)[: len(first)].copy_(first))
+        return message
+
+    def _apart(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """The ranks' bitmaps, uint8 [world, bytes], and their first rows, [world, early, width]."""
+        size = (self.rows.rows + 7) // 8
+        values = messages[:, -(-size // ALIGNED) * ALIGNED :].view(self.rows.dtype)
+        return messages[:, :size], values.unflatten(1, (-1, self.rows.width))
 
     def _peel_table(self, cells: int) -> Sending:
         with self._encoding():
@@ -239,19 +281,30 @@ class Exchange:
             return self.rows.put(union, self._after(values))
 
     def _gather(self, union: Tensor) -> Steps:
-        """Every rank's rows to every rank, without their numbers, which bitmaps tell; added up in ranks' order."""
+        """Every rank's rows to every rank, without their numbers, which bitmaps tell; added up in ranks' order.
+
+        Those that came with the bitmaps are not sent again: often none is left, and no second phase.
+        """
+        early = self._early_rows
+        rest, sending = self.memory.largest - early, None
         with self._encoding():
             _, values = self.rows.own()
-            most = max(len(support) for support in self._supports)
-            padded = values.new_zeros(most, self.rows.width)
-            padded[: len(values)] = values
-            sending = self.wire.gather(self._before(padded), self.found)
+            if rest > 0:
+                padded = values.new_zeros(rest, self.rows.width)
+                left = values[early:]
+                padded[: len(left)] = left
+                sending = self.wire.gather(self._before(padded), self.found)
+        self.found.phases = 1 + (rest > 0)
         yield
-        every = sending.wait()
+        late = None if sending is None else sending.wait()
         with self._decoding():
             total = values.new_zeros(len(union), self.rows.width)
-            for support, rows in zip(self._supports, every, strict=True):
-                total.index_add_(0, torch.searchsorted(union, support), rows[: len(support)])
+            for rank, support in enumerate(self._supports):
+                places = torch.searchsorted(union, support)
+                if self._early is not None:
+                    total.index_add_(0, places[:early], self._early[rank, : len(support)])
+                if late is not None and len(support) > early:
+                    total.index_add_(0, places[early:], late[rank, : len(support) - early])
             return self.rows.put(union, self._after(total))
 
     def _peel(self, union: Tensor, sending: Sending) -> Steps:

@@ -114,9 +114,9 @@ class ListedRows(Rows):
 
     def bits(self) -> Tensor:
         """See `Rows`."""
-        listed = torch.zeros(self.rows, 1, dtype=torch.float16, device=self.device)
-        listed[self._keys] = 1
-        return bitmap_pack(listed)
+        bits = torch.zeros((self.rows + 7) // 8, dtype=torch.uint8, device=self.device)
+        # Keys come once each, so that a byte's bits add up.
+        return bits.index_add_(0, self._keys >> 3, (1 << (self._keys & 7)).to(torch.uint8))
 
     def own(self) -> tuple[Tensor, Tensor]:
         """See `Rows`."""

@@ -93,7 +93,10 @@ def s2_hook(state: S2Reducer, bucket: dist.GradBucket) -> torch.futures.Future[T
     event = torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
     if state.jobs is None:
         state.jobs = _thread(state)
-    state.jobs.put(_Bucket(state, buffer, sparse, others, bucket.is_last(), future, event))
+    # In the first pass of static_graph=True, DDP calls every bucket number 0, none the last: none waits.
+    is_last = bucket.is_last() or bucket.index() == state.last_bucket
+    state.last_bucket = bucket.index()
+    state.jobs.put(_Bucket(state, buffer, sparse, others, is_last, future, event))
     return future
 
 
@@ -135,10 +138,17 @@ def _thread(reducer: S2Reducer) -> queue.SimpleQueue[_Bucket | None]:
 def _serve(jobs: queue.SimpleQueue[_Bucket | None]) -> None:
     stream: Any = None
     before: _Bucket | None = None
+    failed: Exception | None = None
     while (bucket := jobs.get()) is not None:
         if bucket.event is not None and stream is None:
             torch.cuda.set_device(bucket.buffer.device)
             stream = torch.cuda.Stream(bucket.buffer.device)
+        if failed is not None:
+            # Other ranks may be in the bucket that failed here: another collective would pair with the wrong one.
+            bucket.future.set_exception(failed)
+            failed = None if bucket.is_last else failed
+            del bucket
+            continue
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
                 if bucket.event is not None:
@@ -153,5 +163,5 @@ def _serve(jobs: queue.SimpleQueue[_Bucket | None]) -> None:
             for one in (before, bucket):
                 if one is not None and not one.future.done():
                     one.future.set_exception(error)
-            before = None
+            before, failed = None, None if bucket.is_last else error
         del bucket

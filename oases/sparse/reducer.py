@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from oases.sections import register
 from oases.sparse.accounting import Account, Reduction, Report
 from oases.sparse.costs import Costs, measure
 from oases.sparse.exchange import MODES, Exchange, Memory, Settings, Steps
@@ -67,6 +68,9 @@ class S2Reducer:
         self._numbered = 0
         self.jobs: Any = None
         """Of the hook: its thread, from the first bucket on."""
+        self.last_bucket: int | None = None
+        """Of the hook: the number of the bucket that it was given last."""
+        register(self)
 
     def all_reduce(self, gradient: Tensor | None, *, name: str = "gradient", like: Tensor | None = None) -> Tensor:
         """The mean of the ranks' gradients, stored as the given one; that one is left as it is.
@@ -161,7 +165,16 @@ class S2Reducer:
 
     def report(self) -> Report:
         """What all reductions so far have cost, by tensor."""
-        return Report(list(self._accounts.values()))
+        return Report(list(self._accounts.values()), f"sparse gradients, mode {self.settings.mode}")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of those that reduce together; () without a process group."""
+        return self.wire.ranks
+
+    def section(self) -> Report | None:
+        """For `oases.report()`."""
+        return self.report() if self._accounts else None
 
     def reset_report(self) -> None:
         """Start counting again."""

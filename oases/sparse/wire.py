@@ -38,10 +38,11 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group: Any = None
         self.world = 1
+        self.ranks: tuple[int, ...] = ()
         if group is None and not dist.is_initialized():
             return
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self.world = len(ranks)
+        self.world, self.ranks = len(ranks), tuple(ranks)
         if self.world > 1:
             self._knows_or = dist.get_backend(group) == "gloo"
             self.group = dist.new_group(ranks, use_local_synchronization=True)

@@ -126,11 +126,11 @@ def test_two_tensors_of_one_name_are_refused(two_ranks):
     two_ranks.run(rename)
 
 
-def chosen(costs, cells):
+def chosen(costs, cells, few=10):
     reducer = S2Reducer(cells_per_nonzero=cells, rows=1)
     reducer.costs = Costs(*costs)
     taken = []
-    for used in (10, 10, 4000):
+    for used in (few, few, 4000):
         gradient = torch.zeros(4000, 8)
         gradient[:used] = 1.0
         reducer.all_reduce(gradient)
@@ -151,19 +151,72 @@ def apart(costs):
     return taken
 
 
-def test_auto_takes_what_costs_least(two_ranks):
+def test_auto_takes_what_costs_least(two_ranks, four_ranks):
     slow_link, far_away, slow_kernels = (1e-5, 1e-6), (1.0, 1e-9), (1e-5, 1e-9)
     fast = (0.0, 0.0, 0.0, 0.0)
-    # Ranks that use the same rows: to gather two ranks' is to send as much, and dense needs no bitmap.
-    assert two_ranks.run(chosen, (*slow_link, *fast), None)[0] == ["packed", "packed", "dense"]
+    # Ranks that use the same rows: to gather four ranks' is to send twice as much, and dense needs no bitmap.
+    assert four_ranks.run(chosen, (*slow_link, *fast), None)[0] == ["packed", "packed", "dense"]
     assert two_ranks.run(apart, (*slow_link, *fast))[0] == ["gather"] * 2
-    assert two_ranks.run(chosen, (*far_away, *fast), None)[0][1] == "peel"
+    # One phase is all that counts: gathering sends less than peeling on two ranks, and more on four.
+    assert two_ranks.run(chosen, (*far_away, *fast), None)[0][1] == "gather"
+    assert four_ranks.run(chosen, (*far_away, *fast), None, 400)[0][1] == "peel"
     assert two_ranks.run(chosen, (*slow_kernels, 1.0, 1.0, 1.0, 1.0), None)[0] == ["dense"] * 3
     assert two_ranks.run(chosen, (*slow_link, *fast), 0.2)[0] == [
         "sketch",
         "sketch",
         "sketch",
     ]  # its loss was asked for
+
+
+def wild(mode, costs):
+    """Supports that jump from step to step and from rank to rank, in all of which auto decides from the last step."""
+    reducer, rank, ranks = S2Reducer(mode=mode), dist.get_rank(), dist.get_world_size()
+    reducer.costs = Costs(*costs)
+    own, taken = torch.Generator().manual_seed(31 + rank), []
+    for step in range(60):
+        wanted = float(torch.rand((), generator=own)) ** 6 * (step % 5 != 3)
+        gradient = torch.zeros(1001, 3)
+        used = torch.rand(1001, generator=own) < wanted
+        gradient[used] = torch.randint(1, 9, (int(used.sum()), 3), generator=own).float()
+        exact = gradient.clone()
+        dist.all_reduce(exact)
+        mean = reducer.all_reduce(gradient.to_sparse(1) if step % 2 else gradient)
+        torch.testing.assert_close(mean.to_dense(), exact / ranks, atol=1e-5, rtol=0)
+        assert 1 <= reducer.last.phases <= 2
+        taken.append((reducer.last.mode, reducer.last.phases, reducer.last.bytes, reducer.last.fallback))
+    return taken
+
+
+@pytest.mark.parametrize("pool", ["two_ranks", "four_ranks"])
+@pytest.mark.parametrize("costs", [(1e-5, 1e-6), (1.0, 1e-9), (1e-4, 3e-9)])
+def test_ranks_agree_without_a_message_whatever_their_supports_do(request, pool, costs):
+    ranks = request.getfixturevalue(pool)
+    for mode in ("auto", "gather"):
+        taken = ranks.run(wild, mode, (*costs, 0.0, 0.0, 0.0, 0.0))
+        assert all(other == taken[0] for other in taken)
+        if mode == "gather":
+            assert {(found[0], found[1]) for found in taken[0]} == {("gather", 1), ("gather", 2)}
+
+
+def early(sparse, dtype):
+    """Rows that go with the bitmap: no second phase while no rank has more than in the last step."""
+    reducer, phases = S2Reducer(mode="gather"), []
+    for used in (9, 9, 5, 12, 12):
+        gradient = torch.zeros(77, 3, dtype=dtype)
+        gradient[dist.get_rank() :: 7][:used] = 2.0
+        exact = gradient.clone().float()
+        dist.all_reduce(exact)
+        mean = reducer.all_reduce(gradient.to_sparse(1) if sparse else gradient)
+        assert torch.equal(mean.to_dense().float(), exact / dist.get_world_size())
+        phases.append(reducer.last.phases)
+    return phases
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gathered_rows_go_with_the_bitmap(two_ranks, sparse, dtype):
+    # 77 rows: 11 for each rank, so that 12 are 11.
+    assert two_ranks.run(early, sparse, dtype) == [[2, 1, 1, 2, 1]] * 2
 
 
 def measured():
@@ -217,3 +270,32 @@ def reported():
     assert reducer.last.error == 0.0
     assert reducer.report().json()["tensors"][0]["worst_error"] == 0.0
     return str(reducer.report()), reducer.report().saved
+
+
+def in_the_training_report():
+    first = len(oases.report().sections)  # of reducers that other tests left
+    reducer, other = S2Reducer(mode="peel"), S2Reducer(mode="dense")
+    assert len(oases.report().sections) == first  # nothing to tell yet
+    gradient = torch.zeros(3000, 8)
+    gradient[:30] = 1.0
+    for name in ("words", "words", "users"):
+        reducer.all_reduce(gradient, name=name)
+    gradient[5] = float("nan")
+    reducer.all_reduce(gradient, name="users")
+    other.all_reduce(gradient)
+    text, data = str(oases.report()), oases.report().json()["sections"][first:]
+    assert [one["title"] for one in data] == ["sparse gradients, mode peel", "sparse gradients, mode dense"]
+    words, users = data[0]["tensors"]
+    assert (words["name"], words["modes"], words["fallbacks"]) == ("words", {"peel": 2}, {})
+    assert (users["modes"], users["fallbacks"]) == ({"peel": 1, "packed": 1}, {"NaN or infinity": 1})
+    assert min(words[key] for key in ("bytes", "encode_seconds", "send_seconds", "decode_seconds")) > 0
+    del other
+    assert len(oases.report().sections) == first + 1  # nothing holds a reducer
+    return text
+
+
+def test_the_training_report_shows_reducers(two_ranks):
+    text = two_ranks.run(in_the_training_report)[0]
+    assert "sparse gradients, mode peel" in text
+    assert "peel 1, packed 1; fell back: NaN or infinity (1)" in text
+    assert text.splitlines()[-1].startswith("built with ")

@@ -223,3 +223,103 @@ def test_a_bucket_is_encoded_while_the_one_before_is_on_the_wire():
     jobs.put(None)
     hook._serve(jobs)
     assert log == ["start 0", "start 1", "finish 0", "start 2", "finish 1", "finish 2"]
+
+
+def test_buckets_after_one_that_failed_send_nothing():
+    """Until the backward pass is over: they would pair with other ranks' collectives of the bucket that failed."""
+    log, futures = [], [torch.futures.Future() for _ in range(6)]
+    jobs = hook.queue.SimpleQueue()
+
+    def start(number):
+        log.append(number)
+        if number == 1:
+            raise ArithmeticError("bits are broken")
+
+    for number, future in enumerate(futures):
+        jobs.put(
+            SimpleNamespace(
+                event=None, is_last=number in (3, 5), start=lambda n=number: start(n), future=future,
+                finish=lambda f=future: f.set_result(None),
+            )
+        )  # fmt: skip
+    jobs.put(None)
+    hook._serve(jobs)
+    assert log == [0, 1, 4, 5]
+    for future in futures[:4]:
+        with pytest.raises(Exception, match="bits are broken"):
+            future.wait()
+    assert [future.wait() for future in futures[4:]] == [None, None]
+
+
+class Shared(nn.Module):
+    """One table that is looked up twice, and beside it one that odd steps do not use."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.table, self.same = nn.Embedding(2000, 4, sparse=sparse), nn.Embedding(2000, 4, sparse=sparse)
+        self.same.weight = self.table.weight
+        self.layer, self.other = nn.Linear(4, 3), nn.Embedding(2000, 4)
+
+    def forward(self, ids, other):
+        loss = self.layer(self.table(ids)).sum() + self.same(ids * 2).square().sum()
+        return loss + self.other(ids).sum() if other else loss
+
+
+def ways_of_ddp(sparse, options, accumulated, skipping):
+    """The largest difference to DDP's own gradients."""
+    torch.manual_seed(0)
+    ours = Shared(sparse)
+    theirs = copy.deepcopy(ours)
+    wrapped = [DistributedDataParallel(model, **options) for model in (ours, theirs)]
+    wrapped[0].register_comm_hook(oases.S2Reducer(), oases.s2_hook)
+    torch.manual_seed(1 + dist.get_rank())
+    apart = 0.0
+    for step in range(4):
+        batches, other = torch.randint(1000, (1 + accumulated, 5)), not (skipping and step % 2)
+        for model in wrapped:
+            model.zero_grad()
+            for ids in batches[1:]:
+                with model.no_sync():
+                    model(ids, other).backward()
+            model(batches[0], other).backward()
+        for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert (mine.grad is None) == (expected.grad is None)
+            if mine.grad is not None:
+                apart = max(apart, float((mine.grad.to_dense() - expected.grad.to_dense()).abs().max()))
+    return apart
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    ("options", "accumulated", "skipping"),
+    [
+        ({}, 2, False),
+        ({"static_graph": True, "bucket_cap_mb": 0.01}, 0, False),
+        ({"gradient_as_bucket_view": True}, 1, False),
+        ({"find_unused_parameters": True}, 1, True),
+    ],
+)
+def test_shared_parameters_and_ways_of_ddp(two_ranks, sparse, options, accumulated, skipping):
+    assert max(two_ranks.run(ways_of_ddp, sparse, options, accumulated, skipping)) < 1e-5
+
+
+def two_models():
+    torch.manual_seed(0)
+    models = [Shared(sparse) for sparse in (False, True)]
+    plain = copy.deepcopy(models)
+    ours, theirs = ([DistributedDataParallel(model) for model in every] for every in (models, plain))
+    for model in ours:
+        model.register_comm_hook(oases.S2Reducer(), oases.s2_hook)
+    for step in range(3):
+        ids = torch.arange(5) + 10 * step + dist.get_rank()
+        for every in (ours, theirs):
+            for model in every:
+                model.zero_grad()
+            sum(model(ids, True) for model in every).backward()
+        for model, other in zip(models, plain, strict=True):
+            for mine, expected in zip(model.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad.to_dense(), expected.grad.to_dense())
+
+
+def test_two_hooks_in_one_backward_pass(two_ranks):
+    two_ranks.run(two_models)
