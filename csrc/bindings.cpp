@@ -172,6 +172,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("token_bytes", &Costs::token_bytes)
       .def_readwrite("expert_bytes", &Costs::expert_bytes)
       .def_readwrite("bandwidth", &Costs::bandwidth)
+      .def_readwrite("both_ways", &Costs::both_ways)
       .def_readwrite("latency", &Costs::latency)
       .def_readwrite("non_expert_seconds", &Costs::non_expert_seconds)
       .def_readwrite("backward", &Costs::backward)

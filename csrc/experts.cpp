@@ -145,6 +145,14 @@ double Layer::moving() const {
   return first + second;
 }
 
+double Layer::on_the_wire(const std::vector<double>& sent, const std::vector<double>& received) const {
+  const double alone = std::max(largest(sent), largest(received)) / costs_.bandwidth;
+  if (costs_.both_ways == 0) return alone;
+  double most = 0;
+  for (int64_t device = 0; device < devices_; ++device) most = std::max(most, sent[device] + received[device]);
+  return std::max(alone, most / costs_.both_ways);
+}
+
 std::pair<double, double> Layer::rounds() const {
   const int64_t most = *std::max_element(held_.begin(), held_.end());
   if (costs_.mean_transfer) {
@@ -153,8 +161,7 @@ std::pair<double, double> Layer::rounds() const {
     return {costs_.expert_bytes * all / (static_cast<double>(devices_) * costs_.bandwidth), 0};
   }
   if (!most) return {0, 0};
-  double first = std::max(largest(out_), largest(in_)) / costs_.bandwidth;
-  double second = largest(exchanged_) / costs_.bandwidth;
+  double first = on_the_wire(out_, in_), second = on_the_wire(exchanged_, exchanged_);
   if (nodes_ > 1) {
     // What crosses the nodes' borders does so in both rounds; each gets its part of the longer time.
     const double across = std::max(largest(experts_out_), largest(experts_in_)) / costs_.node_bandwidth;
@@ -173,7 +180,7 @@ double Layer::handling() const {
 }
 
 double Layer::seconds() const {
-  double tokens = std::max(largest(sent_), largest(received_)) / costs_.bandwidth;
+  double tokens = on_the_wire(sent_, received_);
   if (nodes_ > 1)
     tokens = std::max(tokens, std::max(largest(tokens_out_), largest(tokens_in_)) / costs_.node_bandwidth);
   // Of four all-to-alls two are in the forward pass.

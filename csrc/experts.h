@@ -11,6 +11,7 @@ namespace oases::experts {
 // See oases/moe/costs.py, whose fields these are.
 struct Costs {
   double token_seconds = 0, token_bytes = 0, expert_bytes = 0, bandwidth = 1, latency = 0;
+  double both_ways = 0;  // 0: twice the bandwidth
   double non_expert_seconds = 0, backward = 2, handling_seconds = 0, fixed_seconds = 0;
   bool scheduled = true, mean_transfer = false, leading = false;
   int64_t devices_per_node = 0;  // 0: one node
@@ -69,6 +70,8 @@ class Layer {
 
  private:
   void carry(int64_t expert, double sign);
+  // Seconds of a link, by the numbers each device sends and receives, of one byte each.
+  double on_the_wire(const std::vector<double>& sent, const std::vector<double>& received) const;
   int64_t node(int64_t device) const { return nodes_ == 1 ? 0 : device / costs_.devices_per_node; }
 
   int64_t experts_, devices_, nodes_;

@@ -26,16 +26,17 @@ class Costs:
     """Seconds and bytes of one mixture-of-experts layer.
 
     token_seconds: forward pass of one token through one expert. token_bytes: one token on the wire, one way.
-    expert_bytes: parameters of an expert, and so its gradients. bandwidth: bytes per second of a device's link, each
-    way at once. latency: seconds until a collective begins to move bytes. non_expert_seconds: forward pass of what
-    lies between this layer and the next one, under which parameters may travel. backward: a backward pass in forward
-    passes. scheduled: parameters and gradients travel under compute, (8); else nothing else runs meanwhile, (6).
-    devices_per_node: 0 for devices that are all alike; else node_bandwidth, bytes per second, is what all devices of
-    a node share towards the others. transfer: "rounds", as oases sends parameters; "mean", as the paper counts.
-    handling_seconds: what packing and unpacking takes of one expert that a device sends or holds a copy of, in both
-    passes, which nothing hides and the paper does not count ("mean" neither). fixed_seconds: of a layer in both
-    passes, whatever is placed where: the choice of experts, the order of tokens, the exchange of counts. leading: the
-    first layer of a stack, where the second round and the last of the gradients' have nothing to hide under.
+    expert_bytes: parameters of an expert, and so its gradients. bandwidth: bytes per second of a device's link, one
+    way. both_ways: of both ways together; 0 for a link that is as fast each way at once. latency: seconds until a
+    collective begins to move bytes. non_expert_seconds: forward pass of what lies between this layer and the next
+    one, under which parameters may travel. backward: a backward pass in forward passes. scheduled: parameters and
+    gradients travel under compute, (8); else nothing else runs meanwhile, (6). devices_per_node: 0 for devices that
+    are all alike; else node_bandwidth, bytes per second, is what all devices of a node share towards the others.
+    transfer: "rounds", as oases sends parameters; "mean", as the paper counts. handling_seconds: what packing and
+    unpacking takes of one expert that a device sends or holds a copy of, in both passes, which nothing hides and the
+    paper does not count ("mean" neither). fixed_seconds: of a layer in both passes, whatever is placed where: the
+    choice of experts, the order of tokens, the exchange of counts. leading: the first layer of a stack, where the
+    second round and the last of the gradients' have nothing to hide under.
     UsageError for a value that is negative or not finite.
     """
 
@@ -53,6 +54,7 @@ class Costs:
     handling_seconds: float = 0.0
     fixed_seconds: float = 0.0
     leading: bool = False
+    both_ways: float = 0.0
 
     def __post_init__(self) -> None:
         for item in fields(self):

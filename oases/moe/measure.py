@@ -43,20 +43,36 @@ def measured(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGro
         splits = [part] * size
         return lambda: scheduler.wait(scheduler.all_to_all(coming, going, splits, splits, f"measuring of {label}"))
 
+    def one_way(numbers: int) -> Callable[[], object]:
+        """From each rank with an even number to the next."""
+        rank, splits = scheduler.rank, ([0] * size, [0] * size)
+        if rank ^ 1 < size:
+            splits[rank % 2][rank ^ 1] = numbers
+        going, coming = (like.new_zeros(sum(split)) for split in splits)
+        return lambda: scheduler.wait(scheduler.all_to_all(coming, going, *splits, f"measuring of {label}"))
+
     numbers = BYTES // like.element_size()
     token = _seconds(lambda: compute(rows, [len(rows)], one, gated=gated), like.device) / len(rows)
     latency = _seconds(exchange(size), like.device)
     whole = _seconds(exchange(numbers), like.device)
-    mine = torch.tensor([token, latency, whole], dtype=torch.float64, device=like.device)
+    alone = _seconds(one_way(numbers // 2), like.device)
+    mine = torch.tensor([token, latency, whole, alone], dtype=torch.float64, device=like.device)
     everyone = mine.new_empty((size, len(mine)))
     scheduler.wait(scheduler.all_gather(everyone, mine, f"measuring of {label}"))
-    token, latency, whole = everyone.mean(0).tolist()
-    sent = BYTES * (size - 1) / size
+    token, latency, whole, _ = everyone.mean(0).tolist()
+    alone = everyone[:, 3].max().item()  # who sends is done before it has arrived
+
+    def rate(sent: float, seconds: float) -> float:
+        return sent / max(seconds - latency, 0.1 * seconds, 1e-9)
+
+    each_way = rate(BYTES * (size - 1) / size, whole)
+    bandwidth = max(each_way, rate(BYTES / 2, alone))
     costs = Costs(
         token_seconds=token,
         token_bytes=hidden * like.element_size(),
         expert_bytes=sum(weight[:1].nbytes for weight in weights.given),
-        bandwidth=sent / max(whole - latency, 0.1 * whole, 1e-9),
+        bandwidth=bandwidth,
+        both_ways=2 * each_way,
         latency=latency,
         scheduled=False,
     )
@@ -84,7 +100,7 @@ def handling_seconds(weights: ExpertWeights, costs: Costs, group: ProcessGroup, 
         transfer.collect(transfer.zeros())
 
     seconds = mean_seconds(there_and_back, weights.up.device, group, label)
-    wire = local * number * costs.expert_bytes / costs.bandwidth
+    wire = local * number * costs.expert_bytes * 2 / (costs.both_ways or 2 * costs.bandwidth)
     return max(0.0, seconds - 2 * (wire + 2 * costs.latency)) / (
         local + number * local
     )  # what a rank sends and holds

@@ -76,6 +76,7 @@ class _Programme:
         self.counts, self.costs = counts, costs
         self.experts, self.devices = counts.shape
         self.home = homes(*counts.shape)
+        self.both_ways = costs.both_ways or 2 * costs.bandwidth
         self.unit = 1e-3
         """Seconds in the programme's unit: HiGHS' tolerances are for numbers of about 1."""
         self._number: dict[tuple[object, ...], int] = {}
@@ -185,8 +186,11 @@ class _Programme:
             self.at_most("first", size, sent, len(mine))
             self.at_most("handling", costs.handling_seconds, sent + held, len(mine))
             copies = [(e, k) for e in every if self.home[e] != device for k in range(1, self.devices)]
-            self.at_most("first", size, [(1 / k, self.of("of", e, device, k)) for e, k in copies])
-            self.at_most("second", size, [((k - 1) / k, self.of("of", e, device, k)) for e, k in copies])
+            received = [(1 / k, self.of("of", e, device, k)) for e, k in copies]
+            self.at_most("first", size, received)
+            self.at_most("first", costs.expert_bytes / self.both_ways, sent + received, len(mine))
+            slower = max(size, 2 * costs.expert_bytes / self.both_ways)
+            self.at_most("second", slower, [((k - 1) / k, self.of("of", e, device, k)) for e, k in copies])
 
     def _seconds(self) -> None:
         """As csrc/experts.cpp's."""
@@ -241,6 +245,7 @@ class _Whole(_Programme):
             away = [(float(self.counts[e, device]), self.of("route", e, device, to))
                     for e in range(self.experts) for to in range(self.devices) if to != device]  # fmt: skip
             self.at_most("wire", size, away)
+            self.at_most("wire", self.costs.token_bytes / self.both_ways, foreign + away)
 
     def chosen(self, x: NDArray[np.float64]) -> Chosen:
         """Routes and copies of a solution."""
@@ -277,4 +282,6 @@ class _Divided(_Programme):
             self.at_most("tokens", self.costs.token_seconds, kept + foreign)
             self.at_most("wire", size, foreign)
             away = [(-1.0, at) for _, at in kept]
-            self.at_most("wire", size, away, float(self.counts[:, device].sum()))
+            sent = float(self.counts[:, device].sum())
+            self.at_most("wire", size, away, sent)
+            self.at_most("wire", self.costs.token_bytes / self.both_ways, foreign + away, sent)

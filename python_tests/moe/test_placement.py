@@ -47,7 +47,9 @@ def moving_by_hand(counts, placement, costs):
                 if node[other] != node[device]:
                     crossing[0, node[device]] += 1 / len(held)
                     crossing[1, node[other]] += 1 / len(held)
-    rounds = np.array([max(out.max(), into.max()), exchanged.max()]) / costs.bandwidth
+    both = costs.both_ways or 2 * costs.bandwidth
+    first = max(max(out.max(), into.max()) / costs.bandwidth, (out + into).max() / both)
+    rounds = np.array([first, exchanged.max() * max(1 / costs.bandwidth, 2 / both)])
     if not any(map(len, placement.copies)):
         return 0.0, 0.0
     rounds *= max(1, crossing.max() / costs.node_bandwidth / rounds.sum())
@@ -77,7 +79,9 @@ def seconds_by_hand(counts, placement, costs):
     first, second = moving_by_hand(counts, placement, costs)
     moving = first + second
     a2a = costs.latency + costs.token_bytes * max(
-        max(sent.max(), received.max()) / costs.bandwidth, crossing.max() / costs.node_bandwidth
+        max(sent.max(), received.max()) / costs.bandwidth,
+        (sent + received).max() / (costs.both_ways or 2 * costs.bandwidth),
+        crossing.max() / costs.node_bandwidth,
     )
     forward = costs.token_seconds * tokens.max()
 
@@ -108,6 +112,7 @@ def seconds_by_hand(counts, placement, costs):
     "options",
     [{}, {"scheduled": False}, {"transfer": "mean"}, {"latency": 1e-3},
      {"handling_seconds": 1e-4, "fixed_seconds": 2e-3}, {"handling_seconds": 1e-4, "scheduled": False},
+        {"both_ways": 1.5e8}, {"both_ways": 1.5e8, "scheduled": False},
         {"leading": True}, {"leading": True, "latency": 1e-3},
      {"devices_per_node": 4, "node_bandwidth": 5e7}, {"backward": 1.5, "scheduled": False, "latency": 1e-4}],
 )  # fmt: skip
@@ -151,6 +156,7 @@ def test_near_the_optimum(costs, seed):
         {"transfer": "mean"},
         {"latency": 1e-3},
         {"handling_seconds": 3e-4, "fixed_seconds": 1e-3},
+        {"both_ways": 1.5e10},
     ],
 )
 def test_every_placement_of_a_small_case_is_at_least_the_optimum(options):
