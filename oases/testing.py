@@ -15,7 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,7 +85,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300.0) -> list[Any]:
         """Call `function(*args)` on every rank; return the results in rank order.
 
-        Raises RuntimeError with the traceback of the first rank that failed, TimeoutError for one that hangs.
+        Raises RuntimeError with the first failed rank's traceback or for one that died, TimeoutError for one
+        that hangs.
         """
         if not self._connections:
             self._start()
@@ -93,8 +94,13 @@ class RankPool:
             connection.send((function, args))
         results = []
         for rank, connection in enumerate(self._connections):
-            if not connection.poll(timeout_seconds):
+            sentinels = [process.sentinel for process in self._processes]
+            ready = wait([connection, *sentinels], timeout_seconds)
+            if connection not in ready:
+                dead = [(each, p.exitcode) for each, p in enumerate(self._processes) if p.sentinel in ready]
                 self.close()
+                if dead:
+                    raise RuntimeError("rank {} ended with exit code {}".format(*dead[0]))
                 raise TimeoutError(f"rank {rank} did not answer within {timeout_seconds} s")
             results.append(connection.recv())
         for rank, (succeeded, value) in enumerate(results):

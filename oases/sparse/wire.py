@@ -45,7 +45,9 @@ class Wire:
         self.world, self.ranks = len(ranks), tuple(ranks)
         if self.world > 1:
             self._knows_or = dist.get_backend(group) == "gloo"
-            self.group = dist.new_group(ranks, use_local_synchronization=True)
+            # One of some ranks alone torch names by how many groups a rank is in, which may differ between ranks.
+            alone = len(ranks) < dist.get_world_size()
+            self.group = dist.new_group(ranks, use_local_synchronization=alone)
 
     def reduced_bytes(self, size: int) -> int:
         """Bytes that a rank sends to all-reduce `size` bytes in a ring."""

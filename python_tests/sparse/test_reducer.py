@@ -299,3 +299,19 @@ def test_the_training_report_shows_reducers(two_ranks):
     assert "sparse gradients, mode peel" in text
     assert "peel 1, packed 1; fell back: NaN or infinity (1)" in text
     assert text.splitlines()[-1].startswith("built with ")
+
+
+def check_ranks_in_other_groups():
+    groups = [dist.new_group([rank]) for rank in (0, 0, 1)]  # rank 0 is in two of them, rank 1 in one, others in none
+    mean = S2Reducer(mode="packed").all_reduce(torch.eye(4)[:, : dist.get_world_size()] * (dist.get_rank() + 1))
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return mean
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(two_ranks, four_ranks):
+    for ranks in (two_ranks, four_ranks):
+        for mean in ranks.run(check_ranks_in_other_groups):
+            size = ranks.size
+            assert torch.equal(mean, torch.eye(4)[:, :size] * (size + 1) / 2)
