@@ -149,7 +149,8 @@ double Layer::on_the_wire(const std::vector<double>& sent, const std::vector<dou
   const double alone = std::max(largest(sent), largest(received)) / costs_.bandwidth;
   if (costs_.both_ways == 0) return alone;
   double most = 0;
-  for (int64_t device = 0; device < devices_; ++device) most = std::max(most, sent[device] + received[device]);
+  for (int64_t device = 0; device < devices_; ++device)
+    most = std::max(most, sent[device] + received[device]);
   return std::max(alone, most / costs_.both_ways);
 }
 
