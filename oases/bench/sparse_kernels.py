@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 
 from oases.kernels.bitmap import bitmap_unpack
-from oases.sparse import peel
 from oases.sparse.gradient import DenseRows
+from oases.sparse.peel import decode as peel_decode
+from oases.sparse.peel import encode as peel_encode
+from oases.sparse.peel import table_cells
 from oases.sparse.sketch import Sketch
 
 ROWS, WIDTH = 32768, 128
@@ -35,14 +37,14 @@ def nonzeros_per_second(share: float = 0.25, cells: float = 0.25) -> dict[str, f
         sketch = Sketch.sized(len(union), rows, cells, 0)
         return lambda: held.put(union, sketch.decode(sketch.encode(union, values), union))
 
-    table = peel.table_cells(len(union))
+    table = table_cells(len(union))
     works: dict[str, Callable[[], object]] = {
         "packed": lambda: held.put(union, held.gather(bitmap_unpack(bits, ROWS)).div_(2)),
         "scan": lambda: DenseRows(gradient, in_place=True).bits(),
         "sketch, 1 row": sketched(1),
         "sketch, 3 rows": sketched(3),
         "sketch, 5 rows": sketched(5),
-        "peel": lambda: held.put(union, _known(peel.decode(peel.encode(union, values, table, 0), union, 0))),
+        "peel": lambda: held.put(union, _known(peel_decode(peel_encode(union, values, table, 0), union, 0))),
     }
     found = {name: len(union) * WIDTH / min(_seconds(work) for _ in range(7)) for name, work in works.items()}
     torch.set_num_threads(threads)

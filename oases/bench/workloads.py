@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from oases.bench.sparse_config import SparseBenchConfig
 from oases.bench.words import WordCorpus
 from oases.models.recommender import Recommender
 from oases.models.word_lstm import WordLSTM, log_uniform
-
-if TYPE_CHECKING:
-    from oases.bench.sparse import SparseBenchConfig
 
 Batch = tuple[Tensor, ...]
 """What a model takes; it returns the loss."""

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     from oases.bench.planner import PlannerBenchConfig
     from oases.bench.plans import PlansBenchConfig
     from oases.bench.recomputation import RecomputationBenchConfig
-    from oases.bench.sparse import SparseBenchConfig
+    from oases.bench.sparse_config import SparseBenchConfig
     from oases.bench.svm_config import SvmBenchConfig
 
     bench = command(commands, "bench", "measure what is hidden on this machine")
@@ -220,51 +220,51 @@ def _bench_plans(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _bench_pipeline(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.bench.pipeline import PipelineBenchConfig, run_pipeline_bench
-    from oases.ranks import run_ranks
-    from oases.terminal import console, pipelines_table
+    from oases.terminal import pipelines_table
 
     config = configured(PipelineBenchConfig, options)
     config.chosen(options.tp)
-    joined = behind_link(options, given)
-    console.print(f"{options.tp} stages {joined}; compute is emulated, what is sent is sent")
-    result = run_ranks(run_pipeline_bench, (config, True), rank_options(options, "cpu"))
-    if not speaks():
-        return
-    console.print(pipelines_table(result))
-    write_json(options.json, result)
+    said = "{} stages {}; compute is emulated, what is sent is sent"
+    _on_ranks(run_pipeline_bench, config, options, given, said, pipelines_table)
 
 
 def _bench_moe(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.bench.experts import ExpertsBenchConfig, run_experts_bench
-    from oases.ranks import run_ranks
-    from oases.terminal import console, experts_table
+    from oases.terminal import experts_table
 
     config = configured(ExpertsBenchConfig, options)
     config.check(options.tp)
-    joined = behind_link(options, given)
-    console.print(f"{options.tp} ranks {joined}; compute is emulated, what is sent is sent")
-    result = run_ranks(run_experts_bench, (config, True), rank_options(options, "cpu"))
-    if not speaks():
-        return
-    result["config"] |= {"link": options.link, "nodes": options.nodes}
-    console.print(experts_table(result))
-    write_json(options.json, result)
+    said = "{} ranks {}; compute is emulated, what is sent is sent"
+    _on_ranks(run_experts_bench, config, options, given, said, experts_table)
 
 
 def _bench_mixture(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.bench.mixture import MixtureBenchConfig, run_mixture_bench
-    from oases.ranks import run_ranks
-    from oases.terminal import console, mixture_table
+    from oases.terminal import mixture_table
 
     config = configured(MixtureBenchConfig, options)
     config.check(options.tp)
-    joined = behind_link(options, given)
-    console.print(f"{options.tp} ranks {joined}")
-    result = run_ranks(run_mixture_bench, (config, True), rank_options(options, "cpu"))
+    _on_ranks(run_mixture_bench, config, options, given, "{} ranks {}", mixture_table)
+
+
+def _on_ranks(
+    run: Callable[..., Any],
+    config: Any,
+    options: argparse.Namespace,
+    given: Sequence[str],
+    said: str,
+    table: Callable[[dict[str, Any]], Any],
+) -> None:
+    """Run a benchmark on ranks behind the link asked for, and show it. said: with places for number and link."""
+    from oases.ranks import run_ranks
+    from oases.terminal import console
+
+    console.print(said.format(options.tp, behind_link(options, given)))
+    result = run_ranks(run, (config, True), rank_options(options, "cpu"))
     if not speaks():
         return
     result["config"] |= {"link": options.link, "nodes": options.nodes}
-    console.print(mixture_table(result))
+    console.print(table(result))
     write_json(options.json, result)
 
 
@@ -322,7 +322,8 @@ def _bench_placements(options: argparse.Namespace, given: Sequence[str]) -> None
 
 
 def _bench_sparse(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.bench.sparse import SparseBenchConfig, run_sparse_bench
+    from oases.bench.sparse import run_sparse_bench
+    from oases.bench.sparse_config import SparseBenchConfig
     from oases.ranks import run_ranks
     from oases.terminal import console, sparse_table
 

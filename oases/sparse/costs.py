@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from oases.kernels.bitmap import bitmap_pack
-from oases.sparse import peel
 from oases.sparse.accounting import Reduction
 from oases.sparse.gradient import DenseRows
+from oases.sparse.peel import MARGIN, table_cells
+from oases.sparse.peel import decode as peel_decode
+from oases.sparse.peel import encode as peel_encode
 from oases.sparse.sketch import Sketch
 from oases.sparse.wire import Wire
 
@@ -69,7 +71,7 @@ class Costs:
         rows = {
             "packed": task.union * task.row_bytes,
             "sketch": sketch_cells * task.width * 4,
-            "peel": peel.table_cells(round(peel.MARGIN * task.union)) * task.width * 4,
+            "peel": table_cells(round(MARGIN * task.union)) * task.width * 4,
         }[mode]
         phases = 1 if mode == "peel" else 2
         each = {"packed": self.packed_seconds, "sketch": self.sketch_seconds, "peel": self.peel_seconds}[mode]
@@ -106,7 +108,7 @@ def _work(device: torch.device, sketch_rows: int) -> list[float]:
     held = DenseRows(gradient, in_place=True)
     union, values = held.own()
     sketch = Sketch.sized(used, sketch_rows, 0.5, 0)
-    cells = peel.table_cells(used)
+    cells = table_cells(used)
 
     def best(work: Callable[[], object]) -> float:
         return min(_timed(work, device) for _ in range(3))
@@ -116,7 +118,7 @@ def _work(device: torch.device, sketch_rows: int) -> list[float]:
         best(lambda: bitmap_pack(gradient)) / (rows * width),
         best(lambda: held.put(union, held.gather(union).div_(1))) / nonzeros,
         best(lambda: held.put(union, sketch.decode(sketch.encode(union, values), union))) / nonzeros,
-        best(lambda: peel.decode(peel.encode(union, values, cells, 0), union, 0)) / nonzeros,
+        best(lambda: peel_decode(peel_encode(union, values, cells, 0), union, 0)) / nonzeros,
     ]
 
 

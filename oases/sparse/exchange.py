@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from oases.kernels.bitmap import bitmap_unpack
-from oases.sparse import peel
 from oases.sparse.accounting import Reduction
 from oases.sparse.costs import Costs, Task
 from oases.sparse.gradient import Rows
+from oases.sparse.peel import MARGIN, table_cells
+from oases.sparse.peel import decode as peel_decode
+from oases.sparse.peel import encode as peel_encode
 from oases.sparse.sketch import Sketch
 from oases.sparse.wire import Sending, Wire, or_of
 
@@ -173,7 +175,7 @@ class Exchange:
         if mode == "gather":
             return (yield from self._gather(union))
         if mode == "peel":
-            return (yield from self._peel(union, self._peel_table(peel.table_cells(count))))
+            return (yield from self._peel(union, self._peel_table(table_cells(count))))
         return (yield from self._packed(union))
 
     def _sized(self, count: int) -> Sketch:
@@ -201,7 +203,7 @@ class Exchange:
         if settings.mode == "peel":
             if self.rows.dtype == torch.float64:
                 return "packed", "peeling adds in float32, too short for float64"
-            if peel.table_cells(count) >= rows:
+            if table_cells(count) >= rows:
                 return "packed", "the table would be no smaller than the dense gradient"
         return settings.mode, ""
 
@@ -233,7 +235,7 @@ class Exchange:
         return allowed[0] if allowed else ""
 
     def _cells_ahead(self) -> int:
-        return peel.table_cells(round(peel.MARGIN * (self.memory.union or 0)))
+        return table_cells(round(MARGIN * (self.memory.union or 0)))
 
     def _beside_bits(self, early: int) -> Tensor:
         """The bitmap and the first rows of this rank, zeros where it has fewer, as bytes."""
@@ -253,7 +255,7 @@ class Exchange:
 
     def _peel_table(self, cells: int) -> Sending:
         with self._encoding():
-            table = peel.encode(*self.rows.own(), cells, self._seed)
+            table = peel_encode(*self.rows.own(), cells, self._seed)
         return self.wire.sum(table, self.found)
 
     def _dense(self) -> Steps:
@@ -314,7 +316,7 @@ class Exchange:
         with self._decoding():
             # NaN and infinity would spread to the rows that share their cells.
             finite = bool(sums.isfinite().all())
-            values = peel.decode(sums, union, self._seed) if finite else None
+            values = peel_decode(sums, union, self._seed) if finite else None
             if values is not None:
                 return self.rows.put(union, (values / self.wire.world).to(self.rows.dtype))
         return self._packed_instead(union, "the table did not peel" if finite else "NaN or infinity")

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import linprog
 from sklearn.base import BaseEstimator
 
-from oases.svm import certificate
+from oases.svm.certificate import residuals as residuals_of
 from oases.svm.design import Design
 from oases.svm.estimator import MAX_ITER
 from oases.svm.penalties import Floats, Penalty
@@ -100,7 +100,7 @@ def path_of(problems: Problems, penalty: Penalty, lams: Any, n_lambdas: int, eps
                 point = other if other.objective < point.objective else point
             w = point.w
             coefs[i, :, k], intercepts[i, k], objectives[i, k] = w, point.b, point.objective
-            residuals[i, k] = max(certificate.residuals(design, w, point.b, point.multipliers, at))
+            residuals[i, k] = max(residuals_of(design, w, point.b, point.multipliers, at))
             slack = (point.objective - at.value(w)) * problems.mass
             bic[i, k] = slack + np.log(len(problems.counted)) * np.count_nonzero(w)
     return Path(problems.classes, falling, coefs, intercepts, objectives, residuals, bic)

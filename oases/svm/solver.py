@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import sparse
 
-from oases.svm import certificate
 from oases.svm.admm import Admm, least_scale
+from oases.svm.certificate import objective, residuals
 from oases.svm.design import Design
 from oases.svm.factor import DenseMatrix, Matrix, SparseMatrix
 from oases.svm.penalties import Floats, Penalty
@@ -172,7 +172,7 @@ def solve_plainly(design: Design, penalty: Penalty, limit: int, tol: float, star
     b = outcome.b - float(design.center @ w)
     multipliers = np.clip(-admm.factor * 3.0 * design.weights * admm.v, 0.0, design.weights)
     return Solution(
-        w, b, multipliers, certificate.objective(design, w, b, penalty), outcome.primal, outcome.dual,
+        w, b, multipliers, objective(design, w, b, penalty), outcome.primal, outcome.dual,
         max(budget.used, 1),
     )  # fmt: skip
 
@@ -183,6 +183,6 @@ def largest_lambda_bound(design: Design) -> float:
 
 
 def _certified(design: Design, penalty: Penalty, point: Point, budget: Budget) -> Solution:
-    primal, dual = certificate.residuals(design, point.w, point.b, point.multipliers, penalty)
-    value = certificate.objective(design, point.w, point.b, penalty)
+    primal, dual = residuals(design, point.w, point.b, point.multipliers, penalty)
+    value = objective(design, point.w, point.b, penalty)
     return Solution(point.w, point.b, point.multipliers, value, primal, dual, max(budget.used, 1))

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from oases import cli
-from oases.bench.sparse import SparseBenchConfig, run_sparse_bench
+from oases.bench.sparse import run_sparse_bench
+from oases.bench.sparse_config import SparseBenchConfig
 from oases.bench.sparse_modes import OURS, PEERS
 from oases.bench.words import WordCorpus, write_words
 from oases.bench.workloads import ClickWorkload
