@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PY := $(VENV)/bin/python
-CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.py)
-FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu cpp_tests/*.h cpp_tests/*.cpp)
+CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.py csrc/svm/*)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-python test-slow test-cpp test-gpu bench-gpu cuda-check lint format bench build clean sanitize

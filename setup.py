@@ -1,4 +1,6 @@
-"""Builds the extension `oases._C` against the torch that is installed. Everything else is in pyproject.toml.
+"""Builds the extension `oases._C` against the torch that is installed, and `oases._svm`, which is without torch.
+
+Everything else is in pyproject.toml.
 
 Kernels are compiled by csrc/cuda_build.py where there is an nvcc, whatever torch is installed: a CPU torch will do.
 """
@@ -8,7 +10,8 @@ import sys
 from pathlib import Path
 
 import torch
-from setuptools import setup
+from pybind11 import get_include
+from setuptools import Extension, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).parent
@@ -27,21 +30,32 @@ class Build(BuildExtension):
         cuda = cuda_part(torch.version.cuda is not None)
         if cuda is not None:
             objects, link_arguments = cuda
-            (extension,) = self.extensions
+            (extension,) = (each for each in self.extensions if each.name == "oases._C")
             extension.extra_objects = objects
             extension.extra_link_args = link_arguments
             extension.define_macros = [("OASES_WITH_CUDA", None)]
         super().build_extensions()
 
 
+def sources(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in folder.glob("*.cpp"))
+
+
 setup(
     ext_modules=[
         CppExtension(
             "oases._C",
-            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp")),
+            sources(ROOT / "csrc"),
             # -g0: torch's headers make debug information ten times the size of the code.
             extra_compile_args=["-O2", "-g0", "-Wall", f"-DOASES_TORCH_VERSION={torch.__version__}"],
-        )
+        ),
+        Extension(
+            "oases._svm",
+            sources(ROOT / "csrc" / "svm"),
+            include_dirs=[get_include()],
+            language="c++",
+            extra_compile_args=["-O3", "-g0", "-Wall", "-std=c++20"],
+        ),
     ],
     cmdclass={"build_ext": Build},
 )

@@ -76,7 +76,7 @@ class Admm:
         """At most `steps` steps, until both residuals are below tol."""
         primal = dual = np.inf
         for step in range(1, steps + 1):
-            if not budget.spend():
+            if not budget.spend(2.0 * self.matrix.shape[0] * self.matrix.shape[1]):
                 break
             checked = step % _CHECKED == 0
             before = (self.z, self.s - self.xi)

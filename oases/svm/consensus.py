@@ -56,7 +56,7 @@ class Ranks:
         """All ranks' labels, sorted."""
         return np.unique(np.concatenate(self._objects(labels)))
 
-    def explore(self, polish: Polish, penalty: Penalty, begin: Floats, b: float) -> tuple[Floats, float]:
+    def explore(self, polish: Polish, penalty: Penalty) -> Floats:
         """ADMM by consensus over the columns worked on; `oases.svm.solver.Explore`."""
         design = polish.design
         assert isinstance(design, SharedDesign)
@@ -66,19 +66,21 @@ class Ranks:
         own = slice(design.start, design.start + design.owned)
         # The intercept is one more column, which has no penalty.
         h = np.column_stack([polish.block[own] / change, design.labels[own]])
-        z = self._agreed(h, design, own, (penalty, scale), np.append(begin * change, b), polish)
-        return z[:-1] / change, float(z[-1])
+        return self._agreed(h, design, own, (penalty, scale), polish)[:-1] / change
 
     def _agreed(
-        self, h: Floats, design: Design, own: slice, proximal: tuple[Penalty, Floats], z: Floats, polish: Polish
+        self, h: Floats, design: Design, own: slice, proximal: tuple[Penalty, Floats], polish: Polish
     ) -> Floats:
         penalty, scale = proximal
         c, matrix = design.weights[own], DenseMatrix(h)
         equations = NormalEquations(matrix, c, RHO1 / RHO2)
-        u, v, product = np.zeros_like(z), np.zeros(len(c)), matrix.times(z)
-        xi, s = np.maximum(1 - product, 0.0), np.maximum(product - 1, 0.0)
+        z: Floats = np.zeros(h.shape[1])
+        u: Floats = np.zeros(h.shape[1])
+        v: Floats = np.zeros(len(c))
+        xi: Floats = np.ones(len(c))
+        s: Floats = np.zeros(len(c))
         for step in range(1, _STEPS + 1):
-            if not polish.budget.spend():
+            if not polish.budget.spend(2.0 * h.size * self.size):
                 break
             target = s + 1 - xi - v
             w = equations.solve(RHO1 / RHO2 * (z - u) + matrix.correlate(c * target))

@@ -11,10 +11,9 @@ from sklearn.utils import indexable
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from oases.svm.estimator import MAX_ITER, LinearClassifier, check_steps
-from oases.svm.path import path_of
+from oases.svm.path import Path, grid, path_of
 from oases.svm.penalties import Penalty
 from oases.svm.problems import Problems
-from oases.svm.solver import solve
 
 
 class NonconvexSVCCV(LinearClassifier):
@@ -31,15 +30,19 @@ class NonconvexSVCCV(LinearClassifier):
     cv : int, splitter, iterable or None
         As everywhere in scikit-learn; None for five stratified folds.
     criterion : {"cv", "bic"}
-        Of equal lambdas, the largest is taken.
+        Of equal ones, the solution of fewest non-zeros is taken, and of these that of the largest lambda.
+    search : bool or None
+        As of NonconvexSVC; None to choose that, too.
 
     Attributes
     ----------
-    lam_ : the lambda chosen
+    lam_, search_ : the lambda and the kind of solution chosen
     lams_ : all of them, falling, [L]
     scores_ : accuracy by fold, [folds, L]; of "bic": the criterion with the opposite sign, [1, L]
     path_ : the `oases.svm.Path` of all data
-    coef_ and the rest : as of NonconvexSVC, fitted to all data with lam_
+    coef_ and the rest : as of NonconvexSVC, the solution of path_ with lam_
+
+    scores_ and path_ are of the kind of solution chosen.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class NonconvexSVCCV(LinearClassifier):
         max_iter: int = MAX_ITER,
         tol: float = 1e-6,
         class_weight: Any = None,
+        search: bool | None = None,
     ) -> None:
         self.penalty = penalty
         self.theta = theta
@@ -68,6 +72,7 @@ class NonconvexSVCCV(LinearClassifier):
         self.max_iter = max_iter
         self.tol = tol
         self.class_weight = class_weight
+        self.search = search
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> NonconvexSVCCV:
         """Choose lambda and fit; arguments as of NonconvexSVC."""
@@ -77,40 +82,50 @@ class NonconvexSVCCV(LinearClassifier):
         penalty = Penalty(self.penalty, 0.0, self.theta)
         problems = Problems(self, X, y, sample_weight, self.class_weight, self.fit_intercept)
         self.classes_ = problems.classes
-        self.path_ = path_of(problems, penalty, self.lams, self.n_lambdas, self.eps, self.max_iter)
-        self.lams_ = self.path_.lams
+        lams = grid(problems, penalty, self.lams, self.n_lambdas, self.eps)
+        kinds = [False, True] if self.search is None and self.penalty != "l1" else [bool(self.search)]
+        paths = {kind: path_of(problems, penalty, lams, self.max_iter, kind) for kind in kinds}
         if self.criterion == "bic":
-            self.scores_ = -self.path_.bic.sum(axis=0, keepdims=True)
+            scores = {kind: -path.bic.sum(axis=0, keepdims=True) for kind, path in paths.items()}
         else:
-            self.scores_ = self._scored(penalty, X, y, sample_weight)
-        chosen = int(self.scores_.mean(axis=0).argmax())
-        self.lam_ = float(self.lams_[chosen])
-        at = Penalty(self.penalty, self.lam_, self.theta)
-        found = [
-            solve(design, at, self.max_iter, self.path_.coefs[i, :, chosen], None)
-            for i, design in enumerate(problems.designs())
-        ]
+            scores = self._scored(penalty, lams, paths, X, y, sample_weight)
+
+        def merit(choice: tuple[bool, int]) -> tuple[float, int, int]:
+            kind, k = choice
+            return float(scores[kind].mean(axis=0)[k]), -int(paths[kind].nonzeros[:, k].sum()), -k
+
+        self.search_, chosen = max(((kind, k) for kind in kinds for k in range(len(lams))), key=merit)
+        self.path_, self.scores_ = paths[self.search_], scores[self.search_]
+        self.lams_, self.lam_ = lams, float(lams[chosen])
+        found = [solutions[chosen] for solutions in self.path_.solutions]
         self._keep(found, self.tol, [problems.spread(solution.multipliers) for solution in found])
         return self
 
-    def _scored(self, penalty: Penalty, X: Any, y: Any, sample_weight: Any) -> Any:
-        """Weighted accuracy of each fold's path on what the fold leaves out: [folds, L]."""
+    def _scored(
+        self, penalty: Penalty, lams: Any, paths: dict[bool, Path], X: Any, y: Any, sample_weight: Any
+    ) -> dict[bool, Any]:
+        """Weighted accuracy of each fold's path on what the fold leaves out: [folds, L], by kind.
+
+        Where all coefficients of a path of all data are zero, those of the folds are, too: else what is scored there
+        would be another thing than what is to be chosen.
+        """
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, reset=False)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64)
         X, y = indexable(X, y)
-        rows = []
+        rows: dict[bool, list[Any]] = {kind: [] for kind in paths}
         for train, test in check_cv(self.cv, y, classifier=is_classifier(self)).split(X, y):
             if weights[test].sum() == 0:
                 continue  # nothing to score
             problems = Problems(
                 _Fold(), X[train], y[train], weights[train], self.class_weight, self.fit_intercept
             )  # fmt: skip
-            path = path_of(problems, penalty, self.lams_, self.n_lambdas, self.eps, self.max_iter)
-            right = path.predict(X[test]) == y[test][:, None]
-            rows.append(np.average(right, axis=0, weights=weights[test]))
-        if not rows:
+            for kind, whole in paths.items():
+                path = path_of(problems, penalty, lams, self.max_iter, kind, whole.zeros)
+                right = path.predict(X[test]) == y[test][:, None]
+                rows[kind].append(np.average(right, axis=0, weights=weights[test]))
+        if not all(rows.values()):
             raise ValueError(f"cv={self.cv!r} leaves no sample with a weight above 0 to score on")
-        return np.stack(rows)
+        return {kind: np.stack(found) for kind, found in rows.items()}
 
 
 class _Fold(LinearClassifier):

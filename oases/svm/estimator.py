@@ -79,6 +79,9 @@ class NonconvexSVC(LinearClassifier):
         Factors of the samples' weights by class.
     warm_start : bool
         Begin at the last coefficients, too.
+    search : bool
+        Of a nonconvex penalty, the lowest of several stationary points; False for the one that reweighted linear
+        programmes come to from zero, which is found sooner.
     polish : bool
         False for the alternating direction method alone, as published: it ends with both residuals, relative ones,
         below tol, but without multipliers that prove it. With lsp and capped_l1 it may not settle, and warns.
@@ -107,6 +110,7 @@ class NonconvexSVC(LinearClassifier):
         tol: float = 1e-6,
         class_weight: Any = None,
         warm_start: bool = False,
+        search: bool = True,
         polish: bool = True,
         process_group: Any = None,
     ) -> None:
@@ -118,6 +122,7 @@ class NonconvexSVC(LinearClassifier):
         self.tol = tol
         self.class_weight = class_weight
         self.warm_start = warm_start
+        self.search = search
         self.polish = polish
         self.process_group = process_group
 
@@ -142,7 +147,7 @@ class NonconvexSVC(LinearClassifier):
         for i, design in enumerate(problems.designs()):
             start = None if last is None else last[i]
             if self.polish:
-                found.append(solve(design, penalty, self.max_iter, start, explore))
+                found.append(solve(design, penalty, self.max_iter, start, explore, self.search))
             else:
                 found.append(solve_plainly(design, penalty, self.max_iter, self.tol, start))
         self._keep(found, self.tol, [problems.spread(solution.multipliers) for solution in found])

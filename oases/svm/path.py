@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
 from sklearn.base import BaseEstimator
 
-from oases.svm.certificate import residuals as residuals_of
 from oases.svm.design import Design
 from oases.svm.estimator import MAX_ITER
 from oases.svm.penalties import Floats, Penalty
-from oases.svm.polish import Polish, multipliers_at_zero
+from oases.svm.polish import Point, Polish, lower, multipliers_at_zero, point_at_zero
 from oases.svm.problems import Problems
+from oases.svm.search import improved
+from oases.svm.solver import Solution, certified
 from oases.svm.vertex import Budget
 
 _COLUMNS = 10
+_SMALL_CONVEX, _SMALL_SEARCHED, _SEARCHED = 1e9, 5e8, 0.3
+"""Products of numbers that an l1 solution and all searches may take at least; searches by the work before them."""
 _NEAR = 1e-9
 
 
@@ -37,6 +41,12 @@ class Path:
     objectives: Floats
     residuals: Floats
     bic: Floats
+    solutions: list[list[Solution]] = field(repr=False)  # by problem and lambda, with their multipliers
+
+    @property
+    def zeros(self) -> list[int]:
+        """How many lambdas have all coefficients zero before any other, by problem."""
+        return [int(np.argmax(np.append(some, True))) for some in self.nonzeros > 0]
 
     @property
     def nonzeros(self) -> Any:
@@ -56,67 +66,138 @@ class Path:
 def svc_path(
     X: Any, y: Any, *, penalty: str = "scad", theta: float | None = None, lams: Sequence[float] | None = None,
     n_lambdas: int = 50, eps: float = 1e-2, fit_intercept: bool = True, sample_weight: Any = None,
-    class_weight: Any = None, max_iter: int = MAX_ITER,
+    class_weight: Any = None, search: bool = True, max_iter: int = MAX_ITER,
 ) -> Path:  # fmt: skip
     """Stationary points for falling lambda.
 
-    Of a nonconvex penalty each is the lower of two, from the one before and from the l1 solution.
+    Of a nonconvex penalty each is the lowest of several, which solutions of other lambdas lead to; without search the
+    one that reweighting from the l1 solution comes to.
     lams: in any order; None for n_lambdas of them, evenly spread in logarithm, from the least lambda with w = 0 down
     to eps of it. max_iter: steps for each lambda. The parameters are otherwise those of NonconvexSVC.
     """
     problems = Problems(BaseEstimator(), X, y, sample_weight, class_weight, fit_intercept)
-    return path_of(problems, Penalty(penalty, 0.0, theta), lams, n_lambdas, eps, max_iter)
+    of_name = Penalty(penalty, 0.0, theta)
+    return path_of(problems, of_name, grid(problems, of_name, lams, n_lambdas, eps), max_iter, search)
 
 
-def path_of(problems: Problems, penalty: Penalty, lams: Any, n_lambdas: int, eps: float, max_iter: int) -> Path:
-    """The path of problems that are validated; the lambda of `penalty` does not matter."""
-    designs = list(problems.designs())
-    falling: Floats
-    if lams is None:
-        if isinstance(n_lambdas, bool) or not isinstance(n_lambdas, (int, np.integer)) or n_lambdas < 1:
-            raise ValueError(f"n_lambdas={n_lambdas!r} must be an integer of at least 1")
-        if not 0 < eps < 1:
-            raise ValueError(f"eps={eps} must be between 0 and 1, the last lambda over the first")
-        largest = max(largest_lambda(design, penalty) for design in designs)
-        falling = np.asarray(largest * np.geomspace(1.0, eps, n_lambdas) if largest > 0 else np.zeros(1))
-    else:
+def grid(problems: Problems, penalty: Penalty, lams: Any, n_lambdas: int, eps: float) -> Floats:
+    """The lambdas of a path, falling; see svc_path."""
+    if lams is not None:
         falling = np.sort(np.asarray(lams, dtype=float).ravel())[::-1].copy()
         if len(falling) == 0:
             raise ValueError("lams is empty; give at least one lambda, or None")
+        return falling
+    if isinstance(n_lambdas, bool) or not isinstance(n_lambdas, (int, np.integer)) or n_lambdas < 1:
+        raise ValueError(f"n_lambdas={n_lambdas!r} must be an integer of at least 1")
+    if not 0 < eps < 1:
+        raise ValueError(f"eps={eps} must be between 0 and 1, the last lambda over the first")
+    largest = max(largest_lambda(design, penalty) for design in problems.designs())
+    return np.asarray(largest * np.geomspace(1.0, eps, n_lambdas) if largest > 0 else np.zeros(1))
+
+
+def path_of(
+    problems: Problems, penalty: Penalty, falling: Floats, max_iter: int, search: bool, zeros: Sequence[int] = ()
+) -> Path:
+    """The path of problems that are validated; the lambda of `penalty` does not matter.
+
+    zeros: with how many of the first lambdas all coefficients are to be zero, whatever is lower, by problem.
+    """
     of_lambda = [replace(penalty, lam=float(lam)) for lam in falling]  # every one is checked before any is solved
-    shape = (len(designs), len(falling))
-    coefs = np.zeros((len(designs), problems.features, len(falling)))
-    intercepts, objectives, residuals, bic = (np.zeros(shape) for _ in range(4))
-    for i, design in enumerate(designs):
-        budget = Budget(max_iter)
-        polish = Polish(design, budget)
-        w: Floats = np.zeros(problems.features)
-        convex = _Convex(design, budget) if penalty.name != "l1" else None
-        for k, at in enumerate(of_lambda):
-            budget.used = 0
-            point = polish.descend(at, w, priced=False)
-            if convex is not None:
-                other = polish.descend(at, convex.next(at), priced=False)
-                point = other if other.objective < point.objective else point
-            w = point.w
-            coefs[i, :, k], intercepts[i, k], objectives[i, k] = w, point.b, point.objective
-            residuals[i, k] = max(residuals_of(design, w, point.b, point.multipliers, at))
-            slack = (point.objective - at.value(w)) * problems.mass
-            bic[i, k] = slack + np.log(len(problems.counted)) * np.count_nonzero(w)
-    return Path(problems.classes, falling, coefs, intercepts, objectives, residuals, bic)
+    zeros = zeros if len(zeros) == len(problems) else [0] * len(problems)
+    found = [
+        list(_solutions(design, of_lambda, max_iter, search, zero))
+        for design, zero in zip(problems.designs(), zeros, strict=True)
+    ]
+    coefs = np.stack([np.stack([at.w for at in path], axis=1) for path in found])
+    intercepts = np.array([[at.b for at in path] for path in found])
+    objectives = np.array([[at.objective for at in path] for path in found])
+    residuals = np.array([[max(at.primal, at.dual) for at in path] for path in found])
+    penalties = np.array([[at.value(s.w) for at, s in zip(of_lambda, path, strict=True)] for path in found])
+    slacks = (objectives - penalties) * problems.mass
+    bic = slacks + np.log(len(problems.counted)) * np.count_nonzero(coefs, axis=1)
+    return Path(problems.classes, falling, coefs, intercepts, objectives, residuals, bic, found)
+
+
+def _solutions(design: Design, falling: list[Penalty], max_iter: int, search: bool, zeros: int) -> Iterator[Solution]:
+    budget = Budget(max_iter)
+    local = falling[0].name != "l1" and not search
+    points, steps = (_reweighted if local else _points)(design, falling, budget)
+    for k, (at, point, taken) in enumerate(zip(falling, points, steps, strict=True)):
+        yield certified(design, at, point_at_zero(design) if k < zeros else point, taken)
+
+
+def _reweighted(design: Design, falling: list[Penalty], budget: Budget) -> tuple[list[Point], list[int]]:
+    """Each from the l1 solution."""
+    polish, convex = Polish(design, budget), _Convex(design, budget, math.inf)
+    points, steps = [], []
+    for at in falling:
+        budget.used = 0
+        points.append(polish.descend(at, convex.next(at), priced=False))
+        steps.append(budget.used)
+    return points, steps
+
+
+def _points(design: Design, falling: list[Penalty], budget: Budget) -> tuple[list[Point], list[int]]:
+    """Down, each from the one before and, of a nonconvex penalty, from the l1 solution; then, of that, up and down.
+
+    On the way up a solution of the next lambda may be a better start, and on the way down again one that was found by
+    changing single coefficients.
+    """
+    polish = Polish(design, budget)
+    convex = _Convex(design, budget, _SMALL_CONVEX) if falling[0].name != "l1" else None
+    points: list[Point] = []
+    steps: list[int] = []
+    w: Floats = np.zeros(design.features)
+    for at in falling:
+        budget.used = 0
+        points.append(polish.descend(at, w, priced=False))
+        if convex is not None:
+            points[-1] = lower(points[-1], polish.descend(at, convex.next(at), priced=False))
+        w = points[-1].w
+        steps.append(budget.used)
+    if convex is not None:
+        order = range(len(points))
+        search = max(budget.work * _SEARCHED, _SMALL_SEARCHED) / len(points)
+        for turn, work in ((order[::-1], 0.0), (order, search), (order[::-1], 0.0)):
+            _pass_on(polish, falling, points, steps, turn, work)
+    return points, steps
+
+
+def _pass_on(
+    polish: Polish, falling: list[Penalty], points: list[Point], steps: list[int], order: Sequence[int], search: float
+) -> None:
+    """Each begun at the one before in this order, where that is lower; where it has not that support, searched.
+
+    Zero stays, where it is stationary: a path begins with it.
+    """
+    last: Floats | None = None
+    for k in order:
+        if not np.any(points[k].w):
+            continue
+        polish.budget.used = steps[k]
+        if last is not None:
+            points[k] = lower(points[k], polish.descend(falling[k], last, priced=False))
+        if search and (last is None or not np.array_equal(points[k].w != 0, last != 0)):
+            with polish.budget.within(search):
+                points[k] = improved(polish, falling[k], points[k])
+        steps[k], last = polish.budget.used, points[k].w
 
 
 class _Convex:
     """The path of the l1 problem, at which reweighted linear programmes begin."""
 
-    def __init__(self, design: Design, budget: Budget) -> None:
-        self._polish = Polish(design, budget)
+    def __init__(self, design: Design, budget: Budget, allowed: float) -> None:
+        self._polish, self._budget = Polish(design, budget), budget
         self._w: Floats = np.zeros(design.features)
+        self._allowed, self._ended = allowed, False
 
     def next(self, penalty: Penalty) -> Floats:
-        """Its coefficients for the slope at zero of this penalty."""
+        """Its coefficients for the slope at zero of this penalty; once they are too much work, the last ones."""
         at = replace(penalty, name="l1", lam=penalty.slope_at_zero)
-        self._w = self._polish.descend(at, self._w, priced=False).w
+        if not self._ended:
+            with self._budget.within(max(self._budget.work, self._allowed)):
+                point = self._polish.descend(at, self._w, priced=False)
+            self._ended, self._w = not point.settled, point.w if point.settled else self._w
         return self._w
 
 

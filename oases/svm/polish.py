@@ -9,7 +9,7 @@ out of the programmes and priced afterwards (column generation, as Dedieu, Mazum
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,16 +26,22 @@ _PIVOTS = 100
 _ZERO = 1e-10
 """A coefficient of a column of mean square 1 below it is rounding."""
 _VIOLATED = 1e-9
+_SAME = 1e-14
+"""Objectives, which are at most about 1, that differ by less are one."""
 
 
 @dataclass
 class Point:
-    """Coefficients [d] and intercept in the user's units, multipliers [n], objective."""
+    """Coefficients [d] and intercept in the user's units, multipliers [n], objective.
+
+    settled: whether it is stationary, not where a budget ended.
+    """
 
     w: Floats
     b: float
     multipliers: Floats
     objective: float
+    settled: bool = True
 
 
 class Polish:
@@ -77,16 +83,17 @@ class Polish:
                 break
             point = self._point(penalty)
             settled = self.budget.used == used
-            stuck = best is not None and point.objective >= best.objective - 1e-14
-            if best is None or point.objective <= best.objective or settled:
+            # Of an objective that is no lower but for rounding, the later point is the one the multipliers prove.
+            stuck = best is not None and point.objective >= best.objective - _SAME
+            if best is None or point.objective <= best.objective + _SAME or settled:
                 best = point
             if settled or stuck or penalty.name == "l1":
                 if priced or not self._price(penalty):
                     return best
                 priced = True
             reference = point.w
-        point = self._point(penalty)  # the budget ended on the way
-        return point if best is None or point.objective < best.objective else best
+        point = self._point(penalty)
+        return replace(point if best is None or point.objective < best.objective else best, settled=False)
 
     def move(self, w: Floats) -> None:
         """Have these columns among those that are worked on."""
@@ -137,6 +144,11 @@ class Polish:
         return Point(w, b - float(self.design.center @ w), multipliers, loss + penalty.value(w))
 
 
+def lower(best: Point, found: Point) -> Point:
+    """The lower of two, the first where they are about the same or the second is not stationary."""
+    return found if found.settled and found.objective < best.objective * (1 - 1e-12) else best
+
+
 def multipliers_at_zero(design: Design) -> Floats:
     """Multipliers that go with w = 0 and the intercept best for it: the lighter class whole, the heavier in part."""
     c, y = design.weights, design.labels
@@ -149,12 +161,16 @@ def multipliers_at_zero(design: Design) -> Floats:
 
 def zero_is_stationary(design: Design, penalty: Penalty) -> Point | None:
     """The all-zero answer where these multipliers prove it, at the cost of one look at the data; else None."""
-    multipliers = multipliers_at_zero(design)
-    force = np.abs(design.force(multipliers)).max(initial=0.0)
+    force = np.abs(design.force(multipliers_at_zero(design))).max(initial=0.0)
     if force > penalty.slope_at_zero:
         return None
+    return point_at_zero(design)
+
+
+def point_at_zero(design: Design) -> Point:
+    """w = 0 with the intercept best for it."""
     c, y = design.weights, design.labels
     positive, negative = c[y > 0].sum(), c[y < 0].sum()
     b = 0.0 if not design.intercept else 1.0 if positive >= negative else -1.0
     loss = 1.0 if not design.intercept else 2 * min(positive, negative)
-    return Point(np.zeros(design.features), b, multipliers, float(loss))
+    return Point(np.zeros(design.features), b, multipliers_at_zero(design), float(loss))

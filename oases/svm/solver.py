@@ -1,11 +1,13 @@
 """One binary problem: starts for the descent, of which the lowest stationary point is taken.
 
-A nonconvex penalty has many stationary points. The descent from zero is that of reweighted linear programmes, so the
-answer is never above theirs; ADMM, from zero and from that point, reaches others, often lower ones.
+A nonconvex penalty has many stationary points. Solutions of larger lambda lead down to one, those of smaller lambda
+back up to another, ADMM to a third. The descent from zero is that of reweighted linear programmes: where it does not
+take much longer than the rest, the answer is not above theirs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,21 +19,19 @@ from oases.svm.certificate import objective, residuals
 from oases.svm.design import Design
 from oases.svm.factor import DenseMatrix, Matrix, SparseMatrix
 from oases.svm.penalties import Floats, Penalty
-from oases.svm.polish import Point, Polish, multipliers_at_zero, zero_is_stationary
+from oases.svm.polish import Point, Polish, lower, multipliers_at_zero, zero_is_stationary
+from oases.svm.search import improved
 from oases.svm.vertex import Budget
 
 _EXPLORED = 200
 """Steps of ADMM that look for another stationary point; the descent makes it exact."""
 _ROUGH = 1e-3
-_SHARP = (1.0, 0.1)
-"""Of surrogate penalties: theta over the size of coefficients."""
-_TRIED = 1000
-"""Changes of one coefficient that are tried."""
-_WORK, _STEP = 3 * 10**8, 10**5
-"""Products of numbers that these may take on small data; what a step costs besides those of rows and columns."""
-_ALIKE = 9
-_LIKE = 0.2
-"""The least correlation of columns one of which is tried for the other."""
+_FALL, _FALL_BELOW, _FALLS = 0.8, 0.7, 40
+"""From one lambda to the next on the way down, and below the one asked for; steps at most."""
+_BELOW, _REWEIGHTED, _SEARCHED = 10.0, 0.3, 0.3
+"""Work of smaller lambdas, of reweighting from zero, and of the search, by the work before each."""
+_SMALL_BELOW, _LARGE_BELOW, _SMALL_REWEIGHTED, _SMALL_SEARCHED = 6e9, 1.2e10, 1e9, 1e8
+"""Bounds of these, in products of numbers, of which a second has about 3e9."""
 
 
 @dataclass
@@ -47,102 +47,87 @@ class Solution:
     iterations: int
 
 
-Explore = Callable[[Polish, Penalty, Floats, float], tuple[Floats, float]]
-"""From columns worked on, a penalty and a start (scaled, of these columns): coefficients that ADMM comes to."""
+Explore = Callable[[Polish, Penalty], Floats]
+"""The coefficients, scaled, that ADMM comes to from zero over the columns worked on."""
 
 
-def solve(design: Design, penalty: Penalty, limit: int, start: Floats | None, explore: Explore | None) -> Solution:
-    """The lowest stationary point that is found, polished. `start` [d]: coefficients to begin at besides."""
+def solve(
+    design: Design, penalty: Penalty, limit: int, start: Floats | None, explore: Explore | None, search: bool
+) -> Solution:
+    """The lowest stationary point that is found, or without search the one that reweighting from zero comes to.
+
+    start: coefficients [d] to begin at besides.
+    """
     budget = Budget(limit)
     # Where the slope at zero is far above lambda, zero is stationary long before it is any good: ask the flatter l1.
     flatter = replace(penalty, name="l1") if penalty.slope_at_zero > penalty.lam else penalty
     zero = zero_is_stationary(design, flatter)
     if zero is not None:
-        budget.spend()
-        return _certified(design, penalty, zero, budget)
+        budget.spend(0.0)
+        return certified(design, penalty, zero, budget.used)
     polish = Polish(design, budget)
-    best = polish.descend(penalty)
-    if penalty.name != "l1":
-        for candidate in _candidates(polish, penalty, best, start, explore or explore_here):
-            found = polish.descend(penalty, candidate, priced=False)
-            if found.objective < best.objective * (1 - 1e-12):
-                best = found
-        best = _improved(polish, penalty, best)
-    return _certified(design, penalty, best, budget)
+    if penalty.name == "l1" or not search:
+        best = polish.descend(penalty)
+        if start is not None and np.any(start) and penalty.name != "l1":
+            best = lower(best, polish.descend(penalty, start, priced=False))
+        return certified(design, penalty, best, budget.used)
+    best = _followed(polish, penalty)
+    with budget.within(max(_REWEIGHTED * budget.work, _SMALL_REWEIGHTED)):
+        found = Polish(design, budget).descend(penalty)
+    best = lower(best, found)
+    with budget.within(max(_SEARCHED * budget.work, _SMALL_SEARCHED)):
+        for candidate in _candidates(polish, penalty, start, explore or explore_here):
+            best = lower(best, polish.descend(penalty, candidate, priced=False))
+        best = improved(polish, penalty, best)
+    return certified(design, penalty, best, budget.used)
 
 
-def _candidates(
-    polish: Polish, penalty: Penalty, best: Point, start: Floats | None, explore: Explore
-) -> Iterator[Floats]:
+def _followed(polish: Polish, penalty: Penalty) -> Point:
+    """From the largest lambda down, from solution to solution: few columns on the way, however small lambda is.
+
+    Then further down and back up: where the penalty is flat, what the rows are told apart by at a smaller lambda
+    often is a lower stationary point of this one.
+    """
+    w: Floats = np.zeros(polish.design.features)
+    if penalty.lam == 0:
+        return polish.descend(penalty, priced=False)
+    largest = largest_lambda_bound(polish.design) * penalty.lam / penalty.slope_at_zero
+    steps = max(min(math.ceil(math.log(largest / penalty.lam) / -math.log(_FALL)), _FALLS), 1)
+    for lam in np.geomspace(largest, penalty.lam, steps + 1)[1:-1]:
+        w = polish.descend(replace(penalty, lam=float(lam)), w, priced=False).w
+    best = polish.descend(penalty, w, priced=False)
+    with polish.budget.within(_SMALL_BELOW + min(_BELOW * polish.budget.work, _LARGE_BELOW)):
+        for w in reversed(list(_below(polish, penalty, best.w))):
+            best = lower(best, polish.descend(penalty, w, priced=False))
+    return best
+
+
+def _below(polish: Polish, penalty: Penalty, w: Floats) -> Iterator[Floats]:
+    """Solutions for smaller lambda, each begun at the one before, until they change no more."""
+    for step in range(1, _FALLS):
+        used, size = polish.budget.used, np.count_nonzero(w)
+        point = polish.descend(replace(penalty, lam=penalty.lam * _FALL_BELOW**step), w, priced=False)
+        if not point.settled:
+            return
+        if polish.budget.used == used and np.count_nonzero(point.w) == size:
+            return
+        w = point.w
+        yield w
+
+
+def _candidates(polish: Polish, penalty: Penalty, start: Floats | None, explore: Explore) -> Iterator[Floats]:
     design = polish.design
     if start is not None and np.any(start):
         yield start
     if penalty.slope_at_zero != penalty.lam:  # where the first programme is not the l1 problem with this lambda
         yield polish.descend(replace(penalty, name="l1"), priced=False).w
-    yield from _surrogates(polish, penalty, best.w)
-    for begin in (np.zeros(design.features), best.w):
-        polish.move(begin)
-        columns = polish.columns
-        scaled, _ = explore(polish, penalty, begin[columns] * design.scale[columns], 0.0)
-        found = np.zeros(design.features)
-        found[columns] = scaled / design.scale[columns]
-        yield found
+    found = np.zeros(design.features)
+    columns = polish.columns
+    found[columns] = explore(polish, penalty) / design.scale[columns]
+    yield found
 
 
-def _surrogates(polish: Polish, penalty: Penalty, w: Floats) -> Iterator[Floats]:
-    """Stationary points of sharper penalties with the same slope at zero.
-
-    Where a penalty is flat, linear programmes have many solutions, of which these are the sparse ones.
-    """
-    sizes = np.abs(w[w != 0])
-    if len(sizes) == 0 or penalty.lam == 0:
-        return
-    for sharpness in _SHARP:
-        theta = float(np.median(sizes)) * sharpness
-        yield polish.descend(Penalty("lsp", penalty.slope_at_zero * theta, theta), w, priced=False).w
-
-
-def _improved(polish: Polish, penalty: Penalty, best: Point) -> Point:
-    """Descend with one coefficient set to zero, or given to a column like its own, as long as that helps.
-
-    The smallest first; at most a quarter of the steps taken so far, or, of small data, what _WORK allows.
-    """
-    used, size = polish.budget.used, polish.design.rows * len(polish.columns)
-    allowed, tries = used + max(used // 4, _WORK // (size + _STEP)), 0
-    helped = True
-    while helped:
-        helped = False
-        for j in np.argsort(np.abs(best.w) * polish.design.scale):
-            if best.w[j] == 0:  # or no longer another
-                continue
-            for start in _without(polish.design, best.w, int(j)):
-                if tries == _TRIED or polish.budget.used >= allowed or not polish.budget.left:
-                    return best
-                tries += 1
-                found = polish.descend(penalty, start, priced=False)
-                if found.objective < best.objective * (1 - 1e-9):
-                    best, helped = found, True
-                    break
-    return best
-
-
-def _without(design: Design, w: Floats, j: int) -> Iterator[Floats]:
-    """w without its coefficient j, then with that moved to each of the columns most like column j."""
-    start = w.copy()
-    start[j] = 0.0
-    yield start
-    column = design.columns(np.array([j]))[:, 0]
-    likeness = design.correlate(design.weights * column)
-    likeness[w != 0] = 0.0
-    for k in np.argsort(-np.abs(likeness))[:_ALIKE]:
-        if abs(likeness[k]) < _LIKE:
-            return
-        moved = start.copy()
-        moved[k] = np.sign(likeness[k]) * w[j] * design.scale[j] / design.scale[k]
-        yield moved
-
-
-def explore_here(polish: Polish, penalty: Penalty, begin: Floats, b: float) -> tuple[Floats, float]:
+def explore_here(polish: Polish, penalty: Penalty) -> Floats:
     """A short run of ADMM over the columns worked on."""
     design, columns = polish.design, polish.columns
     scale = np.maximum(design.scale[columns], least_scale(penalty))
@@ -150,10 +135,7 @@ def explore_here(polish: Polish, penalty: Penalty, begin: Floats, b: float) -> t
     admm = Admm(
         DenseMatrix(polish.block / change), design.labels, design.weights, scale, penalty, design.intercept
     )  # fmt: skip
-    if np.any(begin):
-        admm.begin(begin * change, b)
-    outcome = admm.run(_EXPLORED, _ROUGH, polish.budget)
-    return outcome.z / change, outcome.b
+    return admm.run(_EXPLORED, _ROUGH, polish.budget).z / change
 
 
 def solve_plainly(design: Design, penalty: Penalty, limit: int, tol: float, start: Floats | None) -> Solution:
@@ -182,7 +164,8 @@ def largest_lambda_bound(design: Design) -> float:
     return float(np.abs(design.force(multipliers_at_zero(design))).max(initial=0.0))
 
 
-def _certified(design: Design, penalty: Penalty, point: Point, budget: Budget) -> Solution:
+def certified(design: Design, penalty: Penalty, point: Point, iterations: int) -> Solution:
+    """A point with its residuals, after so many iterations."""
     primal, dual = residuals(design, point.w, point.b, point.multipliers, penalty)
     value = objective(design, point.w, point.b, penalty)
-    return Solution(point.w, point.b, point.multipliers, value, primal, dual, max(budget.used, 1))
+    return Solution(point.w, point.b, point.multipliers, value, primal, dual, max(iterations, 1))
