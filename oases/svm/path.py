@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -128,7 +127,7 @@ def _solutions(design: Design, falling: list[Penalty], max_iter: int, search: bo
 
 def _reweighted(design: Design, falling: list[Penalty], budget: Budget) -> tuple[list[Point], list[int]]:
     """Each from the l1 solution."""
-    polish, convex = Polish(design, budget), _Convex(design, budget, math.inf)
+    polish, convex = Polish(design, budget), _Convex(design, budget)
     points, steps = [], []
     for at in falling:
         budget.used = 0
@@ -144,7 +143,8 @@ def _points(design: Design, falling: list[Penalty], budget: Budget) -> tuple[lis
     changing single coefficients.
     """
     polish = Polish(design, budget)
-    convex = _Convex(design, budget, _SMALL_CONVEX) if falling[0].name != "l1" else None
+    convex = _Convex(design, budget) if falling[0].name != "l1" else None
+    others = 0.0  # work of the starts at l1 solutions, which is to be no more than that of the rest
     points: list[Point] = []
     steps: list[int] = []
     w: Floats = np.zeros(design.features)
@@ -152,7 +152,12 @@ def _points(design: Design, falling: list[Penalty], budget: Budget) -> tuple[lis
         budget.used = 0
         points.append(polish.descend(at, w, priced=False))
         if convex is not None:
-            points[-1] = lower(points[-1], polish.descend(at, convex.next(at), priced=False))
+            before = budget.work
+            with budget.within(max(before - 2 * others, 0.0) + _SMALL_CONVEX):
+                start = convex.next(at)
+                if start is not None:
+                    points[-1] = lower(points[-1], polish.descend(at, start, priced=False))
+            others += budget.work - before
         w = points[-1].w
         steps.append(budget.used)
     if convex is not None:
@@ -186,19 +191,18 @@ def _pass_on(
 class _Convex:
     """The path of the l1 problem, at which reweighted linear programmes begin."""
 
-    def __init__(self, design: Design, budget: Budget, allowed: float) -> None:
-        self._polish, self._budget = Polish(design, budget), budget
+    def __init__(self, design: Design, budget: Budget) -> None:
+        self._polish = Polish(design, budget)
         self._w: Floats = np.zeros(design.features)
-        self._allowed, self._ended = allowed, False
+        self._ended = False
 
-    def next(self, penalty: Penalty) -> Floats:
-        """Its coefficients for the slope at zero of this penalty; once they are too much work, the last ones."""
+    def next(self, penalty: Penalty) -> Floats | None:
+        """Its coefficients for the slope at zero of this penalty; None from where the budget ends on."""
         at = replace(penalty, name="l1", lam=penalty.slope_at_zero)
         if not self._ended:
-            with self._budget.within(max(self._budget.work, self._allowed)):
-                point = self._polish.descend(at, self._w, priced=False)
-            self._ended, self._w = not point.settled, point.w if point.settled else self._w
-        return self._w
+            point = self._polish.descend(at, self._w, priced=False)
+            self._ended, self._w = not point.settled, point.w
+        return None if self._ended else self._w
 
 
 def largest_lambda(design: Design, penalty: Penalty) -> float:

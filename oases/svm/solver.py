@@ -30,7 +30,7 @@ _FALL, _FALL_BELOW, _FALLS = 0.8, 0.7, 40
 """From one lambda to the next on the way down, and below the one asked for; steps at most."""
 _BELOW, _REWEIGHTED, _SEARCHED = 10.0, 0.3, 0.3
 """Work of smaller lambdas, of reweighting from zero, and of the search, by the work before each."""
-_SMALL_BELOW, _LARGE_BELOW, _SMALL_REWEIGHTED, _SMALL_SEARCHED = 6e9, 1.2e10, 1e9, 1e8
+_SMALL_BELOW, _LARGE_BELOW, _SMALL_REWEIGHTED, _SMALL_SEARCHED = 1e9, 1.6e10, 1e9, 1e8
 """Bounds of these, in products of numbers, of which a second has about 3e9."""
 
 
@@ -72,9 +72,9 @@ def solve(
             best = lower(best, polish.descend(penalty, start, priced=False))
         return certified(design, penalty, best, budget.used)
     best = _followed(polish, penalty)
+    best = _back_from_below(polish, penalty, best)
     with budget.within(max(_REWEIGHTED * budget.work, _SMALL_REWEIGHTED)):
-        found = Polish(design, budget).descend(penalty)
-    best = lower(best, found)
+        best = lower(best, Polish(design, budget).descend(penalty))
     with budget.within(max(_SEARCHED * budget.work, _SMALL_SEARCHED)):
         for candidate in _candidates(polish, penalty, start, explore or explore_here):
             best = lower(best, polish.descend(penalty, candidate, priced=False))
@@ -83,11 +83,7 @@ def solve(
 
 
 def _followed(polish: Polish, penalty: Penalty) -> Point:
-    """From the largest lambda down, from solution to solution: few columns on the way, however small lambda is.
-
-    Then further down and back up: where the penalty is flat, what the rows are told apart by at a smaller lambda
-    often is a lower stationary point of this one.
-    """
+    """From the largest lambda down, from solution to solution: few columns on the way, however small lambda is."""
     w: Floats = np.zeros(polish.design.features)
     if penalty.lam == 0:
         return polish.descend(penalty, priced=False)
@@ -95,8 +91,16 @@ def _followed(polish: Polish, penalty: Penalty) -> Point:
     steps = max(min(math.ceil(math.log(largest / penalty.lam) / -math.log(_FALL)), _FALLS), 1)
     for lam in np.geomspace(largest, penalty.lam, steps + 1)[1:-1]:
         w = polish.descend(replace(penalty, lam=float(lam)), w, priced=False).w
-    best = polish.descend(penalty, w, priced=False)
-    with polish.budget.within(_SMALL_BELOW + min(_BELOW * polish.budget.work, _LARGE_BELOW)):
+    return polish.descend(penalty, w, priced=False)
+
+
+def _back_from_below(polish: Polish, penalty: Penalty, best: Point) -> Point:
+    """Further down and back up.
+
+    Where the penalty is flat, what the rows are told apart by at a smaller lambda often is a lower stationary point.
+    """
+    below = min(_BELOW * polish.budget.work, _LARGE_BELOW) if np.any(best.w) else 0.0
+    with polish.budget.within(_SMALL_BELOW + below):
         for w in reversed(list(_below(polish, penalty, best.w))):
             best = lower(best, polish.descend(penalty, w, priced=False))
     return best

@@ -6,13 +6,11 @@ import pytest
 pytest.importorskip("sklearn")
 
 from scipy import sparse
-from scipy.optimize import linprog
 from svm_data import breast_cancer, drawn
 
 from oases.svm import NonconvexSVC, factor
 from oases.svm.design import Design
 from oases.svm.factor import DenseMatrix, NormalEquations, SparseMatrix
-from oases.svm.vertex import Budget, Vertex
 
 
 @pytest.mark.parametrize(("n", "d"), [(40, 15), (15, 40)])
@@ -58,30 +56,3 @@ def test_it_stops_on_both_residuals(name, shape):
     assert max(model.primal_residual_, model.dual_residual_) <= 1e-5
     assert model.objective_ < 1
     assert model.n_iter_ < 20_000
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_a_vertex_is_the_optimum_of_the_linear_programme(seed):
-    rng = np.random.default_rng(seed)
-    n, m = int(rng.integers(2, 120)), int(rng.integers(1, 60))
-    x = [rng.standard_normal((n, m)), rng.integers(-1, 2, (n, m)).astype(float), 1.0 * (rng.random((n, m)) < 0.2)][
-        seed % 3
-    ]
-    y = np.where(x[:, :3].sum(1) + rng.standard_normal(n) > 0, 1.0, -1.0)
-    y[0], y[-1] = 1, -1
-    c = rng.random(n) if seed % 2 else np.ones(n)
-    c /= c.sum()
-    free = seed % 5 != 0
-    h = x * y[:, None]
-    h = np.asfortranarray(np.column_stack([y, h]) if free else h)
-    tau = np.full(h.shape[1], rng.choice([0, 0.001, 0.01, 0.1])) * rng.uniform(0, 1, h.shape[1])
-    tau[: int(free)] = 0
-    vertex, budget = Vertex(h, c, free), Budget(10_000)
-    assert vertex.minimise(tau, budget)
-    w, multipliers = vertex.solution()
-    value = c @ np.maximum(0, 1 - h @ w) + tau @ np.abs(w)
-    reference = linprog(
-        np.concatenate([tau, tau, c]), A_ub=-np.column_stack([h, -h, np.eye(n)]), b_ub=-np.ones(n), bounds=(0, None)
-    )
-    assert value == pytest.approx(reference.fun, rel=1e-8, abs=1e-8)
-    assert np.all(np.abs(h.T @ multipliers) <= tau + 1e-8)

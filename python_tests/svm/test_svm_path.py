@@ -42,6 +42,34 @@ def test_a_path_of_three_classes_predicts():
     assert (path.predict(x)[:, -1] == y).mean() > 0.9
 
 
+@pytest.mark.parametrize("name", ["scad", "mcp", "lsp", "capped_l1"])
+def test_a_search_finds_what_is_no_higher(name):
+    x, y = drawn(80, 120, noise=0.5)
+    lams = np.geomspace(0.3, 0.01, 8) * (0.1 if name == "lsp" else 1.0)
+    near = svc_path(x, y, penalty=name, lams=lams, search=False)
+    low = svc_path(x, y, penalty=name, lams=lams)
+    assert max(near.residuals.max(), low.residuals.max()) <= 1e-6
+    moving = low.nonzeros[0] > 0
+    assert np.all(low.objectives[0, moving] <= near.objectives[0, moving] * (1 + 1e-9))
+    for k in (3, 6):
+        model = NonconvexSVC(name, lam=lams[k], search=False).fit(x, y)
+        assert model.dual_residual_ <= 1e-6
+        assert NonconvexSVC(name, lam=lams[k]).fit(x, y).objective_ <= model.objective_ * (1 + 1e-9)
+
+
+def test_what_is_chosen_is_what_was_scored():
+    """With the largest lambda a fold may have another solution than zero, which all data have."""
+    x, y = drawn(100, 60, noise=0.3)
+    for search in (None, True, False):
+        model = NonconvexSVCCV("mcp", n_lambdas=10, search=search).fit(x, y)
+        assert model.search_ in ((True, False) if search is None else (search,))
+        k = int(np.flatnonzero(model.lams_ == model.lam_)[0])
+        assert np.array_equal(model.coef_[0], model.path_.coefs[0, :, k])
+        assert model.scores_[:, 0] == pytest.approx(np.maximum(np.mean(y), 1 - np.mean(y)), abs=0.06)
+        assert model.multipliers_.shape == (1, 100)
+        assert max(model.primal_residual_, model.dual_residual_) <= 1e-6
+
+
 @pytest.mark.parametrize("criterion", ["cv", "bic"])
 def test_lambda_is_chosen(criterion):
     x, y = drawn(150, 40, true=3, noise=0.2)
