@@ -15,14 +15,16 @@ _INSIDE = 1e-9
 """Of c_i: a multiplier nearer to 0 or c_i than that is there."""
 
 
-def residuals(design: Design, w: Floats, b: float, multipliers: Floats, penalty: Penalty) -> tuple[float, float]:
-    """(primal, dual), each the largest violation.
+def residuals(
+    design: Design, margin: Floats, w: Floats, multipliers: Floats, penalty: Penalty
+) -> tuple[float, float]:
+    """(primal, dual), each the largest violation, of coefficients w with these margins [n].
 
     Primal, in units of the margin: a row whose multiplier is below c_i must not be inside the margin, one whose
     multiplier is above 0 not outside. Dual, in units of the penalty's slope: the distance to the subdifferential at
     any coordinate, and |sum alpha y| with an intercept.
     """
-    margin, weights = design.margins(w, b), design.weights
+    weights = design.weights
     short = np.where(multipliers < (1 - _INSIDE) * weights, 1 - margin, 0.0)
     beyond = np.where(multipliers > _INSIDE * weights, margin - 1, 0.0)
     primal = max(float(short.max(initial=0.0)), float(beyond.max(initial=0.0)))
@@ -34,6 +36,6 @@ def residuals(design: Design, w: Floats, b: float, multipliers: Floats, penalty:
     return primal, dual
 
 
-def objective(design: Design, w: Floats, b: float, penalty: Penalty) -> float:
+def objective(design: Design, margin: Floats, w: Floats, penalty: Penalty) -> float:
     """sum_i c_i [1 - y_i (x_i'w + b)]_+ + sum_j p(w_j)."""
-    return float(design.weights @ np.maximum(0.0, 1 - design.margins(w, b))) + penalty.value(w)
+    return float(design.weights @ np.maximum(0.0, 1 - margin)) + penalty.value(w)

@@ -80,7 +80,8 @@ class Ranks:
         xi: Floats = np.ones(len(c))
         s: Floats = np.zeros(len(c))
         for step in range(1, _STEPS + 1):
-            if not polish.budget.spend(2.0 * h.size * self.size):
+            # Of all ranks' rows: what a rank has of its own would let them end at different steps.
+            if not polish.budget.spend(2.0 * design.rows * h.shape[1]):
                 break
             target = s + 1 - xi - v
             w = equations.solve(RHO1 / RHO2 * (z - u) + matrix.correlate(c * target))

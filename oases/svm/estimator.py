@@ -126,6 +126,16 @@ class NonconvexSVC(LinearClassifier):
         self.polish = polish
         self.process_group = process_group
 
+    def __sklearn_clone__(self) -> NonconvexSVC:
+        """With the same process group, which cannot be copied."""
+        group, self.process_group = self.process_group, None
+        try:
+            twin: NonconvexSVC = super().__sklearn_clone__()
+        finally:
+            self.process_group = group
+        twin.process_group = group
+        return twin
+
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> NonconvexSVC:
         """Fit to X [n, d], dense or sparse, labels y [n] of any kind and weights [n] of the samples."""
         penalty = Penalty(self.penalty, self.lam, self.theta)

@@ -20,7 +20,7 @@ from oases.svm.solver import Solution, certified
 from oases.svm.vertex import Budget
 
 _COLUMNS = 10
-_SMALL_CONVEX, _SMALL_SEARCHED, _SEARCHED = 1e9, 5e8, 0.3
+_SMALL_CONVEX, _SMALL_SEARCHED, _SEARCHED = 1e9, 1e9, 0.3
 """Products of numbers that an l1 solution and all searches may take at least; searches by the work before them."""
 _NEAR = 1e-9
 

@@ -26,6 +26,8 @@ _PIVOTS = 100
 _ZERO = 1e-10
 """A coefficient of a column of mean square 1 below it is rounding."""
 _VIOLATED = 1e-9
+_BESIDES = 3e5
+"""What a programme costs besides its pivots, in products of numbers."""
 _SAME = 1e-14
 """Objectives, which are at most about 1, that differ by less are one."""
 
@@ -102,6 +104,7 @@ class Polish:
     def _minimise(self, penalty: Penalty, reference: Floats, priced: bool) -> bool:
         """The linear programme of the penalty linearised at the reference."""
         self.move(reference)
+        self.budget.work += _BESIDES
         while True:
             tau = np.zeros(self.vertex.h.shape[1])
             tau[self._free :] = penalty.slopes(reference[self.columns]) / self.design.scale[self.columns]

@@ -69,6 +69,7 @@ class Problems:
         if ranks is None:
             self._merge()
         self._intercept, self._ranks = intercept, ranks
+        self._moments: Any = None  # of the columns, which all designs share
         masses = np.bincount(self._codes, weights=self._weights, minlength=len(self.classes))
         masses = masses if ranks is None else ranks.sum(masses)
         if np.count_nonzero(masses) < 2:
@@ -82,16 +83,15 @@ class Problems:
 
     def designs(self) -> Iterator[Design]:
         """One for the second of two classes against the first, or one for each class against the rest."""
-        moments = None
         for positive in [1] if len(self.classes) == 2 else range(len(self.classes)):
             labels = np.where(self._codes == positive, 1.0, -1.0)
             if self._ranks is None:
-                design = Design(self._x, labels, self._weights, self._intercept, moments, self._keys)
+                design = Design(self._x, labels, self._weights, self._intercept, self._moments, self._keys)
             else:
                 from oases.svm.consensus import SharedDesign
 
-                design = SharedDesign(self._x, labels, self._weights, self._intercept, self._ranks, moments)
-            moments = design.moments
+                design = SharedDesign(self._x, labels, self._weights, self._intercept, self._ranks, self._moments)
+            self._moments = design.moments
             yield design
 
     def spread(self, multipliers: Floats) -> Floats:

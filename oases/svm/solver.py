@@ -68,8 +68,8 @@ def solve(
     polish = Polish(design, budget)
     if penalty.name == "l1" or not search:
         best = polish.descend(penalty)
-        if start is not None and np.any(start) and penalty.name != "l1":
-            best = lower(best, polish.descend(penalty, start, priced=False))
+        for begin in _given(polish, penalty, start) if penalty.name != "l1" else ():
+            best = lower(best, polish.descend(penalty, begin, priced=False))
         return certified(design, penalty, best, budget.used)
     best = _followed(polish, penalty)
     best = _back_from_below(polish, penalty, best)
@@ -120,15 +120,20 @@ def _below(polish: Polish, penalty: Penalty, w: Floats) -> Iterator[Floats]:
 
 
 def _candidates(polish: Polish, penalty: Penalty, start: Floats | None, explore: Explore) -> Iterator[Floats]:
+    yield from _given(polish, penalty, start)
     design = polish.design
-    if start is not None and np.any(start):
-        yield start
-    if penalty.slope_at_zero != penalty.lam:  # where the first programme is not the l1 problem with this lambda
-        yield polish.descend(replace(penalty, name="l1"), priced=False).w
     found = np.zeros(design.features)
     columns = polish.columns
     found[columns] = explore(polish, penalty) / design.scale[columns]
     yield found
+
+
+def _given(polish: Polish, penalty: Penalty, start: Floats | None) -> Iterator[Floats]:
+    """What the user gives, and the l1 solution with this lambda where the first programme is not that."""
+    if start is not None and np.any(start):
+        yield start
+    if penalty.slope_at_zero != penalty.lam:
+        yield polish.descend(replace(penalty, name="l1"), priced=False).w
 
 
 def explore_here(polish: Polish, penalty: Penalty) -> Floats:
@@ -158,7 +163,7 @@ def solve_plainly(design: Design, penalty: Penalty, limit: int, tol: float, star
     b = outcome.b - float(design.center @ w)
     multipliers = np.clip(-admm.factor * 3.0 * design.weights * admm.v, 0.0, design.weights)
     return Solution(
-        w, b, multipliers, objective(design, w, b, penalty), outcome.primal, outcome.dual,
+        w, b, multipliers, objective(design, design.margins(w, b), w, penalty), outcome.primal, outcome.dual,
         max(budget.used, 1),
     )  # fmt: skip
 
@@ -170,6 +175,7 @@ def largest_lambda_bound(design: Design) -> float:
 
 def certified(design: Design, penalty: Penalty, point: Point, iterations: int) -> Solution:
     """A point with its residuals, after so many iterations."""
-    primal, dual = residuals(design, point.w, point.b, point.multipliers, penalty)
-    value = objective(design, point.w, point.b, penalty)
+    margin = design.margins(point.w, point.b)
+    primal, dual = residuals(design, margin, point.w, point.multipliers, penalty)
+    value = objective(design, margin, point.w, penalty)
     return Solution(point.w, point.b, point.multipliers, value, primal, dual, max(iterations, 1))

@@ -79,6 +79,7 @@ class Vertex:
         if free:
             heavier = 1.0 if weights[columns[:, 0] > 0].sum() >= weights[columns[:, 0] < 0].sum() else -1.0
             self._walk.pair(0, int(np.where(columns[:, 0] == heavier, self._t, 0.0).argmax()))
+        self._solution: tuple[Floats, Floats] | None = None
         self._refresh(reset=True)
 
     @property
@@ -89,10 +90,12 @@ class Vertex:
     def add(self, columns: Floats) -> None:
         """Append columns [n, more], with coefficients of zero."""
         self._walk.add(columns)
+        self._solution = None
 
     def minimise(self, tau: Floats, budget: Budget, pivots: int = sys.maxsize) -> bool:
         """Walk to the minimum for weights tau [m] >= 0 (0 of the intercept); False where pivots or budget ended."""
         self._walk.begin()
+        self._solution = None
         while True:
             allowed = min(budget.allowed - budget.work, _WITHOUT_PAUSE)
             status, taken, work = self._walk.minimise(tau, min(pivots, budget.left), allowed)
@@ -108,6 +111,8 @@ class Vertex:
 
     def solution(self) -> tuple[Floats, Floats]:
         """Coefficients [m] for t = 1, and the multipliers [n] of the rows, in [0, c]."""
+        if self._solution is not None:
+            return self._solution
         walk = self._walk
         basis, tight, inverse, matrix = walk.basis, walk.tight, walk.inverse, walk.matrix
         ones = np.ones(len(tight))
@@ -118,7 +123,8 @@ class Vertex:
         w[basis] = found
         multipliers = np.where(walk.active, self._c, 0.0)
         multipliers[tight] = np.clip(walk.multipliers, 0.0, self._c[tight])
-        return w, multipliers
+        self._solution = w, multipliers
+        return self._solution
 
     def _refresh(self, reset: bool = False) -> None:
         """Compute inverse, coefficients and margins anew, free of what rounding has added up to."""

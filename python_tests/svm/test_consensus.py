@@ -44,3 +44,20 @@ def test_a_rank_may_lack_a_class(two_ranks):
     found = two_ranks.run(answer, int((y == 0).sum()), x[order], y[order], "l1")
     one = NonconvexSVC("l1", lam=0.03).fit(x, y)
     assert found[0]["objective_"] == pytest.approx(one.objective_, rel=1e-8)
+
+
+def accuracies(x, y):
+    import torch.distributed as dist
+    from sklearn.base import clone
+    from sklearn.model_selection import cross_val_score
+
+    rows = slice(dist.get_rank(), None, 2)
+    model = NonconvexSVC(lam=0.03, process_group=dist.group.WORLD)
+    assert clone(model).process_group is dist.group.WORLD
+    assert model.process_group is dist.group.WORLD
+    return cross_val_score(model, x[rows], y[rows], cv=3)
+
+
+def test_a_group_goes_with_a_clone(two_ranks):
+    x, y = drawn(120, 6, noise=0.2)
+    assert np.min(two_ranks.run(accuracies, x, y)) > 0.6
