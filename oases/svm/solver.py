@@ -30,7 +30,7 @@ _FALL, _FALL_BELOW, _FALLS = 0.8, 0.7, 40
 """From one lambda to the next on the way down, and below the one asked for; steps at most."""
 _BELOW, _REWEIGHTED, _SEARCHED = 10.0, 0.3, 0.3
 """Work of smaller lambdas, of reweighting from zero, and of the search, by the work before each."""
-_SMALL_BELOW, _LARGE_BELOW, _SMALL_REWEIGHTED, _SMALL_SEARCHED = 1e9, 1.6e10, 1e9, 1e8
+_SMALL_BELOW, _LARGE_BELOW, _SMALL_REWEIGHTED, _SMALL_SEARCHED = 3e8, 1.6e10, 1e9, 1e8
 """Bounds of these, in products of numbers, of which a second has about 3e9."""
 
 
@@ -72,12 +72,17 @@ def solve(
             best = lower(best, polish.descend(penalty, begin, priced=False))
         return certified(design, penalty, best, budget.used)
     best = _followed(polish, penalty)
-    best = _back_from_below(polish, penalty, best)
+    allowed = _SMALL_BELOW + min(_BELOW * budget.work, _LARGE_BELOW)
+    for begin in _given(polish, penalty, start):
+        best = lower(best, polish.descend(penalty, begin, priced=False))
+    with budget.within(max(_SEARCHED * budget.work, _SMALL_SEARCHED)):
+        best = lower(best, _explored(polish, penalty, explore or explore_here))
+    with budget.within(allowed):
+        for begin in reversed(list(_below(polish, penalty, best.w))):
+            best = lower(best, polish.descend(penalty, begin, priced=False))
     with budget.within(max(_REWEIGHTED * budget.work, _SMALL_REWEIGHTED)):
         best = lower(best, Polish(design, budget).descend(penalty))
     with budget.within(max(_SEARCHED * budget.work, _SMALL_SEARCHED)):
-        for candidate in _candidates(polish, penalty, start, explore or explore_here):
-            best = lower(best, polish.descend(penalty, candidate, priced=False))
         best = improved(polish, penalty, best)
     return certified(design, penalty, best, budget.used)
 
@@ -94,20 +99,11 @@ def _followed(polish: Polish, penalty: Penalty) -> Point:
     return polish.descend(penalty, w, priced=False)
 
 
-def _back_from_below(polish: Polish, penalty: Penalty, best: Point) -> Point:
-    """Further down and back up.
-
-    Where the penalty is flat, what the rows are told apart by at a smaller lambda often is a lower stationary point.
-    """
-    below = min(_BELOW * polish.budget.work, _LARGE_BELOW) if np.any(best.w) else 0.0
-    with polish.budget.within(_SMALL_BELOW + below):
-        for w in reversed(list(_below(polish, penalty, best.w))):
-            best = lower(best, polish.descend(penalty, w, priced=False))
-    return best
-
-
 def _below(polish: Polish, penalty: Penalty, w: Floats) -> Iterator[Floats]:
-    """Solutions for smaller lambda, each begun at the one before, until they change no more."""
+    """Solutions for smaller lambda, each begun at the one before, until they change no more.
+
+    Where the penalty is flat, what they tell the rows apart by often is a lower stationary point with this lambda.
+    """
     for step in range(1, _FALLS):
         used, size = polish.budget.used, np.count_nonzero(w)
         point = polish.descend(replace(penalty, lam=penalty.lam * _FALL_BELOW**step), w, priced=False)
@@ -119,13 +115,12 @@ def _below(polish: Polish, penalty: Penalty, w: Floats) -> Iterator[Floats]:
         yield w
 
 
-def _candidates(polish: Polish, penalty: Penalty, start: Floats | None, explore: Explore) -> Iterator[Floats]:
-    yield from _given(polish, penalty, start)
-    design = polish.design
-    found = np.zeros(design.features)
+def _explored(polish: Polish, penalty: Penalty, explore: Explore) -> Point:
+    """Where ADMM over the columns worked on leads."""
+    w: Floats = np.zeros(polish.design.features)
     columns = polish.columns
-    found[columns] = explore(polish, penalty) / design.scale[columns]
-    yield found
+    w[columns] = explore(polish, penalty) / polish.design.scale[columns]
+    return polish.descend(penalty, w, priced=False)
 
 
 def _given(polish: Polish, penalty: Penalty, start: Floats | None) -> Iterator[Floats]:
