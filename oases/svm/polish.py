@@ -28,6 +28,7 @@ _ZERO = 1e-10
 _VIOLATED = 1e-9
 _BESIDES = 3e5
 """What a programme costs besides its pivots, in products of numbers."""
+_TIE, _TIE_MOST = 1e-6, 1e-8
 _SAME = 1e-14
 """Objectives, which are at most about 1, that differ by less are one."""
 
@@ -107,7 +108,8 @@ class Polish:
         self.budget.work += _BESIDES
         while True:
             tau = np.zeros(self.vertex.h.shape[1])
-            tau[self._free :] = penalty.slopes(reference[self.columns]) / self.design.scale[self.columns]
+            slopes = np.maximum(penalty.slopes(reference[self.columns]), _tie(penalty))
+            tau[self._free :] = slopes / self.design.scale[self.columns]
             partial = priced and not self._all_columns
             done = self.vertex.minimise(tau, self.budget, _PIVOTS if partial else sys.maxsize)
             if not done and self.budget.left == 0:
@@ -145,6 +147,14 @@ class Polish:
         slack = 1 - self.block[:, kept] @ scaled[kept] - b * self.design.labels
         loss = float(self.design.weights @ np.maximum(slack, 0.0))
         return Point(w, b - float(self.design.center @ w), multipliers, loss + penalty.value(w))
+
+
+def _tie(penalty: Penalty) -> float:
+    """A slope that decides between minima where p is flat: of rows told apart without loss all multiples are minima.
+
+    The least are taken. It is far below what residuals are to be.
+    """
+    return min(_TIE * penalty.slope_at_zero, _TIE_MOST) if penalty.lam else _TIE_MOST
 
 
 def lower(best: Point, found: Point) -> Point:
