@@ -181,7 +181,7 @@ def _pass_on(
             continue
         polish.budget.used = steps[k]
         if last is not None:
-            points[k] = lower(points[k], polish.descend(falling[k], last, priced=False))
+            points[k] = lower(points[k], polish.descend(falling[k], falling[k].flattened(last), priced=False))
         if search and (last is None or not np.array_equal(points[k].w != 0, last != 0)):
             with polish.budget.within(search):
                 points[k] = improved(polish, falling[k], points[k])

@@ -81,6 +81,12 @@ class Penalty:
         known = {"scad": theta * self.lam, "mcp": theta * self.lam, "capped_l1": theta}
         return known.get(self.name, np.inf) if self.lam else 0.0
 
+    def flattened(self, w: Any) -> Floats:
+        """w with the coefficients that are not zero where p is flat, if it is anywhere: free of the penalty there."""
+        w = np.asarray(w, dtype=float)
+        end = self.flat_from
+        return w if not np.isfinite(end) else np.where(w == 0, 0.0, np.copysign(np.maximum(np.abs(w), end), w))
+
     def values(self, w: Any) -> Floats:
         """p, elementwise."""
         a, lam, theta = np.abs(np.asarray(w, dtype=float)), self.lam, self.shape

@@ -28,7 +28,7 @@ _EXPLORED = 200
 _ROUGH = 1e-3
 _FALL, _FALL_BELOW, _FALLS = 0.8, 0.7, 40
 """From one lambda to the next on the way down, and below the one asked for; steps at most."""
-_BELOW, _REWEIGHTED, _SEARCHED = 10.0, 0.3, 0.3
+_BELOW, _REWEIGHTED, _SEARCHED = 15.0, 0.3, 0.3
 """Work of smaller lambdas, of reweighting from zero, and of the search, by the work before each."""
 _SMALL_BELOW, _LARGE_BELOW, _SMALL_REWEIGHTED, _SMALL_SEARCHED = 3e8, 1.6e10, 1e9, 1e8
 """Bounds of these, in products of numbers, of which a second has about 3e9."""
@@ -78,8 +78,10 @@ def solve(
     with budget.within(max(_SEARCHED * budget.work, _SMALL_SEARCHED)):
         best = lower(best, _explored(polish, penalty, explore or explore_here))
     with budget.within(allowed):
-        for begin in reversed(list(_below(polish, penalty, best.w))):
-            best = lower(best, polish.descend(penalty, begin, priced=False))
+        found = list(_below(polish, penalty, best.w))
+    with budget.within(allowed):
+        for begin in reversed(found):
+            best = lower(best, polish.descend(penalty, penalty.flattened(begin), priced=False))
     with budget.within(max(_REWEIGHTED * budget.work, _SMALL_REWEIGHTED)):
         best = lower(best, Polish(design, budget).descend(penalty))
     with budget.within(max(_SEARCHED * budget.work, _SMALL_SEARCHED)):
