@@ -27,7 +27,7 @@ from oases.svm.penalties import Floats
 
 _TIES = 1e-8
 _WITHOUT_PAUSE = 1e9
-"""Products of numbers, about a second of them, between two chances to interrupt."""
+"""Products of numbers, about a third of a second of them, between two chances to interrupt."""
 
 
 @dataclass

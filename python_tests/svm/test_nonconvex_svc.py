@@ -15,7 +15,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from svm_data import breast_cancer, drawn, objective, violation
 
 from oases.svm import NonconvexSVC, NonconvexSVCCV
-from oases.svm.penalties import THETAS
+from oases.svm.penalties import THETAS, Penalty
 
 NAMES = tuple(THETAS)
 
@@ -207,3 +207,14 @@ def test_a_warm_start_is_no_worse():
     assert model.fit(x, y).objective_ <= first + 1e-12
     model.set_params(lam=0.05).fit(x[:, :10], y)  # other columns: nothing to begin at
     assert model.coef_.shape == (1, 10)
+
+
+@pytest.mark.parametrize("name", ["scad", "mcp", "capped_l1"])
+def test_of_equal_minima_the_least_coefficients_are_taken(name):
+    """Where rows are told apart and the penalty is flat, every multiple is a minimum, too."""
+    x, y = drawn(80, 10, true=3, noise=0.0)
+    model = NonconvexSVC(name, lam=0.01, theta={"capped_l1": 0.01}.get(name)).fit(x, y)
+    margin = (2 * y - 1) * model.decision_function(x)
+    assert margin.min() == pytest.approx(1.0, abs=1e-6)
+    twice = np.maximum(0, 1 - 2 * margin).mean() + Penalty(name, 0.01, model.theta).value(2 * model.coef_)
+    assert twice == pytest.approx(model.objective_, abs=1e-9)

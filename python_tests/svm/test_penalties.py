@@ -98,3 +98,17 @@ def test_theta_out_of_range_is_refused(name, theta):
 def test_bad_parameters_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Penalty(*arguments)
+
+
+@pytest.mark.parametrize("name", ["scad", "mcp", "capped_l1", "l1", "lsp"])
+def test_flattened_is_where_the_slope_is_none(name):
+    penalty = Penalty(name, 0.3)
+    w = np.array([0.0, 0.1, -0.2, 5.0])
+    flat = penalty.flattened(w)
+    assert flat[0] == 0
+    assert np.array_equal(np.sign(flat), np.sign(w))
+    if name in ("l1", "lsp"):
+        assert np.array_equal(flat, w)
+    else:
+        assert np.all(penalty.slopes(flat)[1:] == 0)
+        assert flat[3] == 5.0
