@@ -20,9 +20,10 @@ from oases.svm.solver import Solution, certified
 from oases.svm.vertex import Budget
 
 _COLUMNS = 10
-_SMALL_CONVEX, _SMALL_SEARCHED, _SEARCHED = 1e9, 1e9, 0.3
+_SMALL_CONVEX, _SMALL_SEARCHED, _SEARCHED = 1e9, 5e8, 0.3
 """Products of numbers that an l1 solution and all searches may take at least; searches by the work before them."""
 _NEAR = 1e-9
+_FAR, _MISSED = 1.1, 3
 
 
 @dataclass
@@ -144,6 +145,7 @@ def _points(design: Design, falling: list[Penalty], budget: Budget) -> tuple[lis
     """
     polish = Polish(design, budget)
     convex = _Convex(design, budget) if falling[0].name != "l1" else None
+    missed = 0  # times on end that these were far above
     others = 0.0  # work of the starts at l1 solutions, which is to be no more than that of the rest
     points: list[Point] = []
     steps: list[int] = []
@@ -151,12 +153,14 @@ def _points(design: Design, falling: list[Penalty], budget: Budget) -> tuple[lis
     for at in falling:
         budget.used = 0
         points.append(polish.descend(at, w, priced=False))
-        if convex is not None:
+        if convex is not None and missed < _MISSED:
             before = budget.work
             with budget.within(max(before - 2 * others, 0.0) + _SMALL_CONVEX):
                 start = convex.next(at)
                 if start is not None:
-                    points[-1] = lower(points[-1], polish.descend(at, start, priced=False))
+                    found = polish.descend(at, start, priced=False)
+                    missed = missed + 1 if found.objective > _FAR * points[-1].objective else 0
+                    points[-1] = lower(points[-1], found)
             others += budget.work - before
         w = points[-1].w
         steps.append(budget.used)
