@@ -57,6 +57,15 @@ def test_a_search_finds_what_is_no_higher(name):
         assert NonconvexSVC(name, lam=lams[k]).fit(x, y).objective_ <= model.objective_ * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("name", THETAS)
+@pytest.mark.parametrize("search", [True, False])
+def test_every_point_of_a_path_is_stationary(name, search):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 5))
+    y = x[:, 0] + 0.5 * rng.standard_normal(60) > 0
+    assert svc_path(x, y, penalty=name, search=search).residuals.max() <= 1e-6
+
+
 def test_what_is_chosen_is_what_was_scored():
     """With the largest lambda a fold may have another solution than zero, which all data have."""
     x, y = drawn(100, 60, noise=0.3)
