@@ -85,7 +85,7 @@ class Polish:
             if not self._minimise(penalty, reference, priced):
                 break
             point = self._point(penalty)
-            # No pivot proves a point where the programme was that of its own slopes.
+            # That no pivot was taken proves the point only where the programme was that of its own slopes.
             settled = self.budget.used == used and (best is not None or np.array_equal(point.w, reference))
             # Of an objective that is no lower but for rounding, the later point is the one the multipliers prove.
             stuck = best is not None and point.objective >= best.objective - _SAME
