@@ -172,7 +172,7 @@ TEST(OverlapScheduler, LostRankIsAnErrorThatNamesWhatWasWaitedFor) {
   EXPECT_NE(message.find("rank 0 waited for all_reduce of F 3.1 (4000 bytes"), std::string::npos) << message;
 }
 
-// What the threads of oases/parallel/failure.py do, with the ranks' places exchanged in memory.
+// What the threads of oases/execution/failure.py do, with the ranks' places exchanged in memory.
 TEST(OverlapScheduler, AHaltBringsRanksThatAreApartToOneEnd) {
   std::atomic<int> halted{0}, ended{0};
   std::vector<oases::Standing> standings(3);

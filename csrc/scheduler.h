@@ -126,7 +126,7 @@ class OverlapScheduler {
   std::string waiting_for() const;
 
   // After a rank failed, a thread on every rank brings the collectives of all to one end, in this order; the
-  // protocol is in oases/parallel/failure.py. The main thread takes no part: its calls throw from halt() on.
+  // protocol is in oases/execution/failure.py. The main thread takes no part: its calls throw from halt() on.
   //
   // No collective starts from here on; whoever wants one waits for resume() and is told `failure`, as an
   // OutOfMemoryError if it is one and a DistBackendError otherwise.

@@ -22,7 +22,7 @@ import transformers
 from partition.zoo import ALL, MIXTURES, MODELS, OTHERS, config
 
 import oases
-from oases.partition.report import LayersReport, PartitionReport
+from oases.autotp.report import LayersReport, PartitionReport
 from oases.testbed.backend import Backend
 
 PAGE = Path(__file__).resolve().with_name("models.md")

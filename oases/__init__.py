@@ -13,17 +13,17 @@ _PUBLIC = {
     "OverlappedRowLinear": "oases.parallel",
     "OverlappedStack": "oases.parallel",
     "ParallelDropout": "oases.parallel",
-    "ParallelSpec": "oases.partition",
+    "ParallelSpec": "oases.autotp",
     "clip_grad_norm": "oases.parallel",
-    "full_state_dict": "oases.partition",
-    "load_weights": "oases.partition",
+    "full_state_dict": "oases.autotp",
+    "load_weights": "oases.autotp",
     "parallel_cross_entropy": "oases.parallel",
-    "parallelize": "oases.partition",
+    "parallelize": "oases.autotp",
     "plan": "oases.planner",
     "report": "oases.parallel",
     "S2Reducer": "oases.sparse",
     "s2_hook": "oases.sparse",
-    "save_pretrained": "oases.partition",
+    "save_pretrained": "oases.autotp",
     "Trainer": "oases.train",
     "TrainConfig": "oases.train",
 }
@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from oases.autotp import ParallelSpec, full_state_dict, load_weights, parallelize, save_pretrained
     from oases.moe.layer import OverlappedMoE
     from oases.parallel import (
         OverlappedColumnLinear,
@@ -67,8 +68,7 @@ if TYPE_CHECKING:
         parallel_cross_entropy,
         report,
     )
-    from oases.partition import ParallelSpec, full_state_dict, load_weights, parallelize, save_pretrained
-    from oases.planner import plan
+    from oases.plans import plan
     from oases.sparse import S2Reducer, s2_hook
     from oases.train import TrainConfig, Trainer
 

@@ -8,13 +8,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from oases.ranks import RankOptions
+from oases.launch.ranks import RankOptions
 from oases.testbed import Backend
 from oases.testing import RankPool
 
 
 class RanksAtHand:
-    """Stands in for `oases.ranks.run_ranks`. pool: of so many ranks, the pool."""
+    """Stands in for `oases.launch.ranks.run_ranks`. pool: of so many ranks, the pool."""
 
     def __init__(self, pool: Callable[[int], RankPool]) -> None:
         self._pool = pool

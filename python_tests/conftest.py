@@ -13,7 +13,7 @@ from oases.testing import PRELOADED, RankPool
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 PRELOADED += [
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "torch.export._trace",
-    "torch._export.non_strict_utils", "oases.partition.parallelization", "oases.train.trainer",
+    "torch._export.non_strict_utils", "oases.autotp.parallelization", "oases.train.trainer",
 ]  # fmt: skip
 
 if not torch.cuda.is_available():  # before any test imports triton, which reads it then
@@ -49,4 +49,6 @@ def four_ranks() -> Iterator[RankPool]:
 def ranks_at_hand(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of this test run on the pools' ranks; that they start their own is tested where they do."""
     pools = {2: "two_ranks", 4: "four_ranks"}
-    monkeypatch.setattr("oases.ranks.run_ranks", RanksAtHand(lambda size: request.getfixturevalue(pools[size])))
+    monkeypatch.setattr(
+        "oases.launch.ranks.run_ranks", RanksAtHand(lambda size: request.getfixturevalue(pools[size]))
+    )

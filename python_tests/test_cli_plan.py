@@ -10,7 +10,7 @@ from plotly.offline import get_plotlyjs
 
 from oases import cli
 from oases.planner import choose
-from oases.planner.plan import PLANNED, Plan, read_plan
+from oases.plans.plan import PLANNED, Plan, read_plan
 
 MODEL = ["--hidden", "256", "--heads", "4", "--layers", "2", "--sequence", "128", "--vocabulary", "512"]
 GIVEN = [*MODEL, "--cluster", "4x3090", "--global-batch", "16"]

@@ -140,7 +140,7 @@ def test_the_tables_of_models_are_what_parallelize_says():
 
 WITHOUT_TRANSFORMERS = """
 import sys, torch
-import oases.partition
+import oases.autotp
 layers = [torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)) for _ in range(2)]
 model = torch.nn.Sequential(torch.nn.Sequential(*layers))
 oases.parallelize(model, spec=oases.ParallelSpec(inputs=((torch.empty(2, 8),), {})))

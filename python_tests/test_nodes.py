@@ -15,7 +15,7 @@ from test_ranks import refuse
 
 from oases import testbed
 from oases.errors import UsageError
-from oases.ranks import RankOptions, run_ranks
+from oases.launch.ranks import RankOptions, run_ranks
 from oases.testbed import Nodes
 
 HERE = Path(__file__).parent

@@ -18,6 +18,7 @@ from oases import cli
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
+from oases.plans.shape import KINDS, ModelShape
 from oases.profile.compute import apart
 from oases.profile.config import ProfileConfig
 from oases.profile.groups import Probe, ranks_per_node
@@ -27,7 +28,6 @@ from oases.schedule import Op, generate
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware_file import read_hardware
 from oases.simulator.links import LinkModel, Sample, wire_bytes
-from oases.simulator.model import KINDS, ModelShape
 
 ALPHA, BANDWIDTH = 0.01, 2e7
 SMALL = ["--hidden", "64", "--heads", "2", "--sequence", "16", "--layers", "2", "--batch", "2", "--iterations", "1"]

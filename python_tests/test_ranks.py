@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
-from oases.ranks import RankOptions, run_ranks
+from oases.launch.ranks import RankOptions, run_ranks
 
 HERE = Path(__file__).parent
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from oases import testbed
 from oases.errors import UsageError
-from oases.parallel.group import scheduler_of
-from oases.ranks import RankOptions, run_ranks
+from oases.execution.group import scheduler_of
+from oases.launch.ranks import RankOptions, run_ranks
 from oases.testbed import Backend, link, link_bytes_per_second
 
 
@@ -86,7 +86,7 @@ def overlap_over_sim():
 
 def test_sim_backend_under_the_launcher():
     code = (
-        "import test_testbed as t; from oases.ranks import run_ranks\n"
+        "import test_testbed as t; from oases.launch.ranks import run_ranks\n"
         f"print(*run_ranks(t.overlap_over_sim, (), t.RankOptions(2, t.Backend('sim', {ALPHA}, {BANDWIDTH}))))"
     )
     done = subprocess.run(

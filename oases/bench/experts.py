@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from oases.bench.stages import timed_step
 from oases.errors import UsageError
+from oases.execution.group import scheduler_of
+from oases.launch.ranks import require_agreement
 from oases.models.timed_experts import ForcedRouter, TimedExpertBlock, TimedMoE
 from oases.moe.costs import Costs
 from oases.moe.measure import handling_seconds
 from oases.moe.placement import Integers, described, homes
 from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
-from oases.parallel.group import scheduler_of
-from oases.ranks import require_agreement
 from oases.terminal import progress
 from oases.train.config import option, settings
 

@@ -22,7 +22,7 @@ from oases.errors import UsageError
 from oases.kernels import permute
 from oases.kernels.norm import bias_dropout_residual_norm
 from oases.kernels.sketch import sketch_encode
-from oases.ranks import RankOptions, run_ranks
+from oases.launch.ranks import RankOptions, run_ranks
 from oases.testbed import Backend
 
 Result = dict[str, Any]

@@ -12,19 +12,19 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from oases.autotp import parallelize
+from oases.autotp.export import leaves
+from oases.autotp.runner import Runner
 from oases.bench.config import DTYPES, OverlapConfig
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup
+from oases.execution.wire import Scheduler
 from oases.graph.trace.configuration import configuration, configured_model, read_configuration
 from oases.graph.trace.samples import sample_inputs
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.parallel.autotune import Tuning
-from oases.parallel.group import ProcessGroup
 from oases.parallel.inputs import BlockInputs
-from oases.parallel.wire import Scheduler
-from oases.partition import parallelize
-from oases.partition.export import leaves
-from oases.partition.runner import Runner
 from oases.train.config import require_bytes
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from oases.bench.stages import timed_step
 from oases.errors import UsageError
+from oases.launch.ranks import require_agreement
 from oases.models.moe_gpt import MoEGPT
 from oases.moe.placement import homes
-from oases.ranks import require_agreement
 from oases.terminal import progress
 from oases.train.config import TrainConfig, option, settings
 from oases.train.trainer import Trainer

@@ -18,20 +18,20 @@ from oases.bench.plans import emulated_blocks
 from oases.bench.stage_peers import PEERS, StagePeer, parse_peers
 from oases.bench.stages import PlannedSteps
 from oases.errors import UsageError
-from oases.parallel.group import ProcessGroup
+from oases.execution.group import ProcessGroup
+from oases.launch.ranks import require_agreement
 from oases.parallel.mesh import Mesh
 from oases.parallel.parts import require_runnable
-from oases.planner.plan import Plan, Segment, Stage
 from oases.planner.predict import Predictor
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import ModelShape
 from oases.profile.config import ProfileConfig
 from oases.profile.groups import Probe
 from oases.profile.links import LinkBench
-from oases.ranks import require_agreement
 from oases.schedule import ScheduleError
 from oases.schedule.pipeline import KEEPS_LAST, chunks_of
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
-from oases.simulator.model import ModelShape
 from oases.simulator.sharing import replicated, run_shared
 from oases.simulator.timeline import Timeline
 from oases.terminal import progress

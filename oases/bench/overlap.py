@@ -21,11 +21,11 @@ from oases.bench.config import DTYPES, OverlapConfig
 from oases.bench.layers import BuiltInLayers, Layers, UneditedLayers
 from oases.bench.memory import StepMemory, formula_units, measure_memory
 from oases.bench.peers import make_peer
+from oases.execution.group import ProcessGroup, scheduler_of
+from oases.execution.wire import Scheduler, Silence
+from oases.launch.ranks import require_agreement
 from oases.parallel.autotune import Tuning, candidates, label, labelled
-from oases.parallel.group import ProcessGroup, scheduler_of
 from oases.parallel.statistics import names_op
-from oases.parallel.wire import Scheduler, Silence
-from oases.ranks import require_agreement
 from oases.schedule import Recompute, Schedule
 from oases.simulator.timeline import Timeline, from_measurements
 from oases.terminal import progress

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup
 from oases.models.gpt import GPTConfig
-from oases.parallel.group import ProcessGroup
 
 PEERS = ("torch", "megatron", "domino")
 

@@ -19,13 +19,13 @@ from oases.bench.memory import measure_memory
 from oases.bench.stage_peers import PIPELINE_PEERS, TorchPipeline, parse_peers, stage_of_blocks
 from oases.bench.stages import timed_step
 from oases.errors import UsageError
+from oases.execution.calls import Calls
+from oases.launch.ranks import require_agreement
 from oases.models.timed import TimedBlock, TimedSeconds
 from oases.parallel import OverlappedStack
-from oases.parallel.calls import Calls
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
 from oases.parallel.pipeline import StageRun
-from oases.ranks import require_agreement
 from oases.schedule import Recompute, ScheduleError
 from oases.schedule.pipeline import Pipeline, generate_pipeline
 from oases.simulator import simulate

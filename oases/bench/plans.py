@@ -18,21 +18,21 @@ import torch
 import torch.distributed as dist
 
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_size
 from oases.models.timed import TimedBlock, TimedSeconds
 from oases.parallel.average import GradientAverage
-from oases.parallel.chain import PlannedStack
-from oases.parallel.group import ProcessGroup, group_size
 from oases.parallel.mesh import Mesh
+from oases.parallel.planned_stack import PlannedStack
 from oases.planner.choose import rank_plans, seconds_of
-from oases.planner.plan import Plan, Segment, Stage
 from oases.planner.predict import Predictor
 from oases.planner.space import Space, settings
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import KINDS, ModelShape
 from oases.profile.config import ProfileConfig
 from oases.profile.groups import probes, ranks_per_node, slowest
 from oases.profile.links import LinkBench, collectives_of, fitted_link, sizes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
 from oases.simulator.links import LinkModel, Sample
-from oases.simulator.model import KINDS, ModelShape
 from oases.terminal import progress
 from oases.train.config import option
 

@@ -17,15 +17,15 @@ from oases.bench.memory import measure_memory
 from oases.bench.plans import emulated_blocks
 from oases.bench.stages import PlannedSteps
 from oases.errors import UsageError
+from oases.launch.ranks import require_agreement
 from oases.parallel.mesh import Mesh
-from oases.planner.plan import Plan, Segment, Stage
 from oases.planner.predict import Predictor
 from oases.planner.recomputation import Recomputation, as_much_as_fits
-from oases.ranks import require_agreement
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import ModelShape
 from oases.schedule import ScheduleError
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
-from oases.simulator.model import ModelShape
 from oases.terminal import progress
 from oases.train.config import option, settings
 from oases.train.plan import config_for

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from oases.bench.config import OverlapConfig
 from oases.bench.overlap import OverlapBench, measured
 from oases.errors import UsageError
+from oases.plans.shape import ModelShape
 from oases.schedule import Schedule
 from oases.simulator import simulate
 from oases.simulator.drawing import draw_timelines
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import ModelShape
 from oases.simulator.page import Section, write_page
 from oases.simulator.stack import stack_costs
 from oases.simulator.timeline import Timeline

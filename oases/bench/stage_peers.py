@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from oases.bench.plans import timed_block
 from oases.bench.stages import timed_step
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_rank
 from oases.models.timed import TimedBlock
-from oases.parallel.group import ProcessGroup, group_rank
 from oases.parallel.mesh import Mesh
-from oases.planner.plan import Plan
+from oases.plans.plan import Plan
 from oases.simulator.hardware import Hardware
 
 PEERS = ("torch",)

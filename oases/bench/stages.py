@@ -13,14 +13,14 @@ from torch import Tensor
 
 from oases.bench.memory import measure_memory
 from oases.bench.plans import timed_block
+from oases.execution.calls import Calls
 from oases.parallel.average import GradientAverage
-from oases.parallel.calls import Calls
-from oases.parallel.chain import PlannedStack
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
 from oases.parallel.parts import pipeline_of
 from oases.parallel.pipeline import StageRun
-from oases.planner.plan import Plan
+from oases.parallel.planned_stack import PlannedStack
+from oases.plans.plan import Plan
 from oases.simulator.hardware import Hardware
 from oases.simulator.timeline import Timeline
 

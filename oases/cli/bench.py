@@ -100,7 +100,7 @@ def add(commands: Any) -> None:
 
 def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.bench.overlap import OverlapConfig, run_overlap_bench
-    from oases.ranks import run_ranks
+    from oases.launch.ranks import run_ranks
     from oases.terminal import console, overlap_table
 
     config = configured(OverlapConfig, options)
@@ -128,7 +128,7 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _bench_simulated(config: Any, options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.bench.simulated import check, run_simulated_bench, write_comparison
-    from oases.ranks import run_ranks
+    from oases.launch.ranks import run_ranks
     from oases.simulator.hardware_file import read_hardware
     from oases.terminal import console, overlap_table, predictions_table
 
@@ -152,8 +152,8 @@ def _bench_simulated(config: Any, options: argparse.Namespace, given: Sequence[s
 def _bench_planner(options: argparse.Namespace, given: Sequence[str]) -> None:
     """With --link behind that link; without, behind each of --links in turn, in a process of its own."""
     from oases.bench.planner import PlannerBenchConfig, compare, run_planner_bench
+    from oases.launch.ranks import run_ranks
     from oases.profile.run import Surroundings
-    from oases.ranks import run_ranks
     from oases.simulator.hardware_file import write
     from oases.terminal import console, planner_table
 
@@ -194,7 +194,7 @@ def _planned_behind(rate: str, options: argparse.Namespace, given: Sequence[str]
 
 def _bench_plans(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.bench.plans import PlansBenchConfig, run_plans_bench
-    from oases.ranks import run_ranks
+    from oases.launch.ranks import run_ranks
     from oases.terminal import console, percent
 
     config = configured(PlansBenchConfig, options)
@@ -256,7 +256,7 @@ def _on_ranks(
     table: Callable[[dict[str, Any]], Any],
 ) -> None:
     """Run a benchmark on ranks behind the link asked for, and show it. said: with places for number and link."""
-    from oases.ranks import run_ranks
+    from oases.launch.ranks import run_ranks
     from oases.terminal import console
 
     console.print(said.format(options.tp, behind_link(options, given)))
@@ -270,7 +270,7 @@ def _on_ranks(
 
 def _bench_nodes(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.bench.nodes import NodesBenchConfig, run_nodes_bench
-    from oases.ranks import run_ranks
+    from oases.launch.ranks import run_ranks
     from oases.terminal import console, nodes_table
 
     config = configured(NodesBenchConfig, options)
@@ -287,7 +287,7 @@ def _bench_nodes(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _bench_recomputation(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.bench.recomputation import RecomputationBenchConfig, run_recomputation_bench
-    from oases.ranks import run_ranks
+    from oases.launch.ranks import run_ranks
     from oases.terminal import console, nodes_table
 
     config = configured(RecomputationBenchConfig, options)
@@ -324,7 +324,7 @@ def _bench_placements(options: argparse.Namespace, given: Sequence[str]) -> None
 def _bench_sparse(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.bench.sparse import run_sparse_bench
     from oases.bench.sparse_config import SparseBenchConfig
-    from oases.ranks import run_ranks
+    from oases.launch.ranks import run_ranks
     from oases.terminal import console, sparse_table
 
     config = configured(SparseBenchConfig, options)

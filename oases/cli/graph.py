@@ -15,7 +15,7 @@ from oases.graph.layer_graph import FORMAT, LayerGraph, read_graph
 from oases.graph.part import Part
 from oases.graph.shards import shards
 from oases.graph.stages import BALANCES, Stage, shared_parameters, split
-from oases.simulator.model import ELEMENT_BYTES
+from oases.plans.shape import ELEMENT_BYTES
 
 _OF_GRAPHS = ("stages", "balance", "html")
 _OF_PLANS = (

@@ -144,7 +144,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
 
 def rank_options(options: argparse.Namespace, device: str) -> Any:
     """How the ranks are set up, from what `add_ranks` added."""
-    from oases.ranks import RankOptions
+    from oases.launch.ranks import RankOptions
 
     if not 0 < options.timeout <= 1e6:
         raise UsageError(f"--timeout must be above 0 and at most 1e6 seconds, got {options.timeout}")

@@ -15,12 +15,12 @@ from oases.errors import UsageError
 from oases.planner.choose import rank_plans
 from oases.planner.memory import usable_bytes
 from oases.planner.objective import published_plan
-from oases.planner.plan import Plan
 from oases.planner.predict import Predictor
 from oases.planner.space import Space, require_runnable
 from oases.planner.sweep import Problem, as_data, sweep
+from oases.plans.plan import Plan
+from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import ModelShape
 
 
 def add(commands: Any) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
+from oases.plans.shape import ELEMENT_BYTES, LARGEST, MODELS, ModelShape, model_called
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware
-from oases.simulator.model import ELEMENT_BYTES, LARGEST, MODELS, ModelShape, model_called
 from oases.simulator.published import is_published
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -53,9 +53,9 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
+    from oases.launch.ranks import run_ranks
     from oases.profile.config import ProfileConfig
     from oases.profile.run import Surroundings, require_same_device, run_profile
-    from oases.ranks import run_ranks
     from oases.terminal import console
 
     config = configured(ProfileConfig, options)

@@ -69,7 +69,7 @@ def add(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.ranks import run_ranks
+    from oases.launch.ranks import run_ranks
     from oases.terminal import console
     from oases.train import demo
     from oases.train.config import TrainConfig
@@ -100,7 +100,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.ranks import run_ranks
+    from oases.launch.ranks import run_ranks
     from oases.terminal import console
     from oases.train.run import run_training
 
@@ -175,7 +175,7 @@ def _balance_text(found: dict[str, float]) -> str:
 
 def _export(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console
-    from oases.train.export import export
+    from oases.train.checkpoint.export import export
 
     require_writable("file", options.file)
     shapes = export(options.checkpoint, options.file)
@@ -184,7 +184,7 @@ def _export(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _restarting(options: argparse.Namespace, ranks: Any) -> Any:
-    from oases.ranks import under_torchrun
+    from oases.launch.ranks import under_torchrun
 
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts must be at least 0, got {options.max_restarts}")
@@ -257,7 +257,7 @@ def _mixture_to_train(options: argparse.Namespace, config: Any) -> tuple[Any, An
     """Of a configuration with experts; replicas are on all ranks that a launcher has started."""
     import os
 
-    from oases.ranks import under_torchrun
+    from oases.launch.ranks import under_torchrun
     from oases.train import mixture
 
     launched = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None

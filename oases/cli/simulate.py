@@ -13,16 +13,16 @@ from oases.cli.plan import searched, space_of
 from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
 from oases.planner.memory import usable_bytes
-from oases.planner.plan import PLANNED, Plan, Segment, Stage, read_plan
 from oases.planner.predict import Predictor
 from oases.planner.recomputation import Recomputation
 from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch, part_blocks
 from oases.planner.space import Setting, Space
 from oases.planner.throughput import throughput
+from oases.plans.plan import PLANNED, Plan, Segment, Stage, read_plan
+from oases.plans.shape import ModelShape
 from oases.schedule import GENERATORS, WHOLE
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import ModelShape
 from oases.simulator.quantities import bytes_text, seconds_text
 
 PAGE_SPANS, TRACE_SPANS, TEXT_SPANS = 12_000, 200_000, 2_000

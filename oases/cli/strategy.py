@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.table import Table
 
 from oases.planner.explain import Rival
-from oases.planner.plan import Plan, Segment
 from oases.planner.throughput import Throughput, throughput
+from oases.plans.plan import Plan, Segment
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, count_text, rate_text, seconds_text
 

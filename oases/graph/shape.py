@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from oases.errors import UsageError
 from oases.graph.layer_graph import LayerGraph, Node, Parameter, layer_of
 from oases.graph.part import is_embedding
-from oases.simulator.model import ModelShape
+from oases.plans.shape import ModelShape
 
 _ATTENTION = ("aten.scaled_dot_product_attention", "aten.softmax", "aten._softmax")
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.errors import UsageError
+from oases.execution.calls import Calls
+from oases.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
 from oases.parallel import (
     OverlappedColumnLinear,
     OverlappedEmbedding,
@@ -23,13 +25,11 @@ from oases.parallel import (
     OverlappedStack,
     parallel_cross_entropy,
 )
-from oases.parallel.calls import Calls
-from oases.parallel.chain import BlockMaker, PlannedStack
 from oases.parallel.fsdp import ShardedAverage, Unit
-from oases.parallel.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
 from oases.parallel.mesh import Mesh
+from oases.parallel.planned_stack import BlockMaker, PlannedStack
 from oases.parallel.reshard import reshard
-from oases.planner.plan import Plan
+from oases.plans.plan import Plan
 
 
 @dataclass(frozen=True)

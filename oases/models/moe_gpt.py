@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from oases.execution.group import ProcessGroup, resolve
 from oases.models.gpt import Attention, Decoder, GPTConfig
 from oases.moe.layer import OverlappedMoE
 from oases.moe.router import Gate
 from oases.moe.stack import ExpertStack
-from oases.parallel.group import ProcessGroup, resolve
 from oases.parallel.mesh import Mesh
 
 

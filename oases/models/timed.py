@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from oases.parallel.weight_gradient import PutOff, active_put_off
+from oases.execution.weight_gradient import PutOff, active_put_off
 
 _READ = 4096
 """Parameter elements that take part in the arithmetic; the others' gradients are zeros, sent like any other."""

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.kernels import permute as kernels
 from oases.moe.assignment import Integers, Placement, homes
 from oases.moe.router import Routing
-from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
 
 
 class RoutingError(RuntimeError):

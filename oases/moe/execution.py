@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from oases.execution.group import ProcessGroup, group_rank
 from oases.moe.cuts import Cut
 from oases.moe.dispatch import Demand, Itinerary, Voyage, combined, grouped, itinerary, permuted, ungrouped
 from oases.moe.layer import OverlappedMoE
 from oases.moe.recomputation import Pass, Setting
 from oases.moe.router import Routing
 from oases.moe.transfer import Transfer
-from oases.parallel.group import ProcessGroup, group_rank
 from oases.schedule.experts import ExpertSchedule
 from oases.schedule.ir import Op
 

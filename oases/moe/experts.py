@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.errors import UsageError
+from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
 from oases.moe.assignment import homes
-from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
 
 
 class ExpertWeights(NamedTuple):

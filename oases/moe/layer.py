@@ -15,6 +15,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from oases.errors import UsageError
+from oases.execution.failure import told, watch_of
+from oases.execution.group import (
+    HoldsGroup,
+    ProcessGroup,
+    group_name,
+    group_of,
+    group_rank,
+    group_size,
+    refuse_capture,
+    resolve,
+    scheduler_of,
+)
 from oases.moe.assignment import Placement
 from oases.moe.costs import Costs
 from oases.moe.dispatch import (
@@ -38,18 +50,6 @@ from oases.moe.steps import METHODS, Step, Steps
 from oases.moe.traces import Recorder
 from oases.moe.transfer import Transfer, tie
 from oases.parallel.collectives import all_reduce
-from oases.parallel.failure import told, watch_of
-from oases.parallel.group import (
-    HoldsGroup,
-    ProcessGroup,
-    group_name,
-    group_of,
-    group_rank,
-    group_size,
-    refuse_capture,
-    resolve,
-    scheduler_of,
-)
 
 
 class OverlappedMoE(HoldsGroup, nn.Module):

@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from oases.execution.group import ProcessGroup, group_size, scheduler_of
 from oases.moe.assignment import Placement, at_home
 from oases.moe.costs import Costs
 from oases.moe.experts import ExpertWeights, compute
 from oases.moe.transfer import Transfer
 from oases.parallel.autotune import synchronize
 from oases.parallel.collectives import all_reduce
-from oases.parallel.group import ProcessGroup, group_size, scheduler_of
 
 ROWS = 128
 """Tokens that an expert computes at once, or as many as a call has."""

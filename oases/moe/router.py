@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup
 from oases.kernels.permute import histogram
 from oases.parallel.collectives import all_reduce
-from oases.parallel.group import ProcessGroup
 
 Gate = Literal["softmax", "sigmoid"]
 GATES = ("softmax", "sigmoid")

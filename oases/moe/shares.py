@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.parallel.collectives import all_reduce
-from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
 
 
 def shared_over(tensor_group: ProcessGroup | None, group: ProcessGroup | None, name: str) -> bool:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import UsageError
+from oases.execution.failure import told, watch_of
+from oases.execution.group import HoldsGroup, ProcessGroup, group_size, scheduler_of
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
 from oases.moe.execution import ExpertBlock, ExpertExecution
 from oases.moe.layer import OverlappedMoE
 from oases.moe.measure import mean_seconds, measured
-from oases.parallel.failure import told, watch_of
-from oases.parallel.group import HoldsGroup, ProcessGroup, group_size, scheduler_of
 from oases.schedule.experts import ExpertSchedule, generate_experts
 
 

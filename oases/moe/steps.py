@@ -9,12 +9,12 @@ import numpy as np
 from torch import Tensor
 
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup
 from oases.moe.assignment import Integers, Placement, at_home, homes
 from oases.moe.costs import Costs
 from oases.moe.forecast import Planner
 from oases.moe.recomputation import Pass, Passes, Setting
 from oases.moe.router import Router
-from oases.parallel.group import ProcessGroup
 
 METHODS = ("none", "prophet", "faster_moe", "eplb", "optimum")
 

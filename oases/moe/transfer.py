@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.moe.assignment import Placement
 from oases.moe.experts import ExpertWeights
-from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
 
 
 class _Piece(NamedTuple):

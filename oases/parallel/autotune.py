@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from oases.parallel.group import ProcessGroup, group_rank, group_size
+from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.schedule import LayerOf, Recompute, Schedule, along_sequence, generate
 
 ROUNDS = 3

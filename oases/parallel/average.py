@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.parallel.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
-from oases.planner.plan import BUCKET_BYTES
+from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
+from oases.plans.plan import BUCKET_BYTES
 
 
 class _Bucket:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oases.parallel.group import ProcessGroup, group_rank, group_size, scheduler_of
+from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.parallel.sharding import Cut
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
 from oases.parallel.collectives import gather, reduce
-from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
 from oases.parallel.linear import shard
 from oases.parallel.sharding import Cut
 

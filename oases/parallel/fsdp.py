@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.parallel.group import ProcessGroup, group_name, group_of, scheduler_of
+from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
 from oases.schedule import Op
 
 if TYPE_CHECKING:  # FSDP2 and DTensor take as long to import as all the rest of a run, which mostly does without

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from oases.execution.group import ProcessGroup, group_size, resolve
 from oases.parallel.collectives import all_reduce
 from oases.parallel.fsdp import local
-from oases.parallel.group import ProcessGroup, group_size, resolve
 from oases.parallel.sharding import holders
 
 

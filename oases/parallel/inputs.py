@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from oases.parallel.graphs import Gradients, Leaves
+from oases.execution.piece import Gradients, Leaves
+from oases.execution.wire import Scheduler
 from oases.parallel.sub_batches import SubBatches
-from oases.parallel.wire import Scheduler
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
+from oases.execution.weight_gradient import linear
 from oases.parallel.chunks import Chunks, Kind, NumChunks
 from oases.parallel.collectives import gather, scatter
-from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
-from oases.parallel.weight_gradient import linear
 
 
 class _OverlappedLinear(HoldsGroup, nn.Module):

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.collectives import all_reduce
 from oases.parallel.embedding import require_range
-from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.sharding import Cut
 
 

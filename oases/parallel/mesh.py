@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from oases.errors import UsageError
-from oases.parallel.group import ProcessGroup, group_name, group_of, group_rank, group_size, nccl_options, resolve
+from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size, nccl_options, resolve
 from oases.parallel.parts import degrees_of, require_nested, require_runnable
-from oases.planner.plan import Plan
+from oases.plans.plan import Plan
 
 Layout = tuple[tuple[int, ...], ...]
 """Ranks of the stage, cut into groups."""

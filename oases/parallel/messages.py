@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.parallel.clock import Clock
-from oases.parallel.group import ProcessGroup, group_name, group_of, scheduler_of
+from oases.execution.clock import Clock
+from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
 from oases.parallel.mesh import Mesh
 from oases.parallel.statistics import Row
 from oases.schedule import Op, ScheduleError

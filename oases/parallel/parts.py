@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable
 
 from oases.errors import UsageError
-from oases.planner.plan import Plan
+from oases.plans.plan import Plan
 from oases.schedule.pipeline import Pipeline, generate_pipeline
 
 _ANY_NUMBER = ("gpipe",)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from oases.parallel.calls import Calls
+from oases.execution.calls import Calls
 from oases.parallel.messages import Messages
 from oases.parallel.under import under_forward
 from oases.schedule import Op

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oases.parallel.group import ProcessGroup, group_rank, scheduler_of
+from oases.execution.group import ProcessGroup, group_rank, scheduler_of
 from oases.parallel.mesh import Mesh
 
 

@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from oases._C import OverlapScheduler
 from oases.errors import OverlapError
+from oases.execution.calls import Calls
+from oases.execution.delivery import Call, deliver
+from oases.execution.failure import watch_of
+from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
+from oases.execution.piece import Methods
+from oases.execution.wire import Scheduler, Silence, Wire
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
-from oases.parallel.calls import Calls
-from oases.parallel.delivery import Call, deliver
+from oases.parallel.blocks import Execution
 from oases.parallel.dropout import adopt_dropouts
-from oases.parallel.execution import Execution
-from oases.parallel.failure import watch_of
 from oases.parallel.fsdp import Unit
-from oases.parallel.graphs import Methods
-from oases.parallel.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
 from oases.parallel.inputs import BlockInputs, Inputs, differentiable
 from oases.parallel.randomness import Randomness, hash_of
 from oases.parallel.statistics import WHOLE_BATCH, report
 from oases.parallel.sub_batches import SubBatches, Tokens
-from oases.parallel.wire import Scheduler, Silence, Wire
 from oases.schedule import (
     Recompute,
     Schedule,

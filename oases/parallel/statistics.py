@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from oases.build import described
-from oases.parallel.group import scheduler_of
+from oases.execution.group import scheduler_of
 from oases.sections import Section, sections_of
 
 WHOLE_BATCH = ", whole batch"

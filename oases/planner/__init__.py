@@ -10,13 +10,13 @@ from oases.errors import UsageError
 from oases.graph.layer_graph import LayerGraph
 from oases.graph.shape import shape_of_graph
 from oases.planner.choose import rank_plans
-from oases.planner.plan import Plan, Prediction, Segment, Stage
 from oases.planner.predict import Predictor
 from oases.planner.refusal import NoPlanError
 from oases.planner.space import Space, require_runnable
+from oases.plans.plan import Plan, Prediction, Segment, Stage
+from oases.plans.shape import ModelShape, model_called
 from oases.simulator.cluster import cluster_called
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import ModelShape, model_called
 
 __all__ = ["NoPlanError", "Plan", "Prediction", "Predictor", "Segment", "Space", "Stage", "plan", "rank_plans"]
 

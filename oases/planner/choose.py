@@ -9,14 +9,14 @@ from heapq import heappop, heappush
 
 from oases.planner.memory import usable_bytes
 from oases.planner.neighbours import neighbours
-from oases.planner.plan import Plan
 from oases.planner.predict import Predictor
 from oases.planner.refusal import NoPlanError, refusal
 from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch
 from oases.planner.space import ONLY_EARLIER, Setting, Space, settings
+from oases.plans.plan import Plan
+from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import ModelShape
 
 IMPROVED = 2
 """How many of the best plans are improved in small steps."""

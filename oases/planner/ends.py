@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from oases.planner.memory import head_bytes
+from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import ModelShape
 from oases.simulator.program import Compute, Instruction, Start, Wait
 
 

@@ -16,11 +16,11 @@ from math import exp, inf, log
 import numpy as np
 
 from oases.planner.published import ALL_REDUCE_MS, BLOCKS_MS, SPEEDUPS
+from oases.plans.shape import KINDS, BlockKind, ModelShape
 from oases.schedule import generate
 from oases.simulator.cost import BlockBytes, BlockTimes, StackCosts
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel, Sample, fit_link
-from oases.simulator.model import KINDS, BlockKind, ModelShape
 from oases.simulator.program import Contention
 from oases.simulator.simulate import simulate
 

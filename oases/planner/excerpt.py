@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from oases.planner.plan import Plan
 from oases.planner.predict import LARGEST_PROGRAM, Predictor
+from oases.plans.plan import Plan
 from oases.simulator.timeline import Timeline
 
 _OPS = 10

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from oases.planner.choose import seconds_of
-from oases.planner.plan import Plan, Stage
 from oases.planner.predict import Predictor
 from oases.planner.recomputation import num_layers, recomputing
+from oases.plans.plan import Plan, Stage
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from oases.planner.plan import Plan, Segment
+from oases.plans.plan import Plan, Segment
+from oases.plans.shape import KINDS, BlockKind, ModelShape
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import KINDS, BlockKind, ModelShape
 
 USABLE = 0.92
 """Share of a device's memory that a plan may fill; the rest is the runtime's, the allocator's and the libraries'."""

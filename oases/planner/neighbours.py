@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from oases.errors import UsageError
-from oases.planner.plan import Plan, Segment, Stage
 from oases.planner.search import SettingSearch
+from oases.plans.plan import Plan, Segment, Stage
 
 
 def neighbours(plan: Plan, search: SettingSearch) -> Iterator[Plan]:

@@ -10,9 +10,9 @@ from typing import Any
 from oases.errors import UsageError
 from oases.planner.memory import head_bytes, state_bytes
 from oases.planner.paper import USABLE, PublishedTimes, best_degrees, objective
-from oases.planner.plan import Plan, Segment, Stage
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import KINDS, ModelShape
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import KINDS, ModelShape
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ import numpy as np
 from oases.errors import UsageError
 from oases.planner.chain import Chain
 from oases.planner.programme import Solution, solve
-from oases.simulator.model import KINDS, BlockKind, ModelShape
+from oases.plans.shape import KINDS, BlockKind, ModelShape
 
 USABLE = 0.95
 """Share of the device's memory that a plan may fill."""

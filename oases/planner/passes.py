@@ -14,13 +14,13 @@ from typing import Any, Literal
 from oases.planner.ends import embedding, exposed, head
 from oases.planner.memory import embedding_segment, stage_parameters, stage_state_bytes
 from oases.planner.pieces import OPTIMIZER, SENT, PartPieces, Piece, StagePieces
-from oases.planner.plan import BUCKET_BYTES, Part, Plan, Segment
+from oases.plans.plan import BUCKET_BYTES, Part, Plan, Segment
+from oases.plans.shape import ModelShape
 from oases.schedule import Op
 from oases.schedule.pipeline import UNDER_FORWARD, early, last_pass
 from oases.schedule.under import under
 from oases.simulator.hardware import Hardware
 from oases.simulator.lowering import StagePasses, lower
-from oases.simulator.model import ModelShape
 from oases.simulator.program import Compute, Contention, Instruction, Start, Wait
 from oases.simulator.stack import stack_costs
 

@@ -9,7 +9,7 @@ from typing import Any
 from oases.planner.memory import stage_state_bytes
 from oases.planner.passes import Lowered, StageModel
 from oases.planner.pieces import OPTIMIZER, Course, StagePieces, course, peak_bytes
-from oases.planner.plan import Plan, Prediction
+from oases.plans.plan import Plan, Prediction
 from oases.schedule import generate_pipeline
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from oases.errors import UsageError
-from oases.planner.plan import Plan, Stage
+from oases.plans.plan import Plan, Stage
 from oases.schedule.pipeline import SHIFTED
 from oases.simulator.quantities import bytes_text
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oases.planner.plan import generated
 from oases.planner.space import Space
+from oases.plans.plan import generated
+from oases.plans.shape import ModelShape
 from oases.schedule import WHOLE
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware
 from oases.simulator.lowering import lower
-from oases.simulator.model import ModelShape
 from oases.simulator.program import Program
 from oases.simulator.stack import stack_costs
 

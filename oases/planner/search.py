@@ -17,12 +17,12 @@ from oases.planner.balance import StageLoad, balanced
 from oases.planner.chain import Chain
 from oases.planner.ends import ends_seconds
 from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes, state_bytes
-from oases.planner.plan import Plan, Segment, Stage
 from oases.planner.predict import Predictor
 from oases.planner.programme import InfeasibleError, Solution, solve
 from oases.planner.runs import Run, Runs
 from oases.planner.space import Setting
-from oases.simulator.model import KINDS, BlockKind
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import KINDS, BlockKind
 
 State = tuple[int, bool]
 """(degree, whether the block is computed again)."""

@@ -8,10 +8,10 @@ from itertools import pairwise, product
 from math import isqrt
 
 from oases.errors import UsageError
+from oases.plans.shape import ModelShape
 from oases.schedule import PIPELINES
 from oases.schedule.pipeline import SHIFTED, UNDER_FORWARD, chunks_of, early, in_flight
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import ModelShape
 
 MAX_STAGES = 64
 """Pipeline stages that a search looks at."""

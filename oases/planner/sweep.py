@@ -8,11 +8,11 @@ from typing import Any
 
 from oases.errors import UsageError
 from oases.planner.choose import rank_plans, seconds_of
-from oases.planner.plan import Plan
 from oases.planner.space import Space
+from oases.plans.plan import Plan
+from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
 from oases.simulator.links import LinkModel
-from oases.simulator.model import ModelShape
 
 SPEEDS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Times as fast as the cluster's are all its links."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oases.planner.plan import Plan
+from oases.plans.plan import Plan
+from oases.plans.shape import KINDS, ModelShape
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import KINDS, ModelShape
 from oases.simulator.peaks import peak_flops
 
 

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oases.bench.config import DTYPES
+from oases.execution.clock import Clock
+from oases.execution.group import ProcessGroup
+from oases.execution.wire import Silence
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
-from oases.parallel.clock import Clock
-from oases.parallel.group import ProcessGroup
-from oases.parallel.wire import Silence
+from oases.plans.shape import KINDS
 from oases.profile.config import ProfileConfig
 from oases.profile.groups import slowest, slowest_of
 from oases.schedule import Op, Schedule, generate, validate
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import MeasuredBlock, MeasuredOverhead
-from oases.simulator.model import KINDS
 
 OVERHEAD_SUB_BATCHES = (1, 2, 4)
 """Into how many parts the batch is cut where a pass is timed outside its ops."""

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.parallel.group import ProcessGroup, scheduler_of
-from oases.parallel.wire import Silence
+from oases.execution.group import ProcessGroup, scheduler_of
+from oases.execution.wire import Silence
 from oases.profile.compute import BlockBench
 from oases.profile.groups import slowest
 from oases.schedule import generate

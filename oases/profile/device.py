@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from oases.bench.config import DTYPES
-from oases.parallel.clock import Clock
+from oases.execution.clock import Clock
 from oases.profile.config import ProfileConfig
 from oases.profile.groups import slowest
 from oases.simulator.hardware import Device

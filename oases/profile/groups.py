@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from oases.parallel.group import ProcessGroup
+from oases.execution.group import ProcessGroup
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from functools import partial
 import torch.distributed as dist
 
 from oases.errors import UsageError
+from oases.launch.ranks import require_agreement
 from oases.profile.compute import OVERHEAD_SUB_BATCHES, BlockBench
 from oases.profile.config import ProfileConfig
 from oases.profile.contention import ContentionBench
 from oases.profile.device import device_name, measure_device
 from oases.profile.groups import Probe, contiguous, probes, ranks_per_node
 from oases.profile.links import LinkBench, collectives_of, fitted_link, sizes
-from oases.ranks import require_agreement
 from oases.simulator.hardware import Hardware, MeasuredBlock, MeasuredOverhead, merge
 from oases.simulator.links import LinkModel, Sample
 from oases.simulator.program import Contention

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from oases.plans.shape import ModelShape
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Hardware, MeasuredBlock
 from oases.simulator.links import LinkModel
-from oases.simulator.model import ModelShape
 
 
 def summary(hardware: Hardware) -> Iterator[str | Table]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from oases.errors import UsageError
+from oases.plans.shape import BlockKind, ModelShape
 from oases.simulator.cost import BlockTimes
 from oases.simulator.links import LinkModel
-from oases.simulator.model import BlockKind, ModelShape
 
 
 @dataclass(frozen=True)

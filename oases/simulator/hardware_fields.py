@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from oases.errors import UsageError
+from oases.plans.shape import ELEMENT_BYTES, KINDS
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead
 from oases.simulator.links import COLLECTIVES, LinkModel, Sample
-from oases.simulator.model import ELEMENT_BYTES, KINDS
 from oases.simulator.program import Contention
 
 FORMAT = "oases hardware"

@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any
 
 from oases.errors import UsageError
+from oases.plans.shape import ELEMENT_BYTES, KINDS, LARGEST, ModelShape
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
 from oases.simulator.links import LinkModel, Sample, fit_link
-from oases.simulator.model import ELEMENT_BYTES, KINDS, LARGEST, ModelShape
 from oases.simulator.program import Contention
 
 HEAD_WIDTH = 64

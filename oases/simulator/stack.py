@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from oases.plans.shape import BlockKind, ModelShape
 from oases.schedule import Schedule
 from oases.simulator.cost import BlockBytes, StackCosts
 from oases.simulator.hardware import Hardware
-from oases.simulator.model import BlockKind, ModelShape
 
 
 def stack_costs(

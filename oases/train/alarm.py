@@ -1,6 +1,6 @@
 """A step that fails on one rank fails on all: in every group that the rank is in, its peers are told.
 
-Inside a stack's schedule the stack does so in its own group (`oases.parallel.failure`). But a step is more than its
+Inside a stack's schedule the stack does so in its own group (`oases.execution.failure`). But a step is more than its
 stacks, and a run of a plan has more groups: whoever waits in one of them for the rank that failed must hear of it,
 and whoever hears of it tells its own groups in turn.
 """
@@ -13,9 +13,9 @@ from types import TracebackType
 
 import torch
 
-from oases.parallel.failure import Failure, Watch, is_out_of_memory, lost_a_rank, watch_of
-from oases.parallel.group import ProcessGroup, group_size, scheduler_of
-from oases.train.agreement import SaveError
+from oases.execution.failure import Failure, Watch, is_out_of_memory, lost_a_rank, watch_of
+from oases.execution.group import ProcessGroup, group_size, scheduler_of
+from oases.train.checkpoint.agreement import SaveError
 from oases.train.guard import LossError
 
 _ON_ALL = (LossError, SaveError)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from oases.errors import UsageError
+from oases.execution.group import group_rank
 from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import at_home, described
 from oases.moe.traces import Recorder, replay
-from oases.parallel.group import group_rank
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from oases.planner.plan import Plan, Prediction
+from oases.plans.plan import Plan, Prediction
 from oases.train.measures import StepParts
 
 Row = dict[str, float | None]

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from oases.errors import UsageError
-from oases.planner.plan import Plan, read_plan
-from oases.ranks import restart_count
+from oases.launch.ranks import restart_count
+from oases.plans.plan import Plan, read_plan
 from oases.schedule import (
     PIPELINES,
 )
 from oases.train.balance import require_new
+from oases.train.checkpoint.resumption import AUTO, require_resumable
+from oases.train.checkpoint.retention import require_folder
 from oases.train.config_file import read_values, written
 from oases.train.data import Corpus
 from oases.train.degrees import Degrees
@@ -28,8 +30,6 @@ from oases.train.guard import POLICIES
 from oases.train.learning_rate import SCHEDULES, Course, share_of_peak
 from oases.train.log import steps_in
 from oases.train.masters import PRECISIONS
-from oases.train.resumption import AUTO, require_resumable
-from oases.train.retention import require_folder
 from oases.train.scalars import require_tensorboard
 from oases.train.sizes import ModelOptions, option, sizes_of
 from oases.train.tokenizer import tokenizer_called

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from oases.bench.overlap import OverlapBench, OverlapConfig
-from oases.ranks import require_agreement
+from oases.launch.ranks import require_agreement
 from oases.simulator.timeline import Timeline, trace_json
 from oases.terminal import Table, console, percent, progress
 from oases.train.config import TrainConfig, settings

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from oases.errors import UsageError
-from oases.planner.plan import Plan
+from oases.plans.plan import Plan
 from oases.train.tokenizer import tokenizer_called
 
 _SIZES = ("hidden", "layers", "heads", "sequence", "vocabulary")

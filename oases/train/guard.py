@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_rank
 from oases.parallel.collectives import all_reduce
-from oases.parallel.group import ProcessGroup, group_rank
 
 Policy = Literal["stop", "skip", "off"]
 POLICIES: tuple[Policy, ...] = ("stop", "skip", "off")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.parallel.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
 from oases.train.optimizer import OPTIONS, Optimizer, Parts, adamw, decayed
 
 PRECISIONS: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oases.parallel.clock import Clock
+from oases.execution.clock import Clock
+from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 from oases.parallel.collectives import all_gather_cut
-from oases.parallel.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 from oases.parallel.messages import Messages
 from oases.parallel.sharding import Cut
 from oases.simulator.quantities import rate_text, seconds_text

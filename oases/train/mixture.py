@@ -6,9 +6,9 @@ import dataclasses
 from datetime import timedelta
 
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_size, resolve
 from oases.models.moe_gpt import MoEGPT
 from oases.moe.placement import homes
-from oases.parallel.group import ProcessGroup, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.train.config import TrainConfig, require_bytes, sizes_of
 from oases.train.data import Corpus

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from oases.parallel.group import ProcessGroup, group_name, group_size
+from oases.execution.group import ProcessGroup, group_name, group_size
 
 Parts = Iterable[tuple[list[nn.Parameter], ProcessGroup | None]]
 """Parameters and the ranks that hold the same ones."""

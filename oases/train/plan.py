@@ -10,10 +10,10 @@ import os
 
 from oases.errors import UsageError
 from oases.parallel.parts import require_runnable
-from oases.planner.plan import Plan, Segment, Stage, read_plan
+from oases.plans.plan import Plan, Segment, Stage, read_plan
+from oases.plans.shape import ModelShape
 from oases.schedule import GENERATORS
 from oases.schedule.pipeline import chunks_of
-from oases.simulator.model import ModelShape
 from oases.train.config import TrainConfig, config_for, require_bytes, sizes_of
 from oases.train.data import Corpus
 from oases.train.fit import require_fit

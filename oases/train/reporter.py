@@ -8,7 +8,7 @@ import torch
 
 from oases.parallel.collectives import all_reduce
 from oases.planner.throughput import model_flops
-from oases.simulator.model import ModelShape
+from oases.plans.shape import ModelShape
 from oases.train.comparison import Comparison
 from oases.train.measures import StepReport
 from oases.train.underway import Underway

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from oases.launch.ranks import require_agreement
 from oases.parallel.mesh import Mesh
-from oases.planner.plan import Plan
-from oases.ranks import require_agreement
+from oases.plans.plan import Plan
 from oases.terminal import progress
 from oases.train.config import TrainConfig, settings
 from oases.train.mixture import mesh_of

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from oases.execution.calls import Calls
+from oases.execution.group import ProcessGroup
 from oases.models.gpt import GPT
 from oases.parallel.average import GradientAverage
-from oases.parallel.calls import Calls
 from oases.parallel.collectives import all_reduce
 from oases.parallel.fsdp import ShardedAverage, local
-from oases.parallel.group import ProcessGroup
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
 from oases.parallel.parts import pipeline_of
 from oases.parallel.pipeline import Forward, StageRun
-from oases.planner.plan import Plan
+from oases.plans.plan import Plan
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 """Inputs and targets of each, of this rank's share of the samples."""

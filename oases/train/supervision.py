@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from oases.errors import SavedExit
+from oases.execution.group import group_rank
 from oases.parallel.collectives import all_reduce
-from oases.parallel.group import group_rank
-from oases.train.agreement import SaveError
-from oases.train.checkpoint import staged
+from oases.train.checkpoint.agreement import SaveError
+from oases.train.checkpoint.files import staged
+from oases.train.checkpoint.writer import CheckpointWriter
 from oases.train.interruption import sigterm_noted
 from oases.train.log import StepLog
 from oases.train.measures import StepReport
 from oases.train.scalars import Scalars
 from oases.train.underway import Underway
-from oases.train.writer import CheckpointWriter
 
 
 class Supervision:

@@ -16,27 +16,27 @@ from torch import Tensor
 
 import oases.train.mixture as mixture
 from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.models.gpt import GPT
 from oases.models.moe_gpt import MoEGPT
 from oases.parallel.average import GradientAverage
 from oases.parallel.collectives import all_reduce
 from oases.parallel.fsdp import ShardedAverage
 from oases.parallel.gradients import clip_grad_norm
-from oases.parallel.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.parallel.statistics import Report, report
-from oases.planner.plan import Plan
+from oases.plans.plan import Plan
 from oases.train.alarm import Alarm
 from oases.train.balance import Balance
-from oases.train.checkpoint import load, random_streams, save
+from oases.train.checkpoint.files import load, random_streams, save
+from oases.train.checkpoint.record import Record
+from oases.train.checkpoint.resumption import first_checkpoint
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings, sizes_of
 from oases.train.guard import LossGuard, Policy
 from oases.train.masters import optimizer_for
 from oases.train.measures import Meter, StepReport
 from oases.train.plan import asked_for, require_fit
-from oases.train.record import Record
 from oases.train.reporter import Reporter
-from oases.train.resumption import first_checkpoint
 from oases.train.stage import TrainedStage
 from oases.train.supervision import Supervision
 

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from oases.parallel.group import ProcessGroup
-from oases.planner.plan import Plan
+from oases.execution.group import ProcessGroup
+from oases.plans.plan import Plan
 from oases.train.balance import Balance
+from oases.train.checkpoint.record import Record
 from oases.train.config import TrainConfig
 from oases.train.guard import LossGuard
 from oases.train.measures import Meter
 from oases.train.optimizer import Optimizer
-from oases.train.record import Record
 
 
 class Underway(Protocol):

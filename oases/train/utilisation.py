@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from oases.execution.group import ProcessGroup, group_size
 from oases.parallel.autotune import synchronize
 from oases.parallel.collectives import all_reduce
-from oases.parallel.group import ProcessGroup, group_size
 from oases.simulator.peaks import peak_flops
 
 _PRODUCT = {"cpu": 512, "cuda": 8192}

@@ -11,7 +11,7 @@ from oases import cli
 from oases.bench.layers import UneditedLayers, of_model
 from oases.bench.overlap import OverlapBench, OverlapConfig, run_overlap_bench
 from oases.errors import UsageError
-from oases.parallel.wire import Silence
+from oases.execution.wire import Silence
 from oases.terminal import overlap_table
 
 LLAMA = {

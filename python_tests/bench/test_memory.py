@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.bench.memory import StepMemory, formula_units, measure_memory
+from oases.execution.wire import Silence
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
-from oases.parallel.wire import Silence
 from oases.schedule import Schedule, generate
 from oases.testing import RankPool
 

@@ -12,8 +12,8 @@ from oases.graph.layer_graph import LayerGraph
 from oases.graph.shape import shape_of_graph
 from oases.graph.trace import trace
 from oases.planner import shape_of
+from oases.plans.shape import KINDS, ModelShape
 from oases.simulator.cluster import cluster_called
-from oases.simulator.model import KINDS, ModelShape
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 transformers = pytest.importorskip("transformers")

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from test_moe_layer import random_placement
 
+from oases.execution.group import scheduler_of
 from oases.moe.dispatch import (
     RoutingError,
     Voyage,
@@ -20,7 +21,6 @@ from oases.moe.dispatch import (
 )
 from oases.moe.placement import homes
 from oases.moe.router import Router
-from oases.parallel.group import scheduler_of
 
 HIDDEN = 6
 

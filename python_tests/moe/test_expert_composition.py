@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from test_expert_stack import HIDDEN, made
 
+from oases.execution.calls import Calls
 from oases.moe.stack import ExpertStack
 from oases.parallel.average import GradientAverage
-from oases.parallel.calls import Calls
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
 from oases.parallel.pipeline import StageRun

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from test_moe_layer import COSTS, HIDDEN, WIDTH, alone, inputs_of, random_placement, whole_layer
 
 from oases.errors import UsageError
+from oases.execution.failure import FailedRankError
 from oases.moe.dispatch import RoutingError
 from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import Placement
-from oases.parallel.failure import FailedRankError
 
 
 def check_not_finite(victim):

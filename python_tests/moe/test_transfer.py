@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from test_moe_layer import random_placement
 
+from oases.execution.group import scheduler_of
 from oases.moe.experts import ExpertWeights
 from oases.moe.placement import Placement
 from oases.moe.transfer import Transfer, tie
-from oases.parallel.group import scheduler_of
 
 SHAPES = [(5, 3), (3, 5), (5,), (3,)]
 

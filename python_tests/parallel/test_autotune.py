@@ -111,7 +111,7 @@ def check_wire_dtype():
     for wire in (None, torch.bfloat16):
         stack = make_stack(blocks, dist.group.WORLD, wire_dtype=wire, recompute="full", schedule="cross_pass")
         from oases import report
-        from oases.parallel.group import scheduler_of
+        from oases.execution.group import scheduler_of
 
         scheduler_of(dist.group.WORLD).reset_totals()
         mine = x.clone().requires_grad_()

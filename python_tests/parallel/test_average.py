@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from oases.execution.group import scheduler_of
 from oases.parallel.average import GradientAverage
-from oases.parallel.group import scheduler_of
 from oases.parallel.mesh import Mesh
 
 

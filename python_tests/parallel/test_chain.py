@@ -10,12 +10,12 @@ from torch import nn
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack, ParallelDropout
 from oases.parallel.average import GradientAverage
-from oases.parallel.chain import PlannedStack
 from oases.parallel.linear import shard
 from oases.parallel.mesh import Mesh
+from oases.parallel.planned_stack import PlannedStack
 from oases.parallel.sharding import holders, sharded_parameters
-from oases.planner.plan import Plan, Segment, Stage
-from oases.simulator.model import ModelShape
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import ModelShape
 
 WIDTH, BATCH = 16, 8
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import oases
 from oases import OverlappedColumnLinear, OverlappedColwiseParallel, OverlappedRowLinear, OverlappedRowwiseParallel
+from oases.execution.group import scheduler_of
 from oases.parallel import autotune, chunks
-from oases.parallel.group import scheduler_of
 
 IN, OUT = 12, 8
 FAST_IN_FOUR = {1: 1.0, 2: 0.9, 4: 0.5}

@@ -14,7 +14,7 @@ class CountsProducts(Mlp):
     calls = None
 
     def partial(self, x):
-        import oases.parallel.weight_gradient as weight_gradient
+        import oases.execution.weight_gradient as weight_gradient
 
         real = weight_gradient.F.linear
         seen = self.calls
@@ -151,7 +151,7 @@ class Computed(Mlp):
 
     def partial(self, x):
         weight = self.up.weight * 1.0
-        from oases.parallel.weight_gradient import linear
+        from oases.execution.weight_gradient import linear
 
         return self.down.partial(F.gelu(linear(self.norm(x), weight, self.up.bias)))
 

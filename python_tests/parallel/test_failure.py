@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from test_stack import WIDTH, Mlp, make_stack, plain_blocks
 
 from oases import OverlappedRowLinear
-from oases.parallel import failure
-from oases.parallel.failure import FailedRankError, FailedRankMemoryError
+from oases.execution import failure
+from oases.execution.failure import FailedRankError, FailedRankMemoryError
 from oases.testing import RankPool
 
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from oases.execution.group import scheduler_of
 from oases.models.gpt import GPT, GPTConfig
 from oases.parallel.fsdp import Gathers
-from oases.parallel.group import scheduler_of
 from oases.parallel.mesh import Mesh
-from oases.planner.plan import Plan, Segment, Stage
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import ModelShape
 from oases.schedule import generate, sequence_parallel
-from oases.simulator.model import ModelShape
 
 SIZES = {"hidden": 16, "layers": 2, "heads": 4, "sequence": 8, "vocabulary": 32}
 BLOCKS = 4

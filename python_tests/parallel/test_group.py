@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from oases import OverlappedStack
-from oases.parallel.group import group_name, group_of, nccl_options
+from oases.execution.group import group_name, group_of, nccl_options
 
 
 def check_names():

@@ -11,7 +11,7 @@ from torch import nn
 
 import oases
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack
-from oases.parallel.group import group_rank, group_size, scheduler_of
+from oases.execution.group import group_rank, group_size, scheduler_of
 from oases.parallel.inputs import BlockInputs
 from oases.parallel.linear import shard
 from oases.parallel.sharding import sharded_parameters

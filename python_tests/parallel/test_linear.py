@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear
-from oases.parallel.group import scheduler_of
+from oases.execution.group import scheduler_of
 from oases.parallel.linear import shard
 
 IN, OUT = 12, 8

@@ -7,7 +7,7 @@ from test_stack import WIDTH, make_stack, plain_blocks
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear
-from oases.parallel.group import group_name
+from oases.execution.group import group_name
 
 
 def check_opcheck():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_stack import WIDTH, make_stack, plain_blocks, plain_forward
 
-from oases.parallel.calls import Calls
+from oases.execution.calls import Calls
 from oases.parallel.linear import shard
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages, crossing, known_by, waiting_for

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from oases.execution.group import scheduler_of
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack, sharded_parameters
-from oases.parallel.group import scheduler_of
 
 CONFIG = GPTConfig(hidden=16, layers=2, heads=4, sequence=8)
 

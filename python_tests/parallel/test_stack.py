@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oases
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack
 from oases.errors import OverlapError
-from oases.parallel.group import scheduler_of
+from oases.execution.group import scheduler_of
 from oases.parallel.linear import shard
 from oases.parallel.sharding import sharded_parameters
 from oases.schedule import GENERATORS, WHOLE, ScheduleError, generate, parse_schedule

@@ -9,7 +9,7 @@ from test_stack import WIDTH, make_stack, plain_blocks
 
 import oases
 from oases import OverlappedRowLinear
-from oases.parallel.group import scheduler_of
+from oases.execution.group import scheduler_of
 from oases.parallel.statistics import Report, Row, names_op
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from oases import OverlappedColwiseParallel, OverlappedRowwiseParallel
-from oases.parallel.group import scheduler_of
+from oases.execution.group import scheduler_of
 
 
 def part(x, layout):

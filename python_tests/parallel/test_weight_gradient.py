@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oases import OverlappedStack
-from oases.parallel.weight_gradient import PutOff, linear, putting_off
+from oases.execution.weight_gradient import PutOff, linear, putting_off
 
 
 def operands(transposed):

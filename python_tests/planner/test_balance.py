@@ -12,10 +12,10 @@ from oases.planner.neighbours import neighbours
 from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch, part_blocks
 from oases.planner.space import BEST_PIPELINES, Setting, settings
+from oases.plans.shape import ModelShape
 from oases.schedule import PIPELINES
 from oases.schedule.pipeline import SHIFTED
 from oases.simulator.cluster import cluster_called
-from oases.simulator.model import ModelShape
 
 
 def cuts(layers, stages, least):

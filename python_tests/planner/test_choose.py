@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from oases.errors import UsageError
-from oases.planner import NoPlanError, Plan, Predictor, Segment, Space, Stage, plan, rank_plans
+from oases.planner import NoPlanError, Plan, Predictor, Segment, Space, Stage, rank_plans
 from oases.planner.choose import BORDER, seconds_of
+from oases.plans import plan
+from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
-from oases.simulator.model import ModelShape
 from oases.simulator.program import Contention
 
 MODEL = ModelShape(hidden=1024, layers=2, heads=16, sequence=512, vocabulary=4096, name="small")

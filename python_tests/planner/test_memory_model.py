@@ -7,12 +7,12 @@ import torch.distributed as dist
 from oases.bench.config import OverlapConfig
 from oases.bench.overlap import OverlapBench
 from oases.planner.memory import state_bytes
+from oases.plans.shape import KINDS, ModelShape
 from oases.simulator import simulate
 from oases.simulator.engine import run
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
 from oases.simulator.lowering import lower
-from oases.simulator.model import KINDS, ModelShape
 from oases.simulator.program import Program
 from oases.simulator.stack import stack_costs
 

@@ -7,7 +7,7 @@ import pytest
 from oases.errors import UsageError
 from oases.planner.paper import PublishedTimes, best_degrees, objective
 from oases.planner.programme import InfeasibleError
-from oases.simulator.model import KINDS, ModelShape
+from oases.plans.shape import KINDS, ModelShape
 
 SMALL = PublishedTimes(
     forward={("attention", 1): 4.0, ("mlp", 1): 6.0, ("attention", 2): 2.0, ("mlp", 2): 3.0},

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from oases.errors import UsageError
-from oases.planner.plan import Plan, Prediction, Segment, Stage, read_plan
-from oases.simulator.model import ModelShape
+from oases.plans.plan import Plan, Prediction, Segment, Stage, read_plan
+from oases.plans.shape import ModelShape
 
 MODEL = ModelShape(hidden=64, layers=4, heads=4, sequence=32, vocabulary=256)
 STAGES = (

@@ -7,14 +7,14 @@ import pytest
 
 from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Space, Stage
-from oases.planner.plan import PLANNED
 from oases.planner.recomputation import Recomputation, as_much_as_fits, merak_shares, num_layers, recomputing
 from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting
+from oases.plans.plan import PLANNED
+from oases.plans.shape import ModelShape
 from oases.schedule.pipeline import in_flight
 from oases.simulator.cluster import cluster_called
-from oases.simulator.model import ModelShape
 
 MODEL = ModelShape(hidden=512, layers=16, heads=8, sequence=512, vocabulary=512)
 HARDWARE, _ = cluster_called("64x3090")

@@ -7,9 +7,9 @@ import pytest
 
 from oases.planner import Plan, Predictor, Segment, Stage, predict
 from oases.planner.memory import stage_state_bytes
-from oases.planner.plan import PLANNED
+from oases.plans.plan import PLANNED
+from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
-from oases.simulator.model import ModelShape
 from oases.simulator.program import Contention
 
 MODEL = ModelShape(hidden=1024, layers=4, heads=16, sequence=256, vocabulary=2048)

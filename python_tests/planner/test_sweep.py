@@ -12,9 +12,9 @@ from oases.planner import choose
 from oases.planner import sweep as sweeps
 from oases.planner.space import Space
 from oases.planner.sweep import Problem, faster, sweep
+from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 from oases.simulator.links import Sample
-from oases.simulator.model import ModelShape
 
 MODEL = ModelShape(hidden=256, layers=2, heads=4, sequence=128, vocabulary=512)
 SMALL = Space(schedules=("oases",), sub_batches=(2,), micro_batches=(1,), zero=(False,))

@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 import pytest
 
 from oases.errors import UsageError
+from oases.plans.shape import KINDS, ModelShape
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead, merge
 from oases.simulator.links import LinkModel
-from oases.simulator.model import KINDS, ModelShape
 
 MODEL = ModelShape(64, 4, 4, 32)
 UNIT = BlockTimes(*[1.0] * len(fields(BlockTimes)))

@@ -6,12 +6,12 @@ import os
 import pytest
 
 from oases.errors import UsageError
+from oases.plans.shape import model_called
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead
 from oases.simulator.hardware_file import read_hardware, to_json, write
 from oases.simulator.links import LinkModel, Sample
-from oases.simulator.model import model_called
 from oases.simulator.program import Contention
 
 TIMES = BlockTimes(0.01, 0.009, 0.001, 0.008, 0.0095, 0.0005, 0.02, 0.015)

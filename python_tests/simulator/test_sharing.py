@@ -3,9 +3,9 @@
 import pytest
 
 from oases.planner import Plan, Predictor, Segment, Stage
+from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 from oases.simulator.engine import DeadlockError, run
-from oases.simulator.model import ModelShape
 from oases.simulator.program import Compute, Contention, Program, Receive, Send, Start, Wait
 from oases.simulator.sharing import replicated, run_shared
 

@@ -14,8 +14,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from oases.planner.plan import Plan, Segment, Stage
-from oases.simulator.model import ModelShape
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import ModelShape
 
 SIZES = {
     "hidden": 64, "layers": 1, "heads": 4, "sequence": 64, "batch": 4, "sub-batches": 2, "warmup": 2,

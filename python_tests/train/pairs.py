@@ -19,9 +19,9 @@ import torch
 from covering import covering
 
 from oases import TrainConfig, Trainer
-from oases.planner.plan import Plan, Segment, Stage
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import ModelShape
 from oases.schedule import GENERATORS, PIPELINES, WHOLE
-from oases.simulator.model import ModelShape
 from oases.testing import RankPool
 from oases.train.plan import check, config_for
 

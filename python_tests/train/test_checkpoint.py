@@ -20,12 +20,13 @@ from test_plan import PLANS
 from oases import TrainConfig, Trainer
 from oases.cli import main
 from oases.errors import UsageError
-from oases.planner.plan import Plan
-from oases.train import checkpoint, integrity
-from oases.train.agreement import SaveError
-from oases.train.export import export
+from oases.plans.plan import Plan
+from oases.train.checkpoint import files as checkpoint
+from oases.train.checkpoint import integrity
+from oases.train.checkpoint.agreement import SaveError
+from oases.train.checkpoint.export import export
+from oases.train.checkpoint.record import FORMAT, Record
 from oases.train.plan import config_for
-from oases.train.record import FORMAT, Record
 
 CONFIG = TrainConfig(
     hidden=16, layers=2, heads=4, sequence=8, batch=16, steps=6, warmup=1, validation_batches=1, learning_rate=1e-2,

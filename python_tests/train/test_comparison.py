@@ -7,8 +7,8 @@ import kills
 import pytest
 
 from oases.cli import main
-from oases.planner.plan import Plan, Prediction, Segment, Stage
-from oases.simulator.model import ModelShape
+from oases.plans.plan import Plan, Prediction, Segment, Stage
+from oases.plans.shape import ModelShape
 from oases.terminal import comparison_table, console
 from oases.train.comparison import Comparison
 from oases.train.measures import StepParts

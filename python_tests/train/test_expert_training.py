@@ -12,8 +12,8 @@ import torch
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 from oases.moe.traces import replay
+from oases.train.checkpoint.export import export
 from oases.train.degrees import Degrees
-from oases.train.export import export
 from oases.train.mixture import asked_ranks, check, degrees_over
 
 CONFIG = TrainConfig(

@@ -7,8 +7,8 @@ from test_stage_plans import BATCH, DEEP, alone, check_staged  # noqa: F401
 from oases.cli import main
 from oases.parallel.parts import require_runnable
 from oases.planner.choose import rank_plans
-from oases.planner.plan import read_plan
 from oases.planner.space import BEST_PIPELINES, Space
+from oases.plans.plan import read_plan
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.hardware_file import write
 from oases.simulator.links import LinkModel

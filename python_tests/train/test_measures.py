@@ -15,10 +15,10 @@ from oases import TrainConfig, Trainer
 from oases.bench.pipeline import PipelineBenchConfig, _Contestant
 from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
-from oases.planner.plan import Plan, Segment, Stage
 from oases.planner.throughput import model_flops
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import ModelShape
 from oases.simulator import simulate
-from oases.simulator.model import ModelShape
 from oases.simulator.peaks import peak_flops
 from oases.train.measures import Meter, StepParts, StepReport
 from oases.train.plan import config_for

@@ -13,7 +13,7 @@ from test_stage_plans import DEEP, config_values, even
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 from oases.parallel.fsdp import local, units_of
-from oases.planner.plan import Plan, Segment, Stage
+from oases.plans.plan import Plan, Segment, Stage
 from oases.testing import RankPool
 from oases.train.plan import check, config_for
 

@@ -9,10 +9,10 @@ import torch
 from oases import Trainer
 from oases.cli import main
 from oases.errors import UsageError
-from oases.parallel.group import group_rank, group_size
+from oases.execution.group import group_rank, group_size
 from oases.parallel.sharding import holders, sharded_parameters
-from oases.planner.plan import Plan, Segment, Stage
-from oases.simulator.model import ModelShape
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import ModelShape
 from oases.train.plan import check, config_for
 
 MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)

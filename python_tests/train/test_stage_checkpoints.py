@@ -11,7 +11,7 @@ from test_stage_plans import DEEP, even, staged
 from torch.distributed.checkpoint import FileSystemReader
 
 from oases import Trainer
-from oases.planner.plan import Plan
+from oases.plans.plan import Plan
 from oases.train.plan import config_for
 
 # (data, pipeline, tensor) and what else changes from leg to leg; each goes on from the checkpoint of the one before.

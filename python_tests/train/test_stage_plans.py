@@ -10,7 +10,7 @@ from test_plan import MODEL, corpus, curve, cut_like, plan_of  # noqa: F401
 from oases import Trainer
 from oases.cli import main
 from oases.errors import UsageError
-from oases.planner.plan import Plan, Segment, Stage
+from oases.plans.plan import Plan, Segment, Stage
 from oases.testing import RankPool
 from oases.train.plan import check, config_for
 

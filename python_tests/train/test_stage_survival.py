@@ -16,11 +16,12 @@ from test_stage_plans import DEEP, even
 from oases import Trainer
 from oases.cli import main
 from oases.errors import SAVED_EXIT_CODE, SavedExit
-from oases.planner.plan import Plan
-from oases.train import checkpoint, integrity
+from oases.plans.plan import Plan
+from oases.train.checkpoint import files as checkpoint
+from oases.train.checkpoint import integrity
+from oases.train.checkpoint.record import FORMAT
 from oases.train.guard import LossError
 from oases.train.plan import config_for
-from oases.train.record import FORMAT
 
 TP = even(4, 2, 2, "oases", "some", "shifted_critical_path").to_json()
 DP = even(4, 2, 1, "sync", "none", "one_f_one_b", 2, zero=True).to_json()
@@ -231,7 +232,7 @@ def test_no_rank_starts_on_a_checkpoint_that_does_not_fit(corpus, saved, tmp_pat
     path = shutil.copytree(saved, tmp_path / "c")
     plan = kills.write_plan(tmp_path / "plan.json", Plan.from_json(TP))
     rewritten(path, **changes)
-    with mock.patch("oases.ranks.run_ranks") as started, pytest.raises(SystemExit) as caught:
+    with mock.patch("oases.launch.ranks.run_ranks") as started, pytest.raises(SystemExit) as caught:
         main(["train", "--plan", str(plan), "--data", corpus, "--resume", str(path)])
     assert caught.value.code == 2
     assert not started.called
@@ -240,10 +241,10 @@ def test_no_rank_starts_on_a_checkpoint_that_does_not_fit(corpus, saved, tmp_pat
 
 def test_no_rank_starts_on_a_plan_of_another_model(corpus, saved, tmp_path, capsys):  # noqa: F811
     plan = kills.write_plan(tmp_path / "plan.json")
-    with mock.patch("oases.ranks.run_ranks") as started, pytest.raises(SystemExit):
+    with mock.patch("oases.launch.ranks.run_ranks") as started, pytest.raises(SystemExit):
         main(["train", "--plan", str(plan), "--data", corpus, "--hidden", "128"])
     assert "plan: hidden is 64 there and 128 here; leave out --hidden" in capsys.readouterr().err
-    with mock.patch("oases.ranks.run_ranks"), pytest.raises(SystemExit):
+    with mock.patch("oases.launch.ranks.run_ranks"), pytest.raises(SystemExit):
         main(["train", "--plan", str(plan), "--data", corpus, "--resume", str(saved)])
     assert "does not fit: hidden is 16 there and 64 here" in capsys.readouterr().err
     assert not started.called

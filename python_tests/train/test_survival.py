@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
-from oases.agents import RankFailedError
 from oases.cli import main
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
-from oases.ranks import _go_on_or_exit
+from oases.launch.agents import RankFailedError
+from oases.launch.ranks import _go_on_or_exit
 from oases.train.guard import LossError, LossGuard
 from oases.train.log import StepLog, steps_in
 

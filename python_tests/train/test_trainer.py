@@ -119,7 +119,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(corpus, tmp_path):
 
 
 def disagree():
-    from oases.ranks import require_agreement
+    from oases.launch.ranks import require_agreement
 
     with pytest.raises(UsageError) as caught:
         require_agreement({"hidden": 32, "steps": 8 + dist.get_rank()})

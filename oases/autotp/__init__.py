@@ -1,0 +1,19 @@
+"""Any model, unedited: its structure is found from its graph, its layers cut at their all-reduces."""
+
+from oases.autotp.gathering import full_state_dict, gather_state
+from oases.autotp.parallelization import parallelize
+from oases.autotp.pretrained import save_pretrained
+from oases.autotp.report import PartitionReport
+from oases.autotp.spec import ParallelSpec
+from oases.autotp.weights import load_full_state_dict, load_weights
+
+__all__ = [
+    "ParallelSpec",
+    "PartitionReport",
+    "full_state_dict",
+    "gather_state",
+    "load_full_state_dict",
+    "load_weights",
+    "parallelize",
+    "save_pretrained",
+]

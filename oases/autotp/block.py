@@ -1,0 +1,97 @@
+"""A part of somebody's layer as a block of an OverlappedStack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oases.autotp.cutting import Piece
+from oases.autotp.program import Program
+from oases.execution.group import HoldsGroup, ProcessGroup
+from oases.parallel.sharding import Cut
+
+Programs = Callable[[Tensor, "tuple[Any, ...]"], Program]
+"""Gives the program for a sub-batch: its activation, the other leaves of the call as they are for it."""
+
+
+class Call:
+    """One call of a layer, as its blocks get it: which program runs a sub-batch, and where it reads.
+
+    leaves: those of (args, kwargs), the activation's place left out of account. What cannot change within a call is
+    looked up once: the program by the lengths of the sub-batch, the layer's buffers and constants.
+    """
+
+    def __init__(self, layer: nn.Module, programs: Programs) -> None:
+        self.layer = layer
+        self.programs = programs
+        self._known: dict[torch.Size, tuple[Program, dict[str, Any]]] = {}
+
+    def run(
+        self, block: GraphBlock, name: str, x: Tensor, given: tuple[Tensor, ...], rest: tuple[Any, ...]
+    ) -> Tensor:
+        """Run `partial` or `combine` of a block on a sub-batch."""
+        known = self._known.get(x.shape)
+        if known is None:
+            known = self._known[x.shape] = (self.programs(x, rest), {})
+        program, fixed = known
+        assert program.blocks is not None
+        piece: Piece = getattr(program.blocks[block.number], name)
+        leaf_of, parameters = program.leaf_of, program.exported.parameters
+        read: list[Any] = []
+        for source in piece.reads:
+            if source in leaf_of:
+                read.append(rest[leaf_of[source]])
+            elif source in parameters:
+                read.append(getattr(block, mangled(parameters[source])))
+            else:
+                if source not in fixed:
+                    fixed[source] = value_of(source, program, self.layer, {}, x.device)
+                read.append(fixed[source])
+        return piece.run(x, *given, *read)
+
+
+def value_of(source: str, program: Program, layer: nn.Module, inputs: dict[Any, Any], device: torch.device) -> Any:
+    """What a placeholder stands for in a call: an input, or a parameter, buffer or constant of the layer."""
+    if source in inputs:
+        return inputs[source]
+    exported = program.exported
+    if source in exported.buffers:
+        return layer.get_buffer(exported.buffers[source])
+    if source in exported.parameters:
+        return layer.get_parameter(exported.parameters[source])
+    return program.constant(source, device)
+
+
+def mangled(name: str) -> str:
+    """A parameter's name as that of a parameter of one module."""
+    return name.replace(".", "/")
+
+
+class GraphBlock(HoldsGroup, nn.Module):
+    """Block `number` of a layer. Its parameters, those that its graphs read, are the author's modules' own."""
+
+    def __init__(
+        self, layer: nn.Module, number: int, names: Iterable[str], cuts: dict[str, Cut], group: ProcessGroup | None
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.process_group = group
+        self.names = tuple(sorted(names))
+        self.adopt(layer)
+        self.shard_dims = {mangled(name): cuts[name].dim for name in self.names if name in cuts}
+
+    def adopt(self, layer: nn.Module) -> None:
+        """Take the layer's parameters as they are now: others may have put new ones in their place."""
+        for name in self.names:
+            self.register_parameter(mangled(name), layer.get_parameter(name))
+
+    def partial(self, x: Tensor, call: Call, *rest: Any) -> Tensor:
+        """The activation [batch, ...] -> this rank's share of what is summed."""
+        return call.run(self, "partial", x, (), rest)
+
+    def combine(self, x: Tensor, y: Tensor, call: Call, *rest: Any) -> Tensor:
+        """The activation and the sum -> the next activation, [batch, ...]."""
+        return call.run(self, "combine", x, (y,), rest)

@@ -1,0 +1,322 @@
+"""A layer of somebody's model as a graph: torch.export on inputs that have shapes and no data.
+
+The graph is plain aten, one node per call, each parameter named as the layer names it. What export cannot express
+(control flow that depends on data, buffers changed in forward) raises UnsplittableError, with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from oases.autotp.watch import assigned
+from oases.errors import UsageError
+
+
+class UnsplittableError(Exception):
+    """A layer, or a pair of products in it, that cannot be cut over ranks; the message says why."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The graph of one layer on inputs of one shape.
+
+    parameters, buffers: their names in the layer, by the name of the placeholder. constants: tensors that the layer
+    makes of its own. inputs: a placeholder's name for every leaf of (args, kwargs) that is a tensor, in the order of
+    `leaves`, None for the others. outputs: a node or a constant for every leaf of what the layer returns. ranges: of
+    lengths that may vary; guards: what else must hold of them. layer: what was traced.
+    """
+
+    graph: fx.Graph
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, Tensor]
+    inputs: tuple[str | None, ...]
+    outputs: tuple[fx.Node | Any, ...]
+    result: pytree.TreeSpec
+    ranges: dict[Any, Any]
+    guards: tuple[Any, ...]
+    layer: nn.Module
+
+
+def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a call and how they lie; kwargs in alphabetical order, whatever order they came in."""
+    return pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a graph's node; of a dimension that may vary, the length it was traced with."""
+    return tuple(length if isinstance(length, int) else length.node.hint for length in value.meta["val"].shape)
+
+
+_FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+"""Tensors with shape, type and device and without data; one mode, so that all of them go together."""
+
+
+def without_data(value: Any, device: torch.device | None = None) -> Any:
+    """A tensor's shape and type without its data, on its own device or another; anything else as it is.
+
+    What is on meta comes to stand for a tensor on the CPU: constants that a forward makes have data there.
+    """
+    if not isinstance(value, Tensor) or (isinstance(value, FakeTensor) and device in (None, value.device)):
+        return value
+    device = device or (torch.device("cpu") if value.is_meta else value.device)
+    with _FAKE:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def twin_of(module: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A copy of a module whose parameters and buffers have no data, and which has none of its hooks.
+
+    UsageError for a module that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = without_data(tensor.detach(), device)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
+    try:
+        twin = copy.deepcopy(module, memo)
+    except Exception as error:  # whatever a stranger's attribute raises
+        raise UsageError(
+            f"{type(module).__name__} cannot be copied without its data ({type(error).__name__}: {error}); it must "
+            "hold nothing but modules, parameters, buffers and plain values: of weight norms take those of "
+            "torch.nn.utils.parametrizations"
+        ) from error
+    for part in twin.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            hooks.clear()
+    return twin
+
+
+@contextmanager
+def running_without_data() -> Iterator[None]:
+    """Where tensors that are made have no data either, and no gradients."""
+    with _FAKE, torch.no_grad(), quiet():
+        yield
+
+
+def export(
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    varying: Callable[[Tensor], dict[int, Any]] | None = None,
+) -> Exported:
+    """Trace `layer`, a `twin_of` one, with the call `layer(*args, **kwargs)`.
+
+    varying: the dimensions of an input whose length may differ between calls; None traces for these shapes alone.
+    Raises UnsplittableError where the layer cannot be traced.
+    """
+    kwargs = dict(sorted(kwargs.items()))
+    args, kwargs = pytree.tree_map(_apart, (args, kwargs))
+    shapes = None if varying is None else pytree.tree_map_only(Tensor, varying, (args, kwargs))
+    if shapes is not None:  # leaves other than tensors have no shape to vary
+        shapes = pytree.tree_map(
+            lambda leaf: leaf if isinstance(leaf, dict) else None, shapes, is_leaf=_is_dimensions
+        )
+    call, changed = _Call(layer), assigned(layer)
+    try:
+        with quiet():
+            program = torch.export.export(
+                call,
+                (args, kwargs),
+                strict=False,
+                dynamic_shapes=None if shapes is None else {"args": shapes[0], "kwargs": shapes[1]},
+            )
+    except Exception as error:  # whatever a stranger's forward or torch.export raises: the reason travels
+        first = str(error).strip().splitlines()
+        why = f"{type(error).__name__}: {first[0] if first else ''}"
+        raise UnsplittableError(f"{type(layer).__name__} cannot be traced: {why}") from error
+    if changed():
+        raise UnsplittableError(f"{type(layer).__name__} sets {', '.join(changed())} in its forward")
+    return _read(program, layer, (args, kwargs))
+
+
+def _apart(value: Any) -> Any:
+    """Without data, a tensor of its own for every argument: what is one in this call may be two in the next."""
+    value = without_data(value)
+    if not isinstance(value, FakeTensor):
+        return value
+    with _FAKE:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _is_dimensions(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, int) for key in value)
+
+
+class _Call(nn.Module):
+    """A layer called with its arguments as two trees, whose order export keeps."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -> Exported:
+    layer = type(traced).__name__
+    _refuse_mutation(program, layer)
+    if not _without_in_place(program.graph):
+        with quiet():  # some composite ops are taken apart by this, which hides what they were
+            program = program.run_decompositions({})
+        _refuse_mutation(program, layer)
+    signature = program.graph_signature
+    graph = program.graph
+    _drop_asserts(graph)
+    _with_plain_products(graph, signature.inputs_to_parameters)
+    given = pytree.tree_leaves(call)
+    names = iter(signature.user_inputs)
+    inputs = tuple(name if isinstance(leaf, Tensor) else None for leaf, name in zip(given, names, strict=True))
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    constants = {}
+    for name, constant in signature.inputs_to_lifted_tensor_constants.items():
+        value = program.constants[constant]
+        if not isinstance(value, Tensor) or value.is_meta or isinstance(value, FakeTensor):
+            raise UnsplittableError(f"{layer} makes the constant {constant!r} in its forward, without data")
+        if value.requires_grad:
+            raise UnsplittableError(f"{layer} reads {constant!r}, which requires grad and is no parameter of it")
+        constants[name] = value
+    strip = len("layer.")
+    spec = program.call_spec.out_spec
+    assert spec is not None
+    return Exported(
+        graph,
+        {name: full[strip:] for name, full in signature.inputs_to_parameters.items()},
+        {name: full[strip:] for name, full in signature.inputs_to_buffers.items()},
+        constants,
+        inputs,
+        tuple(output.args[0]),
+        spec,
+        dict(program.range_constraints),
+        _guards(graph),
+        traced,
+    )
+
+
+def _refuse_mutation(program: torch.export.ExportedProgram, layer: str) -> None:
+    signature = program.graph_signature
+    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    changed = [name.removeprefix("layer.") for name in changed]
+    if changed:
+        raise UnsplittableError(f"{layer} changes {', '.join(map(repr, changed))} in its forward")
+
+
+def _guards(graph: fx.Graph) -> tuple[Any, ...]:
+    """What the author's code asked of lengths that vary (`if length % 2`), as conditions of their symbols."""
+    for node in graph.nodes:
+        for length in getattr(node.meta.get("val"), "shape", ()):
+            if isinstance(length, torch.SymInt):
+                known = length.node.shape_env
+                later = [each.expr for several in known.deferred_runtime_asserts.values() for each in several]
+                return tuple(known.simplify(each) for each in [*(guard.expr for guard in known.guards), *later])
+    return ()
+
+
+def _drop_asserts(graph: fx.Graph) -> None:
+    """Leave out what only checks: the shapes a program is good for are checked before it is run."""
+    for node in reversed(list(graph.nodes)):
+        name = str(node.target)
+        if node.op == "call_function" and ("_assert" in name or "sym_constrain_range" in name) and not node.users:
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):  # what only they read
+        if node.op == "call_function" and not node.users and not getattr(node.target, "_schema", None):
+            graph.erase_node(node)
+
+
+_VIEWS = (
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "slice",
+    "select",
+    "expand",
+    "squeeze",
+    "split",
+    "chunk",
+    *("flatten", "unbind", "aten.t.", "numpy_T", "aten.mT", "aten.mH", "aten.H.", "narrow", "movedim", "swapaxes"),
+    *("detach", "alias", "contiguous", "aten.to.", "diagonal", "unfold", "lift_fresh", "as_strided", "type_as"),
+    *(
+        "ravel",
+        "atleast_",
+        "broadcast",
+        "real",
+        "imag",
+        "unsafe_chunk",
+        "swapdims",
+        "moveaxis",
+        "dropout",
+        "expand_as",
+    ),
+)
+
+
+def _without_in_place(graph: fx.Graph) -> bool:
+    """Turn `x.add_(y)` into `x = x.add(y)` for what reads x afterwards; whether that could be done everywhere."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        base, _, overload = str(node.target).removeprefix("aten.").partition(".")
+        target = node.args[0]
+        aliased = not isinstance(target, fx.Node) or target.op == "placeholder" or _looks_like_view(target)
+        aliased = aliased or any(_looks_like_view(user) and order[user] < order[node] for user in target.users)
+        functional = getattr(getattr(torch.ops.aten, base.rstrip("_"), None), overload, None)
+        if aliased or functional is None or not base.endswith("_"):
+            return False
+        node.target = functional
+        target.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)
+    return True
+
+
+def _looks_like_view(node: fx.Node) -> bool:
+    if "getitem" in str(node.target):  # one of several results: of a split, or of a top-k, which are tensors apart
+        return _looks_like_view(node.all_input_nodes[0])
+    return any(name in str(node.target) for name in _VIEWS)
+
+
+def _with_plain_products(graph: fx.Graph, parameters: Mapping[str, str]) -> None:
+    """Write `x @ weight.T` as a linear, which it is."""
+    for node in graph.nodes:
+        if str(node.target) not in ("aten.matmul.default", "aten.mm.default"):
+            continue
+        turned = node.args[1]
+        flips = ("aten.numpy_T.default", "aten.t.default", "aten.transpose.int", "aten.mT.default")
+        if str(turned.target) in flips and turned.args[0].name in parameters and turned.meta["val"].dim() == 2:
+            node.target, node.args = torch.ops.aten.linear.default, (node.args[0], turned.args[0])
+            if not turned.users:
+                graph.erase_node(turned)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without export's warnings of what our callers know: that lengths of one stay one, and that meta has no data."""
+    import logging
+
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    others = [logger, logging.getLogger("torch._export.non_strict_utils"), logging.getLogger("torch.export")]
+    others.append(logging.getLogger("torch._subclasses.fake_tensor"))
+    levels = [each.level for each in others]
+    for each in others:
+        each.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for each, level in zip(others, levels, strict=True):
+            each.setLevel(level)

@@ -1,0 +1,140 @@
+"""Whole tensors of a partitioned model, brought to the first rank a block of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oases.autotp.holdings import Holding, holdings
+from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
+from oases.parallel.sharding import Cut
+
+
+def gather_state(
+    model: nn.Module, *, to: torch.device | str = "cpu", process_group: ProcessGroup | None = None
+) -> Iterator[tuple[str, Tensor | None]]:
+    """(name, whole tensor) for one tensor of the state after the other, on the device `to`; all ranks iterate.
+
+    The first rank of process_group gets the tensors, in the names, shapes and types of the model nobody partitioned;
+    a tied one comes under each of its names, one after the other. Other ranks get None. A tensor
+    handed out is not kept here. process_group: all ranks of the model.
+    """
+    group = resolve(process_group)
+    first, wire = group_rank(group) == 0, Wire()
+    for holding in holdings(model, group):
+        whole = torch.empty(holding.shape, dtype=holding.tensor.dtype, device=to) if first else None
+        for row, block in gathered(holding, group, wire):
+            if whole is not None and block is not None:
+                whole.reshape(holding.shape or (1,))[row : row + len(block)] = block
+        for name in holding.names:
+            yield name, whole
+        del whole  # before the next one is there
+
+
+def full_state_dict(
+    model: nn.Module, *, to: torch.device | str = "cpu", process_group: ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """The whole model's state_dict on the first rank, in its memory; empty on the others. All ranks call it.
+
+    process_group: all ranks of the model. `save_pretrained` writes a model that one rank's memory does not hold.
+    """
+    found = gather_state(model, to=to, process_group=process_group)
+    state = {name: tensor for name, tensor in found if tensor is not None}
+    return {name: state[name] for name in model.state_dict(keep_vars=True) if name in state}
+
+
+@torch.no_grad()
+def gathered(holding: Holding, process_group: ProcessGroup | None, wire: Wire) -> Iterator[tuple[int, Tensor | None]]:
+    """(first row, rows of the whole tensor) until all were there, in no order; all ranks iterate to the end.
+
+    The first rank of process_group gets the rows, good until the next are asked for; other ranks get None. Ranks
+    whose group does not reach that rank hold copies of what it gets from others, and have no part in it.
+    """
+    first = group_rank(process_group) == 0
+    local = holding.tensor.detach().reshape(holding.tensor.shape or (1,))
+    if holding.cut is None or holding.process_group is None:
+        for row in range(0, holding.rows, holding.block_rows) if first else ():
+            yield row, local[row : row + holding.block_rows]
+        return
+    root = dist.get_global_rank(process_group, 0) if process_group is not None else 0
+    if root not in dist.get_process_group_ranks(holding.process_group):
+        return
+    if holding.cut.dim == 0:
+        yield from _rows(local, holding, holding.cut, holding.process_group, root, wire)
+    else:
+        yield from _columns(local, holding, holding.cut, holding.process_group, root, wire)
+
+
+def _rows(
+    local: Tensor, holding: Holding, cut: Cut, group: ProcessGroup, root: int, wire: Wire
+) -> Iterator[tuple[int, Tensor | None]]:
+    """Every rank sends rows of its own, segment after segment."""
+    ranks, mine = group_size(group), group_rank(group)
+    at_once = max(1, holding.block_rows // ranks)
+    begin = 0
+    for spans in zip(*(cut.ranges(rank, ranks) for rank in range(ranks)), strict=True):
+        lengths = [last - first for first, last in spans]
+        for row in range(0, max(lengths), at_once):
+            counts = [max(0, min(at_once, length - row)) for length in lengths]
+            own = local[begin + row : begin + row + counts[mine]]
+            shapes = [(count, *local.shape[1:]) for count in counts]
+            parts = wire.gather(own, shapes, group, root)
+            for rank, (first, _) in enumerate(spans):
+                yield first + row, None if parts is None else parts[rank]
+        begin += lengths[mine]
+
+
+def _columns(
+    local: Tensor, holding: Holding, cut: Cut, group: ProcessGroup, root: int, wire: Wire
+) -> Iterator[tuple[int, Tensor | None]]:
+    """Every rank sends its part of the same rows."""
+    ranks = group_size(group)
+    widths = [sum(last - first for first, last in cut.ranges(rank, ranks)) for rank in range(ranks)]
+    for row in range(0, holding.rows, holding.block_rows):
+        own = local[row : row + holding.block_rows]
+        shapes = [(*own.shape[: cut.dim], width, *own.shape[cut.dim + 1 :]) for width in widths]
+        parts = wire.gather(own, shapes, group, root)
+        yield row, None if parts is None else cut.join(parts)
+
+
+class Wire:
+    """Memory for the blocks on their way to the first rank, one after the other in the same place.
+
+    Blocks allocated one by one leave holes in the heap, which the process keeps.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.device, Tensor] = {}
+
+    def gather(
+        self, part: Tensor, shapes: list[tuple[int, ...]], group: ProcessGroup, root: int
+    ) -> list[Tensor] | None:
+        """Every rank's part, of these shapes, on the global rank `root`; None elsewhere. Good until the next call.
+
+        They travel as bytes, which every backend takes of any type.
+        """
+        sizes = [torch.Size(shape).numel() * part.element_size() for shape in shapes]
+        receives = dist.get_rank() == root
+        longest = max(16, -(-max(sizes) // 16) * 16)  # so that the next one can be seen as any type
+        sent, *received = self._slots(wire_device(part, group), longest, 1 + receives * len(sizes))
+        own = sizes[group_rank(group)]
+        sent[:own].view(part.dtype).reshape(part.shape).copy_(part)
+        dist.gather(sent, received if receives else None, dst=root, group=group)
+        if not receives:
+            return None
+        pairs = zip(received, sizes, shapes, strict=True)
+        return [data[:size].view(part.dtype).reshape(shape) for data, size, shape in pairs]
+
+    def _slots(self, device: torch.device, size: int, number: int) -> list[Tensor]:
+        memory = self._memory.get(device)
+        if memory is None or len(memory) < number * size:
+            self._memory[device] = memory = torch.zeros(number * size, dtype=torch.uint8, device=device)
+        return list(memory[: number * size].split(size))
+
+
+def wire_device(tensor: Tensor, group: ProcessGroup) -> torch.device:
+    """Where a tensor's bytes travel from: its device where the group's backend is of that device, else the CPU."""
+    return tensor.device if tensor.is_cuda and "nccl" in dist.get_backend(group) else torch.device("cpu")

@@ -1,0 +1,217 @@
+"""The repeated layers of a model, found by running it once on inputs that have shapes and no data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from oases.autotp.export import leaves, running_without_data, without_data
+from oases.autotp.recorder import Ops, Recorder
+from oases.autotp.watch import assigned
+from oases.errors import UsageError
+from oases.graph.trace.samples import sample_inputs
+
+BATCH, SEQUENCE = 3, 11
+"""Of the inputs that are made up: lengths that no other dimension of a model is likely to have."""
+
+
+@dataclass
+class Called:
+    """One call of a layer: its arguments and result, without data, and the ops of it (see `Recorder`)."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    order: int
+    ops: Ops = ()
+
+
+@dataclass
+class LayerList:
+    """A list of layers that the model calls one after the other.
+
+    paths: the layers' names in the model, each layer once; calls: the first call of each. activations: for each
+    layer, the place among the leaves of its call that holds the result of the one before; -1 where there is none.
+    broken: why the layers cannot run together; empty where they can. strangers: names within a layer of parameters
+    that are read outside of it, which must stay whole. assigned: attributes that a layer's forward sets, by the
+    layer's name, where it does.
+    """
+
+    name: str
+    paths: list[str] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)
+    activations: list[int] = field(default_factory=list)
+    broken: str = ""
+    strangers: set[str] = field(default_factory=set)
+    assigned: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass
+class Observed:
+    """What one run showed. strangers: names of parameters that are read outside of the modules that hold them."""
+
+    lists: list[LayerList]
+    strangers: set[str]
+
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def made_up_inputs(model: nn.Module) -> Inputs:
+    """Arguments that a transformers model takes (see `sample_inputs`), of lengths that tell its dimensions apart.
+
+    Raises UsageError for a model that does not say what it takes.
+    """
+    try:
+        given = sample_inputs(model, BATCH, SEQUENCE)
+    except UsageError as error:
+        raise UsageError(f"{error}; parallelize() takes them as spec=ParallelSpec(inputs=(args, kwargs))") from error
+    if "decoder_input_ids" in given:
+        given["decoder_input_ids"] = torch.empty(BATCH, SEQUENCE + 2, dtype=torch.long, device="meta")
+    return (), given
+
+
+def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = ()) -> Observed:
+    """The lists of layers that the model's forward calls, outermost lists alone, by one run without data.
+
+    model: a `twin_of` one. vocabulary: its tables and heads. Raises UsageError where the run fails, with the reason.
+    """
+    lists = _outermost_lists(model)
+    layers = dict.fromkeys(layer for _, module in lists for layer in module)
+    recorder = Recorder(model, layers, vocabulary)
+    calls: list[Called] = []
+    changes = {layer: assigned(layer) for layer in layers}
+
+    def note(layer: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        calls.append(Called(layer, args, kwargs, result, len(calls), recorder.ops[-1]))
+
+    handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        with running_without_data(), recorder.watching():
+            args, kwargs = _complete(model, inputs)
+            given_back = model(*args, **kwargs)
+    except Exception as error:  # a stranger's forward raises what it likes
+        raise UsageError(
+            f"{type(model).__name__} did not run on inputs without data ({type(error).__name__}: {error}); if it "
+            "takes other inputs, give spec=ParallelSpec(inputs=...); a forward whose steps depend on values (layers "
+            "dropped at random, branches on a sum) cannot be parallelized: turn that off"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    results = {id(leaf) for leaf in pytree.tree_leaves(given_back) if isinstance(leaf, Tensor)}
+    read = {call.order for call in calls if call.order in recorder.read or id(first_of(call.result)) in results}
+    found = []
+    for name, module in lists:
+        mine = [call for call in calls if any(call.module is layer for layer in module)]
+        if mine:
+            found.append(_chained(name, module, mine, read))
+            found[-1].strangers = _within(found[-1].paths, recorder.strangers)
+            since = {
+                path: changes[call.module]() for path, call in zip(found[-1].paths, found[-1].calls, strict=True)
+            }
+            found[-1].assigned = {path: names for path, names in since.items() if names}
+    return Observed(found, recorder.strangers)
+
+
+def _outermost_lists(model: nn.Module) -> list[tuple[str, Any]]:
+    """The lists of alike modules that are in no other such list."""
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _alike(module)
+    ]
+    return [(n, m) for n, m in lists if not any(_is_in(n, other) for other, _ in lists)]
+
+
+def _is_in(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+def _within(paths: list[str], names: Iterable[str]) -> set[str]:
+    """Names of parameters of layers, as the layers call them."""
+    return {name[len(path) + 1 :] for name in names for path in paths if name.startswith(f"{path}.")}
+
+
+def as_one_layer(model: nn.Module, inputs: Inputs) -> LayerList:
+    """A model without lists of layers, as a list of one that is the model itself."""
+    args, kwargs = _complete(model, inputs)
+    why = "the model has no list of layers that it calls one after the other"
+    return LayerList("", [""], [Called(model, args, kwargs, None, 0)], [-1], why)
+
+
+def _complete(model: nn.Module, inputs: Inputs) -> Inputs:
+    """Without data, and for a pass that keeps no keys and values."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: without_data(tensor, device), inputs)
+    return args, {"use_cache": False, **kwargs} if takes(model, "use_cache") else kwargs
+
+
+def _alike(modules: Any) -> bool:
+    """Whether all are of one class, and have weights."""
+    return len({type(each) for each in modules}) == 1 and all(
+        any(True for _ in each.parameters()) for each in modules
+    )
+
+
+def _chained(name: str, module: Any, calls: list[Called], read: set[int]) -> LayerList:
+    """A list by its calls. read: the numbers of the calls whose results other code reads."""
+    path = f"{name}." if name else ""
+    first = {id(call.module): call for call in reversed(calls)}
+    paths: dict[int, str] = {}
+    for place, layer in enumerate(module):  # each layer once, by its first call
+        if id(layer) in first:
+            paths.setdefault(id(layer), f"{path}{place}")
+    found = LayerList(name, list(paths.values()), [first[layer] for layer in paths], [-1] * len(paths))
+    called = [id(call.module) for call in calls]
+    early = read & {call.order for call in calls[:-1]}
+    if len(set(called)) != len(called):
+        found.broken = "a layer is called more than once"
+    elif called != [id(layer) for layer in module]:
+        found.broken = "not every layer is called, in order"
+    elif any(call.order != calls[0].order + place for place, call in enumerate(calls)):
+        found.broken = "layers of other lists are called in between"
+    elif early:
+        found.broken = f"the result of layer {min(early) - calls[0].order} is read by other code than the next layer"
+    else:
+        found.activations, found.broken = _activations(calls)
+    return found
+
+
+def _activations(calls: list[Called]) -> tuple[list[int], str]:
+    """Where each call has the result of the one before, and why the calls are no chain; empty where they are."""
+    places, results, why = [], list[Any](), ""
+    for number, call in enumerate(calls):
+        flat, _ = leaves(call.args, call.kwargs)
+        mine = [at for at, leaf in enumerate(flat) if results and leaf is results[-1]]
+        if number and len(mine) != 1:
+            why = f"layer {number} does not get the result of the one before as it is"
+        elif any(leaf is other for leaf in flat for other in results[:-1]):
+            why = f"layer {number} reads the results of several layers before it"
+        places.append(mine[0] if len(mine) == 1 else -1)
+        results.append(first_of(call.result))
+    places[0] = places[1] if len(calls) > 1 else -1  # the first layer gets its activation where the others do
+    for call, at in zip(calls, places, strict=True):
+        flat, _ = leaves(call.args, call.kwargs)
+        x, result = flat[at] if 0 <= at < len(flat) else None, first_of(call.result)
+        if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.shape != result.shape:
+            why = why or "a layer's result has another shape than its input"
+    return places, why
+
+
+def first_of(result: Any) -> Any:
+    """The first leaf of what a layer returns."""
+    flat = pytree.tree_leaves(result)
+    return flat[0] if flat else None
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward has an argument of this name."""
+    return name in inspect.signature(module.forward).parameters

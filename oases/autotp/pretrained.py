@@ -1,0 +1,208 @@
+"""A partitioned model written as one whole model, which transformers reads with `from_pretrained`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from oases.autotp.buffers import is_pretrained
+from oases.autotp.gathering import Wire, gathered
+from oases.autotp.holdings import Holding, holdings, together
+from oases.autotp.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
+from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, resolve
+
+WRITTEN = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"
+)
+"""Files that a saved model consists of. Others in its folder, a tokenizer's, stay there when it is saved anew."""
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Write the whole model to `folder`: safetensors, their index if several, and the model's configuration if any.
+
+    All ranks of process_group call it and send what they hold to its first rank, which alone writes, a block of rows
+    at a time: nobody holds more than its part of the model and a few such blocks. Names, shapes and types are those
+    of the model nobody partitioned; a tied tensor is written once. A file has at most max_shard_bytes of tensors,
+    unless one tensor alone has more. The folder takes its place by a rename once it is whole.
+
+    UsageError on every rank, before anything is written, for a folder that holds anything but a saved model and for
+    weights still on `meta`. What goes wrong while the first rank writes is raised on every rank, too.
+    """
+    group, path = resolve(process_group), Path(folder).resolve()
+    first = group_rank(group) == 0
+    aside = path.with_name(f".{path.name}.part")
+    with together(group):
+        tensors = _written(model, holdings(model, group))
+        files = _shards(tensors, max_shard_bytes)
+        if first:
+            _require_replaceable(path)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+    failures, wire = [], Wire()
+    for name, held in files.items():
+        file = _File(aside / name, held) if first else None
+        for tensor, holding in held.items():
+            for row, block in gathered(holding, group, wire):
+                if file is not None and block is not None:
+                    file.write(tensor, row, block)
+        if file is not None:
+            failures.append(file.close())
+    with together(group):
+        if first:
+            for failure in filter(None, failures):
+                shutil.rmtree(aside, ignore_errors=True)
+                raise failure
+            _describe(model, files, aside)
+            _replace(path, aside)
+
+
+class WholeSaving:
+    """In the place of a model's own `save_pretrained`, which would write this rank's part as if it were the model."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
+        self._model = model
+        self._group = group_name(group)
+
+    def __call__(self, save_directory: str | Path, **options: Any) -> None:
+        """Write the whole model, on all ranks; UsageError for options other than `max_shard_bytes`."""
+        if set(options) - {"max_shard_bytes"}:
+            raise UsageError(
+                f"a parallelized model is saved by oases.save_pretrained(), which does not take {', '.join(options)}"
+            )
+        save_pretrained(self._model, save_directory, process_group=group_of(self._group), **options)
+
+
+class _File:
+    """A file that the first rank writes. It keeps its failure to the end, until when the others go on sending."""
+
+    def __init__(self, path: Path, held: dict[str, Holding]) -> None:
+        self._held = held
+        self._failure: OSError | None = None
+        self._begins: dict[str, int] = {}
+        self._file: BinaryIO | None = None
+        self._try(lambda: self._open(path))
+
+    def _open(self, path: Path) -> None:
+        self._file = path.open("wb")
+        sizes = {name: (holding.tensor.dtype, holding.shape) for name, holding in self._held.items()}
+        self._begins = write_header(self._file, sizes)
+
+    def write(self, name: str, row: int, block: Tensor) -> None:
+        """Write rows of a tensor where they belong, from `row` on."""
+        self._try(lambda: self._put(self._begins[name] + row * self._held[name].row_bytes, block))
+
+    def _put(self, at: int, block: Tensor) -> None:
+        assert self._file is not None
+        self._file.seek(at)
+        self._file.write(block.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> OSError | None:
+        """What failed, if anything did."""
+        file = self._file
+        if file is not None:
+            self._try(file.close)
+        return self._failure
+
+    def _try(self, act: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                act()
+            except OSError as error:
+                self._failure = error
+
+
+def _written(model: nn.Module, held: list[Holding]) -> dict[str, Holding]:
+    """What is written, by name: every tensor once, and again only under a name that transformers would not tie."""
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    found = {}
+    for holding in held:
+        if holding.tensor.is_meta:
+            raise UsageError(f"{holding.name!r} is on meta and has no value to save; load weights first")
+        names = [name for name in holding.names if name not in holding.aliases] or list(holding.names[:1])
+        for name in names if is_pretrained(model) else holding.names[:1]:
+            if name not in left_out:
+                found[name] = holding
+    return found
+
+
+def _shards(tensors: dict[str, Holding], max_shard_bytes: int) -> dict[str, dict[str, Holding]]:
+    """The tensors of each file, in their order."""
+    if max_shard_bytes < 1:
+        raise UsageError(f"max_shard_bytes is {max_shard_bytes}; give at least 1")
+    shards: list[dict[str, Holding]] = [{}]
+    size = 0
+    for name, holding in tensors.items():
+        more = holding.rows * holding.row_bytes
+        if shards[-1] and size + more > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = holding
+        size += more
+    if len(shards) == 1:
+        return {MODEL_FILE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _describe(model: nn.Module, files: dict[str, dict[str, Holding]], folder: Path) -> None:
+    """Write the index of several files and the configuration that transformers builds the model from."""
+    if len(files) > 1:
+        sizes = [holding.rows * holding.row_bytes for held in files.values() for holding in held.values()]
+        index = {
+            "metadata": {"total_size": sum(sizes)},
+            "weight_map": {name: file for file, held in files.items() for name in held},
+        }
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if is_pretrained(model):
+        pretrained: Any = model
+        config = copy.deepcopy(pretrained.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(pretrained.dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+        if pretrained.can_generate():
+            pretrained.generation_config.save_pretrained(folder)
+
+
+def _require_replaceable(path: Path) -> None:
+    """Raise UsageError unless `path` may be written: absent, an empty folder, or a saved model."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{str(path)!r} is a file; give the path of a folder of its own")
+    if path.is_dir() and any(path.iterdir()) and not ((path / MODEL_FILE).is_file() or (path / INDEX_FILE).is_file()):
+        raise UsageError(
+            f"{str(path)!r} holds other files and no saved model, {MODEL_FILE} or {INDEX_FILE}; give a new or empty "
+            "folder"
+        )
+
+
+def _replace(path: Path, aside: Path) -> None:
+    """Put the folder written aside in its place, with what else there was in the old one."""
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        _carry(old, path)  # of a save that was cut short here
+        path.rename(old)
+    aside.rename(path)
+    _carry(old, path)
+
+
+def _carry(old: Path, path: Path) -> None:
+    """Move files that no save writes from the old folder, if there is one, and remove it."""
+    if not old.exists():
+        return
+    for file in old.iterdir():
+        if not WRITTEN.fullmatch(file.name) and not (path / file.name).exists():
+            file.rename(path / file.name)
+    shutil.rmtree(old)

@@ -1,0 +1,237 @@
+"""What one rank runs of a layer, for calls of one form; made when a call of a new form comes.
+
+A kind of layer is what layers that differ in their weights alone have in common. Its twin, the author's layer without
+data and uncut, is traced again for every form of call: other flags, other inputs, shapes that the traces before are
+not good for. What is cut was decided once; every trace must come to the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from oases.autotp.cutting import BlockPieces, beside, cut
+from oases.autotp.export import Exported, UnsplittableError, export, leaves, twin_of
+from oases.autotp.operations import Place, block_dropout, lower, product
+from oases.autotp.rules import is_product, product_of
+from oases.autotp.shapes import Segments
+from oases.autotp.splitter import Splitter
+from oases.autotp.structure import Structure, find
+from oases.autotp.watch import set_modes
+from oases.parallel.sharding import Cut
+
+
+@dataclass(frozen=True)
+class Form:
+    """What of a call decides which graph it needs, but for shapes: the tree, what is no tensor, types, the mode."""
+
+    tree: str
+    constants: tuple[str, ...]
+    types: tuple[str, ...]
+    modes: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]) -> Form:
+        """The form of a call by its leaves. UnsplittableError for one that is neither a tensor nor a plain value."""
+        for leaf in found:
+            if not isinstance(leaf, (Tensor, int, float, str, bool, torch.dtype, torch.device, type(None))):
+                what = type(leaf).__name__
+                if "Cache" in what:
+                    raise UnsplittableError(f"a {what} was passed; call the model with use_cache=False")
+                raise UnsplittableError(f"an argument of type {what} was passed")
+        return cls(
+            str(tree),
+            tuple("tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in found),
+            tuple(f"{leaf.dtype} {leaf.dim()}" for leaf in found if isinstance(leaf, Tensor)),
+            modes,
+        )
+
+
+_Length = int | tuple[Any, float, float]
+"""A dimension of an input: its length, or the symbol that stands for one with the least and the most it may be."""
+
+
+@dataclass
+class Program:
+    """The rank's graphs for one form of call and a range of shapes.
+
+    blocks: as a stack runs them; beside: the layer's other results (see `cutting.beside`). module: the whole layer
+    with its sums in it, which is made when first asked for.
+    """
+
+    walk: Splitter
+    activation: int | None
+    place: Place
+    blocks: list[BlockPieces] | None
+    beside: list[Any] = field(default_factory=list)
+    reason: str = ""
+    _module: tuple[Any, tuple[str, ...]] | None = field(default=None, repr=False)
+    _constants: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _accepted: dict[Any, bool] = field(default_factory=dict, repr=False)
+
+    @property
+    def exported(self) -> Exported:
+        """The layer's graph."""
+        return self.walk.exported
+
+    @cached_property
+    def leaf_of(self) -> dict[str, int]:
+        """The place among a call's leaves of every placeholder that stands for one."""
+        return {name: at for at, name in enumerate(self.exported.inputs) if name is not None}
+
+    def constant(self, source: str, device: torch.device) -> Tensor:
+        """A tensor that the layer makes of its own, copied to a device once."""
+        key = (source, device)
+        if key not in self._constants:
+            self._constants[key] = self.exported.constants[source].to(device)
+        return self._constants[key]
+
+    @cached_property
+    def _shapes(self) -> tuple[tuple[_Length, ...] | None, ...]:
+        """By leaf: what each length must be; None for a leaf that is no tensor."""
+        nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
+        return tuple(
+            None if name is None else tuple(self._length(want) for want in nodes[name].meta["val"].shape)
+            for name in self.exported.inputs
+        )
+
+    def _length(self, want: Any) -> _Length:
+        if isinstance(want, int):
+            return want
+        found = self.exported.ranges.get(want.node.expr)
+        return (want.node.expr, *((0, math.inf) if found is None else (float(found.lower), float(found.upper))))
+
+    def accepts(self, tensors: list[Any]) -> bool:
+        """Whether it is good for inputs of these shapes: a length that was traced as varying is one everywhere."""
+        shapes = tuple(tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors)
+        if shapes not in self._accepted:
+            self._accepted[shapes] = self._accepts(tensors)
+        return self._accepted[shapes]
+
+    def _accepts(self, tensors: list[Any]) -> bool:
+        bound: dict[Any, int] = {}
+        for lengths, tensor in zip(self._shapes, tensors, strict=True):
+            if lengths is None:
+                continue
+            for want, length in zip(lengths, tensor.shape, strict=True):
+                if isinstance(want, int):
+                    if want != length:
+                        return False
+                elif bound.setdefault(want[0], length) != length or not want[1] <= length <= want[2]:
+                    return False
+        return all(guard.subs(bound) == True for guard in self.exported.guards)  # noqa: E712  (of symbols)
+
+    def per_sample(self, leaf: int) -> bool:
+        """Whether dimension 0 of an input holds the samples, as that of the activation does."""
+        assert self.activation is not None
+        mine, x = self._shapes[leaf], self._shapes[self.activation]
+        if not mine or not x:
+            return False
+        return x[0] > 1 and mine[0] == x[0] if isinstance(x[0], int) else mine[0] == x[0]
+
+    @property
+    def why_not_in_a_stack(self) -> str:
+        """Why its blocks cannot run in sub-batches; empty where they can."""
+        if self.blocks is None:
+            return self.reason
+        assert self.activation is not None
+        x = self._shapes[self.activation]
+        return "its graph is good for one batch size alone" if x and isinstance(x[0], int) else ""
+
+    def module(self) -> tuple[Any, tuple[str, ...]]:
+        """The whole layer as a function with its sums in it, and the placeholders it reads."""
+        if self._module is None:
+            graph = lower(self.walk.graph, self.place)
+            names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+            self._module = (fx.GraphModule(nn.Module(), graph).forward, names)
+        return self._module
+
+
+class Kind:
+    """Layers that differ in their weights alone: one twin, one structure, a program for every form of call.
+
+    Raises UnsplittableError where the layer cannot be traced or nothing of it can be cut.
+    """
+
+    def __init__(
+        self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Any, place: Place
+    ) -> None:
+        self.twin = twin
+        self.place = place
+        Form.of(*leaves(args, kwargs), ())
+        exported = export(twin, args, kwargs)
+        self.structure: Structure = find(exported, keep, place.ranks)
+        self.columns: dict[str, Segments] = {
+            _weight(exported, node): segments for node, segments in self.structure.columns.items()
+        }
+        self.rows = tuple(_weight(exported, node) for node in self.structure.rows)
+        walk = _walk(exported, self.columns, Place())
+        self.cuts: Mapping[str, Cut] = walk.cuts
+        self.experts, self.refused = tuple(walk.experts), {**self.structure.refused, **walk.refused}
+        if not self.cuts:
+            raise UnsplittableError(
+                "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of products"
+            )
+        self.programs: dict[Form, list[Program]] = {}
+
+    def program(
+        self, form: Form, found: list[Any], tree: pytree.TreeSpec, activation: int | None, device: Any
+    ) -> Program:
+        """The program for a call of this form by its leaves."""
+        programs = self.programs.setdefault(form, [])
+        for program in programs:
+            if program.accepts(found):
+                return program
+        args, kwargs = pytree.tree_unflatten(found, tree)
+        if next(self.twin.parameters()).device != device:
+            self.twin = twin_of(self.twin, device)
+        set_modes(self.twin, form.modes)
+        try:
+            exported = export(self.twin, args, kwargs, _varying)
+            walk = self._walked(exported)
+        except UnsplittableError:  # lengths that vary are more than some layers take: then for these alone
+            exported = export(self.twin, args, kwargs)
+            walk = self._walked(exported)
+        blocks, others, reason = None, list[Any](), ""
+        try:
+            name = None if activation is None or activation < 0 else exported.inputs[activation]
+            if name is None:
+                raise UnsplittableError("it has no activation")
+            blocks, others = cut(walk, name), beside(walk, name)
+        except UnsplittableError as error:
+            reason = str(error)
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in found)
+        accepted = {shapes: True}  # whatever a guard may say that cannot be decided
+        programs.append(Program(walk, activation, self.place, blocks, others, reason, _accepted=accepted))
+        return programs[-1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
+        """Itself: it has no weights, and a copy of a layer is of the same kind."""
+        return self
+
+    def _walked(self, exported: Exported) -> Splitter:
+        walk = _walk(exported, self.columns, self.place)
+        if walk.cuts != self.cuts:
+            raise UnsplittableError(f"called so, other parameters would be cut: {set(walk.cuts) ^ set(self.cuts)}")
+        return walk
+
+
+def _walk(exported: Exported, columns: Mapping[str, Segments], place: Place) -> Splitter:
+    nodes = {node: columns[_weight(exported, node)] for node in exported.graph.nodes
+             if is_product(node) and _weight(exported, node) in columns}  # fmt: skip
+    return Splitter(exported, nodes, product, block_dropout, place.rank, place.ranks).run()
+
+
+def _weight(exported: Exported, node: fx.Node) -> str:
+    return exported.parameters.get(getattr(product_of(node)[1], "name", ""), "")
+
+
+def _varying(tensor: Tensor) -> dict[int, Any]:
+    return {dim: torch.export.Dim.AUTO for dim, length in enumerate(tensor.shape) if length > 1}

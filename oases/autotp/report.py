@@ -1,0 +1,101 @@
+"""What the partitioner did with a model: what is cut, how its layers run, and why something is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from oases.autotp.program import Kind
+from oases.autotp.runner import Runner
+
+
+@dataclass
+class LayersReport:
+    """One list of layers. runs: "across layers", "inside layers" or "replicated"; reason: why not across layers.
+
+    experts: weights of experts of which each rank holds its share. runner: what runs them, across layers; of its
+    stack the schedule can be changed.
+    """
+
+    name: str
+    layers: int
+    runs: str
+    schedule: str = ""
+    blocks_per_layer: int = 0
+    reason: str = ""
+    column: list[str] = field(default_factory=list)
+    row: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
+    replicated: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    degrees: list[int] = field(default_factory=list)
+    runner: Runner | None = field(default=None, repr=False, compare=False)
+
+    def describe(self, kinds: Iterable[Kind]) -> None:
+        """Say what is cut in layers of these kinds."""
+        fitting: set[int] | None = None
+        for kind in kinds:
+            self.column = list(dict.fromkeys([*self.column, *kind.columns]))
+            self.row = list(dict.fromkeys([*self.row, *kind.rows]))
+            self.experts = list(dict.fromkeys([*self.experts, *kind.experts]))
+            whole = [name for name, _ in kind.twin.named_parameters() if name not in kind.cuts]
+            self.replicated = list(dict.fromkeys([*self.replicated, *whole]))
+            self.refused |= kind.refused
+            fitting = set(kind.structure.degrees) & (fitting if fitting is not None else set(kind.structure.degrees))
+        self.degrees = sorted(fitting or ())
+
+
+@dataclass
+class PartitionReport:
+    """What `parallelize` found and did; `model.oases_partition`. Prints as a table.
+
+    plan_agrees, plan_differs: entries of transformers' own plan for the model (see `tp_plan`).
+    """
+
+    model: str
+    tensor_parallel: int
+    layers: list[LayersReport] = field(default_factory=list)
+    vocabulary: list[str] = field(default_factory=list)
+    replicated: list[str] = field(default_factory=list)
+    plan_agrees: list[str] = field(default_factory=list)
+    plan_differs: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def json(self) -> dict[str, Any]:
+        """As plain data."""
+        layers = [replace(each, runner=None) for each in self.layers]  # a stack is none, and must not be copied
+        found = asdict(replace(self, layers=layers))
+        for each in found["layers"]:
+            del each["runner"]
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}, tensor parallel over {self.tensor_parallel}"]
+        for each in self.layers:
+            how = "replicated" if each.runs == "replicated" else f"overlapped {each.runs}"
+            if each.schedule:
+                sums = "1 sum" if each.blocks_per_layer == 1 else f"{each.blocks_per_layer} sums"
+                how += f", schedule {each.schedule}, {sums} per layer"
+            count = "1 layer" if each.layers == 1 else f"{each.layers} layers"
+            lines.append(f"{each.name or self.model}: {count}, {how}")
+            if each.reason:
+                lines.append(f"  because: {each.reason}")
+            lines.extend(_named("  column-parallel", each.column))
+            lines.extend(_named("  row-parallel", each.row))
+            lines.extend(_named("  experts over the ranks", each.experts))
+            lines.extend(_named("  replicated", each.replicated))
+            lines.extend(f"  {name} stays whole: {why}" for name, why in each.refused.items())
+        lines.extend(_named("vocabulary-parallel", self.vocabulary))
+        lines.extend(_named("replicated elsewhere", self.replicated))
+        if self.plan_agrees or self.plan_differs:
+            total = len(self.plan_agrees) + len(self.plan_differs)
+            lines.append(f"as in transformers' own plan: {len(self.plan_agrees)} of {total} entries")
+        lines.extend(f"  {name}: {what}" for name, what in self.plan_differs.items())
+        lines.extend(self.notes)
+        return "\n".join(lines)
+
+
+def _named(what: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    return [f"{what}: {', '.join(names)}"] if names else []

@@ -1,0 +1,88 @@
+"""What a model must be before it can be cut, each with its remedy."""
+
+from __future__ import annotations
+
+import hashlib
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_size
+
+_SAMPLED = 4096
+"""Elements of a tensor that are compared over the ranks: other seeds change all of them."""
+
+
+def require_cuttable(model: nn.Module) -> None:
+    """Raise UsageError for a model that was cut, compiled, patched or quantised, or that checkpoints its layers."""
+    what = type(model).__name__
+    if getattr(model, "oases_partition", None) is not None:
+        raise UsageError(f"{what} was parallelized before; build the model anew")
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        raise UsageError(f"{what} has quantised weights, which cannot be trained; load it unquantised")
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() and not parameter.is_complex():
+            raise UsageError(f"{name} is of type {parameter.dtype}, a quantised weight; load the model unquantised")
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(f"{name} has hooks, and parallelize() puts a new parameter there; add them afterwards")
+    if checkpoints(model):
+        raise UsageError(
+            f"{what} has gradient checkpointing on, which would run layers again one by one: call "
+            "gradient_checkpointing_disable() and give parallelize() recompute='full'"
+        )
+    for name, part in model.named_modules():
+        forward = vars(part).get("forward")
+        own = isinstance(forward, MethodType) and forward.__self__ is part
+        compiled = getattr(part, "_compiled_call_impl", None) is not None
+        if compiled or (forward is not None and not own):
+            raise UsageError(
+                f"{name or what}: its forward was {'compiled' if compiled else 'replaced on the object'} (by "
+                "torch.compile, a hook of accelerate, or a patch), so what it computes cannot be traced: parallelize "
+                "the model first, or patch its class, or assign a method of the module itself"
+            )
+
+
+def checkpoints(model: nn.Module) -> bool:
+    """Whether a model of transformers checkpoints its layers; its attribute's name depends on the version."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    name = next((name for name in names if hasattr(type(model), name)), "")
+    return bool(name and getattr(model, name))
+
+
+def require_alike(model: nn.Module, group: ProcessGroup | None, *, values: bool) -> None:
+    """Raise UsageError on all ranks, naming the first tensor, unless the model is the same on all ranks of a group.
+
+    values: compare what is in the tensors too, a sample of each; else names, shapes and types alone.
+    """
+    if group is None or group_size(group) == 1:
+        return
+    mine = [
+        (name, tuple(tensor.shape), str(tensor.dtype), _digest(tensor) if values else "")
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    said: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(said, hashlib.sha256(repr(mine).encode()).hexdigest(), group=group)
+    if len(set(said)) == 1:
+        return
+    dist.all_gather_object(said, mine, group=group)
+    for rank, theirs in enumerate(said):
+        if theirs != said[0]:
+            pairs = zip(said[0], theirs, strict=False)
+            other = next(((mine, its) for mine, its in pairs if mine != its), (said[0][-1], theirs[-1]))
+            raise UsageError(
+                f"{type(model).__name__} is not the same on all ranks: {other[0][0]} {other[0][1]} of rank 0 differs "
+                f"from {other[1][0]} {other[1][1]} of rank {rank}; call torch.manual_seed with one seed before "
+                "building the model, or give weights=..."
+            )
+
+
+def _digest(tensor: Tensor) -> str:
+    if tensor.is_meta or not tensor.numel():
+        return ""
+    flat = tensor.detach().reshape(-1)
+    flat = flat[:: max(1, len(flat) // _SAMPLED)].cpu().contiguous()
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()

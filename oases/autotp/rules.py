@@ -1,0 +1,288 @@
+"""What element-wise functions, products and attention do to values that are split or partial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from oases.autotp.export import UnsplittableError
+from oases.autotp.splitter import Split, Splitter, Value, args_of, name_of, rule
+
+_SAME = ("neg", "contiguous", "clone", "alias", "detach", "to", "_to_copy", "type_as")
+"""Of one tensor (type_as reads the type of another), and linear."""
+
+
+_ELEMENT_WISE = (
+    *(
+        "mul",
+        "div",
+        "add",
+        "sub",
+        "rsub",
+        "neg",
+        "pow",
+        "where",
+        "masked_fill",
+        "silu",
+        "softplus",
+        "relu6",
+        "hardtanh",
+    ),
+    *("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "full_like", "zeros_like", "ones_like"),
+)
+"""Besides those that torch itself tags so."""
+
+_OVER_DIMENSIONS = (
+    *("sum", "mean", "amax", "amin", "var", "norm", "linalg_vector_norm", "argmax", "topk", "sort"),
+    *("softmax", "_softmax", "log_softmax", "logsumexp", "cumsum"),
+)
+
+
+def tensors(node: fx.Node) -> list[fx.Node]:
+    """The arguments that are tensors, each once."""
+    return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
+
+
+@rule(*_ELEMENT_WISE)
+def element_wise(s: Splitter, node: fx.Node) -> Value:
+    """Element by element: all that is split is split alike, and what is whole has its part taken or is broadcast."""
+    found = tensors(node)
+    if any(s.value(each).partial for each in found):
+        value = _of_partial(s, node)
+        if value is not None:
+            return value
+    splits = {Split(at, v.split.segments) for each in found if (v := s.value(each)).split is not None
+              for at in [v.split.dim + len(s.shape(node)) - len(s.shape(each))]}  # fmt: skip
+    if not splits:
+        return Value(s.copy(node))
+    if len(splits) > 1:
+        raise UnsplittableError(f"{node.target} combines what is split along {splits}")
+    (split,) = splits
+    return s.split(s.copy(node, aligned(s, found, split, len(s.shape(node)))), split.dim, split.segments)
+
+
+def aligned(s: Splitter, found: list[fx.Node], split: Split, dims: int) -> dict[fx.Node, fx.Node]:
+    """The rank's values of what is broadcast to `dims` dimensions, where the result is split so."""
+    given = {}
+    for each in found:
+        if s.value(each).split is not None:
+            given[each] = s.value(each).node
+            continue
+        shape = s.shape(each)
+        at = split.dim - (dims - len(shape))
+        broadcast = at < 0 or shape[at] == 1
+        given[each] = s.entered(each) if broadcast else s.part(each, at, split.segments)
+    return given
+
+
+def _of_partial(s: Splitter, node: fx.Node) -> Value | None:
+    """The result where it is linear in a partial value, and so partial itself; None where a sum is due."""
+    name, shape = name_of(node), s.shape(node)
+    values = [
+        s.value(each) if isinstance(each, fx.Node) and each in tensors(node) else None for each in args_of(node)
+    ]
+    first = values[0] if values else None
+    if name in _SAME and first is not None and first.partial:
+        kept = node.meta["val"].is_floating_point() and s.shape(args_of(node)[0]) == shape
+        return _each(s, node, first, 0) if kept else None
+    if len(values) < 2 or node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
+        return None
+    second = values[1]
+    if name == "add" and first is not None and second is not None and not (first.split or second.split):
+        if first.partial and second.partial:
+            return Value(s.emit(node, (first.node, second.node)), None, True, first.addends + second.addends)
+        at = 0 if first.partial else 1
+        if s.shape(args_of(node)[at]) != shape:
+            return None
+        total = first if at == 0 else second
+        return Value(total.node, None, True, (*total.addends, s.whole(args_of(node)[1 - at])))
+    if name in ("mul", "div"):
+        at = 0 if first is not None and first.partial else 1
+        factor, other = (first, second) if at == 0 else (second, first)
+        if (name == "div" and at == 1) or s.shape(args_of(node)[at]) != shape:
+            return None
+        if other is not None and (other.partial or other.split):
+            return None
+        assert factor is not None
+        return _each(s, node, factor, at)
+    return None
+
+
+def _each(s: Splitter, node: fx.Node, value: Value, at: int) -> Value:
+    """Apply a linear function to a partial value and to what waits to be added to it."""
+
+    def applied(operand: fx.Node, *, entering: bool) -> fx.Node:
+        def of_rank(arg: fx.Node) -> Any:
+            return s.entered(arg) if entering else s.whole(arg)
+
+        args = [operand if place == at else fx.map_arg(arg, of_rank) for place, arg in enumerate(args_of(node))]
+        return s.emit(node, tuple(args), dict(fx.map_arg(node.kwargs, of_rank)))
+
+    addends = tuple(applied(addend, entering=False) for addend in value.addends)
+    return Value(applied(value.node, entering=True), None, True, addends)
+
+
+@rule("dropout")
+def dropout(s: Splitter, node: fx.Node) -> Value:
+    """Nothing where it is off; where it is on, a value is summed first, so that all ranks draw for the same one."""
+    x, p, train = args_of(node)
+    if not train or p == 0:
+        return s.value(x)
+    value = s.value(x)
+    if value.split is None:
+        return Value(s.call(s.dropout, (s.whole(x), p, "whole"), node))
+    cut = value.split.dim if len(value.split.segments) == 1 else "unknown"
+    return Value(s.call(s.dropout, (value.node, p, cut), node), value.split)
+
+
+@rule("linear")
+def linear(s: Splitter, node: fx.Node) -> Value:
+    """Column-parallel if asked; row-parallel where its input is split along the features."""
+    x, weight, *rest = args_of(node)
+    return _product(s, node, x, weight, rest[0] if rest else None, transposed=False)
+
+
+@rule("addmm")
+def addmm(s: Splitter, node: fx.Node) -> Value:
+    """`bias + x @ weight`, GPT-2's way."""
+    bias, x, weight, *_ = args_of(node)
+    if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")) or not s.is_parameter(weight):
+        return batched(s, node) if s.value(x).split is not None else Value(s.copy(node))
+    return _product(s, node, x, weight, bias, transposed=True)
+
+
+@rule("mm", "matmul")
+def matmul(s: Splitter, node: fx.Node) -> Value:
+    """`x @ weight` of a parameter; else a product of each sample and head."""
+    x, weight = args_of(node)
+    if s.is_parameter(weight) and len(s.shape(weight)) == 2:
+        return _product(s, node, x, weight, None, transposed=True)
+    return batched(s, node)
+
+
+def _product(s: Splitter, node: fx.Node, x: Any, weight: Any, bias: Any, *, transposed: bool) -> Value:
+    """x times a weight [out, in], or [in, out] if transposed."""
+    outputs, inputs = (1, 0) if transposed else (0, 1)
+    last = len(s.shape(x)) - 1
+    if node in s.columns:
+        segments = s.columns[node]
+        given = s.cut(weight, outputs, segments), s.cut(bias, 0, segments)
+        product = s.call(s.product, (s.entered(x), *given, transposed), node)
+        return s.split(product, last, segments, _named(s, weight))
+    value = s.value(x)
+    if value.split is not None and value.split.dim == last:
+        if not s.is_parameter(weight):
+            raise UnsplittableError(f"{node} sums over what is split with a weight that is computed")
+        s.rows.append(node)
+        product = s.call(s.product, (value.node, s.cut(weight, inputs, value.split.segments), None, transposed), node)
+        return Value(product, None, True, () if bias is None else (s.whole(bias),))
+    if value.split is not None:
+        given = s.entered(weight), None if bias is None else s.entered(bias)
+        product = s.call(s.product, (value.node, *given, transposed), node)
+        return Value(product, value.split)
+    if value.partial and bias is None and not value.addends:
+        return Value(s.call(s.product, (value.node, s.entered(weight), None, transposed), node), None, True)
+    given = s.whole(weight), None if bias is None else s.whole(bias)
+    return Value(s.call(s.product, (s.whole(x), *given, transposed), node))
+
+
+def _named(s: Splitter, weight: Any) -> str:
+    return s.exported.parameters.get(getattr(weight, "name", ""), str(weight))
+
+
+@rule("bmm", "baddbmm")
+def batched(s: Splitter, node: fx.Node) -> Value:
+    """A product over the last two dimensions, with the split among those before."""
+    found = tensors(node)
+    dims = len(s.shape(node))
+    splits = {Split(v.split.dim + dims - len(s.shape(each)), v.split.segments)
+              for each in found if (v := s.value(each)).split is not None}  # fmt: skip
+    if not splits:
+        return Value(s.copy(node))
+    split = next(iter(splits))
+    if len(splits) > 1 or split.dim >= dims - 2:
+        raise UnsplittableError(f"{node.target} multiplies what is split along {splits}")
+    return s.split(s.copy(node, aligned(s, found, split, dims)), split.dim, split.segments)
+
+
+@rule("scaled_dot_product_attention")
+def attention(s: Splitter, node: fx.Node) -> Value:
+    """Heads are split, in queries, keys and values alike; of grouped queries each rank has whole groups."""
+    query, key, value = args_of(node)[:3]
+    splits = [s.value(each).split for each in (query, key, value)]
+    if all(each is None for each in splits):
+        return Value(s.copy(node))
+    heads, first = len(s.shape(query)) - 3, splits[0]
+    if first is None or any(each is not None and (each.dim != heads or len(each.segments) > 1) for each in splits):
+        raise UnsplittableError(f"attention with queries, keys and values split along {splits}")
+    given = {query: s.value(query).node}
+    for each in (key, value):  # where keys and values are whole, every rank takes those of its queries
+        if s.value(each).split is None and s.shape(each)[heads] != s.shape(query)[heads]:
+            raise UnsplittableError("attention with fewer keys than queries, of which the keys are whole")
+        given[each] = s.as_split(each, first) if s.value(each).split is None else s.value(each).node
+    for mask in set(tensors(node)) - set(given):
+        shape = s.shape(mask)
+        if s.value(mask).split is None and (len(shape) < 3 or shape[-3] == 1):
+            given[mask] = s.entered(mask)
+        else:
+            given[mask] = s.as_split(mask, Split(len(shape) - 3, first.segments))
+    return s.split(s.copy(node, given), heads, first.segments)
+
+
+@rule("layer_norm", "rms_norm", "_fused_rms_norm", "group_norm")
+def norm(s: Splitter, node: fx.Node) -> Value:
+    """Over the last dimensions, which must be whole on each rank."""
+    x = args_of(node)[0]
+    split = s.value(x).split
+    if split is None:
+        return Value(s.copy(node))
+    over = args_of(node)[1]
+    if name_of(node) == "group_norm" or split.dim >= len(s.shape(x)) - len(over):
+        raise UnsplittableError(f"{node.target} would need its input whole")
+    given = {each: s.entered(each) for each in tensors(node) if each is not x}
+    return Value(s.copy(node, {**given, x: s.value(x).node}), split)
+
+
+@rule(*_OVER_DIMENSIONS)
+def over_dimensions(s: Splitter, node: fx.Node) -> Value:
+    """Along dimensions of which none is split."""
+    x = args_of(node)[0]
+    split = s.value(x).split
+    if split is None:
+        return Value(s.copy(node))
+    at = 2 if name_of(node) in ("linalg_vector_norm", "norm", "topk") else 1
+    given = args_of(node)[at] if len(args_of(node)) > at else None
+    dims = len(s.shape(x))
+    if given is None or name_of(node) in ("topk", "sort"):
+        raise UnsplittableError(f"{node.target} would need its input whole")
+    over = {d % dims for d in (given if isinstance(given, (list, tuple)) else [given])}
+    if split.dim in over:
+        raise UnsplittableError(f"{node.target} goes along the dimension that is split")
+    gone = len([d for d in over if d < split.dim]) if len(s.shape(node)) < dims else 0
+    return s.split(s.copy(node, {x: s.value(x).node}), split.dim - gone, split.segments)
+
+
+@rule("_assert_tensor_metadata", "sym_size")
+def size(s: Splitter, node: fx.Node) -> Value:
+    """Of a dimension that is not split."""
+    x, *rest = args_of(node)
+    value = s.value(x)
+    if value.split is not None and rest and rest[0] % len(s.shape(x)) == value.split.dim:
+        raise UnsplittableError(f"{node} asks for the length of what is split")
+    return Value(s.emit(node, (value.node, *rest), dict(node.kwargs)))
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node multiplies by a weight: a linear of some spelling."""
+    return node.op == "call_function" and name_of(node) in ("linear", "addmm", "mm", "matmul")
+
+
+def product_of(node: fx.Node) -> tuple[Any, Any, Any, bool]:
+    """(x, weight, bias, transposed) of a product."""
+    name, args = name_of(node), args_of(node)
+    if name == "linear":
+        return args[0], args[1], args[2] if len(args) > 2 else None, False
+    if name == "addmm":
+        return args[1], args[2], args[0], True
+    return args[0], args[1], None, True

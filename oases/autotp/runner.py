@@ -1,0 +1,222 @@
+"""The layers of a model as one stack, behind the author's own loop over them.
+
+The author's code calls layer after layer. Each call but the last is noted and answered with a `Pending`, which has
+a shape and no data; the last runs all of them by the schedule. So masks, tables and flags reach each layer as its
+author passes them, and the code around the layers stays the author's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from oases.autotp.block import Call, GraphBlock, value_of
+from oases.autotp.cutting import Piece
+from oases.autotp.export import UnsplittableError, leaves
+from oases.autotp.program import Form, Kind, Program
+from oases.autotp.splitter import ABSENT
+from oases.autotp.watch import Watch
+from oases.execution.group import ProcessGroup
+from oases.parallel.inputs import BlockInputs
+from oases.parallel.stack import OverlappedStack
+
+
+class Pending(Tensor):
+    """What a layer returns before the last one has run: a shape, whose data nobody can read yet."""
+
+    origin: str
+
+    @staticmethod
+    def of(x: Tensor, where: str) -> Pending:
+        """In the place of a tensor like `x`."""
+        found: Pending = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Pending, x.shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
+        )
+        found.origin = where
+        return found
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Its shape and type can be asked for; anything else cannot be had."""
+        name = getattr(function, "__name__", "")
+        if name in ("__get__", "__set__", "size", "dim", "is_floating_point", "is_complex", "element_size", "numel"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        where = next(each.origin for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Pending))
+        raise RuntimeError(
+            f"{where} has no result of its own: its layers run together, overlapped, when the last one is called, "
+            f"and something called {name or function}() on it; leave out output_hidden_states and the like, or give "
+            "parallelize() schedule='layers', which hides communication inside each layer alone"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Never reached by way of torch's functions."""
+        raise RuntimeError(f"{function} on the result of a layer that has not run yet")
+
+
+class Layer:
+    """One layer behind the author's loop. activation: the place of its hidden states among the leaves of a call.
+
+    path: its name in the model.
+    """
+
+    def __init__(self, module: nn.Module, kind: Kind, activation: int, path: str) -> None:
+        self.module = module
+        self.kind = kind
+        self.activation = activation
+        self.path = path
+        self.watch = Watch(module, path)
+
+    def noted(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Noted:
+        """A call by its leaves, `x` in the place of its activation."""
+        form = Form.of(self.with_activation(found, x), tree, self.watch.modes())
+        return Noted(found, tree, form, self.program(form, found, tree, x))
+
+    def program(self, form: Form, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
+        """The program for a call of this form, `x` in the place of its activation."""
+        return self.kind.program(form, self.with_activation(found, x), tree, self.activation, x.device)
+
+    def with_activation(self, found: list[Any], x: Tensor) -> list[Any]:
+        """The leaves of a call, `x` in the place of its activation."""
+        return [*found[: self.activation], x, *found[self.activation + 1 :]]
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A layer's call that waits for the last one: its leaves, their form, and the program for them."""
+
+    found: list[Any]
+    tree: pytree.TreeSpec
+    form: Form
+    program: Program
+
+
+@dataclass
+class LayerForward:
+    """The forward of layer `index` of a runner's; an object, so that a copy of the model gets a runner of its own."""
+
+    runner: Runner
+    index: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's author has it, but for when it runs."""
+        return self.runner.called(self.index, args, kwargs)
+
+
+class Runner:
+    """A list of layers that run as one OverlappedStack.
+
+    layers: in the order of their calls. name: that of the list in the model. programs: one of each layer, for a
+    sample call, whose blocks the stack has. Options are those of OverlappedStack.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layers: Sequence[Layer],
+        programs: Sequence[Program],
+        group: ProcessGroup | None,
+        **options: Any,
+    ) -> None:
+        self.name = name
+        self.layers = list(layers)
+        blocks: list[GraphBlock] = []
+        self.layer_of: list[int] = []
+        for index, (layer, program) in enumerate(zip(layers, programs, strict=True)):
+            assert program.blocks is not None
+            for number, pieces in enumerate(program.blocks):
+                reads = [*pieces.partial.reads, *pieces.combine.reads]
+                names = {program.exported.parameters[each] for each in reads if each in program.exported.parameters}
+                blocks.append(GraphBlock(layer.module, number, names, dict(layer.kind.cuts), group))
+                self.layer_of.append(index)
+        self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
+        self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
+        """Runs the stack on its input and its blocks' inputs. A benchmark puts its own collectives in between."""
+        self._calls: list[Noted] = []
+        self._x: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def install(self) -> None:
+        """Put the runner behind the layers' forward."""
+        for index, layer in enumerate(self.layers):
+            layer.module.forward = LayerForward(self, index)
+
+    def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Layer `index` was called by its author's code. RuntimeError for a call that is not on the one before."""
+        found, tree = leaves(args, kwargs)
+        layer = self.layers[index]
+        x = found[layer.activation] if layer.activation < len(found) else None
+        if index == 0:
+            self._calls, self._x, self._pending = [], x, None
+        elif index != len(self._calls) or x is not self._pending:
+            got = "the result of another layer or of code in between" if isinstance(x, Tensor) else repr(x)
+            raise RuntimeError(
+                f"{layer.path} was called with {got}, where its layers run together, one on the result of the "
+                "one before; give parallelize() schedule='layers', which hides communication inside each layer alone"
+            )
+        first = self._x
+        assert first is not None
+        call = layer.noted(found, tree, first)
+        self._calls.append(call)
+        where, program = layer.path, call.program
+        why = program.why_not_in_a_stack
+        if why and (program.blocks is None or first.shape[0] > 1):
+            raise UnsplittableError(
+                f"{where}, called so: {why}; give parallelize() schedule='layers', which hides communication inside "
+                "each layer alone"
+            )
+        out: Tensor
+        if index + 1 == len(self.layers):
+            out = self._run()
+        else:
+            out = self._pending = Pending.of(first, where)
+        rest = [self._beside(each, layer, program, layer.with_activation(found, first), where)
+                for each in program.beside]  # fmt: skip
+        return pytree.tree_unflatten([out, *rest], program.exported.result)
+
+    def _beside(self, other: Any, layer: Layer, program: Program, found: list[Any], where: str) -> Any:
+        """One of a layer's other results: now, if it does not need the layers to have run."""
+        if other is ABSENT:
+            return Pending.of(found[layer.activation], f"{where}, of which this is another result,")
+        if not isinstance(other, Piece):
+            return other
+        x = found[layer.activation]
+        inputs = dict(zip(program.exported.inputs, found, strict=True))
+        read = [value_of(source, program, layer.module, inputs, x.device) for source in other.reads]
+        return other.run(x, *read)
+
+    def _run(self) -> Tensor:
+        x, calls = self._x, self._calls
+        assert x is not None
+        self._x, self._calls, self._pending = None, [], None
+        of_layer = [self._inputs(layer, call) for layer, call in zip(self.layers, calls, strict=True)]
+        for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
+            assert isinstance(block, GraphBlock)
+            block.adopt(self.layers[index].module)
+        training = any(any(call.form.modes) for call in calls)
+        if training != self.stack.training:
+            self.stack.train(training)
+        return self.run(x, [of_layer[index] for index in self.layer_of])
+
+    @staticmethod
+    def _inputs(layer: Layer, call: Noted) -> BlockInputs:
+        """What travels along to a layer's blocks."""
+
+        def programs(part: Tensor, rest: tuple[Any, ...]) -> Program:
+            return layer.program(call.form, list(rest), call.tree, part)
+
+        found = call.found
+        flags = [
+            isinstance(leaf, Tensor) and at != layer.activation and call.program.per_sample(at)
+            for at, leaf in enumerate(found)
+        ]
+        values = [None if at == layer.activation else leaf for at, leaf in enumerate(found)]
+        return BlockInputs((Call(layer.module, programs), *values), (False, *flags))

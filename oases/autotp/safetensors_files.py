@@ -1,0 +1,225 @@
+"""Files of safetensors: their headers, parts of their tensors, and files written piece by piece."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from oases.autotp.holdings import Index
+from oases.errors import UsageError
+
+MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+"""The names that transformers gives a model's one file, and the index of its several."""
+
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The format's codes of types."""
+
+CODES = {dtype: code for code, dtype in TYPES.items()}
+
+MAPPED_BYTES = 2 << 20
+"""A file is mapped anew after so many bytes were read: pages once touched count as memory while they are mapped."""
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A whole tensor that can be read in parts. where: what holds it, for messages. dtype: None if unknown here."""
+
+    where: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    read: Callable[[Index], Tensor]
+
+
+def stored_tensors(source: str | Path | Mapping[str, Tensor]) -> dict[str, Stored]:
+    """What there is to load, by the names in the source; only headers are read.
+
+    source: a file of safetensors, a folder of them with or without an index, an index, or whole tensors by name.
+    UsageError names the file, what is wrong with it and the remedy.
+    """
+    if isinstance(source, Mapping):
+        return {
+            name: Stored("the mapping", tuple(tensor.shape), tensor.dtype, tensor.detach().__getitem__)
+            for name, tensor in source.items()
+        }
+    path = Path(source)
+    found: dict[str, Stored] = {}
+    for file in _files(path):
+        for name, stored in _File(file).tensors().items():
+            if name in found:
+                raise UsageError(
+                    f"tensor {name!r} is in {found[name].where!r} and in {stored.where!r}; leave one of the files "
+                    "out of the folder, or name the file to load"
+                )
+            found[name] = stored
+    _require_indexed(path, found)
+    return found
+
+
+def configuration(source: str | Path | Mapping[str, Tensor]) -> dict[str, Any]:
+    """The config.json beside the files; empty where there is none."""
+    if isinstance(source, Mapping):
+        return {}
+    path = Path(source)
+    path = (path if path.is_dir() else path.parent) / "config.json"
+    return _json(path) if path.is_file() else {}
+
+
+def write_header(file: BinaryIO, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
+    """Begin a file of these tensors and return the position of each one's first byte, to seek and write.
+
+    Types of more bytes come first, so that every tensor is aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins, end = {}, 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+        if dtype not in CODES:
+            raise UsageError(f"tensor {name!r} is of type {dtype}, which safetensors does not know; convert it")
+        begins[name], end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    file.truncate(8 + len(text) + end)
+    return {name: 8 + len(text) + first for name, first in begins.items()}
+
+
+class _File:
+    """One file, mapped for as long as little of it was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read = 0
+        self._opened = self._open()
+
+    def _open(self) -> Any:
+        try:
+            return safe_open(self.path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UsageError(
+                f"{str(self.path)!r} is no whole file of safetensors: {error}; it is truncated, corrupt, or stands "
+                "for a file not fetched (Git LFS): copy or download it again"
+            ) from error
+
+    def tensors(self) -> dict[str, Stored]:
+        found = {}
+        for name in list(self._opened.keys()):
+            view = self._opened.get_slice(name)
+            shape, dtype = tuple(view.get_shape()), TYPES.get(view.get_dtype())
+            found[name] = Stored(str(self.path), shape, dtype, self._reader(name, shape, dtype))
+        return found
+
+    def _reader(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Callable[[Index], Tensor]:
+        def read(index: Index) -> Tensor:
+            if self._read > MAPPED_BYTES:
+                self._opened, self._read = self._open(), 0
+            rows = len(range(*index[0].indices(shape[0]))) if index else 1
+            self._read += rows * math.prod(shape[1:]) * (dtype.itemsize if dtype else 1)
+            return self._opened.get_slice(name)[index or ...]
+
+        return read
+
+
+def _files(path: Path) -> list[Path]:
+    if path.suffix in PICKLES:
+        raise _pickled(path)
+    if path.is_file():
+        return _indexed(path) if path.name.endswith(".index.json") else [path]
+    if not path.is_dir():
+        raise UsageError(
+            f"{str(path)!r} is neither a file nor a folder; nothing is downloaded here: fetch the model first, e.g. "
+            "with huggingface_hub.snapshot_download, and give its folder"
+        )
+    if (path / MODEL_FILE).is_file():
+        return [path / MODEL_FILE]
+    if (path / INDEX_FILE).is_file():
+        return _indexed(path / INDEX_FILE)
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        pickles = sorted(file for file in path.iterdir() if file.suffix in PICKLES)
+        if pickles:
+            raise _pickled(pickles[0])
+        raise UsageError(f"folder {str(path)!r} holds no *.safetensors; give the folder of a saved model")
+    return found
+
+
+def _indexed(index: Path) -> list[Path]:
+    weight_map = _weight_map(index)
+    files = [index.parent / name for name in dict.fromkeys(weight_map.values())]
+    for file in files:
+        if file.suffix in PICKLES:
+            raise _pickled(file)
+        if not file.is_file():
+            lacking = sum(index.parent / name == file for name in weight_map.values())
+            raise UsageError(
+                f"index {str(index)!r} names {file.name!r} for {lacking} tensors, and there is no such file; fetch "
+                "it again"
+            )
+    return files
+
+
+def _require_indexed(path: Path, found: Mapping[str, Stored]) -> None:
+    """An index that promises what its files lack is of another model."""
+    index = path / INDEX_FILE if path.is_dir() and not (path / MODEL_FILE).is_file() else path
+    if not (index.is_file() and index.name.endswith(".index.json")):
+        return
+    for name, file in _weight_map(index).items():
+        if name not in found or Path(found[name].where) != index.parent / file:
+            raise UsageError(
+                f"index {str(index)!r} says that tensor {name!r} is in {file!r}, which lacks it; fetch index and "
+                "files of one and the same model"
+            )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    found = _json(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UsageError(f"index {str(index)!r} has no 'weight_map' from tensors to files; fetch it again")
+    for name in found.values():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UsageError(f"index {str(index)!r} names {name!r} outside its folder; use files of the folder alone")
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{str(path)!r} is no JSON: {error}; fetch it again") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{str(path)!r} holds no JSON object; fetch it again")
+    return found
+
+
+def _pickled(path: Path) -> UsageError:
+    return UsageError(
+        f"{str(path)!r} is a pickle, which can run any code when read; only safetensors are loaded from files. "
+        "Convert it with transformers (from_pretrained, then save_pretrained), or load it yourself and give the "
+        "tensors: torch.load(path, weights_only=True, mmap=True)"
+    )

@@ -1,0 +1,195 @@
+"""Which products of a layer are column- and which row-parallel, found from its graph alone.
+
+For every product, the products that feed it through anything but products are tried as its column-parallel
+partners: the walk of `Splitter` tells whether what lies between keeps a split (Megatron's pairs, arXiv 1909.08053,
+without lists of names). Fused products are tried in one piece and in the pieces that the graph takes them apart into.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import gcd, prod
+from typing import Any
+
+from torch import fx
+
+import oases.autotp.mixture
+import oases.autotp.rules_of_shape  # noqa: F401  (both fill the table of rules)
+from oases.autotp.export import Exported, UnsplittableError, shape_of
+from oases.autotp.rules import is_product, product_of
+from oases.autotp.shapes import Segments
+from oases.autotp.splitter import Splitter, args_of, name_of
+
+
+@dataclass
+class Structure:
+    """What was found. columns: by node, with the segments of its output features; rows: nodes that sum over ranks.
+
+    limits: lengths that the degree must divide, and what they are. refused: products that stay whole and why.
+    """
+
+    columns: dict[fx.Node, Segments] = field(default_factory=dict)
+    rows: tuple[fx.Node, ...] = ()
+    limits: dict[int, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def degrees(self) -> list[int]:
+        """The tensor-parallel degrees up to 1024 that fit."""
+        common = gcd(*self.limits)
+        return [degree for degree in range(1, 1025) if common % degree == 0]
+
+
+def plain(*_: Any) -> Any:
+    """Stands for a product, or a dropout, while a structure is looked for."""
+    raise AssertionError("a mark that was not replaced")
+
+
+def find(exported: Exported, keep: Callable[[str], bool] = lambda name: False, degree: int = 1) -> Structure:
+    """The column- and row-parallel products of a layer.
+
+    keep: names of weights that stay whole. degree: wanted; where fewer heads of keys than that are shared by more of
+    queries, the keys stay whole.
+    """
+    found = Structure()
+    products = [node for node in exported.graph.nodes if is_product(node) and _has_weight(exported, node)]
+    for row in products:
+        weight = _weight(exported, row)
+        if row in found.columns or row in found.rows or keep(weight):
+            continue
+        partners = _feeding(exported, row, products)
+        partners = [p for p in partners if p not in found.columns and p not in found.rows]
+        if not partners or any(keep(_weight(exported, p)) for p in partners):
+            continue
+        structure = _paired(exported, found, row, partners, degree)
+        if isinstance(structure, Structure):
+            found = structure
+        else:
+            found.refused[weight] = structure
+    for node in [*found.columns, *found.rows]:
+        found.refused.pop(_weight(exported, node), None)
+    return found
+
+
+def _paired(
+    exported: Exported, found: Structure, row: fx.Node, partners: list[fx.Node], degree: int
+) -> Structure | str:
+    """`found` with these partners of `row` as columns; the reason where nothing works."""
+    reason, best = "", None
+    for columns in _subsets(partners):
+        for choice in _choices(exported, columns):
+            try:
+                walk = Splitter(exported, {**found.columns, **choice}, plain, plain).run()
+            except UnsplittableError as error:
+                reason = reason or str(error)
+                continue
+            if row not in walk.rows:
+                reason = reason or f"{row} is not fed by what is split alone"
+                continue
+            if best is None or gcd(*walk.limits) > gcd(*best.limits):
+                best = Structure(dict(walk.columns), tuple(walk.rows), walk.limits, found.refused)
+        if best is not None and gcd(*best.limits) % degree == 0:
+            return best
+    return best or reason
+
+
+def _subsets(partners: list[fx.Node]) -> list[list[fx.Node]]:
+    """All; those that feed no other (of low-rank pairs, the second); the widest (queries, and keys stay whole)."""
+    above = {p for p in partners if any(p in _ancestors(other) for other in partners if other is not p)}
+    widest = max(shape_of(p)[-1] for p in partners)
+    found = [partners, [p for p in partners if p not in above], [p for p in partners if shape_of(p)[-1] == widest]]
+    return [each for at, each in enumerate(found) if each and each not in found[:at]]
+
+
+def _choices(exported: Exported, columns: list[fx.Node]) -> Iterable[dict[fx.Node, Segments]]:
+    """Ways to cut these products: all in one piece, then as the graph takes their output apart."""
+    options = [_segments(node) for node in columns]
+    if prod(len(option) for option in options) > 16:
+        options = [option[:2] for option in options]
+    most = max(len(option) for option in options)
+    for place in range(most):
+        yield {node: option[min(place, len(option) - 1)] for node, option in zip(columns, options, strict=True)}
+
+
+def _segments(column: fx.Node) -> list[Segments]:
+    """The whole, and every way in which something of the same length is taken apart behind it before a product."""
+    features = shape_of(column)[-1]
+    found: list[Segments] = [(features,)]
+    seen, queue = {column}, [column]
+    while queue:
+        node = queue.pop(0)
+        for user in node.users:
+            if user in seen or user.op != "call_function":
+                continue
+            seen.add(user)
+            found.extend(_taken_apart(user, features))
+            if not is_product(user):
+                queue.append(user)
+    boundaries = sorted({end for node in seen for end in _slice_ends(node, features)})
+    if boundaries:
+        ends = [0, *boundaries, features]
+        found.append(tuple(last - first for first, last in itertools.pairwise(ends)))
+    return list(dict.fromkeys(found))
+
+
+def _taken_apart(node: fx.Node, features: int) -> list[Segments]:
+    name, outputs = name_of(node), node.meta.get("val")
+    if name in ("split", "split_with_sizes", "chunk", "tensor_split") and isinstance(outputs, (list, tuple)):
+        given = shape_of(args_of(node)[0])
+        for dim, length in enumerate(given):
+            lengths = tuple(int(output.shape[dim]) for output in outputs)
+            if length == features and sum(lengths) == features:
+                return [lengths]
+    if name in ("view", "reshape", "unflatten", "_unsafe_view"):
+        return [(features // n,) * n for n in shape_of(node) if 1 < n <= 8 and features % n == 0]
+    return []
+
+
+def _slice_ends(node: fx.Node, features: int) -> list[int]:
+    if name_of(node) != "slice":
+        return []
+    _, dim, *ends = [*args_of(node), 0][:4] if len(args_of(node)) > 1 else (None, 0)
+    shape = shape_of(args_of(node)[0])
+    if shape[dim % len(shape)] != features or any(isinstance(end, fx.Node) for end in ends):
+        return []
+    first, last, _ = slice(*(args_of(node)[at] if len(args_of(node)) > at else None for at in (2, 3))).indices(
+        features
+    )
+    return [end for end in (first, last) if 0 < end < features]
+
+
+def _has_weight(exported: Exported, node: fx.Node) -> bool:
+    weight = product_of(node)[1]
+    return isinstance(weight, fx.Node) and weight.name in exported.parameters and len(shape_of(weight)) == 2
+
+
+def _weight(exported: Exported, node: fx.Node) -> str:
+    return exported.parameters[product_of(node)[1].name]
+
+
+def _feeding(exported: Exported, row: fx.Node, products: list[fx.Node]) -> list[fx.Node]:
+    """The products whose outputs reach `row` through no other product."""
+    found, seen, queue = [], set[fx.Node](), [product_of(row)[0]]
+    known = set(products)
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in known:
+            found.append(node)
+        else:
+            queue.extend(node.all_input_nodes)
+    return sorted(found, key=products.index)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    seen, queue = set[fx.Node](), list(node.all_input_nodes)
+    while queue:
+        other = queue.pop()
+        if other not in seen:
+            seen.add(other)
+            queue.extend(other.all_input_nodes)
+    return seen

@@ -1,0 +1,305 @@
+"""Vocabulary-parallel embeddings and heads of a model that somebody else wrote, changed in place.
+
+The author's modules stay, with their names, options and, where they are subclasses of `nn.Embedding` or `nn.Linear`,
+their own forward: only what `nn.Embedding.forward` and `nn.Linear.forward` would do is done on this rank's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from oases.autotp.logits import VocabularyLogits
+from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size
+from oases.parallel.chunks import Chunks, NumChunks
+from oases.parallel.embedding import look_up
+from oases.parallel.linear import under_autocast
+from oases.parallel.sharding import Cut
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The modules of a model whose rows are the tokens of its vocabulary, by their names in the model.
+
+    rows: how many tokens there are. tables: the input embeddings, more than one where modules share a parameter.
+    heads: the products that give a logit per token.
+    """
+
+    rows: int
+    tables: dict[str, nn.Embedding]
+    heads: dict[str, nn.Linear]
+
+
+def find_vocabulary(model: nn.Module) -> Vocabulary | None:
+    """The vocabulary of a model, None for a model without one.
+
+    The table is `model.get_input_embeddings()` where there is that method. Else it is, of the embeddings outside
+    layer lists (`nn.ModuleList`), the one with the most rows that has a head, or else the one with the most rows if
+    those are at least twice its width: tables of positions and token types are smaller. Heads are the linears that
+    hold the table's parameter, and those of its shape that are `model.get_output_embeddings()` or in no layer list.
+    """
+    embeddings = dict(_outside_lists(model, nn.Embedding))
+    linears = dict(_outside_lists(model, nn.Linear))
+    given = _given(model, "get_input_embeddings")
+    if given is not None:
+        return _vocabulary(model, given, linears) if isinstance(given, nn.Embedding) else None
+    by_rows = sorted(embeddings.values(), key=lambda table: -table.num_embeddings)
+    for table in by_rows:
+        found = _vocabulary(model, table, linears)
+        if found.heads:
+            return found
+    if by_rows and by_rows[0].num_embeddings >= 2 * by_rows[0].embedding_dim:
+        return _vocabulary(model, by_rows[0], linears)
+    return None
+
+
+def _vocabulary(model: nn.Module, table: nn.Embedding, linears: dict[str, nn.Linear]) -> Vocabulary:
+    output = _given(model, "get_output_embeddings")
+    rows, width = table.num_embeddings, table.embedding_dim
+    tables, heads = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.weight is table.weight:
+            tables[name] = module
+        elif isinstance(module, nn.Linear):
+            alike = (module.out_features, module.in_features) == (rows, width)
+            if module.weight is table.weight or (alike and (module is output or name in linears)):
+                heads[name] = module
+    return Vocabulary(rows, tables, heads)
+
+
+def _given(model: nn.Module, method: str) -> Any:
+    """What the method returns; None where there is no such method, or the model says that it has no answer."""
+    ask = getattr(model, method, None)
+    if ask is None:
+        return None
+    try:
+        return ask()
+    except NotImplementedError:  # what transformers' base class raises for models without embeddings
+        return None
+
+
+def _outside_lists(module: nn.Module, kind: type[nn.Module], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, kind):
+            yield path, child
+        if not isinstance(child, nn.ModuleList):
+            yield from _outside_lists(child, kind, path)
+
+
+def shard_vocabulary(model: nn.Module, vocabulary: Vocabulary, process_group: ProcessGroup | None) -> None:
+    """Cut all tables and heads of a model in place; parameters that modules share stay shared.
+
+    A bias that another module holds too (BERT's `cls.predictions.bias`) is replaced there. Weights stay where they
+    are, on meta too. A group of one changes nothing. ValueError, and an unchanged model, for what cannot be cut: see
+    `shard_embedding` and `shard_head`; also for a table that any other kind of module holds, which would use rows as
+    if it had all of them.
+    """
+    if group_size(process_group) == 1:
+        return
+    assert process_group is not None
+    modules: list[nn.Embedding | nn.Linear] = [*vocabulary.tables.values(), *vocabulary.heads.values()]
+    for module in modules:
+        _require_cuttable(module, process_group)
+    _require_no_other_holder(model, modules)
+    whole = dict.fromkeys(parameter for module in modules for parameter in module.parameters(recurse=False))
+    parts: dict[Any, nn.Parameter] = {parameter: _part_of(parameter, process_group) for parameter in whole}
+    for module in modules:
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        if isinstance(module, nn.Embedding):
+            shard_embedding(module, process_group, parts[weight])
+        else:
+            shard_head(module, process_group, parts[weight], None if bias is None else parts[bias])
+    for holder in model.modules():
+        for name, held in holder._parameters.items():
+            if held in parts:
+                holder._parameters[name] = parts[held]
+
+
+def _require_no_other_holder(model: nn.Module, modules: list[nn.Embedding | nn.Linear]) -> None:
+    weights = {id(module.weight) for module in modules}
+    known = {id(module) for module in modules}
+    for name, holder in model.named_modules():
+        for parameter_name, parameter in holder._parameters.items():
+            if id(parameter) in weights and id(holder) not in known:
+                raise ValueError(
+                    f"{type(holder).__name__} {name!r} holds the vocabulary's table as {parameter_name!r}; only "
+                    "nn.Embedding and nn.Linear can be cut by rows: have one of them use the table"
+                )
+
+
+def shard_embedding(embedding: nn.Embedding, process_group: ProcessGroup, weight: nn.Parameter | None = None) -> None:
+    """Make a table vocabulary-parallel in place: tokens [...], the same on every rank -> [..., width], whole.
+
+    weight: this rank's rows, where another module shares them; else they are taken from the module's own table. The
+    padding row has no gradient, as in `nn.Embedding`. ValueError for options that need the whole table (max_norm,
+    sparse, scale_grad_by_freq), for fewer rows than ranks, and for a module that is cut already.
+    """
+    _require_cuttable(embedding, process_group)
+    _become(embedding, VocabularyEmbedding, nn.Embedding)
+    _hold(embedding, process_group, embedding.num_embeddings, weight=weight)
+
+
+def shard_head(
+    head: nn.Linear,
+    process_group: ProcessGroup,
+    weight: nn.Parameter | None = None,
+    bias: nn.Parameter | None = None,
+    num_chunks: NumChunks = "auto",
+) -> None:
+    """Make an output head vocabulary-parallel in place: [..., width], whole -> `VocabularyLogits`.
+
+    weight, bias: this rank's rows, where other modules share them; else they are taken from the module. num_chunks:
+    as in `OverlappedColumnLinear`; where the vocabulary does not divide by the degree "auto" is 2, because a choice
+    by measuring is kept by the weight's shape, which then is not that of the other ranks. ValueError for fewer rows
+    than ranks and for a module that is cut already.
+    """
+    _require_cuttable(head, process_group)
+    _become(head, VocabularyHead, nn.Linear)
+    _hold(head, process_group, head.out_features, weight=weight, bias=bias)
+    uneven = head.out_features % process_group.size() != 0
+    state: Any = head
+    state.num_chunks = 2 if uneven and num_chunks == "auto" else num_chunks
+    state._chunks = Chunks("column")
+
+
+class _Sharded(HoldsGroup):
+    """What tables and heads share: how they are cut, and whether the author's forward came to ours."""
+
+    shard_dims: dict[str, int]
+    shard_segments: dict[str, tuple[int, ...]]
+    _reached = False
+
+    def _group(self) -> ProcessGroup:
+        self._reached = True
+        group = self.process_group
+        assert group is not None
+        return group
+
+
+class VocabularyEmbedding(_Sharded, nn.Embedding):
+    """An `nn.Embedding` after `shard_embedding`. weight: this rank's rows; num_embeddings: those of the whole."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Tokens [...] -> [..., width]."""
+        return look_up(input, self.weight, self.num_embeddings, self._group(), self.padding_idx)
+
+    def extra_repr(self) -> str:
+        """Whole sizes, then how they are cut."""
+        return f"{super().extra_repr()}, tensor_parallel={self.tensor_parallel}"
+
+
+class VocabularyHead(_Sharded, nn.Linear):
+    """An `nn.Linear` after `shard_head`. weight and bias: this rank's rows; out_features: those of the whole.
+
+    The backward pass sums the input's gradient over the group while it computes the weight's.
+    """
+
+    num_chunks: NumChunks
+    _chunks: Chunks
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., width] -> logits [..., vocabulary]."""
+        group = self._group()
+        x, weight, bias = under_autocast(input, self.weight, self.bias)
+        part = self._chunks.product(self.num_chunks, x, weight, bias, self._group_name, False)
+        return VocabularyLogits.of(part, self.out_features, group)
+
+    def extra_repr(self) -> str:
+        """Whole sizes, then how they are cut."""
+        return f"{super().extra_repr()}, tensor_parallel={self.tensor_parallel}"
+
+
+def _require_cuttable(module: nn.Module, process_group: ProcessGroup) -> None:
+    """Raise ValueError, with the module unchanged, for what cannot be made vocabulary-parallel."""
+    what = type(module).__name__
+    if isinstance(module, _Sharded):
+        raise ValueError(f"{what} is cut over the vocabulary already; start from the module as its author made it")
+    if isinstance(module, nn.Embedding):
+        refused = {
+            "max_norm": module.max_norm is not None,
+            "scale_grad_by_freq": module.scale_grad_by_freq,
+            "sparse": module.sparse,
+        }
+        for option in (option for option, given in refused.items() if given):
+            raise ValueError(
+                f"{what} with {option}={getattr(module, option)} cannot be cut over the vocabulary, "
+                f"it needs the whole table: leave {option} out"
+            )
+    if "forward" in vars(module):
+        raise ValueError(
+            f"the forward of this {what} was replaced on the object (by a hook of accelerate?), so it would not run "
+            "on this rank's rows: remove the hook, or cut the model before adding it"
+        )
+    rows = module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features
+    weight = module._parameters.get("weight")
+    if weight is None or weight.shape[0] != rows:
+        held = "no parameter 'weight'" if weight is None else f"a weight of shape {tuple(weight.shape)}"
+        raise ValueError(f"{what} of {rows} rows has {held}; quantised and parametrised weights cannot be cut")
+    if rows < group_size(process_group):
+        raise ValueError(
+            f"{what} has {rows} rows, too few for the tensor-parallel degree {group_size(process_group)}; "
+            "use a smaller degree, or leave the module whole"
+        )
+
+
+def _become(module: nn.Module, ours: type[_Sharded], plain: type[nn.Module]) -> None:
+    """Change the class: `ours` for `plain` itself; a subclass keeps its forward, whose super() becomes `ours`."""
+    theirs = type(module)
+    module.__class__ = ours if theirs is plain else _mixed(theirs, ours)
+
+
+_mixtures: dict[tuple[type, type], type] = {}
+
+
+def _mixed(theirs: type, ours: type) -> type:
+    """The author's class with `ours` between it and torch's, under the author's name."""
+    if (theirs, ours) not in _mixtures:
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self._reached = False
+            result = super(mixture, self).forward(*args, **kwargs)
+            if not self._reached:
+                raise RuntimeError(
+                    f"the forward of {theirs.__module__}.{theirs.__qualname__} does not call super().forward, so it "
+                    "ran on this rank's rows as if they were all: leave this module whole"
+                )
+            return result
+
+        def reduce(self: Any, protocol: Any) -> Any:  # no module has this class by name, for pickle to find
+            return _blank, (theirs, ours), self.__dict__
+
+        body = {"forward": forward, "__reduce_ex__": reduce, "__module__": theirs.__module__}
+        mixture: Any = type(theirs.__name__, (theirs, ours), body)
+        _mixtures[theirs, ours] = mixture
+    return _mixtures[theirs, ours]
+
+
+def _blank(theirs: type, ours: type) -> Any:
+    """A module without its attributes, for pickle and copy to fill."""
+    mixture: Any = _mixed(theirs, ours)
+    return mixture.__new__(mixture)
+
+
+def _part_of(whole: nn.Parameter, process_group: ProcessGroup) -> nn.Parameter:
+    """This rank's rows, a copy so that the whole can be freed."""
+    cut = Cut(0, (whole.shape[0],))
+    part = cut.take(whole.detach(), group_rank(process_group), group_size(process_group)).clone()
+    parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
+    # What others wrote on it: optimizers' groups and transformers' initialisation are told by attributes.
+    parameter.__dict__.update(whole.__dict__)
+    return parameter
+
+
+def _hold(module: Any, process_group: ProcessGroup, rows: int, **given: nn.Parameter | None) -> None:
+    names = [name for name in given if module._parameters.get(name) is not None]
+    for name in names:
+        part = given[name]
+        module._parameters[name] = _part_of(module._parameters[name], process_group) if part is None else part
+    module.process_group = process_group
+    module.shard_dims = dict.fromkeys(names, 0)
+    module.shard_segments = dict.fromkeys(names, (rows,))

@@ -1,0 +1,249 @@
+"""Weights into a partitioned model: each rank reads its own part of each tensor, straight into its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oases.autotp.buffers import materialize_buffers
+from oases.autotp.gathering import wire_device
+from oases.autotp.holdings import Holding, Index, holdings, together
+from oases.autotp.names import named_as
+from oases.autotp.safetensors_files import Stored, configuration, stored_tensors
+from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
+
+QUANTISED = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".scb", ".absmax", ".quant_map")
+"""How names end that only quantised checkpoints have, in lower case."""
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+LISTED = 8
+"""A message lists so many tensors and counts the rest."""
+
+
+def load_weights(
+    model: nn.Module,
+    source: str | Path | Mapping[str, Tensor],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    process_group: ProcessGroup | None = None,
+) -> list[str]:
+    """Fill a partitioned model from whole tensors, of which every rank reads only what it holds. All ranks call it.
+
+    model: its cut parameters have this rank's shape and its modules say how they are cut (`shard_dims`,
+    `shard_segments`, `tensor_parallel` and their group); all else is whole. What is real is filled in place. What is
+    on `meta` becomes real on `device`: a parameter is then another object, with requires_grad and attributes of the
+    old one, under each of its names; so load before an optimizer is made. Buffers that are in no file are computed.
+    source: a folder of safetensors, a file of it, an index, or whole tensors by name, the same on every rank.
+    dtype: floating parameters and buffers of the state become this type; None leaves each the type it has.
+    strict: whether tensors that the model has no place for are an error. The model's own must all be there, but those
+    tied to one that is. Returns the names of those passed over.
+    process_group: all ranks of the model; the one that cuts where a module names none.
+
+    UsageError on every rank, before anything is filled, for files that are missing, truncated, pickled or quantised,
+    and for tensors that are missing, too many, or of another shape or type.
+    """
+    group = resolve(process_group)
+    with together(group):
+        held = holdings(model, group)
+        _refuse_quantised(source)
+        stored = stored_tensors(source)
+        chosen, passed = _choose(model, held, stored, strict)
+        _require_equal_ties(chosen, {one.name: [whole for whole, _ in one.pieces()] for one in held})
+    with together(group):
+        materialize_buffers(model, device)
+        places = _places(model)
+        for holding in held:
+            _fill(holding, chosen[holding.name][0], _materialized(holding, places, device, dtype))
+    return passed
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    *,
+    device: torch.device | str = "cpu",
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Fill a partitioned model from the first rank's whole state, as `full_state_dict` gives it. All ranks call it.
+
+    The others' `state` is not looked at. Rows travel to all ranks in blocks, and each keeps its part; model and
+    device are those of `load_weights`, and so are the errors.
+    """
+    group = resolve(process_group)
+    if group is None or group_size(group) == 1:
+        load_weights(model, state, device=device, process_group=group)
+        return
+    said: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
+    with together(group):
+        held = holdings(model, group)
+        if group_rank(group) == 0:
+            said = [{name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}]
+    dist.broadcast_object_list(said, group=group, group_src=0)
+    given = said[0]
+    with together(group):
+        theirs = {name: Stored("the first rank's state", *what, _unread) for name, what in given.items()}
+        chosen, _ = _choose(model, held, theirs if group_rank(group) else stored_tensors(state), strict=True)
+        if group_rank(group) == 0:
+            _require_equal_ties(chosen, {one.name: [(slice(None),) * len(one.shape)] for one in held})
+    with together(group):
+        materialize_buffers(model, device)
+        places = _places(model)
+        local = [_materialized(holding, places, device, None) for holding in held]
+    for holding, part in zip(held, local, strict=True):
+        _receive(holding, chosen[holding.name][0], part, group)
+
+
+def _choose(
+    model: nn.Module, held: list[Holding], stored: Mapping[str, Stored], strict: bool
+) -> tuple[dict[str, list[Stored]], list[str]]:
+    """What is stored for each holding, and the names of what is for none; UsageError for all that does not fit."""
+    named, extra = named_as(model, stored)
+    chosen = {one.name: [stored[named[name]] for name in one.names if name in named] for one in held}
+    kind = type(model).__name__
+    marked = [name for name in extra if name.lower().endswith(QUANTISED)]
+    for holding in held:
+        for found in chosen[holding.name]:
+            if holding.tensor.is_floating_point() and found.dtype not in FLOATS:
+                marked.append(f"{holding.name} ({found.dtype or 'of an unknown type'})")
+    if marked:
+        raise UsageError(
+            f"{_where(stored)} is quantised: {_listed(marked)}; quantised weights are not trained here: give the "
+            "model in float32, float16 or bfloat16"
+        )
+    missing = [one.name for one in held if not chosen[one.name]]
+    if missing:
+        raise UsageError(
+            f"{_where(stored)} lacks {len(missing)} tensors that {kind} needs: {_listed(missing)}; give the weights "
+            "of this architecture, with every one of its files"
+        )
+    if extra and strict:
+        raise UsageError(
+            f"{_where(stored)} holds {len(extra)} tensors that {kind} has no place for: {_listed(extra)}; build the "
+            "model that was saved, or pass them over with strict=False"
+        )
+    for holding in held:
+        for found in chosen[holding.name]:
+            _require_fit(holding, found, kind)
+    return chosen, extra
+
+
+def _require_fit(holding: Holding, found: Stored, kind: str) -> None:
+    ours = holding.tensor.dtype
+    if not ours.is_floating_point and found.dtype != ours:
+        raise UsageError(
+            f"tensor {holding.name!r} is of {found.dtype} in {found.where!r} and of {ours} in {kind}; save it as "
+            "the type that the model has"
+        )
+    if found.shape != holding.shape:
+        raise UsageError(
+            f"tensor {holding.name!r} has shape {found.shape} in {found.where!r} and {holding.shape} in {kind}; "
+            "build the model with the sizes of the one that was saved"
+        )
+
+
+def _require_equal_ties(chosen: Mapping[str, list[Stored]], pieces: Mapping[str, list[Index]]) -> None:
+    """There may be several tensors for a tied parameter, but it cannot take two values. pieces: where to compare."""
+    for name, (first, *others) in chosen.items():
+        for other in others:
+            if not all(torch.equal(first.read(piece), other.read(piece)) for piece in pieces[name]):
+                raise UsageError(
+                    f"{first.where!r} holds {len(others) + 1} tensors for {name!r}, which is tied in the model, and "
+                    "they differ; build the model with tie_word_embeddings=False"
+                )
+
+
+def _refuse_quantised(source: str | Path | Mapping[str, Tensor]) -> None:
+    settings = configuration(source).get("quantization_config")
+    if settings:
+        method = settings.get("quant_method", "an unnamed method") if isinstance(settings, dict) else settings
+        raise UsageError(
+            f"{str(source)!r} is quantised: its config.json has a quantization_config of {method}; quantised weights "
+            "are not trained here: give the model in float32, float16 or bfloat16"
+        )
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[dict[str, nn.Parameter | Tensor | None], str]]]:
+    """Every dictionary of a module that a parameter or buffer is in, by the id of that."""
+    found: dict[int, list[tuple[dict[str, nn.Parameter | Tensor | None], str]]] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), []).append((tensors, name))  # type: ignore[arg-type]
+    return found
+
+
+def _materialized(
+    holding: Holding,
+    places: Mapping[int, list[tuple[dict[str, nn.Parameter | Tensor | None], str]]],
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """The holding's tensor, real and of the type asked for; another one in all its places where it was not."""
+    old = holding.tensor
+    wanted = dtype if dtype is not None and old.is_floating_point() else old.dtype
+    if not old.is_meta and old.dtype == wanted:
+        return old.detach()
+    empty = torch.empty_like(old, dtype=wanted, device=device if old.is_meta else old.device, requires_grad=False)
+    if not old.is_meta and isinstance(old, nn.Parameter):
+        old.data = empty  # the parameter itself lives on
+        return old.detach()
+    new = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
+    new.__dict__.update(old.__dict__)
+    for tensors, name in places[id(old)]:
+        tensors[name] = new
+    return new.detach()
+
+
+@torch.no_grad()
+def _fill(holding: Holding, stored: Stored, local: Tensor) -> None:
+    for whole, own in holding.pieces():
+        local[own].copy_(stored.read(whole))
+
+
+@torch.no_grad()
+def _receive(holding: Holding, stored: Stored, local: Tensor, group: ProcessGroup) -> None:
+    """The first rank sends blocks of rows of what it has stored; every rank keeps what it holds of them."""
+    assert stored.dtype is not None
+    pieces = list(holding.pieces())
+    for row in range(0, holding.rows, holding.block_rows):
+        stop = min(holding.rows, row + holding.block_rows)
+        shape = torch.Size((stop - row, *stored.shape[1:])) if stored.shape else torch.Size(())
+        data = torch.empty(shape.numel() * stored.dtype.itemsize, dtype=torch.uint8, device=wire_device(local, group))
+        if group_rank(group) == 0:
+            block = stored.read((slice(row, stop),) if stored.shape else ())
+            data.copy_(block.contiguous().reshape(-1).view(torch.uint8))
+        dist.broadcast(data, group=group, group_src=0)
+        block = data.view(stored.dtype).reshape(shape)
+        for whole, own in pieces:
+            if not whole:
+                local.copy_(block)
+                continue
+            first, last = max(whole[0].start, row), min(whole[0].stop, stop)
+            if first < last:
+                begin = own[0].start + first - whole[0].start
+                mine = (slice(begin, begin + last - first), *own[1:])
+                local[mine].copy_(block[(slice(first - row, last - row), *whole[1:])])
+
+
+def _unread(index: Index) -> Tensor:
+    raise AssertionError("the first rank alone reads its state")
+
+
+def _where(stored: Mapping[str, Stored]) -> str:
+    files = list(dict.fromkeys(one.where for one in stored.values()))
+    return " and ".join(map(repr, files)) if len(files) < 3 else f"{files[0]!r} with {len(files) - 1} more files"
+
+
+def _listed(names: Iterable[str]) -> str:
+    found = list(names)
+    more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+    return ", ".join(map(repr, found[:LISTED])) + more

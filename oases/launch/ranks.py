@@ -1,0 +1,255 @@
+"""Starts the ranks of a run by torchrun's own API, and ends them with a message that says what happened.
+
+Outside torchrun a command starts its own ranks; under torchrun each process is one of them already.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
+from oases.launch.agents import RankFailedError, die_with_parent, launch
+from oases.launch.rollcall import RollCall
+from oases.testbed import Backend, Nodes
+
+_RESTARTS = "OASES_RESTARTS"
+"""Of the ranks' environment: how often `run_ranks` has started them again."""
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How the ranks of a run are set up.
+
+    timeout: seconds until a collective counts as lost. nodes: of this machine's testbed to spread the ranks over, for
+    a process behind their link; None: all on one. asked: who asked for so many ranks, in words; empty where it was
+    --tp. max_restarts: how often all ranks are started again after one that failed. told: made here; where ranks say
+    that they ended with their state saved.
+    """
+
+    size: int
+    backend: Backend = field(default_factory=Backend)
+    timeout_seconds: float = 300.0
+    nodes: Nodes | None = None
+    asked: str = ""
+    max_restarts: int = 0
+    told: Any = None
+
+
+def restart_count() -> int:
+    """How often the run of which this process is a rank was started again, by torchrun or by oases itself."""
+    return sum(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", _RESTARTS))
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has made this process one of several ranks."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    """Call `function(*arguments)` on `options.size` ranks; return rank 0's result.
+
+    Ends the process with the exit code of the rank that failed first; the ranks have said why. UsageError if
+    a launcher started a different number of ranks, or they cannot be spread evenly over the nodes.
+    """
+    if under_torchrun():
+        given = int(os.environ["WORLD_SIZE"])
+        if given != options.size:
+            asked = options.asked or f"--tp {options.size}"
+            raise UsageError(
+                f"{asked} needs {options.size} ranks, but the launcher gives {given}; start it "
+                f"with torchrun --nproc-per-node {options.size}, or without torchrun"
+            )
+        return _rank_main(function, arguments, options)
+    if options.backend.alone:
+        return _stand_for_all(function, arguments, options)
+    return _launch(function, arguments, options)
+
+
+def _stand_for_all(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    """Run as rank 0 of a group whose other ranks are only pretended."""
+    dist.init_process_group(
+        options.backend.activate(), store=dist.HashStore(), rank=0, world_size=options.size,
+        timeout=timedelta(seconds=options.timeout_seconds),
+    )  # fmt: skip
+    try:
+        return function(*arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.size)))
+    # Not the agent's own restarts: agents of several nodes do not start again together, and they would repeat what
+    # no restart can mend.
+    told = multiprocessing.get_context("spawn").Value("i", 0, lock=False)
+    options = replace(options, told=told)
+    try:
+        for restart in range(options.max_restarts + 1):
+            os.environ[_RESTARTS] = str(restart)
+            try:
+                return launch(_rank_main, (function, arguments, options), options.size, options.nodes)
+            except RankFailedError as error:
+                _go_on_or_exit(error, told.value, restart, options.max_restarts)
+    except KeyboardInterrupt:
+        if not told.value:
+            print("oases: interrupted", file=sys.stderr)
+        sys.exit(told.value or 130)
+    finally:
+        del os.environ[_RESTARTS]
+    raise AssertionError("the last start returns or exits")
+
+
+def _go_on_or_exit(error: RankFailedError, told: int, restart: int, max_restarts: int) -> None:
+    """Exit, with the code that ranks told or that says what happened, unless they are to be started again."""
+    if error.exit_code == 2 or told:  # nothing that a restart could mend
+        sys.exit(told or 2)
+    how = f"exit code {error.exit_code}"
+    if error.exit_code < 0:
+        how = f"signal {signal.Signals(-error.exit_code).name}"
+    then = f"restart {restart + 1} of {max_restarts}" if restart < max_restarts else "the run is over"
+    print(f"oases: {error.who} ended with {how}; {then}", file=sys.stderr, flush=True)
+    if restart == max_restarts:
+        sys.exit(1)
+
+
+def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    die_with_parent()
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    if options.nodes is None:
+        _take_core(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", options.size)))
+    else:
+        _take_core(rank, options.size)  # all nodes share this machine's
+    if options.backend.name in ("gloo", "sim") and os.environ.get("MASTER_ADDR") in (
+        "localhost",
+        "127.0.0.1",
+    ):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    roll_call = RollCall(rank, options.size, _waiting_for)
+    signal.signal(signal.SIGTERM, lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
+    signal.signal(signal.SIGINT, lambda number, frame: _leave(130))  # Ctrl-C: the launcher says so
+    try:
+        _join(options, local_rank)
+        result = function(*arguments)
+        dist.barrier()
+        roll_call.stop()
+        dist.destroy_process_group()
+        return result
+    except UsageError as error:
+        if rank == 0:
+            print(f"oases: error: {error}", file=sys.stderr, flush=True)
+        _leave(2)
+    except SavedExit as ended:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, now that other ranks leave
+        if rank == 0:
+            print(f"oases: {ended.message}", file=sys.stderr, flush=True)
+        if options.told is not None:
+            options.told.value = SAVED_EXIT_CODE
+        _leave(SAVED_EXIT_CODE)
+    except Exception as error:
+        from oases.execution.failure import lost_a_rank
+
+        if lost_a_rank(error):
+            _end(str(error).strip().splitlines()[0], roll_call)
+        print(f"oases: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        _leave(1)
+
+
+def _join(options: RankOptions, local_rank: int) -> None:
+    """Make the default group."""
+    extra: dict[str, Any] = {}
+    if options.backend.name == "nccl":
+        from oases.execution.group import nccl_options
+
+        torch.cuda.set_device(local_rank)
+        extra = {"pg_options": nccl_options(), "device_id": torch.device("cuda", local_rank)}
+    timeout = timedelta(seconds=options.timeout_seconds)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's store outlives the ranks that it starts again, and those before left their addresses in it.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        extra |= {"rank": int(os.environ["RANK"]), "world_size": options.size}
+        extra["store"] = dist.PrefixStore(f"oases/attempt {attempt}", store)
+    dist.init_process_group(options.backend.activate(), timeout=timeout, **extra)
+
+
+def _end(message: str, roll_call: RollCall) -> NoReturn:
+    """Leave the run with a last message: what this rank did, what it waited for, who is missing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank, waiting = roll_call.rank, _waiting_for()
+    if not message.startswith(f"rank {rank} "):
+        message = f"rank {rank}: {message}"
+    if waiting and "waited for" not in message:
+        message += f" while it waited for {waiting}"
+    print(f"oases: {message}{_others(roll_call, waiting)}", file=sys.stderr, flush=True)
+    _leave(1)
+
+
+def _others(roll_call: RollCall, waiting: str) -> str:
+    """Who is missing from what this rank waited for: those that are gone, and those that do something else."""
+    text = ""
+    for rank, doing in roll_call.call().items():
+        if doing is None:
+            text += f"; rank {rank} is gone"
+        elif waiting and doing != waiting:
+            text += f"; rank {rank} is missing: it " + (f"waits for {doing}" if doing else "has not come to it")
+    return text
+
+
+def _leave(code: int) -> NoReturn:
+    # Not sys.exit: destructors of a group with a dead member may wait for it.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _take_core(rank: int, size: int) -> None:
+    """One thread and one core per rank where cores are few; elsewhere an equal share of the threads.
+
+    rank, size: among the ranks that share this machine.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    if cores and len(cores) <= size:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        torch.set_num_threads(1)
+    elif cores:
+        torch.set_num_threads(max(1, len(cores) // size))
+
+
+def _waiting_for() -> str:
+    if not dist.is_initialized():
+        return ""
+    from oases.execution.group import scheduler_of
+    from oases.parallel import messages
+
+    # torch knows every group of this process; a plan has several.
+    groups = list(dist.distributed_c10d._world.pg_map)
+    found = next((text for text in (str(scheduler_of(group).waiting_for()) for group in groups) if text), "")
+    return found or messages.waiting_for()
+
+
+def require_agreement(settings: dict[str, Any]) -> None:
+    """Raise UsageError unless every rank was given the same settings; the message names what differs.
+
+    settings: plain values by name. One exchange, to be called once at start.
+    """
+    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, settings)
+    for rank, other in enumerate(everyone):
+        for name in sorted({*everyone[0], *other}):
+            first, mine = everyone[0].get(name), other.get(name)
+            if first != mine:
+                raise UsageError(
+                    f"the ranks disagree on '{name}': {first!r} on rank 0, {mine!r} on rank {rank}; start "
+                    "every rank with the same arguments"
+                )

@@ -1,0 +1,359 @@
+"""A plan: how a model is trained on a cluster. Readable JSON with a version, and it can be executed as it stands.
+
+Ranks are numbered along tensor parallelism first, then data parallelism, then pipeline stages. In a stage of R ranks
+a segment of degree t runs R / t replicas, each on its share of the samples.
+
+With the pipeline `interleaved` a stage has two parts, stage s of p the parts s and s + p of the model, and its
+segments are those of the one and then, as many, those of the other. With any other pipeline a stage is a part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from oases.errors import UsageError
+from oases.plans.shape import LARGEST, ModelShape
+from oases.schedule import GENERATORS, PIPELINES, Schedule, ScheduleError, generate, sequence_parallel
+from oases.schedule.pipeline import chunks_of, require_sizes
+
+VERSION = 1
+FORMAT = "oases plan"
+PLANNED = tuple(PIPELINES)
+"""Pipelines whose time and memory the planner predicts."""
+
+BUCKET_BYTES = 16 * 2**20
+"""Gradients of about so many bytes are summed over the replicas at once: early, and enough to use the link well."""
+
+
+generated = lru_cache(maxsize=512)(generate)
+"""As `generate`, remembered: a search asks for the same lists many times."""
+_cut_along_sequence = lru_cache(maxsize=64)(sequence_parallel)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive blocks of one tensor-parallel degree, run as one stack.
+
+    recomputed_layers: layers of the segment, from its first, that the backward pass computes again.
+    sequence_parallel: between its blocks each of the tp ranks holds its part of the sequence.
+    """
+
+    num_blocks: int
+    tp: int
+    schedule: str = "oases"
+    sub_batches: int = 2
+    recomputed_layers: int = 0
+    sequence_parallel: bool = False
+
+    def generated(self) -> Schedule:
+        """The list of ops that the segment's stack runs."""
+        made = generated(self.schedule, self.num_blocks, self.sub_batches, self.recomputed_layers)
+        return _cut_along_sequence(made) if self.sequence_parallel else made
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its segments in order."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all segments."""
+        return sum(segment.num_blocks for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive blocks that a stage runs in one pass. number: over the model; first_block: the first one's number.
+
+    first_segment: where its segments begin among those of its stage.
+    """
+
+    number: int
+    first_block: int
+    segments: tuple[Segment, ...]
+    first_segment: int = 0
+
+    @property
+    def first_degree(self) -> int:
+        """Tensor-parallel degree of its first segment."""
+        return self.segments[0].tp
+
+    @property
+    def last_degree(self) -> int:
+        """Tensor-parallel degree of its last segment."""
+        return self.segments[-1].tp
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulator says of a plan. memory_bytes: at the peak, by stage.
+
+    Exposed communication and bubble are each those of the stage with most; optimizer_seconds, its update alone, too,
+    and None in a plan that was written before it was told.
+    """
+
+    step_seconds: float
+    exposed_seconds: float
+    bubble_seconds: float
+    memory_bytes: tuple[int, ...]
+    optimizer_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages, micro-batches and what is sharded; `global_batch` samples make one optimizer step.
+
+    zero: optimizer state is sharded over the data-parallel ranks. fsdp: so are weights and gradients; the planner
+    does not choose it, and predicts its memory but not the time of its gathers. pipeline: the pipeline's schedule.
+    """
+
+    model: ModelShape
+    world: int
+    ranks_per_node: int
+    global_batch: int
+    micro_batches: int
+    stages: tuple[Stage, ...]
+    zero: bool = False
+    pipeline: str = "one_f_one_b"
+    prediction: Prediction | None = None
+    fsdp: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("world", "ranks_per_node", "global_batch", "micro_batches"):
+            value = getattr(self, name)
+            if value < 1:
+                raise UsageError(f"plan: {name} must be at least 1, got {value}")
+            if value > LARGEST:
+                raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
+        if self.zero and self.fsdp:
+            raise UsageError("plan: fsdp shards the optimizer's state, too; leave out zero")
+        if self.pipeline not in PLANNED:
+            raise UsageError(f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PLANNED)}")
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        if not self.stages:
+            raise UsageError("plan: it has no stage; give at least 1")
+        blocks = sum(stage.num_blocks for stage in self.stages)
+        if blocks != self.model.num_blocks:
+            raise UsageError(f"plan: its stages hold {blocks} blocks, the model has {self.model.num_blocks}")
+        if self.world < 1 or self.world % len(self.stages):
+            raise UsageError(f"plan: {len(self.stages)} stages do not divide {self.world} ranks")
+        for number, stage in enumerate(self.stages):
+            self._check_stage(stage, f"plan: stage {number}")
+        if self.fsdp and all(segment.tp == self.stage_ranks for stage in self.stages for segment in stage.segments):
+            raise UsageError(f"plan: fsdp needs replicas to shard over, and tp is {self.stage_ranks}; leave it out")
+        if chunks_of(self.pipeline) > 1:
+            self._check_parts(chunks_of(self.pipeline))
+
+    def _check_stage(self, stage: Stage, where: str) -> None:
+        if not stage.segments:
+            raise UsageError(f"{where} has no blocks; give each stage some, or fewer stages")
+        for segment in stage.segments:
+            self._check(segment, where)
+
+    def _check_parts(self, chunks: int) -> None:
+        if len(self.stages) == 1:
+            raise UsageError(f"plan: {self.pipeline} needs at least 2 stages, got 1; take one_f_one_b")
+        try:
+            require_sizes(self.pipeline, len(self.stages), self.micro_batches, chunks)
+        except ScheduleError as error:
+            raise UsageError(f"plan: {error}") from error
+        for number, stage in enumerate(self.stages):
+            if len(stage.segments) % chunks:
+                raise UsageError(
+                    f"plan: stage {number} has {len(stage.segments)} segments; {self.pipeline} runs {chunks} parts "
+                    "of the model on each stage, so give a multiple of that, the first part's first"
+                )
+
+    def _check(self, segment: Segment, where: str) -> None:
+        if segment.num_blocks < 1 or segment.tp < 1 or self.stage_ranks % segment.tp:
+            raise UsageError(
+                f"{where}: a segment of {segment.num_blocks} blocks with tp {segment.tp} does not fit its "
+                f"{self.stage_ranks} ranks"
+            )
+        if not self.model.fits_degree(segment.tp):
+            raise UsageError(f"{where}: heads, hidden or vocabulary do not divide by tp {segment.tp}")
+        if segment.schedule not in GENERATORS:
+            raise UsageError(f"{where}: unknown schedule {segment.schedule!r}; known are {', '.join(GENERATORS)}")
+        layers = (segment.num_blocks + 1) // 2
+        if not 0 <= segment.recomputed_layers <= layers:
+            raise UsageError(
+                f"{where}: recomputed_layers must be from 0 to the {layers} layers of its segment, got "
+                f"{segment.recomputed_layers}"
+            )
+        if segment.sequence_parallel and (segment.tp == 1 or self.model.sequence % segment.tp):
+            raise UsageError(
+                f"{where}: a sequence of {self.model.sequence} tokens cannot be cut over tp {segment.tp}; leave out "
+                "sequence_parallel there"
+            )
+        if segment.sub_batches < 1:
+            raise UsageError(f"{where}: sub_batches must be at least 1, got {segment.sub_batches}")
+        samples = self.samples(segment.tp)
+        if samples < 1 or samples != int(samples):
+            raise UsageError(
+                f"{where}: {self.global_batch} samples in {self.micro_batches} micro-batches do not divide over "
+                f"{self.stage_ranks // segment.tp} replicas of tp {segment.tp}"
+            )
+        if samples < segment.sub_batches:
+            raise UsageError(f"{where}: {samples:g} samples cannot be cut into {segment.sub_batches} sub-batches")
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world // len(self.stages)
+
+    def samples(self, tp: int) -> float:
+        """Samples of one micro-batch on one replica of a segment of degree `tp`."""
+        return self.global_batch * tp / (self.stage_ranks * self.micro_batches)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the model in its order; stage s of p runs the parts s, s + p, ..."""
+        count, chunks = len(self.stages), chunks_of(self.pipeline)
+        found: list[Part] = []
+        block = 0
+        for number in range(count * chunks):
+            segments = self.stages[number % count].segments
+            each = len(segments) // chunks
+            first = number // count * each
+            found.append(Part(number, block, segments[first : first + each], first))
+            block += sum(segment.num_blocks for segment in found[-1].segments)
+        return tuple(found)
+
+    def parts_of(self, stage: int) -> tuple[Part, ...]:
+        """The parts that a stage runs."""
+        return self.parts[stage :: len(self.stages)]
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether neighbouring parts have one degree where they meet, so that samples go from rank to rank."""
+        return all(one.last_degree == other.first_degree for one, other in pairwise(self.parts))
+
+    @property
+    def uniform_tp(self) -> int | None:
+        """The tensor-parallel degree, if all blocks have the same."""
+        degrees = {segment.tp for stage in self.stages for segment in stage.segments}
+        return next(iter(degrees)) if len(degrees) == 1 else None
+
+    def text(self) -> str:
+        """In a line, e.g. "14 blocks tp 2 x dp 4 (oases@2) -> 34 blocks tp 4 x dp 2 (oases@2); 1 micro-batch"."""
+        runs: list[tuple[int, str]] = []
+        for stage in self.stages:
+            parts = []
+            for segment in stage.segments:
+                again = f", {segment.recomputed_layers} layers recomputed" if segment.recomputed_layers else ""
+                again += ", sequence-parallel" if segment.sequence_parallel else ""
+                name = f"{segment.schedule}@{segment.sub_batches}" if segment.sub_batches > 1 else segment.schedule
+                replicas = self.stage_ranks // segment.tp
+                parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{again})")
+            text = " -> ".join(parts)
+            if runs and runs[-1][1] == text:
+                runs[-1] = (runs[-1][0] + 1, text)
+            else:
+                runs.append((1, text))
+        names, first = [], 0
+        for many, text in runs:
+            numbers = f"stage {first}" if many == 1 else f"stages {first}-{first + many - 1}"
+            names.append(f"{numbers}: {text}" if len(self.stages) > 1 else text)
+            first += many
+        counts = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
+        how = [self.pipeline] if len(self.stages) > 1 else []
+        return "; ".join(
+            [*names, counts, *how, *(["sharded optimizer"] if self.zero else []), *(["fsdp"] if self.fsdp else [])]
+        )
+
+    def to_json(self) -> str:
+        """The plan as JSON that `from_json` reads back."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan. UsageError names the field that is missing, unknown or of another type."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"plan: not JSON: {error}; write one with: oases plan --json FILE") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise UsageError(f"plan: the file is no {FORMAT}; write one with: oases plan --json FILE")
+        if data.get("version") != VERSION:
+            raise UsageError(f"plan: version {data.get('version')!r} is unknown; this oases reads version {VERSION}")
+        body = {key: value for key, value in data.items() if key not in ("format", "version")}
+        stages = tuple(
+            Stage(tuple(_made(Segment, item, f"stage {number}") for item in _listed(stage, "segments", number)))
+            for number, stage in enumerate(_listed(body, "stages", "plan"))
+        )
+        prediction = body.get("prediction")
+        if isinstance(prediction, dict):
+            memory = tuple(_listed(prediction, "memory_bytes", "prediction"))
+            prediction = _made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
+        elif prediction is not None:
+            raise UsageError(f"plan: prediction must be an object or null, got {prediction!r}")
+        model = _made(ModelShape, body.get("model"), "model")
+        plan: Plan = _made(Plan, {**body, "stages": stages, "model": model, "prediction": prediction}, "plan")
+        if plan.prediction is not None:
+            _check_prediction(plan.prediction, len(stages))
+        return plan
+
+
+def _check_prediction(prediction: Prediction, stages: int) -> None:
+    for name in ("step_seconds", "exposed_seconds", "bubble_seconds", "optimizer_seconds"):
+        value = getattr(prediction, name)
+        if name == "optimizer_seconds" and value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise UsageError(f"plan: prediction: {name} must be finite and at least 0, got {value!r}")
+    memory = prediction.memory_bytes
+    if len(memory) != stages or not all(type(each) is int and each >= 0 for each in memory):
+        raise UsageError(
+            f"plan: prediction: memory_bytes must be a whole number of at least 0 for each of {stages} stages, got "
+            f"{list(memory)!r}"
+        )
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file. UsageError where it cannot be read or is none."""
+    if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may never end
+        raise UsageError(f"plan {str(path)!r} is no file; write one with: oases plan --json FILE")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"plan {str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"plan {str(path)!r} is not UTF-8 text: {error.reason}") from error
+    return Plan.from_json(text)
+
+
+def _listed(data: Any, name: str, where: Any) -> list[Any]:
+    if not isinstance(data, dict) or not isinstance(data.get(name), list):
+        raise UsageError(f"plan: {where} has no list {name!r}")
+    found: list[Any] = data[name]
+    return found
+
+
+def _made(cls: type[Any], data: Any, where: str) -> Any:
+    """An instance of a dataclass from a mapping with its fields, each of its type."""
+    if not isinstance(data, Mapping):
+        raise UsageError(f"plan: {where} must be an object, got {data!r}")
+    known = {item.name: item for item in fields(cls)}
+    for name in data:
+        if name not in known:
+            raise UsageError(f"plan: {where} has an unknown field {name!r}; known are {', '.join(known)}")
+    plain: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float)}
+    for name, value in data.items():
+        wanted = plain.get(str(known[name].type))
+        if wanted and (not isinstance(value, wanted) or (bool not in wanted and isinstance(value, bool))):
+            raise UsageError(f"plan: {where}: {name} must be {known[name].type}, got {value!r}")
+    try:
+        return cls(**data)
+    except TypeError as error:  # a field is missing; Python's message names it
+        raise UsageError(f"plan: {where}: {error}") from error

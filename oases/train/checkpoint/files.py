@@ -1,0 +1,262 @@
+"""Checkpoints by torch.distributed.checkpoint: each rank writes its shards, any degree reads them back.
+
+Shards are wrapped as DTensors for the time of saving and loading, which is what lets a checkpoint of one
+tensor-parallel degree be read by another. A checkpoint is written aside, with a checksum of every file, and takes its
+place by a rename once it is whole. Only folders that are checkpoints themselves are ever replaced.
+What of torch is for checkpoints alone takes half a second to import, so that is done by who saves or loads one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oases.errors import UsageError
+from oases.execution.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
+from oases.parallel.fsdp import laid_out, local, mesh_of, units_of
+from oases.parallel.sharding import holders, sharded_parameters
+from oases.train.checkpoint.agreement import SaveError, everywhere
+from oases.train.checkpoint.integrity import checksums, fault_of, write_checksums
+from oases.train.checkpoint.record import RECORD, Record, is_checkpoint
+from oases.train.optimizer import KeepsMasters, Optimizer, state_of, weight_of
+
+# One process is what it looks like. Once, and not around each call: filters are no thread's own.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+State = dict[str, Any]
+"""What this rank holds of a checkpoint: tensors and DTensors by name."""
+
+
+def require_replaceable(path: str | Path) -> Path:
+    """Raise UsageError unless `path` may be written: absent, an empty folder, or an earlier checkpoint."""
+    given, path = path, Path(path).resolve()
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"checkpoint {str(given)!r} is a file; give the path of a folder of its own")
+    if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
+        raise UsageError(
+            f"checkpoint {str(given)!r} holds other files, which would be replaced; give a new or empty folder"
+        )
+    return path
+
+
+def save(
+    path: str | Path, model: nn.Module, optimizer: Optimizer, record: Record, group: ProcessGroup | None
+) -> None:
+    """Write model, optimizer and record to the folder `path`, replacing an earlier checkpoint. All ranks call it.
+
+    group: all ranks that train the model; what several of them hold is written once. Raises UsageError for a path
+    that holds anything else, SaveError where writing failed.
+    """
+    write(path, state(model, optimizer, group), record, group)
+
+
+def write(path: str | Path, state: State, record: Record, group: ProcessGroup | None) -> None:
+    """Write what `state` or `staged` gave and the record, as `save` does."""
+    path = require_replaceable(path)
+    aside, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
+    _barrier(group)  # nobody writes before everybody has looked
+    rank = group_rank(group)
+
+    def prepare() -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        record.write(aside)
+
+    def store() -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(state, checkpoint_id=aside, process_group=group, no_dist=group is None)
+
+    def seal() -> None:
+        write_checksums(aside, {name: digest for part in parts for name, digest in part.items()})
+        _sync(aside)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        aside.rename(path)
+        _sync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    what = f"checkpoint {str(path)!r}"
+    try:
+        _by_first(prepare, what, group)
+        everywhere(store, what, group)
+        own = [RECORD, ".metadata"] if rank == 0 else []  # besides the shards, which carry the rank in their names
+        parts = everywhere(
+            lambda: checksums([*(aside / name for name in own), *sorted(aside.glob(f"__{rank}_*"))]), what, group
+        )
+        _by_first(seal, what, group)
+    except SaveError:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        _barrier(group)  # nobody goes on, and looks, while it is being removed
+        raise
+
+
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    sizes: dict[str, Any],
+    group: ProcessGroup | None,
+    *,
+    verify: bool = True,
+) -> Record:
+    """Read a checkpoint into model and optimizer (None: the model alone), in place; return its record.
+
+    With an optimizer random states are restored too, those of rank 0 on every rank if the run had other ranks.
+    verify: compare the checksums first; for those who have not just done so.
+    Raises UsageError where the folder is no checkpoint, is broken, is of a newer format or holds a model of other
+    sizes.
+    """
+    path = Path(path)
+    record = Record.read(path)
+    record.require_sizes(sizes, path)
+    fault = fault_of(path, group) if verify else ""
+    if fault:
+        raise UsageError(f"checkpoint {str(path)!r} is broken: {fault}; take another")
+    wanted = state(model, optimizer, group)
+    # Where another rank keeps the master, the model's own weight is read, and rounded as that rank rounds it.
+    wanted = {**state(model, None, group), **wanted}
+    generators = _generators(model)
+    if optimizer is not None:
+        rank = group_rank(group) if record.ranks == group_size(group) else 0
+        generators = {name: one for name, one in generators.items() if name in record.random}
+        wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith("random.")}
+        wanted |= {_random(name, rank): one.get_state() for name, one in generators.items()}
+    import torch.distributed.checkpoint as dcp
+
+    dcp.load(wanted, checkpoint_id=path, process_group=group, no_dist=group is None)
+    if optimizer is not None:
+        for parameter in model.parameters():
+            moments = state_of(optimizer, parameter)
+            if moments is not None:
+                moments["step"].fill_(float(record.updates))
+        if isinstance(optimizer, KeepsMasters):
+            optimizer.masters_to_model()
+        for name, generator in generators.items():
+            generator.set_state(wanted[_random(name, rank)])
+    return record
+
+
+def state(model: nn.Module, optimizer: Optimizer | None, group: ProcessGroup | None) -> State:
+    """What this rank holds, the training's own tensors; with an optimizer, copies of the random states too."""
+    return _state(model, optimizer, group, lambda tensor: tensor, None)
+
+
+def staged(model: nn.Module, optimizer: Optimizer, group: ProcessGroup | None) -> State:
+    """Like `state`, but copies in the CPU's memory, which later steps leave as they are."""
+    return _state(model, optimizer, group, lambda tensor: tensor.to("cpu", copy=True), "cpu")
+
+
+def _state(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    group: ProcessGroup | None,
+    copied: Callable[[Tensor], Tensor],
+    device: str | None,
+) -> State:
+    """A shard belongs to the group of its layer: replicas of it hold the same one."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
+    cut_by, units = holders(model), units_of(model)
+    meshes: dict[str, Any] = {}
+
+    def whole(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+        tensor = copied(local(tensor.detach()))
+        cutting, dim = _cutting(cut_by.get(id(parameter)), group), dims.get(id(parameter), 0)
+        if isinstance(parameter, DTensor):
+            return laid_out(tensor, units[id(parameter)], parameter, cutting, dim)
+        if cutting is None:
+            return tensor
+        name = group_name(cutting)
+        if name not in meshes:
+            meshes[name] = mesh_of([cutting], device or parameter.device.type)
+        return DTensor.from_local(tensor, meshes[name], [Shard(dim)])
+
+    found: State = {}
+    for name, parameter in model.named_parameters():
+        weight, moments = weight_of(optimizer, parameter), _moments_of(optimizer, parameter)
+        if weight is not None:
+            found[f"model.{name}"] = whole(weight, parameter)
+        # A sharded optimizer keeps those of this parameter on another rank, which writes them.
+        found |= {f"optimizer.{name}.{kind}": whole(moment, parameter) for kind, moment in moments.items()}
+    for name, buffer in _buffers(model):  # the same on all ranks
+        found[f"model.{name}"] = copied(buffer.detach())
+    if optimizer is not None:
+        for name, generator in _generators(model).items():
+            found[_random(name, group_rank(group))] = generator.get_state()
+    return found
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that are saved with a model."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _moments_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """The moments that this rank keeps of a parameter: AdamW's, made here if it has not begun."""
+    moments = None if optimizer is None else state_of(optimizer, parameter)
+    weight = weight_of(optimizer, parameter)
+    if moments is None or weight is None:
+        return {}
+    if not moments:  # zeros are what it would begin with
+        moments["step"] = torch.tensor(0.0)
+        moments["exp_avg"] = torch.zeros_like(weight)
+        moments["exp_avg_sq"] = torch.zeros_like(weight)
+    return {kind: moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
+
+
+def _cutting(holder: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group that a layer's parameters are cut over; None where every rank has them whole."""
+    cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
+    return None if holder is None or group_size(cutting) == 1 else cutting
+
+
+def random_streams(model: nn.Module) -> list[str]:
+    """The names of the random states that a checkpoint of this model has for every rank."""
+    return list(_generators(model))
+
+
+def _generators(model: nn.Module) -> dict[str, torch.Generator]:
+    """Torch's own, of the CPU and of the model's GPU; nothing here draws from Python's or numpy's."""
+    found = {"cpu": torch.default_generator}
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    for device in devices:
+        found["cuda"] = torch.cuda.default_generators[device.index or 0]
+    return found
+
+
+def _random(name: str, rank: int) -> str:
+    return f"random.{rank}.{name}"
+
+
+def _by_first(action: Callable[[], None], what: str, group: ProcessGroup | None) -> None:
+    """On the first rank alone; it fails on all or on none."""
+    everywhere(action if group_rank(group) == 0 else lambda: None, what, group)
+
+
+def _sync(folder: Path) -> None:
+    """Have the disk know the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _barrier(group: ProcessGroup | None) -> None:
+    if group_size(group) > 1:
+        dist.barrier(group=group)

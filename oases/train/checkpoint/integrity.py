@@ -1,0 +1,67 @@
+"""Checksums of a checkpoint's files: what was written is what is read, or the checkpoint is broken and says where."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.train.checkpoint.agreement import gathered
+from oases.train.checkpoint.record import RECORD, write_synced
+
+CHECKSUMS = "checksums.json"
+"""{"files": {NAME: SHA-256}, "sha256": of "files"}; of the same form in every format of checkpoints."""
+
+_BLOCK_BYTES = 1 << 20
+
+
+def checksums(files: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of files, by name."""
+    found = {}
+    for file in files:
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                digest.update(block)
+        found[file.name] = digest.hexdigest()
+    return found
+
+
+def write_checksums(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the checksums of a folder's files, with one of themselves."""
+    write_synced(folder / CHECKSUMS, json.dumps({"files": dict(files), "sha256": _of(files)}, indent=1))
+
+
+def fault_of(folder: Path, group: ProcessGroup | None) -> str:
+    """What is wrong with the files of a checkpoint, in words; empty if they are as they were written.
+
+    All ranks call it, each reads its share of the files, and all get the same answer.
+    """
+    return next((fault for fault in gathered(_fault(folder, group), group) if fault), "")
+
+
+def _fault(folder: Path, group: ProcessGroup | None) -> str:
+    try:
+        given = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        files, own = given["files"], given["sha256"]
+        if own != _of(files) or RECORD not in files:
+            return f"{CHECKSUMS} is not as it was written"
+    except FileNotFoundError:
+        return f"{CHECKSUMS} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{CHECKSUMS} cannot be read ({error})"
+    for name in sorted(files)[group_rank(group) :: group_size(group)]:
+        try:
+            if checksums([folder / name])[name] != files[name]:
+                return f"{name} is not as it was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return ""
+
+
+def _of(files: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(sorted(files.items()))).encode()).hexdigest()

@@ -1,0 +1,113 @@
+"""Checkpoints written behind the training: tensors are copied, and a thread of every rank writes the copies."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+import oases.train.checkpoint.retention as retention
+from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.train.checkpoint.agreement import SaveError, everywhere
+from oases.train.checkpoint.files import State, write
+from oases.train.checkpoint.record import Record
+
+PATIENCE_SECONDS = 30.0
+"""How long a run that fails waits for the checkpoint under way; peers that are gone may hold it up for ever."""
+
+
+class CheckpointWriter:
+    """Writes checkpoints of single steps into `folder`; at most one is under way. All ranks make and call it.
+
+    keep: how many of the newest are kept, 0: all. process_group: the ranks of the run. The threads talk to each other
+    in a gloo group of their own: in the run's, their collectives would mix with those of the step.
+    """
+
+    def __init__(self, folder: str | Path, keep: int, process_group: ProcessGroup | None) -> None:
+        self.folder = Path(folder).resolve()
+        self.keep = keep
+        self.saved = 0
+        """Checkpoints written since this was made."""
+        self.write_seconds = 0.0
+        """What the threads took for them."""
+        self._first = group_rank(process_group) == 0
+        self._group: ProcessGroup | None = None
+        if process_group is not None and group_size(process_group) > 1:
+            ranks = dist.get_process_group_ranks(process_group)
+            # Of some ranks alone, a group is named by them: once destroyed, the next of the name would read its old
+            # addresses in the store. So it stays.
+            self._stays = len(ranks) < dist.get_world_size()
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=self._stays)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, state: State, record: Record) -> None:
+        """Begin to write copies that nobody changes. Waits for the one under way, and raises what `wait` raises."""
+        self.wait()
+        # A daemon: a rank whose peers are gone must be able to end.
+        self._thread = threading.Thread(target=self._write, args=(state, record), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def failed(self) -> bool:
+        """Whether one could not be written of which `wait` has not told yet; other ranks may know it later.
+
+        Raises what else ended the thread, such as a peer that is gone.
+        """
+        if self._error is not None and not isinstance(self._error, SaveError):
+            raise self._error
+        return self._error is not None
+
+    def wait(self) -> None:
+        """Wait for the one under way; raise SaveError, on all ranks and once, if it could not be written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.wait()
+        else:
+            self._settle()
+        if self._group is not None and self._thread is None and not self._stays:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _settle(self) -> None:
+        """Let the one under way come to its end while another error is raised, which stays the one that is raised."""
+        if self._thread is None:
+            return
+        self._thread.join(PATIENCE_SECONDS)
+        why = f"it took more than {PATIENCE_SECONDS:g} s"
+        if not self._thread.is_alive():
+            self._thread = None
+            error, self._error = self._error, None
+            if error is None:
+                return
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+        if self._first:
+            warnings.warn(f"the checkpoint under way in {str(self.folder)!r} is not whole: {why}", stacklevel=4)
+
+    def _write(self, state: State, record: Record) -> None:
+        start = time.perf_counter()
+        try:
+            path = retention.folder_of(self.folder, record.step)
+            write(path, state, record, self._group)
+            what = f"after checkpoint {str(path)!r}, its folder"
+            everywhere(lambda: retention.prune(self.folder, self.keep) if self._first else None, what, self._group)
+        except Exception as error:  # the rank's main thread raises it
+            self._error = error
+        else:
+            self.saved += 1
+        self.write_seconds += time.perf_counter() - start

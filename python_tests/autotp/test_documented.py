@@ -1,0 +1,112 @@
+"""What docs/models.md says of a parallelized model: hooks, results of layers, caches, dropout, replicas."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from partition.zoo import batch, build, config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import oases
+from oases.autotp.export import UnsplittableError
+from oases.parallel.sharding import cuts
+
+DATA = batch("llama")
+
+
+def hooked():
+    model, seen = oases.parallelize(build("llama")), []
+
+    def note(name):
+        return lambda module, args, result: seen.append((name, type(result).__name__))
+
+    model.model.layers[0].register_forward_hook(note("first"))
+    model.model.layers[1].register_forward_hook(note("last"))
+    model.model.norm.register_forward_hook(note("norm"))
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: seen.append(("head", "gradient")))
+    model(**DATA).loss.backward()
+    model.model.layers[0].mlp.register_forward_hook(note("inside"))
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp got hooks, which would not be called"):
+        model(**DATA)
+    return seen
+
+
+def test_hooks_fire_around_the_layers_and_are_refused_inside(two_ranks):
+    expected = [("first", "Pending"), ("last", "Tensor"), ("norm", "Tensor"), ("head", "gradient")]
+    assert two_ranks.run(hooked) == [expected] * 2
+
+
+def results_of_layers(schedule):
+    model = oases.parallelize(build("llama"), schedule=schedule).eval()
+    found = model(**DATA, output_hidden_states=True)
+    try:
+        read = [tuple(states.clone().shape) for states in found.hidden_states]
+    except RuntimeError as error:
+        read = str(error)
+    return read
+
+
+def test_hidden_states_are_there_where_layers_run_by_themselves(two_ranks):
+    for read in two_ranks.run(results_of_layers, "oases"):
+        assert "schedule='layers'" in read
+    for read in two_ranks.run(results_of_layers, "layers"):
+        assert read == [(4, 10, 32)] * 3
+
+
+def generated():
+    model = oases.parallelize(build("llama")).eval()
+    start = DATA["input_ids"][:1, :4]
+    options = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    try:
+        model.generate(start, **options)
+    except UnsplittableError as error:
+        refused = str(error)
+    return refused, model.generate(start, use_cache=False, **options)
+
+
+def test_no_cache_of_keys_and_values(two_ranks):
+    plain = build("llama").eval()
+    expected = plain.generate(DATA["input_ids"][:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    for refused, found in two_ranks.run(generated):
+        assert "use_cache=False" in refused
+        assert torch.equal(found, expected)
+
+
+def dropped(options, degree):
+    """Losses in training with dropout, ranks with seeds of their own but the first."""
+    found = config("gpt2")
+    found.resid_pdrop = found.embd_pdrop = 0.2
+    torch.manual_seed(3)
+    model = transformers.GPT2LMHeadModel(found)
+    torch.manual_seed(3 + dist.get_rank())
+    mesh = init_device_mesh("cpu", (2 // degree, degree), mesh_dim_names=("dp", "tp"))
+    oases.parallelize(model, mesh=mesh, **options)
+    return float(model(**batch("gpt2")).loss.detach())
+
+
+@pytest.mark.parametrize("options", [{"schedule": "sync"}, {"sub_batches": 4}, {"recompute": "full"}])
+def test_masks_of_dropout_depend_on_no_schedule_and_degree(two_ranks, options):
+    (alone, _), ranks = two_ranks.run(dropped, {}, 1), two_ranks.run(dropped, options, 2)
+    assert ranks == [pytest.approx(alone, rel=1e-6)] * 2
+
+
+def replicated():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = oases.parallelize(build("llama"), mesh=mesh)
+    replicas = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    share = slice(None, 2) if mesh["dp"].get_local_rank() == 0 else slice(2, None)
+    replicas(**{name: value[share] for name, value in DATA.items()}).loss.backward()
+    known, rank = cuts(model), mesh["tp"].get_local_rank()
+    return {name: (p.grad, known.get(id(p)), rank) for name, p in model.named_parameters()}
+
+
+def test_replicas_average_their_gradients(four_ranks):
+    plain = build("llama")
+    for share in (slice(None, 2), slice(2, None)):
+        (plain(**{name: value[share] for name, value in DATA.items()}).loss / 2).backward()
+    for gradients in four_ranks.run(replicated):
+        for name, parameter in plain.named_parameters():
+            found, cut, rank = gradients[name]
+            expected = parameter.grad if cut is None else cut.take(parameter.grad, rank, 2)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,138 @@
+"""Unedited models with mixtures of experts under tensor parallelism, against themselves in one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from partition.comparison import gradients_apart
+from partition.test_models import trained_beside_itself
+from partition.test_parallelize import one_step
+from partition.zoo import MIXTURES, batch, build
+from torch import nn
+
+import oases
+from oases.autotp.experts import collections, stand_in
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+SOME = ("mixtral", "qwen2_moe")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES]
+)
+def test_experts_are_spread_and_train_as_in_one_process(two_ranks, name):
+    for result in two_ranks.run(trained_beside_itself, name, {}):
+        assert result["logits"] <= 1e-5
+        assert result["gradients"][0] <= 1e-5, result["gradients"]
+        for expected, got in result["losses"]:
+            assert got == pytest.approx(expected, rel=1e-5)
+        (layers,) = result["report"]["layers"]
+        assert layers["experts"] == EXPERTS
+        assert (layers["runs"], layers["schedule"]) == ("across layers", "oases")
+
+
+def apart(name, changed, options):
+    """How far logits and gradients are from those in one process, relative, and what was done."""
+    model, parallel = build(name, **changed), build(name, **changed)
+    oases.parallelize(parallel, **options)
+    expected, got = model(**batch(name)), parallel(**batch(name))
+    logits = float((got.logits - expected.logits).detach().abs().max() / expected.logits.detach().abs().max())
+    expected.loss.backward()
+    got.loss.backward()
+    return logits, gradients_apart(model, parallel), parallel.oases_partition.json()["layers"][0]
+
+
+@pytest.mark.slow
+def test_over_four_ranks(four_ranks):
+    for logits, gradients, layers in four_ranks.run(apart, "mixtral", {}, {}):
+        assert logits <= 1e-5
+        assert gradients[0] <= 1e-5, gradients
+        assert layers["experts"] == EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "runs", "why"),
+    [
+        ({}, {"schedule": "layers"}, "inside layers", ""),
+        ({"num_experts": 5}, {}, "across layers", "2 ranks do not divide its 5 experts"),
+        pytest.param(
+            {"hidden_act": "tanh"},
+            {},
+            "across layers",
+            "none of the perceptrons that are known",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {},
+            {"spec": oases.ParallelSpec(replicate=("*.gate_up_proj",))},
+            "across layers",
+            "gate_up_proj is to stay",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_other_ways_to_run_and_experts_that_stay_whole(two_ranks, changed, options, runs, why):
+    for logits, gradients, layers in two_ranks.run(apart, "qwen2_moe", changed, options):
+        assert logits <= 1e-5
+        assert gradients[0] <= 1e-5, gradients
+        assert layers["runs"] == runs
+        assert layers["experts"] == ([] if why else EXPERTS)
+        assert why in layers["refused"].get("mlp.experts", "")
+        assert "mlp.shared_expert.down_proj.weight" in layers["row"]
+
+
+def test_weights_are_cut_and_come_back(two_ranks, tmp_path):
+    model = build("mixtral")
+    oases.save_pretrained(model, tmp_path / "one")
+    expected = float(model(**batch("mixtral")).loss.detach())
+    whole = sum(p.numel() for p in model.parameters())
+    for loss, held in two_ranks.run(one_step, "mixtral", tmp_path / "one", tmp_path / "two"):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert held < 0.6 * whole
+    again = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "two")
+    for name, mine in model.state_dict().items():
+        assert torch.equal(mine, again.state_dict()[name]), name
+
+
+class Crowd(nn.Module):
+    """Experts that nothing could be guessed of by their names; `act` between two products."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+        self.second = nn.Parameter(torch.randn(3, 4, 6))
+        self.first = nn.Parameter(torch.randn(3, 6, 4))
+
+    def forward(self, rows, who, share):
+        out = torch.zeros_like(rows)
+        for token, slot in torch.cartesian_prod(*map(torch.arange, who.shape)).tolist():
+            member = who[token, slot]
+            made = self.second[member] @ self.act(self.first[member] @ rows[token])
+            out[token] += share[token, slot] * made
+        return out
+
+
+class Bilinear(nn.Module):
+    """Stacked weights, and no experts: its forward is called with something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(3, 4, 4)) for _ in range(2))
+
+    def forward(self, x, y, z):
+        return x + torch.einsum("hij,bj->bi", self.left, y) + torch.einsum("hij,bj->bi", self.right, z)
+
+
+def test_experts_are_known_by_what_they_compute():
+    crowds = nn.ModuleDict({"relu": Crowd(F.relu), "odd": Crowd(torch.sin), "none": Bilinear()})
+    x = torch.randn(2, 4)
+    expected = crowds["none"](x, x, x)
+    stand_in(crowds, 2)
+    found = dict(collections(crowds))
+    assert (found["relu"].perceptron.up, found["relu"].perceptron.down) == ("first", "second")
+    assert (found["relu"].perceptron.gated, found["relu"].perceptron.activation) == (False, "relu")
+    assert "do not divide its 3 experts" in found["relu"].whole
+    assert found["odd"].perceptron is None
+    torch.testing.assert_close(crowds["none"](x, x, x), expected)

@@ -1,0 +1,122 @@
+"""`parallelize` as a whole: weights in and out, plans, meshes, what it says and what it refuses."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from partition.zoo import batch, build, config
+from torch.distributed.device_mesh import init_device_mesh
+
+import oases
+import oases.errors
+from oases.bench.memory import measure_memory
+from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.shape import ModelShape
+
+
+def one_step(name, folder, out):
+    """Build on meta, stream the weights, train a step of lr 0, and save."""
+    kind = type(build(name))
+    with torch.device("meta"):
+        model = kind(config(name))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    oases.parallelize(model, mesh=mesh, weights=folder)
+    loss = model(**batch(name)).loss
+    loss.backward()
+    oases.save_pretrained(model, out)
+    return float(loss.detach()), sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow), "bert"])
+def test_pretrained_weights_are_cut_and_come_back(two_ranks, tmp_path, name):
+    model = build(name)
+    model.save_pretrained(tmp_path / "one")
+    expected = float(model(**batch(name)).loss.detach())
+    whole = sum(p.numel() for p in model.parameters())
+    for loss, held in two_ranks.run(one_step, name, tmp_path / "one", tmp_path / "two"):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert held < 0.8 * whole
+    again = type(model).from_pretrained(tmp_path / "two")
+    for (first, mine), (second, theirs) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert first == second
+        assert torch.equal(mine, theirs)
+    assert isinstance(again, transformers.PreTrainedModel)
+
+
+def layers_computed_again(name, recompute):
+    model = build(name)
+    group = dist.group.WORLD
+    oases.parallelize(model, mesh=group, recompute=recompute)
+    found = []
+    for each in model.oases_partition.layers:
+        stack = each.runner.stack
+        found.append(sorted({stack.layer_of[block] for block in stack.schedule.recomputed_blocks}))
+    return found
+
+
+@pytest.mark.parametrize(("name", "stacks"), [("gptj", 1), ("llama", 1), ("t5", 2)])
+def test_recompute_counts_the_layers_of_the_model(two_ranks, name, stacks):
+    """Of one block each, of two, and of three in a decoder."""
+    for again in two_ranks.run(layers_computed_again, name, 1):
+        assert again == [[0]] * stacks
+
+
+def kept_by(model, x):
+    return measure_memory(lambda: model(x).last_hidden_state, lambda out: out.sum().backward(), x.device).kept
+
+
+def test_nothing_is_kept_that_the_author_s_layers_do_not_keep():
+    """On one rank, where nothing is cut, graphs keep what autograd keeps of the same ops run one by one."""
+    sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=160, vocab_size=90)
+    model = transformers.LlamaModel(transformers.LlamaConfig(**sizes))
+    x = torch.randint(0, 90, (4, 32))
+    alone = kept_by(model, x)
+    oases.parallelize(model, mesh=None, sub_batches=2)
+    for _ in range(2):  # what the first call makes for the later ones is no part of a step
+        kept = kept_by(model, x)
+    assert kept <= 1.01 * alone
+
+
+def saved_by_its_own_method(folder):
+    model = oases.parallelize(build("llama"))
+    with pytest.raises(oases.errors.UsageError, match="does not take safe_serialization"):
+        model.save_pretrained(folder, safe_serialization=True)
+    model.save_pretrained(folder)
+
+
+def test_a_models_own_way_to_save_writes_the_whole_model(two_ranks, tmp_path):
+    two_ranks.run(saved_by_its_own_method, tmp_path / "saved")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, mine in build("llama").state_dict().items():
+        assert torch.equal(mine, again.state_dict()[name])
+
+
+def as_planned(layers):
+    shape = ModelShape(hidden=32, layers=layers, heads=4, sequence=10, vocabulary=90)
+    segment = Segment(2 * layers, 2, "cross_pass", 2, 1)
+    plan = Plan(shape, 2, 2, 4, 1, (Stage((segment,)),))
+    model = oases.parallelize(build("llama"), plan=plan)
+    model(**batch("llama")).loss.backward()
+    return model.oases_partition.layers[0].schedule
+
+
+def test_a_plan_says_schedule_and_recomputation(two_ranks):
+    assert two_ranks.run(as_planned, 2) == ["cross_pass"] * 2
+    with pytest.raises(RuntimeError, match=r"plan: it is for 3 layers, the model has lists of \[2\] layers"):
+        two_ranks.run(as_planned, 3)
+
+
+def test_one_process_runs_as_before():
+    for options in ({}, {"schedule": "layers"}):
+        model, parallel = build("gpt2"), oases.parallelize(build("gpt2"), **options)
+        expected, got = model(**batch("gpt2")), parallel(**batch("gpt2"))
+        torch.testing.assert_close(got.loss, expected.loss)
+        got.loss.backward()
+        expected.loss.backward()
+        for mine, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_options_that_stacks_of_unedited_models_do_not_have():
+    with pytest.raises(oases.errors.UsageError, match="does not take sequence_parallel; options of its stacks are"):
+        oases.parallelize(build("gpt2"), sequence_parallel=True)
