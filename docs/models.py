@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
 import torch
 import torch.distributed as dist
 import transformers
-from partition.zoo import ALL, MIXTURES, MODELS, OTHERS, config
+from autotp.zoo import ALL, MIXTURES, MODELS, OTHERS, config
 
 import oases
 from oases.autotp.report import LayersReport, PartitionReport

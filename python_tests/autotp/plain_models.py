@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from partition.comparison import gradients_apart
+from autotp.comparison import gradients_apart
 from torch import nn
 
 import oases

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from partition.comparison import said
-from partition.plain_models import WIDTH, Block, Plain, apart, loss_of, made, spec, tokens
+from autotp.comparison import said
+from autotp.plain_models import WIDTH, Block, Plain, apart, loss_of, made, spec, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

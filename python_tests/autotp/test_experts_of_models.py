@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from partition.comparison import gradients_apart
-from partition.test_models import trained_beside_itself
-from partition.test_parallelize import one_step
-from partition.zoo import MIXTURES, batch, build
+from autotp.comparison import gradients_apart
+from autotp.test_models import trained_beside_itself
+from autotp.test_parallelize import one_step
+from autotp.zoo import MIXTURES, batch, build
 from torch import nn
 
 import oases

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from partition.comparison import ACROSS, CLOSE, INSIDE, WHOLE
-from partition.plain_models import (
+from autotp.comparison import ACROSS, CLOSE, INSIDE, WHOLE
+from autotp.plain_models import (
     WIDTH,
     Block,
     Plain,

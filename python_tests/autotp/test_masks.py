@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from partition.comparison import CLOSE
-from partition.plain_models import (
+from autotp.comparison import CLOSE
+from autotp.plain_models import (
     WIDTH,
     Block,
     Plain,

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 import transformers
-from partition.comparison import gradients_apart, said
-from partition.zoo import OTHERS, batch, build
+from autotp.comparison import gradients_apart, said
+from autotp.zoo import OTHERS, batch, build
 
 import oases
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from partition.comparison import gradients_apart
-from partition.zoo import MODELS, OTHERS, batch, build
+from autotp.comparison import gradients_apart
+from autotp.zoo import MODELS, OTHERS, batch, build
 
 import oases
 

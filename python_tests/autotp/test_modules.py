@@ -6,8 +6,8 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from partition.comparison import ACROSS, CLOSE, INSIDE, WHOLE
-from partition.plain_models import (
+from autotp.comparison import ACROSS, CLOSE, INSIDE, WHOLE
+from autotp.plain_models import (
     ROWS,
     WIDTH,
     Attention,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from partition.zoo import batch, build, config
+from autotp.zoo import batch, build, config
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases

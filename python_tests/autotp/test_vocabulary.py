@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from partition.vocabulary_models import Plain, bart, bert, gemma3, gpt2, llama, opt, t5
+from autotp.vocabulary_models import Plain, bart, bert, gemma3, gpt2, llama, opt, t5
 from torch import nn
 
 import oases
