@@ -19,7 +19,7 @@ from oases.bench.memory import measure_memory
 from oases.bench.stage_peers import PIPELINE_PEERS, TorchPipeline, parse_peers, stage_of_blocks
 from oases.bench.stages import timed_step
 from oases.errors import UsageError
-from oases.execution.calls import Calls
+from oases.execution.executor import Context
 from oases.launch.ranks import require_agreement
 from oases.models.timed import TimedBlock, TimedSeconds
 from oases.parallel import OverlappedStack
@@ -111,25 +111,23 @@ class _Contestant:
         self.seconds: list[float] = []
         self.busy: list[float] = []
 
-    def forward(self, part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Calls]:
+    def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
         """A micro-batch of one sample through a part; the last part's loss is a mean."""
         if x is None:
             x = torch.ones(1, self.config.sequence, self.config.hidden)
         stack = self._stacks[part // self.pipeline.num_stages]
-        y, calls = stack(x), stack.recent
-        return (y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y), calls
+        y: Tensor = stack(x, context=context)
+        return y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y
 
     def step(self) -> None:
         """One step, timed from when every rank has begun to when the slowest has ended."""
         spans: list[tuple[str, float, float]] = []
-        self.run.spans = spans
-        self.seconds.append(timed_step(lambda: self.run.run(self.forward)))
+        self.seconds.append(timed_step(lambda: self.run.run(self.forward, spans=spans)))
         self.busy.append(sum(end - begin for op, begin, end in spans if op[0] in "FRBW"))
 
     def peak_bytes(self) -> int:
         """Of one step, of what this rank allocates."""
         run: Callable[[], Tensor] = lambda: torch.stack(self.run.run(self.forward) or [torch.zeros(())])  # noqa: E731
-        self.run.spans = None
         return measure_memory(run, lambda _: None, torch.device("cpu")).peak
 
     def row(self, peak: int) -> dict[str, Any]:
