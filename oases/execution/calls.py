@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from weakref import ref
 
 from oases.execution.delivery import Call
@@ -32,13 +32,8 @@ class Calls:
         The backward pass then leaves it out. A second time, and once the backward pass is done, there is nothing
         left to do.
         """
-        for _ in self.recomputing():
-            pass
-
-    def recomputing(self) -> Iterator[None]:
-        """The same step by step, each taken when the next is asked for, and all before the backward pass."""
         for call in self._backwards():
-            yield from call.execution.recomputing()
+            call.execution.recompute()
 
     def put_weights_off(self) -> None:
         """Before the backward pass: let it leave out the weight gradients that its W ops would compute."""

@@ -11,7 +11,7 @@ backward pass g = gradient of h, a partial sum until its collective is waited fo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,10 +26,8 @@ from oases.parallel.fsdp import Gathers, Unit
 from oases.parallel.inputs import Inputs
 from oases.parallel.randomness import Randomness
 from oases.parallel.sub_batches import SubBatches
-from oases.parallel.under import make_room
 from oases.schedule import Op, Schedule, ScheduleError
-from oases.schedule.ir import STARTS
-from oases.schedule.under import makes_room, steps
+from oases.schedule.ops import STARTS
 
 Place = tuple[int, int]
 """(block, sub-batch)."""
@@ -119,20 +117,15 @@ class Execution:
             self._g[self._schedule.num_blocks, s] = self._cut.tokens.part(part)
         self._gathers.begin(self._backward[self._position :])
 
-    def recomputing(self) -> Iterator[None]:
-        """Run every R and RC of the rest of the backward pass now, with their collectives, in the list's order.
-
-        Step by step, and to the end before the backward pass goes on.
-        """
+    def recompute(self) -> None:
+        """Run every R and RC of the rest of the backward pass now, with their collectives, in the list's order."""
         rest = self._backward[self._position :]
         again = [op for op in rest if (op.of or op.kind) in _AGAIN]
         left = tuple(op for op in rest if (op.of or op.kind) not in _AGAIN)
         self._backward = self._backward[: self._position] + left
         self._gathers.begin(again)
-        for step in steps((op, op) for op in again):
-            with self.guard:
-                self._run(step)
-            yield
+        with self.guard:
+            self._run(again)
 
     def put_weights_off(self) -> None:
         """Leave W out of the backward pass; `weights_of` computes what it would have."""
@@ -198,8 +191,6 @@ class Execution:
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            if makes_room(op):
-                make_room()
             self.guard.doing = op
             if op.kind in STARTS:
                 self._start(op, (op.block, op.sub_batch))

@@ -11,16 +11,17 @@ from collections.abc import Iterable
 
 from oases.errors import UsageError
 from oases.plans.plan import Plan
-from oases.schedule.pipeline import Pipeline, generate_pipeline
+from oases.schedule import Schedule
+from oases.schedule.pipeline import resolve_pipeline
 
 _ANY_NUMBER = ("gpipe",)
 """Pipelines that are what they are with fewer micro-batches than stages, too."""
 
 
-def pipeline_of(plan: Plan) -> Pipeline:
+def pipeline_of(plan: Plan) -> Schedule:
     """What the stages of a plan do in which order; it computes again early where any segment computes again."""
     again = any(segment.recomputed_layers for stage in plan.stages for segment in stage.segments)
-    return generate_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches, again)
+    return resolve_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches, again)
 
 
 def degrees_of(plan: Plan, stage: int) -> set[int]:

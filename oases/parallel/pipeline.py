@@ -1,4 +1,4 @@
-"""Pipeline parallelism: one rank's part of a `Pipeline`, run on micro-batches.
+"""Pipeline parallelism: one rank's part of a list of stages, run on micro-batches.
 
 Not by `_PipelineScheduleRuntime` of torch.distributed.pipelining, for three reasons. Recomputing early is an op of
 these lists, and there a stage recomputes in its backward pass or nowhere. It posts a receive, of both directions in
@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from oases.execution.calls import Calls
 from oases.parallel.messages import Messages
-from oases.parallel.under import under_forward
-from oases.schedule import Op
-from oases.schedule.pipeline import Pipeline
+from oases.schedule import Op, Schedule
 
 Forward = Callable[[int, int, Tensor | None], tuple[Tensor, Calls]]
 """(part of the model, micro-batch, its input) -> its output, and its calls of stacks. The first part is given
@@ -53,17 +51,16 @@ class StageRun:
     afterwards messages and run are to be made anew.
     """
 
-    def __init__(self, pipeline: Pipeline, stage: int, messages: Messages | None) -> None:
+    def __init__(self, pipeline: Schedule, stage: int, messages: Messages | None) -> None:
         if messages is None and pipeline.num_stages > 1:
             raise ValueError(f"{pipeline.num_stages} stages need messages between them; give a Messages")
         self.pipeline, self.stage, self.messages = pipeline, stage, messages
         self._ops = pipeline.stages[stage]
         self._forward_ops = tuple(op for op in self._ops if "F" in (op.kind, op.of))
-        self._last_part = pipeline.num_stages * pipeline.chunks - 1
+        self._last_part = pipeline.num_blocks - 1
         again = [(op, after) for op, after in itertools.pairwise(self._ops) if op.kind == "R"]
         # Right before its backward pass, recomputation is the stack's own: it hides all-reduces under it.
-        self._early = {op for op, after in again if after.kind != "F" and after != replace(op, kind="B")}
-        self._under = {after: (op.block, op.sub_batch) for op, after in again if after.kind == "F"}
+        self._early = {op for op, after in again if after != op._replace(kind="B")}
         self._last_backward = max((at for at, op in enumerate(self._ops) if op.kind in ("B", "W")), default=-1)
         self._flights: dict[Place, _Flight] = {}
         self._weights: dict[Place, Calls] = {}  # whose weight gradients wait for their W
@@ -123,8 +120,7 @@ class StageRun:
         elif op.kind == "send":
             self._messages.send(op, self._leaving.pop(place))
         elif op.kind == "F":
-            with self._recomputing_under(op) if keep else nullcontext():
-                self._do_forward(place, forward, losses, keep)
+            self._do_forward(place, forward, losses, keep)
         elif op.kind == "R":
             if op in self._early:
                 self._flights[place].calls.recompute()
@@ -134,10 +130,6 @@ class StageRun:
             self._do_backward(place)
         if self.spans is not None:
             self.spans.append((str(op), start, time.perf_counter()))
-
-    def _recomputing_under(self, op: Op) -> AbstractContextManager[None]:
-        again = self._under.get(op)
-        return nullcontext() if again is None else under_forward(self._flights[again].calls.recomputing())
 
     def _do_forward(self, place: Place, forward: Forward, losses: list[Tensor], keep: bool) -> None:
         x = self._arrived.pop(place, None)

@@ -1,9 +1,7 @@
 """Passes that are split up: recomputation ahead of the gradient and weight gradients behind it change no bit."""
 
 import gc
-import itertools
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch.distributed as dist
 from test_execution import Dropping
 from test_stack import WIDTH, Mlp, PlainProducts, make_stack, plain_blocks
 
-from oases.parallel.under import under_forward
 from oases.schedule import GENERATORS
 
 
@@ -66,41 +63,6 @@ def test_splitting_passes_of_other_kinds_up(two_ranks, kind):
 @pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass"])
 def test_splitting_passes_of_parts_of_a_sequence_up(two_ranks, schedule):
     two_ranks.run(check_split, Mlp, schedule, "full", True)
-
-
-def gradients_under(kind, schedule, recompute):
-    """Of three calls, each but the first with the recomputation of the one before under it; and what ran when."""
-    torch.manual_seed(7)
-    group = dist.group.WORLD if dist.is_initialized() else None
-    stack = make_stack(plain_blocks(6), group, kind, schedule=schedule, recompute=recompute)
-    stack.spans = []
-    inputs = [torch.randn(4, 4, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    waiting, calls = None, None
-    for x in inputs:
-        with nullcontext() if calls is None else under_forward(calls.recomputing()):
-            y = stack(x)
-        if waiting is not None:
-            waiting.square().sum().backward()
-        waiting, calls = y, stack.recent
-    waiting.square().sum().backward()
-    return [x.grad for x in inputs] + [p.grad for p in stack.parameters()], [name for name, _, _ in stack.spans]
-
-
-def check_under(kind, schedule, recompute):
-    alone = gradients(kind, schedule, recompute, number=3)
-    under, ops = gradients_under(kind, schedule, recompute)
-    assert all(torch.equal(a, b) for a, b in zip(alone, under, strict=True))
-    return ops
-
-
-@pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass", "sub_pipelined_2"])
-def test_recomputing_under_a_forward_pass_changes_no_bit(two_ranks, schedule):
-    for recompute in ("none", 1, "full"):
-        ops = two_ranks.run(check_under, Mlp, schedule, recompute)[0]
-    second = ops[ops.index("F 0.0", 1) :]
-    before_waits = [one for one, op in itertools.pairwise(second) if op.startswith("wait F")]
-    assert any(op[0] == "R" for op in before_waits)
-    two_ranks.run(check_under, Dropping, schedule, "full")
 
 
 def kept_bytes(recompute, *, early):
