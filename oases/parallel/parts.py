@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from oases.errors import UsageError
 from oases.plans.plan import Plan
-from oases.schedule import Schedule
+from oases.schedule import Schedule, is_text
 from oases.schedule.pipeline import resolve_pipeline
 
 _ANY_NUMBER = ("gpipe",)
@@ -37,7 +37,7 @@ def require_runnable(plan: Plan) -> None:
         raise UsageError(
             f"plan: {stages} stages are more than the {plan.model.layers} layers of the model; give each at least one"
         )
-    if plan.micro_batches < stages and plan.pipeline not in _ANY_NUMBER:
+    if plan.micro_batches < stages and plan.pipeline not in _ANY_NUMBER and not is_text(plan.pipeline):
         raise UsageError(
             f"plan: {plan.pipeline} needs as many micro-batches as stages, got {plan.micro_batches} for {stages} "
             "stages; give more, or fewer stages"

@@ -1,8 +1,8 @@
 """What runs when: schedules as plain data. Imports no torch."""
 
-from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts
+from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts, resolve_experts
 from oases.schedule.ops import OPS, Op, ScheduleError, Unit
-from oases.schedule.pipeline import PIPELINES, generate_pipeline, gpipe, one_f_one_b
+from oases.schedule.pipeline import PIPELINES, generate_pipeline, gpipe, one_f_one_b, resolve_pipeline
 from oases.schedule.schedule import Schedule
 from oases.schedule.sequence import along_sequence, sequence_parallel
 from oases.schedule.tensor import (
@@ -18,7 +18,14 @@ from oases.schedule.tensor import (
     sub_pipelined,
     sync,
 )
-from oases.schedule.text import ScheduleSyntaxError, format_schedule, parse_schedule, read_schedule
+from oases.schedule.text import (
+    ScheduleSyntaxError,
+    format_schedule,
+    from_text,
+    is_text,
+    parse_schedule,
+    read_schedule,
+)
 from oases.schedule.validate import validate, validate_ranks
 
 __all__ = [
@@ -38,15 +45,19 @@ __all__ = [
     "cross_pass",
     "fine_grained",
     "format_schedule",
+    "from_text",
     "generate",
     "generate_experts",
     "generate_pipeline",
     "gpipe",
+    "is_text",
     "oases",
     "one_f_one_b",
     "parse_schedule",
     "read_schedule",
     "recomputed_layers",
+    "resolve_experts",
+    "resolve_pipeline",
     "sequence_parallel",
     "sub_pipelined",
     "sync",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from oases.schedule.ops import Compute, Op, ScheduleError, Transfer
 from oases.schedule.schedule import Extent, Schedule
+from oases.schedule.text import from_text, is_text
 from oases.schedule.validate import validate
 
 
@@ -145,3 +146,16 @@ def generate_experts(name: str, num_blocks: int, recompute: bool = False) -> Sch
     schedule = EXPERT_SCHEDULES[name](num_blocks, recompute)
     validate(schedule)
     return schedule
+
+
+def resolve_experts(schedule: str, num_blocks: int, recompute: bool = False) -> Schedule:
+    """The list of a schedule of experts, given by name or in its text form. ScheduleError for one that cannot be.
+
+    recompute: of a named one; a text says it itself.
+    """
+    if not is_text(schedule):
+        return generate_experts(schedule, num_blocks, recompute)
+    found = from_text(schedule, "experts")
+    if found.num_blocks != num_blocks:
+        raise ScheduleError(f"the list {found.name} is for {found.num_blocks} blocks, and there are {num_blocks}", 0)
+    return found

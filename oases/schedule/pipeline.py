@@ -15,8 +15,7 @@ from typing import Literal
 
 from oases.schedule.ops import Op, ScheduleError
 from oases.schedule.schedule import Pass, Schedule, StageReading, passes_of
-from oases.schedule.text import parse_schedule
-from oases.schedule.validate import validate
+from oases.schedule.text import from_text, is_text
 
 Turn = tuple[Literal["F", "R", "B", "W"], int]
 """A pass and its micro-batch. R: recompute early. Without one, a stage that recomputes does so right before B."""
@@ -212,7 +211,7 @@ PIPELINES: dict[str, Callable[..., Schedule]] = {
 
 def require_sizes(pipeline: str, num_stages: int, num_micro_batches: int, chunks: int = 1) -> None:
     """Raise ScheduleError for a pipeline that there is none of, naming what would do. pipeline: a name or a text."""
-    if is_written(pipeline):
+    if is_text(pipeline):
         written = _parsed(pipeline)
         sizes = written.num_stages, written.num_sub_batches
         if sizes != (num_stages, num_micro_batches):
@@ -244,23 +243,13 @@ def generate_pipeline(name: str, num_stages: int, num_micro_batches: int, recomp
 # --- pipelines by a name, or written by hand ---
 
 
-def is_written(pipeline: str) -> bool:
-    """Whether this is a list in its text form, not the name of one."""
-    return "\n" in pipeline
-
-
-@lru_cache(maxsize=16)
 def _parsed(text: str) -> Schedule:
-    schedule = parse_schedule(text)
-    if schedule.unit != "stage":
-        raise ScheduleError(f"the list {schedule.name} is of {schedule.unit}s, not of pipeline stages", 0)
-    validate(schedule)
-    return schedule
+    return from_text(text, "stage")
 
 
 def name_of(pipeline: str) -> str:
     """The pipeline's name, also of one in its text form."""
-    return _parsed(pipeline).name if is_written(pipeline) else pipeline
+    return _parsed(pipeline).name if is_text(pipeline) else pipeline
 
 
 @lru_cache(maxsize=64)
@@ -269,7 +258,7 @@ def resolve_pipeline(pipeline: str, num_stages: int, num_micro_batches: int, rec
     require_sizes(pipeline, num_stages, num_micro_batches)
     return (
         _parsed(pipeline)
-        if is_written(pipeline)
+        if is_text(pipeline)
         else generate_pipeline(pipeline, num_stages, num_micro_batches, recompute)
     )
 
@@ -277,7 +266,7 @@ def resolve_pipeline(pipeline: str, num_stages: int, num_micro_batches: int, rec
 @lru_cache(maxsize=64)
 def chunks_of(pipeline: str) -> int:
     """Parts of the model that each stage of a pipeline has, given by name or in its text form."""
-    return _parsed(pipeline).chunks if is_written(pipeline) else generate_pipeline(pipeline, 2, 2).chunks
+    return _parsed(pipeline).chunks if is_text(pipeline) else generate_pipeline(pipeline, 2, 2).chunks
 
 
 def passes(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -> Iterator[Pass]:
@@ -286,7 +275,7 @@ def passes(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -
     Of a named one no list is made: a planner looks at thousands of micro-batches. Raises ScheduleError.
     """
     require_sizes(pipeline, num_stages, num_micro_batches)
-    if is_written(pipeline):
+    if is_text(pipeline):
         return passes_of(_parsed(pipeline).stages[stage])
     return _PASSES[pipeline](num_stages, num_micro_batches, stage, chunks_of(pipeline))
 
@@ -299,7 +288,7 @@ def read_stage(pipeline: str, num_stages: int, num_micro_batches: int, stage: in
 
 def enough(pipeline: str, num_stages: int) -> int:
     """Micro-batches by which a stage is to be read: those of a list, or so many that more change nothing."""
-    return _parsed(pipeline).num_sub_batches if is_written(pipeline) else 4 * num_stages
+    return _parsed(pipeline).num_sub_batches if is_text(pipeline) else 4 * num_stages
 
 
 def in_flight(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -155,44 +156,59 @@ def _parse_op(line: str, number: int, unit: Unit, kinds: tuple[str, ...]) -> Op:
     return Op(cast(Any, kind), int(match["block"]), int(match["sub_batch"]), cast(Any, of))
 
 
+def is_text(schedule: str) -> bool:
+    """Whether a schedule is given by its text, in place of a name."""
+    return "\n" in schedule
+
+
+@lru_cache(maxsize=64)
+def from_text(text: str, unit: Unit) -> Schedule:
+    """The list of a text, validated. ScheduleError for another sort of list, and for one without a backward pass."""
+    schedule = parse_schedule(text)
+    if schedule.unit != unit:
+        raise ScheduleError(f"it is a list of {_SORTS[schedule.unit]}; here one of {_SORTS[unit]} is asked for", 0)
+    validate(schedule)
+    if not schedule.backward:
+        raise ScheduleError("it has no backward pass, which training needs")
+    return schedule
+
+
 def read_schedule(
     path: str | Path, unit: Unit, *, num_blocks: int | None = None, num_stages: int | None = None,
     num_sub_batches: int | None = None,
 ) -> Schedule:  # fmt: skip
     """Read a list of the given sort from a file and validate it.
 
-    num_blocks, num_stages, num_sub_batches: what it is to be for, if that is known; of a pipeline the parts of the
+    num_blocks, num_stages, num_sub_batches: what it is to be for, where that is known; of a pipeline the parts of the
     model, the stages and the micro-batches. Raises ScheduleError with file, line and reason.
     """
+    file = f"schedule file {str(path)!r}"
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ScheduleError(f"schedule file {str(path)!r} cannot be read: {error.strerror or error}") from error
+        raise ScheduleError(f"{file} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise ScheduleError(f"schedule file {str(path)!r} is not UTF-8 text: {error.reason}") from error
-    lines = [number for number, _ in _lines(text)]
+        raise ScheduleError(f"{file} is not UTF-8 text: {error.reason}") from error
     try:
-        schedule = parse_schedule(text)
-        if schedule.unit != unit:
-            raise ScheduleError(
-                f"it is a list of {_SORTS[schedule.unit]}; here one of {_SORTS[unit]} is asked for", 0
-            )
-        blocks = "parts of the model" if unit == "stage" else "blocks"
-        batches = "micro-batches" if unit == "stage" else "sub-batches"
-        for what, has, wanted in (
-            ("stages", schedule.num_stages, num_stages),
-            (blocks, schedule.num_blocks, num_blocks),
-            (batches, schedule.num_sub_batches, num_sub_batches),
-        ):
-            if wanted is not None and has != wanted:
-                raise ScheduleError(f"it is for {has} {what}, and there are {wanted}", 0)
-        validate(schedule)
-        if not schedule.backward:
-            raise ScheduleError("it has no backward pass, which training needs")
+        schedule = from_text(text, unit)
+        _require_sizes(schedule, num_blocks, num_stages, num_sub_batches)
     except ScheduleSyntaxError as error:
-        raise ScheduleError(f"schedule file {str(path)!r}: {error}") from error
+        raise ScheduleError(f"{file}, {error}") from error
     except ScheduleError as error:
-        at = lines[-1] if error.op_line is None else lines[error.op_line]
-        end = ", where the file ends" if error.op_line is None else ""
-        raise ScheduleError(f"schedule file {str(path)!r}, line {at}{end}: {error}", error.op_line) from error
+        lines = [number for number, _ in _lines(text)]
+        at = f"{lines[-1]}, where the file ends" if error.op_line is None else lines[error.op_line]
+        raise ScheduleError(f"{file}, line {at}: {error}", error.op_line) from error
     return schedule
+
+
+def _require_sizes(
+    schedule: Schedule, num_blocks: int | None, num_stages: int | None, num_sub_batches: int | None
+) -> None:
+    stages = schedule.unit == "stage"
+    for what, has, wanted in (
+        ("stages", schedule.num_stages, num_stages),
+        ("parts of the model" if stages else "blocks", schedule.num_blocks, num_blocks),
+        ("micro-batches" if stages else "sub-batches", schedule.num_sub_batches, num_sub_batches),
+    ):
+        if wanted is not None and has != wanted:
+            raise ScheduleError(f"it is for {has} {what}, and there are {wanted}", 0)

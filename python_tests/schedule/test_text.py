@@ -12,6 +12,7 @@ from oases.schedule import (
     generate_pipeline,
     parse_schedule,
     read_schedule,
+    resolve_experts,
     sequence_parallel,
 )
 
@@ -103,6 +104,13 @@ def test_a_file_of_each_sort(tmp_path, unit):
     path.write_text("\n".join([*commented[:3], commented[-1], *commented[3:-1]]))
     with pytest.raises(ScheduleError, match=rf"line 4: op 1 \({lines[-1]}\): "):
         read_schedule(path, unit)
+
+
+def test_experts_by_name_and_by_text():
+    made = generate_experts("blocking", 3, True)
+    assert resolve_experts("blocking", 3, True) == resolve_experts(format_schedule(made), 3) == made
+    with pytest.raises(ScheduleError, match="for 3 blocks, and there are 4"):
+        resolve_experts(format_schedule(made), 4)
 
 
 def test_a_file_that_is_no_text(tmp_path):
