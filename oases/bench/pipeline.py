@@ -26,8 +26,7 @@ from oases.parallel import OverlappedStack
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
 from oases.parallel.pipeline import StageRun
-from oases.schedule import Recompute, ScheduleError
-from oases.schedule.pipeline import Pipeline, generate_pipeline
+from oases.schedule import Recompute, Schedule, ScheduleError, generate_pipeline
 from oases.simulator import simulate
 from oases.terminal import progress
 from oases.train.config import option, settings
@@ -54,7 +53,7 @@ class PipelineBenchConfig:
     iterations: int = option(5, "interleaved repetitions")
     peers: str = option("all", f"torch's own pipelines: {', '.join(PIPELINE_PEERS)}, all or none")
 
-    def chosen(self, stages: int) -> dict[str, Pipeline]:
+    def chosen(self, stages: int) -> dict[str, Schedule]:
         """The pipelines by name. UsageError where one cannot be, before any rank starts."""
         if not 0.1 <= self.forward_ms <= 10_000:
             raise UsageError(f"--forward-ms must be between 0.1 and 10000, got {self.forward_ms}")
@@ -97,7 +96,7 @@ class PipelineBenchConfig:
 class _Contestant:
     """One pipeline on this rank."""
 
-    def __init__(self, config: PipelineBenchConfig, pipeline: Pipeline, mesh: Mesh) -> None:
+    def __init__(self, config: PipelineBenchConfig, pipeline: Schedule, mesh: Mesh) -> None:
         self.config, self.pipeline, self.mesh = config, pipeline, mesh
         alone = mesh.tensor(1)
         again: Recompute = "full" if pipeline.recomputes(mesh.stage) else "none"

@@ -14,7 +14,7 @@ from typing import Any
 from oases.execution.calls import Calls
 from oases.execution.failure import Guard
 from oases.schedule import Op, Schedule
-from oases.schedule.ir import STARTS
+from oases.schedule.ops import STARTS
 
 Place = tuple[int, int]
 """(block, sub-batch)."""

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: one rank's part of a `Pipeline`, run on micro-batches.
+"""Pipeline parallelism: one rank's part of a pipeline's list, run on micro-batches.
 
 Not by `_PipelineScheduleRuntime` of torch.distributed.pipelining, for three reasons. Recomputing early is an op of
 these lists, and there a stage recomputes in its backward pass or nowhere. It posts a receive, of both directions in
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from oases.execution.executor import Context, Executor, Place, Step
 from oases.execution.failure import Guard
 from oases.execution.piece import Piece
 from oases.parallel.messages import Messages
-from oases.schedule.pipeline import Pipeline
+from oases.schedule import Schedule
 
 Forward = Callable[[int, int, Tensor | None, Context], Tensor]
 """(part of the model, micro-batch, its input, the context of its stacks' calls) -> its output. The first part is
@@ -48,16 +48,16 @@ class StageRun:
     afterwards messages and run are to be made anew.
     """
 
-    def __init__(self, pipeline: Pipeline, stage: int, messages: Messages | None) -> None:
+    def __init__(self, pipeline: Schedule, stage: int, messages: Messages | None) -> None:
         if messages is None and pipeline.num_stages > 1:
             raise ValueError(f"{pipeline.num_stages} stages need messages between them; give a Messages")
         self.pipeline, self.stage, self.messages = pipeline, stage, messages
         ops = pipeline.stages[stage]
         # Right before its backward pass, recomputation is the stack's own: it hides all-reduces under it.
-        inside = {op for op, after in itertools.pairwise(ops) if op.kind == "R" and after == replace(op, kind="B")}
+        inside = {op for op, after in itertools.pairwise(ops) if op.kind == "R" and after == op._replace(kind="B")}
         self._steps = tuple(Step(op, str(op)) for op in ops if op not in inside)
         self._forward_steps = tuple(step for step in self._steps if "F" in (step.op.kind, step.op.of))
-        self._last_part = pipeline.num_stages * pipeline.chunks - 1
+        self._last_part = pipeline.num_blocks - 1
         kinds = [step.op.kind for step in self._steps]
         self._last_backward = max((at for at, kind in enumerate(kinds) if kind in ("B", "W")), default=0)
         self._splits_weights = "W" in kinds
