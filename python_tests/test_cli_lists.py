@@ -63,7 +63,9 @@ def test_what_cannot_be_simulated(capsys, tmp_path):
     assert "list.txt', line 61, where the file ends: 'W 1.1' is missing" in with_file("\n".join(lines[:61]))
     assert "line 2: op 1 (B 0.0): its input is missing" in with_file("\n".join([lines[0], lines[9], *lines[2:]]))
     assert "line 1, column 1: expected the header" in with_file("nothing")
-    assert "--costs Q: ops of a pipeline that have costs are F, R, B, send, W" in with_file(whole, "--costs", "Q=3")
+    assert "--costs Q: ops of pipeline stages that have costs are F, R, B, send, W" in with_file(
+        whole, "--costs", "Q=3"
+    )
     assert "--costs 'F' is not KIND=MILLISECONDS" in with_file(whole, "--costs", "F")
     assert "--costs F must be from 0 ms" in with_file(whole, "--costs", "F=-1")
     assert "leave out --tp" in with_file(whole, "--tp", "2")

@@ -19,6 +19,7 @@ from oases.schedule import (
     read_schedule,
     resolve_experts,
 )
+from oases.schedule.validate import SORTS
 from oases.simulator import Timeline, simulate
 from oases.simulator.quantities import seconds_text
 
@@ -35,7 +36,6 @@ BLOCKS = 4
 """Of a named schedule of experts, where no number is given."""
 MOST_SPANS = 12_000
 """That a page or a text shows."""
-_SORTS: dict[Unit, str] = {"block": "tensor-parallel blocks", "experts": "blocks of experts", "stage": "a pipeline"}
 _READ = (
     "Pale red: the compute stands still for communication that nothing hides. Grey: it waits for another stage, a "
     "bubble. Drag to zoom, hover for names and times."
@@ -129,7 +129,7 @@ def _title(schedule: Schedule) -> str:
         chunks = f" with {schedule.chunks} parts of the model each" if schedule.chunks > 1 else ""
         return f"{schedule.name}, {schedule.num_stages} stages{chunks}, {schedule.num_sub_batches} micro-batches"
     cut = f" in {schedule.num_sub_batches} sub-batches" if schedule.num_sub_batches > 1 else ""
-    return f"{schedule.name}, {schedule.num_blocks} {_SORTS[schedule.unit]}{cut}, recompute {schedule.recompute}"
+    return f"{schedule.name}, {schedule.num_blocks} {SORTS[schedule.unit]}{cut}, recompute {schedule.recompute}"
 
 
 def _schedule(options: argparse.Namespace) -> Schedule:
@@ -156,7 +156,7 @@ def _given(text: str | None, schedule: Schedule) -> dict[str, float]:
         except ValueError as error:
             raise UsageError(f"--costs {item.strip()!r} is not KIND=MILLISECONDS, such as {known[0]}=10") from error
         if kind not in known:
-            raise UsageError(f"--costs {kind}: ops of {_SORTS[schedule.unit]} that have costs are {', '.join(known)}")
+            raise UsageError(f"--costs {kind}: ops of {SORTS[schedule.unit]} that have costs are {', '.join(known)}")
         if not 0 <= found[kind] < 3.6e6:
             raise UsageError(f"--costs {kind} must be from 0 ms up to an hour, got {value}")
     return found

@@ -19,7 +19,7 @@ from oases.moe.dispatch import RoutingError
 from oases.moe.execution import ExpertBlock, ExpertExecution
 from oases.moe.layer import OverlappedMoE
 from oases.moe.measure import mean_seconds, measured
-from oases.schedule import Schedule, generate_experts
+from oases.schedule import Schedule, generate_experts, validate
 
 
 class ExpertStack(HoldsGroup, nn.Module):
@@ -58,6 +58,7 @@ class ExpertStack(HoldsGroup, nn.Module):
             raise UsageError("ExpertStack: its blocks spread their experts over different groups; give all the same")
         if isinstance(schedule, str):
             schedule = generate_experts(schedule, len(self.blocks), recompute)
+        validate(schedule, "experts")
         if schedule.num_blocks != len(self.blocks):
             raise UsageError(
                 f"ExpertStack: schedule {schedule.name} is for {schedule.num_blocks} blocks, and there are "

@@ -46,7 +46,6 @@ _HEADERS: dict[Unit, tuple[str, re.Pattern[str]]] = {
     ),
 }
 _WORDS: dict[str, Unit] = {"schedule": "block", "experts": "experts", "pipeline": "stage"}
-_SORTS: dict[Unit, str] = {"block": "tensor-parallel blocks", "experts": "blocks of experts", "stage": "a pipeline"}
 _PLACES: dict[Unit, str] = {
     "block": "BLOCK.SUB_BATCH, e.g. 3.1",
     "experts": "BLOCK.SUB_BATCH, e.g. 3.0",
@@ -165,10 +164,11 @@ def is_text(schedule: str) -> bool:
 @lru_cache(maxsize=64)
 def from_text(text: str, unit: Unit | None) -> Schedule:
     """The list of a text, validated. ScheduleError for another sort than is asked for, or without a backward pass."""
-    schedule = parse_schedule(text)
-    if unit is not None and schedule.unit != unit:
-        raise ScheduleError(f"it is a list of {_SORTS[schedule.unit]}; here one of {_SORTS[unit]} is asked for", 0)
-    validate(schedule)
+    return _trainable(parse_schedule(text), unit)
+
+
+def _trainable(schedule: Schedule, unit: Unit | None) -> Schedule:
+    validate(schedule, unit)
     if not schedule.backward:
         raise ScheduleError("it has no backward pass, which training needs")
     return schedule
@@ -191,15 +191,16 @@ def read_schedule(
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{file} is not UTF-8 text: {error.reason}") from error
     try:
-        schedule = from_text(text, unit)
-        _require_sizes(schedule, num_blocks, num_stages, num_sub_batches)
+        schedule = parse_schedule(text)
+        if unit in (None, schedule.unit):
+            _require_sizes(schedule, num_blocks, num_stages, num_sub_batches)
+        return _trainable(schedule, unit)
     except ScheduleSyntaxError as error:
         raise ScheduleError(f"{file}, {error}") from error
     except ScheduleError as error:
         lines = [number for number, _ in _lines(text)]
         at = f"{lines[-1]}, where the file ends" if error.op_line is None else lines[error.op_line]
         raise ScheduleError(f"{file}, line {at}: {error}", error.op_line) from error
-    return schedule
 
 
 def name_or_text(

@@ -96,7 +96,7 @@ def test_a_file_of_each_sort(tmp_path, unit):
         read_schedule(path, unit, **others)
     for other in LISTS:
         if other != unit:
-            with pytest.raises(ScheduleError, match=r"line 3: it is a list of .*; here one of .* is asked for"):
+            with pytest.raises(ScheduleError, match=r"line 3: .* is a list of .*; here one of .* is asked for"):
                 read_schedule(path, other)
 
     for end in range(3, len(commented)):
