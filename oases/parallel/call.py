@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.execution.call import Call
 from oases.execution.clock import synchronize
 from oases.execution.executor import Context
 from oases.execution.failure import Watch
+from oases.execution.group import ProcessGroup, group_size
 from oases.execution.piece import BlockParameters, Leaves
 from oases.execution.wire import Scheduler, Silence
 from oases.parallel.autotune import Tuning
 from oases.parallel.blocks import BlockProgram, Blocks
 from oases.parallel.fsdp import Gathers, Unit
+from oases.parallel.randomness import hash_of
 from oases.parallel.sharding import sharded_parameters
-from oases.schedule import ScheduleError
+from oases.schedule import Schedule, ScheduleError, format_schedule
 
 
 class StackParameters(BlockParameters):
@@ -192,3 +195,28 @@ def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[Unit]) -> l
     if not units:
         return [Leaves(each.parameters) for each in parameters]
     return [Leaves(each.whole(unit.parameters)) for each, unit in zip(parameters, units, strict=True)]
+
+
+def agreed(
+    schedule: Schedule, group: ProcessGroup | None, wire_dtype: torch.dtype | None, calls: int
+) -> tuple[int, int]:
+    """Before a schedule's first run: the ranks' common seed and number of calls.
+
+    Raises ScheduleError unless every rank runs the same list; sums would mix.
+    """
+    mine = (schedule.name, schedule.num_sub_batches, hash_of(format_schedule(schedule)), str(wire_dtype))
+    said = (mine, torch.initial_seed(), calls)
+    everyone: list[Any] = [said] * group_size(group)
+    if group_size(group) > 1:
+        dist.all_gather_object(everyone, said, group=group)
+    for rank, (theirs, *_) in enumerate(everyone):
+        if theirs != everyone[0][0]:
+            first = everyone[0][0]
+            raise ScheduleError(
+                f"rank 0 runs schedule '{first[0]}' with {first[1]} sub-batches and wire dtype {first[3]}, rank "
+                f"{rank} runs '{theirs[0]}' with {theirs[1]} and {theirs[3]}"
+                + ("" if first[:2] != theirs[:2] else ", of another order")
+                + "; all ranks of a group must run the same list"
+            )
+    # After a failure some ranks may be a call ahead.
+    return everyone[0][1], max(calls for *_, calls in everyone)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
+from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases._C import OverlapScheduler
@@ -22,17 +22,15 @@ from oases.execution.wire import Scheduler, Silence, Wire
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
 from oases.parallel.batch import BlockInputs, Inputs, SubBatches, Tokens, differentiable, refuse_mixing
 from oases.parallel.blocks import BlockProgram, Blocks
-from oases.parallel.call import CallOptions, StackCall, StackParameters, leaves_of
+from oases.parallel.call import CallOptions, StackCall, StackParameters, agreed, leaves_of
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import Unit
-from oases.parallel.randomness import MethodName, Randomness, hash_of
+from oases.parallel.randomness import MethodName, Randomness
 from oases.parallel.statistics import WHOLE_BATCH, report
 from oases.schedule import (
     Recompute,
     Schedule,
-    ScheduleError,
     along_sequence,
-    format_schedule,
     generate,
     recomputed_layers,
     sequence_parallel,
@@ -40,6 +38,10 @@ from oases.schedule import (
 )
 
 _numbers = itertools.count()
+
+
+def _nothing() -> None:
+    """A weak reference to nothing."""
 
 
 class OverlappedStack(HoldsGroup, nn.Module):
@@ -125,7 +127,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self._seed: int | None = None
         self._agreed: set[tuple[int, int]] = set()  # ids of programs, with the failures before
         self._calls = 0
-        self._watch: Watch | None = None
+        self._watch: Callable[[], Watch | None] = _nothing  # weakly: a stack keeps no group alive
         self.run_as(schedule, sub_batches, recompute)
 
     @property
@@ -149,7 +151,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles begin without what is known of this process's groups, parameters and lists."""
         caches: dict[str, Any] = {
-            "_watch": None,
+            "_watch": _nothing,
             "_block_parameters": [],
             "_programs": {},
             "_by_tokens": {},
@@ -290,27 +292,6 @@ class OverlappedStack(HoldsGroup, nn.Module):
             self._by_tokens[id(schedule)] = self._along_sequence(parts, self._recomputed_layers(schedule))
         return self._by_tokens[id(schedule)]
 
-    def _agree(self, schedule: Schedule) -> None:
-        """Before a schedule's first run: every rank must run the same list, or sums would mix; one seed for all."""
-        group = self.process_group
-        mine = (schedule.name, schedule.num_sub_batches, hash_of(format_schedule(schedule)), str(self.wire_dtype))
-        said = (mine, torch.initial_seed(), self._calls)
-        everyone: list[Any] = [said]
-        if group is not None and self.tensor_parallel > 1:
-            everyone *= self.tensor_parallel
-            dist.all_gather_object(everyone, said, group=group)
-        for rank, (theirs, *_) in enumerate(everyone):
-            if theirs != everyone[0][0]:
-                first = everyone[0][0]
-                raise ScheduleError(
-                    f"rank 0 runs schedule '{first[0]}' with {first[1]} sub-batches and wire dtype {first[3]}, rank "
-                    f"{rank} runs '{theirs[0]}' with {theirs[1]} and {theirs[3]}"
-                    + ("" if first[:2] != theirs[:2] else ", of another order")
-                    + "; all ranks of a group must run the same list"
-                )
-        self._seed = everyone[0][1] if self._seed is None else self._seed
-        self._calls = max(calls for *_, calls in everyone)  # after a failure some ranks may be a call ahead
-
     def _require_overlap(self, schedule: Schedule) -> None:
         """Raise OverlapError if communication by `schedule` cannot, or this stack's did not, run under compute."""
         why = None
@@ -355,7 +336,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
             watch = self._watched(scheduler, x.device)
         failures = 0 if watch is None else watch.scheduler.failures
         if (id(program), failures) not in self._agreed:
-            self._agree(schedule)
+            seed, self._calls = agreed(schedule, self.process_group, self.wire_dtype, self._calls)
+            self._seed = seed if self._seed is None else self._seed
             self._agreed.add((id(program), failures))
         assert self._seed is not None
         self._calls += 1
@@ -378,13 +360,15 @@ class OverlappedStack(HoldsGroup, nn.Module):
 
     def _watched(self, scheduler: OverlapScheduler, device: torch.device) -> Watch:
         """The group's watch. Raises another rank's failure, if this one has not heard of it yet."""
-        if self._watch is None or self._watch.scheduler is not scheduler:
-            self._watch = watch_of(cast(ProcessGroup, self.process_group), scheduler, device)
+        watch = self._watch()
+        if watch is None or watch.scheduler is not scheduler:
+            watch = watch_of(cast(ProcessGroup, self.process_group), scheduler, device)
+            self._watch = ref(watch)
         try:
             scheduler.check()
         except RuntimeError as error:
-            raise self._watch.error() from error
-        return self._watch
+            raise watch.error() from error
+        return watch
 
     def _parameters_of(self, blocks: Sequence[nn.Module]) -> list[StackParameters]:
         """The blocks' parameters as they are now, looked at again where something has changed."""
