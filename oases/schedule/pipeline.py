@@ -252,7 +252,7 @@ def name_of(pipeline: str) -> str:
     return _parsed(pipeline).name if is_text(pipeline) else pipeline
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def resolve_pipeline(pipeline: str, num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
     """The list of a pipeline, given by name or in its text form. ScheduleError for one that cannot be."""
     require_sizes(pipeline, num_stages, num_micro_batches)

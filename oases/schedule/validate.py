@@ -272,7 +272,7 @@ def _require_waits(schedule: Schedule) -> None:
 # --- pipelines ---
 
 
-def lanes(schedule: Schedule) -> dict[tuple[int, int, str], tuple[list[Op], list[Op]]]:
+def _lanes(schedule: Schedule) -> dict[tuple[int, int, str], tuple[list[Op], list[Op]]]:
     """The messages of a pipeline by (stage that sends, stage that receives, F or B): its sends, its receives.
 
     Each in the order of its stage's list.
@@ -311,7 +311,7 @@ def _require_messages(schedule: Schedule) -> None:
         if other not in lines:
             missing = "nobody receives" if op.kind == "send" else "nobody sends"
             raise ScheduleError(f"op {line} ({op}): {missing} it; '{other}' is missing", line)
-    for (source, target, of), (sent, received) in lanes(schedule).items():
+    for (source, target, of), (sent, received) in _lanes(schedule).items():
         for one, other in zip(sent, received, strict=True):
             if crossing(one) != other:
                 what = "activations" if of == "F" else "gradients"

@@ -1,5 +1,8 @@
 """The text form: a lossless round trip, and errors with line and column."""
 
+import random
+import re
+
 import pytest
 
 from oases.schedule import (
@@ -109,6 +112,20 @@ def test_a_file_of_each_sort(tmp_path, unit):
     path.write_text("\n".join([*commented[:3], commented[-1], *commented[3:-1]]))
     with pytest.raises(ScheduleError, match=rf"line 4: op 1 \({lines[-1]}\): "):
         read_schedule(path, unit)
+
+
+@pytest.mark.parametrize("unit", LISTS)
+def test_a_file_with_slips_of_the_pen_is_read_or_refused_with_its_line(tmp_path, unit):
+    rng, path, whole = random.Random(1), tmp_path / "list.txt", format_schedule(LISTS[unit])
+    for _ in range(60):
+        at = rng.randrange(len(whole))
+        path.write_text(whole[:at] + rng.choice(["", "\n", " ", "0", "1", "B", "F", "-", "."]) + whole[at + 1 :])
+        said = f"list.txt', line {LISTS[unit].num_blocks}"
+        try:
+            assert read_schedule(path, unit).num_blocks == LISTS[unit].num_blocks
+        except ScheduleError as error:
+            said = str(error)
+        assert re.search(r"list\.txt', line \d+", said), said
 
 
 def test_experts_by_name_and_by_text():
