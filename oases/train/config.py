@@ -14,24 +14,18 @@ import torch
 from oases.errors import UsageError
 from oases.launch.ranks import restart_count
 from oases.plans.plan import Plan, read_plan
-from oases.schedule import (
-    PIPELINES,
-)
+from oases.schedule import PIPELINES
 from oases.train.balance import require_new
 from oases.train.checkpoint.resumption import AUTO, require_resumable
 from oases.train.checkpoint.retention import require_folder
 from oases.train.config_file import read_values, written
 from oases.train.data import Corpus
-from oases.train.degrees import Degrees
 from oases.train.experts import ExpertOptions
-from oases.train.fields import require_known, require_types
-from oases.train.fit import require_fit, values_for
 from oases.train.guard import POLICIES
 from oases.train.learning_rate import SCHEDULES, Course, share_of_peak
-from oases.train.log import steps_in
+from oases.train.logs import require_tensorboard, steps_in
 from oases.train.masters import PRECISIONS
-from oases.train.scalars import require_tensorboard
-from oases.train.sizes import ModelOptions, option, sizes_of
+from oases.train.sizes import Degrees, ModelOptions, option, require_known, require_types
 from oases.train.tokenizer import tokenizer_called
 from oases.train.tokens import corpus_of
 
@@ -46,6 +40,11 @@ _KNOWN: dict[str, Iterable[str]] = {
     "save_error": ("warn", "stop"),
     "bad_loss": POLICIES,
 }
+_SAID = (
+    "schedule", "sub_batches", "recompute", "sequence_parallel", "degrees", "pipeline_schedule", "micro_batches",
+    "zero", "fsdp",
+)  # fmt: skip
+"""Options that are a plan's alone."""
 _AT_LEAST_1 = ("steps", "validation_batches", "micro_batches")
 _AT_LEAST_0 = (
     "warmup", "weight_decay", "checkpoint_every", "keep", "spike", "evaluate_every", "decay_steps", "vocabulary",
@@ -179,8 +178,8 @@ class TrainConfig(ExpertOptions):
         return {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
 
     @property
-    def is_planned(self) -> bool:
-        """Whether it asks for a plan: for more than one tensor-parallel group and one pass, without experts."""
+    def is_spread(self) -> bool:
+        """Whether it asks for more than one tensor-parallel group and one pass, without experts."""
         if self.experts:
             return False
         return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp
@@ -188,7 +187,7 @@ class TrainConfig(ExpertOptions):
     @property
     def usual_sub_batches(self) -> int:
         """Where none were given: by a replica's samples of a micro-batch; 1 without tensor parallelism."""
-        if not self.is_planned:
+        if not self.is_spread:
             return super().usual_sub_batches
         samples = self.batch // (self.degrees.data * max(1, self.micro_batches))
         return 1 if self.degrees.tensor == 1 or samples < 2 else 4 if samples >= 4 else 2
@@ -225,19 +224,6 @@ class TrainConfig(ExpertOptions):
         """Whether the run begins with the newest of its own checkpoints, where there is one."""
         return self.checkpoint is not None and (self.resume == AUTO or restart_count() > 0)
 
-    def check(self, degree: int) -> Corpus:
-        """Everything that can be known before any rank starts; returns the corpus."""
-        self.require_degree(degree)
-        self.schedule_or_auto(self.schedule)
-        if self.sequence_parallel and (degree == 1 or self.sequence % degree):
-            raise UsageError(
-                f"a sequence of {self.sequence} cannot be cut over --tp {degree}; leave out --sequence-parallel, or "
-                "change --sequence"
-            )
-        if self.device == "cpu":
-            require_memory(self, degree)
-        return self.check_files(sizes_of(self))
-
     def check_files(self, sizes: dict[str, Any]) -> Corpus:
         """What is read and written, for a model of these sizes; returns the corpus."""
         if self.checkpoint is not None:
@@ -273,6 +259,57 @@ def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig(**values_for(plan, given))
     require_fit(config, plan)
     return config
+
+
+def values_for(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values `given`, and the plan's for what it says. UsageError for one given that is the plan's alone."""
+    for name in _SAID:
+        if name in given:
+            raise UsageError(
+                "the plan says schedules, recomputation, what is sequence-parallel, degrees and micro-batches; leave "
+                f"out {_option(name)}"
+            )
+    return {**_sizes(plan), "precision": plan.model.dtype, **given}
+
+
+def require_fit(config: TrainConfig, plan: Plan) -> None:
+    """Raise UsageError, naming the field, unless plan and configuration are of the same model and batch."""
+    for name, size in ({"experts": 0} | _sizes(plan)).items():
+        if getattr(config, name) != size and not (name == "vocabulary" and config.vocabulary == 0):
+            raise UsageError(
+                f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {_option(name)}, or make "
+                "a plan for it"
+            )
+    if not (plan.model.is_gpt and plan.model.tied):
+        raise UsageError(f"plan: its model {plan.model.name!r} is no GPT, which is what this trains; plan for a GPT")
+    if plan.model.dtype != config.precision:
+        raise UsageError(
+            f"plan: its model computes in {plan.model.dtype}, training here in {config.precision}; leave out "
+            "--precision, or plan for that"
+        )
+    if plan.fsdp and config.precision != "float32":
+        raise UsageError(
+            f"fsdp does not support precision {config.precision}: its float32 masters are not sharded; take zero, "
+            "which shards them, or float32"
+        )
+    tokenizer = tokenizer_called(config.tokenizer)
+    if plan.model.vocabulary < tokenizer.size:
+        raise UsageError(
+            f"plan: a vocabulary of {plan.model.vocabulary} is too small; {tokenizer.name} has {tokenizer.size} "
+            "tokens"
+        )
+
+
+def _sizes(plan: Plan) -> dict[str, Any]:
+    """The options whose values a plan has. How its experts' list goes, it says itself."""
+    names = ("hidden", "layers", "heads", "sequence", "vocabulary")
+    found: dict[str, Any] = {name: getattr(plan.model, name) for name in names} | {"batch": plan.global_batch}
+    experts = {} if plan.experts is None else asdict(plan.experts)
+    return found | {name: value for name, value in experts.items() if name != "expert_schedule"}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def require_seed(seed: int) -> None:

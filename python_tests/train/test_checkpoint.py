@@ -26,7 +26,7 @@ from oases.train.checkpoint import integrity
 from oases.train.checkpoint.agreement import SaveError
 from oases.train.checkpoint.export import export
 from oases.train.checkpoint.record import FORMAT, Record
-from oases.train.plan import config_for
+from oases.train.config import config_for
 
 CONFIG = TrainConfig(
     hidden=16, layers=2, heads=4, sequence=8, batch=16, steps=6, warmup=1, validation_batches=1, learning_rate=1e-2,

@@ -13,8 +13,8 @@ from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 from oases.moe.traces import replay
 from oases.train.checkpoint.export import export
-from oases.train.degrees import Degrees
-from oases.train.mixture import asked_ranks, check, degrees_over
+from oases.train.plan import Run, by_hand, degrees_over, ranks_of
+from oases.train.sizes import Degrees
 
 CONFIG = TrainConfig(
     hidden=32, layers=2, heads=4, sequence=16, batch=8, steps=10, warmup=2, validation_batches=1, learning_rate=3e-3,
@@ -178,7 +178,7 @@ def test_a_trace_is_cut_where_a_run_goes_on(corpus, tmp_path):
     Trainer(config).train()
     assert [step for step, _, _ in replay(tmp_path / "trace")] == [0, 0, 1, 1, 2, 2, 3, 3]
     with pytest.raises(UsageError, match="holds the loads of another run"):
-        check(dataclasses.replace(config, resume=None, checkpoint=None, checkpoint_every=0), 1)
+        Run.of(dataclasses.replace(config, resume=None, checkpoint=None, checkpoint_every=0), 1).corpus()
 
 
 def test_dropped_slots_are_told(corpus):
@@ -196,7 +196,6 @@ def test_dropped_slots_are_told(corpus):
         ({"compile": "inductor"}, "compile 'inductor' and experts 4"),
         ({"schedule": "auto"}, "schedule 'auto' and experts 4"),
         ({"wire_dtype": "bfloat16"}, "wire_dtype 'bfloat16' and experts 4"),
-        ({"plan": "plan.json"}, "plan 'plan.json' and experts 4"),
         ({"placement": "best"}, "unknown placement 'best'"),
         ({"gate": "hard"}, "unknown gate 'hard'"),
         ({"expert_schedule": "fast"}, "unknown expert_schedule 'fast'"),
@@ -216,7 +215,6 @@ def test_what_does_not_go_together_is_named(changes, told):
 @pytest.mark.parametrize(
     ("degrees", "ranks", "told"),
     [
-        ({"pipeline": 2}, 2, "pipeline 2 x tensor the rest and experts 4 do not go together"),
         ({"data": 3}, 3, "4 experts do not divide over 3 devices"),
         ({"data": 2, "tensor": 2}, 2, "make 4 ranks, the run has 2"),
         ({"tensor": 8}, 8, "heads 4 does not divide by --tp 8"),
@@ -224,22 +222,22 @@ def test_what_does_not_go_together_is_named(changes, told):
 )
 def test_degrees_that_cannot_be_are_named(degrees, ranks, told):
     with pytest.raises(UsageError, match=told):
-        degrees_over(dataclasses.replace(CONFIG, degrees=degrees), ranks)
+        by_hand(dataclasses.replace(CONFIG, degrees=degrees), ranks)
 
 
 def test_a_batch_has_to_divide():
     with pytest.raises(UsageError, match="a batch of 8 does not divide into 3 micro-batches for each of 4"):
-        degrees_over(dataclasses.replace(CONFIG, micro_batches=3), 4)
+        by_hand(dataclasses.replace(CONFIG, micro_batches=3), 4)
 
 
 def test_replicas_are_on_all_ranks_unless_they_are_given():
     assert degrees_over(CONFIG, 4) == Degrees(4, 1, 1)
     assert degrees_over(dataclasses.replace(CONFIG, degrees={"tensor": 2}), 4) == Degrees(2, 1, 2)
     assert degrees_over(dataclasses.replace(CONFIG, degrees={"data": 2}), 4) == Degrees(2, 1, 2)
-    assert asked_ranks(CONFIG, None) == 2
-    assert asked_ranks(CONFIG, 4) == 4
-    assert asked_ranks(CONFIG, 4, one_replica=True) == 1
-    assert asked_ranks(dataclasses.replace(CONFIG, degrees={"data": 2, "tensor": 2}), 8) == 4
+    assert ranks_of(CONFIG, None) == 2
+    assert ranks_of(CONFIG, 4) == 4
+    assert ranks_of(CONFIG, 4, one_replica=True) == 1
+    assert ranks_of(dataclasses.replace(CONFIG, degrees={"data": 2, "tensor": 2}), 8) == 4
 
 
 def test_the_command_trains_and_tells(corpus, tmp_path):

@@ -13,7 +13,8 @@ from oases.execution.group import group_rank, group_size
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
-from oases.train.plan import check, config_for
+from oases.train.config import config_for
+from oases.train.plan import Run
 
 MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
 BATCH = 16
@@ -200,7 +201,7 @@ def test_what_the_plan_says_otherwise_is_named(given, message):
 
 def refused(plan, message, error=UsageError):
     with pytest.raises(error, match=message):
-        check(config_for(plan, {}), plan)
+        Run(config_for(plan, {}), plan).corpus()
 
 
 def test_plans_that_cannot_be_executed_are_refused():

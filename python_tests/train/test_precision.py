@@ -31,10 +31,7 @@ def trainer_of(corpus, **changes):
 
 
 def close(trainer):
-    if trainer.stage is not None:
-        trainer.stage.messages.close()
-    if trainer.mesh is not None:
-        trainer.mesh.destroy()
+    trainer.close()
 
 
 def curve(corpus, **changes):

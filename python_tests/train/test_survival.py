@@ -19,7 +19,7 @@ from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.launch.agents import RankFailedError
 from oases.launch.ranks import _go_on_or_exit
 from oases.train.guard import LossError, LossGuard
-from oases.train.log import StepLog, steps_in
+from oases.train.logs import StepLog, steps_in
 
 CONFIG = TrainConfig(
     hidden=16, layers=2, heads=4, sequence=8, batch=16, steps=6, warmup=1, validation_batches=1, learning_rate=1e-2,

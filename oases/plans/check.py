@@ -1,8 +1,4 @@
-"""A plan's parts: the consecutive blocks that a pipeline stage runs in one pass, and which plans can be run.
-
-With the pipeline `interleaved` a stage has two parts, stage s of p the parts s and s + p of the model, and its
-segments are those of the one and then, as many, those of the other. With any other pipeline a stage is a part.
-"""
+"""The check of a plan that is about to be run, and what a run reads off it."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from oases.errors import UsageError
-from oases.plans.plan import Plan
+from oases.plans.plan import AUTO, Plan
 from oases.schedule.pipeline import Pipeline, generate_pipeline
 
 _ANY_NUMBER = ("gpipe",)
@@ -18,9 +14,13 @@ _ANY_NUMBER = ("gpipe",)
 
 
 def pipeline_of(plan: Plan) -> Pipeline:
-    """What the stages of a plan do in which order; it computes again early where any segment computes again."""
+    """What the stages of a plan do in which order; it computes again early where any segment computes again.
+
+    One stage is a pipeline of one, which has nothing to wait for: each forward pass is followed by its backward pass.
+    """
     again = any(segment.recomputed_layers for stage in plan.stages for segment in stage.segments)
-    return generate_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches, again)
+    stages = len(plan.stages)
+    return generate_pipeline(plan.pipeline if stages > 1 else "one_f_one_b", stages, plan.micro_batches, again)
 
 
 def degrees_of(plan: Plan, stage: int) -> set[int]:
@@ -29,8 +29,8 @@ def degrees_of(plan: Plan, stage: int) -> set[int]:
     return found | {plan.stages[0].segments[0].tp} if stage == len(plan.stages) - 1 else found
 
 
-def require_runnable(plan: Plan) -> None:
-    """Raise UsageError for a plan that cannot be executed, ScheduleError for a schedule in it that cannot."""
+def check(plan: Plan) -> None:
+    """Raise UsageError for a plan that cannot be run, ScheduleError for a schedule in it that cannot."""
     stages = len(plan.stages)
     if stages > plan.model.layers:
         raise UsageError(
@@ -44,13 +44,34 @@ def require_runnable(plan: Plan) -> None:
     for number, stage in enumerate(plan.stages):
         require_nested(degrees_of(plan, number))
         for segment in stage.segments:
-            segment.generated()
+            if segment.schedule != AUTO:
+                segment.generated()
+            elif stages > 1:
+                raise UsageError(
+                    "plan: schedule 'auto' measures whole passes, which a pipeline cuts up; give a schedule's name"
+                )
     for before, after in itertools.pairwise(plan.parts):
         if stages > 1 and before.last_degree != after.first_degree:
             raise UsageError(
                 f"plan: part {before.number} of the pipeline ends with tp {before.last_degree} and part "
                 f"{after.number} begins with tp {after.first_degree}; a message goes from rank to rank, so give both "
                 "the same"
+            )
+    if plan.experts is not None:
+        _check_experts(plan, plan.experts.experts)
+
+
+def _check_experts(plan: Plan, experts: int) -> None:
+    if experts % plan.stage_ranks:
+        fits = ", ".join(str(ranks) for ranks in range(1, experts + 1) if experts % ranks == 0)
+        raise UsageError(
+            f"plan: {experts} experts do not divide over {plan.stage_ranks} devices; numbers that divide: {fits}"
+        )
+    for part in plan.parts:
+        if part.first_block % 2 or any(segment.num_blocks % 2 for segment in part.segments):
+            raise UsageError(
+                f"plan: part {part.number} cuts a layer in two, and a layer with experts runs as one; give segments "
+                "of an even number of blocks"
             )
 
 
