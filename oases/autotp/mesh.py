@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_size, resolve
 from oases.parallel.mesh import Mesh
-from oases.plans.plan import Plan
+from oases.plans.check import check
+from oases.plans.plan import AUTO, Experts, Plan, Segment, is_text
 from oases.schedule import Schedule
 
 
@@ -32,19 +33,22 @@ def placed(
         )
     options = {"schedule": schedule, "small_batch": "whole", **options}
     if plan is not None:
-        segments = [segment for stage in plan.stages for segment in stage.segments]
-        if len(plan.stages) > 1 or len(segments) > 1:
-            raise UsageError(
-                f"plan: it has {len(plan.stages)} stages and {len(segments)} segments; parallelize() runs plans of "
-                "one degree and schedule for all layers: plan with one stage and uniform settings"
-            )
-        (segment,) = segments
-        options |= {
-            "schedule": segment.schedule,
-            "sub_batches": segment.sub_batches,
-            "recompute": segment.recomputed_layers,
-        }
+        segment = _only_segment(plan)
+        if segment.schedule == AUTO:
+            options |= {"schedule": AUTO, "sub_batches": AUTO}
+        elif is_text(segment.schedule):
+            options["schedule"] = segment.generated()
+        else:
+            options |= {"schedule": segment.schedule, "sub_batches": segment.sub_batches}
+        options["recompute"] = segment.recomputed_layers
         if mesh is None:
+            check(plan)
+            if plan.world > segment.tp:
+                raise UsageError(
+                    f"plan: it has {plan.world // segment.tp} replicas, whose gradients parallelize() does not "
+                    "average; give mesh=oases.parallel.mesh.Mesh.of(plan), and average them over "
+                    f"mesh.data({segment.tp})"
+                )
             mesh = Mesh.of(plan)
     if isinstance(mesh, Mesh):
         group = mesh.tensor(mesh.degrees[-1])
@@ -61,6 +65,35 @@ def placed(
             "ranks; give the mesh of the plan, oases.parallel.mesh.Mesh.of(plan)"
         )
     return group, options
+
+
+def _only_segment(plan: Plan) -> Segment:
+    """The segment of a plan that parallelize() can run. UsageError, naming the field, for what it would leave out."""
+    segments = [segment for stage in plan.stages for segment in stage.segments]
+    if len(plan.stages) > 1 or len(segments) > 1:
+        raise UsageError(
+            f"plan: it has {len(plan.stages)} stages and {len(segments)} segments; parallelize() runs plans of "
+            "one degree and schedule for all layers: plan with one stage and uniform settings"
+        )
+    (segment,) = segments
+    remedies = {
+        "zero": (plan.zero, "plan without it, by oases plan --no-zero or Space(zero=(False,))"),
+        "fsdp": (plan.fsdp, "leave it out, and call fully_shard on the model"),
+        "micro_batches": (
+            plan.micro_batches if plan.micro_batches > 1 else None,
+            "plan with one, by oases plan --micro-batches 1 or Space(micro_batches=(1,)), and accumulate gradients "
+            "in your loop",
+        ),
+        "sequence_parallel": (segment.sequence_parallel, "leave it out; its blocks' graphs are for whole sequences"),
+        "experts": (plan.experts, "leave them out; parallelize() keeps the model's own experts"),
+    }
+    for name, (value, remedy) in remedies.items():
+        if value:
+            shown = value.experts if isinstance(value, Experts) else value
+            raise UsageError(
+                f"plan: parallelize() does not do {name} {shown}, which is the training loop's; {remedy}"
+            )
+    return segment
 
 
 def require_layers(plan: Plan, counts: list[int]) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.execution.calls import Calls
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
 from oases.parallel import OverlappedColumnLinear, OverlappedEmbedding, OverlappedRowLinear, parallel_cross_entropy
 from oases.parallel.fsdp import ShardedAverage, Unit
@@ -25,6 +24,9 @@ from oases.parallel.planned_stack import BlockMaker, PlannedStack
 from oases.parallel.reshard import reshard
 from oases.plans.check import check
 from oases.plans.plan import Experts, ModelShape, Plan, Segment, Stage
+
+if TYPE_CHECKING:
+    from oases.execution.calls import Calls
 
 
 @dataclass(frozen=True)

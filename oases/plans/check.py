@@ -7,10 +7,13 @@ from collections.abc import Iterable
 
 from oases.errors import UsageError
 from oases.plans.plan import AUTO, Plan
+from oases.plans.shape import ModelShape
 from oases.schedule.pipeline import Pipeline, generate_pipeline
 
 _ANY_NUMBER = ("gpipe",)
 """Pipelines that are what they are with fewer micro-batches than stages, too."""
+TRAINABLE = ("float32", "bfloat16")
+"""Types of weights and activations that runs train in; bfloat16 has masters in float32."""
 
 
 def pipeline_of(plan: Plan) -> Pipeline:
@@ -31,6 +34,7 @@ def degrees_of(plan: Plan, stage: int) -> set[int]:
 
 def check(plan: Plan) -> None:
     """Raise UsageError for a plan that cannot be run, ScheduleError for a schedule in it that cannot."""
+    require_trainable(plan.model)
     stages = len(plan.stages)
     if stages > plan.model.layers:
         raise UsageError(
@@ -59,6 +63,15 @@ def check(plan: Plan) -> None:
             )
     if plan.experts is not None:
         _check_experts(plan, plan.experts.experts)
+
+
+def require_trainable(model: ModelShape) -> None:
+    """Raise UsageError for a model of a type that no run trains in."""
+    if model.dtype not in TRAINABLE:
+        raise UsageError(
+            f"model: a plan in {model.dtype} cannot be executed, only in {', '.join(TRAINABLE)}; oases simulate "
+            "predicts it"
+        )
 
 
 def _check_experts(plan: Plan, experts: int) -> None:
