@@ -10,8 +10,8 @@ from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.plans.check import check
-from oases.plans.plan import AUTO, Experts, Plan, Segment, is_text
-from oases.schedule import Schedule
+from oases.plans.plan import AUTO, Experts, Plan, Segment
+from oases.schedule import Schedule, is_text
 
 
 def placed(
@@ -33,23 +33,8 @@ def placed(
         )
     options = {"schedule": schedule, "small_batch": "whole", **options}
     if plan is not None:
-        segment = _only_segment(plan)
-        if segment.schedule == AUTO:
-            options |= {"schedule": AUTO, "sub_batches": AUTO}
-        elif is_text(segment.schedule):
-            options["schedule"] = segment.generated()
-        else:
-            options |= {"schedule": segment.schedule, "sub_batches": segment.sub_batches}
-        options["recompute"] = segment.recomputed_layers
-        if mesh is None:
-            check(plan)
-            if plan.world > segment.tp:
-                raise UsageError(
-                    f"plan: it has {plan.world // segment.tp} replicas, whose gradients parallelize() does not "
-                    "average; give mesh=oases.parallel.mesh.Mesh.of(plan), and average them over "
-                    f"mesh.data({segment.tp})"
-                )
-            mesh = Mesh.of(plan)
+        options |= _options_of(_only_segment(plan))
+        mesh = _mesh_of(plan) if mesh is None else mesh
     if isinstance(mesh, Mesh):
         group = mesh.tensor(mesh.degrees[-1])
     elif isinstance(mesh, DeviceMesh):
@@ -90,10 +75,28 @@ def _only_segment(plan: Plan) -> Segment:
     for name, (value, remedy) in remedies.items():
         if value:
             shown = value.experts if isinstance(value, Experts) else value
-            raise UsageError(
-                f"plan: parallelize() does not do {name} {shown}, which is the training loop's; {remedy}"
-            )
+            raise UsageError(f"plan: parallelize() does not do {name} {shown}, a part of the training loop; {remedy}")
     return segment
+
+
+def _options_of(segment: Segment) -> dict[str, Any]:
+    """The options of a stack that runs all layers as the segment says."""
+    options: dict[str, Any] = {"recompute": segment.recomputed_layers}
+    if is_text(segment.schedule):
+        return options | {"schedule": segment.generated()}
+    sub_batches = AUTO if segment.schedule == AUTO else segment.sub_batches
+    return options | {"schedule": segment.schedule, "sub_batches": sub_batches}
+
+
+def _mesh_of(plan: Plan) -> Mesh:
+    check(plan)
+    degree = plan.stages[0].segments[0].tp
+    if plan.world > degree:
+        raise UsageError(
+            f"plan: it has {plan.world // degree} replicas, whose gradients parallelize() does not average; give "
+            f"mesh=oases.parallel.mesh.Mesh.of(plan), and average them over mesh.data({degree})"
+        )
+    return Mesh.of(plan)
 
 
 def require_layers(plan: Plan, counts: list[int]) -> None:

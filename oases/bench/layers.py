@@ -17,6 +17,7 @@ from oases.autotp.export import leaves
 from oases.autotp.runner import Runner
 from oases.bench.config import DTYPES, OverlapConfig
 from oases.errors import UsageError
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
 from oases.execution.wire import Scheduler
 from oases.graph.trace.configuration import configuration, configured_model, read_configuration
@@ -36,7 +37,9 @@ class Layers(Protocol):
     shape: tuple[int, ...]
     description: dict[str, Any] | None
 
-    def run(self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None) -> Tensor:
+    def run(
+        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Tensor:
         """All layers on an activation, with collectives by `scheduler`; tuning: as `OverlappedStack.run` has it."""
 
 
@@ -53,9 +56,11 @@ class BuiltInLayers:
         self.number = config.layers
         self.shape: tuple[int, ...] = (config.batch, config.sequence, config.hidden)
 
-    def run(self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None) -> Tensor:
+    def run(
+        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Tensor:
         """All layers on an activation."""
-        return self.stack.run(x, scheduler, tuning)
+        return self.stack.run(x, scheduler, tuning, context=context)
 
 
 class UneditedLayers:
@@ -89,11 +94,13 @@ class UneditedLayers:
             "activation": list(self.shape),
         }
 
-    def run(self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None) -> Tensor:
+    def run(
+        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Tensor:
         """All layers on an activation, called one after the other."""
 
         def stack(x: Tensor, inputs: Sequence[BlockInputs]) -> Tensor:
-            return self.stack.run(x, scheduler, tuning, inputs)
+            return self.stack.run(x, scheduler, tuning, inputs, context)
 
         self.runner.run = stack
         for layer, (found, tree) in zip(self.runner.layers, self._calls, strict=True):

@@ -29,7 +29,7 @@ from oases.profile.config import ProfileConfig
 from oases.profile.groups import Probe
 from oases.profile.links import LinkBench
 from oases.schedule import ScheduleError
-from oases.schedule.pipeline import KEEPS_LAST, chunks_of
+from oases.schedule.pipeline import chunks_of, generate_pipeline
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
 from oases.simulator.sharing import replicated, run_shared
@@ -46,8 +46,7 @@ class NodesBenchConfig:
     """The model, how it is cut, and the device that its compute is emulated for."""
 
     contestants: str = option(
-        "one_f_one_b/sync,one_f_one_b/oases,shifted_critical_path/sync,shifted_critical_path/oases,"
-        "recompute_under_forward/oases",
+        "one_f_one_b/sync,one_f_one_b/oases,shifted_critical_path/sync,shifted_critical_path/oases",
         "PIPELINE/SCHEDULE of the stages and of the tensor-parallel stacks in them, separated by commas",
     )
     peers: str = option(
@@ -124,7 +123,7 @@ class NodesBenchConfig:
             raise UsageError(f"--layers {self.layers} do not divide over {parts} parts of the model; give a multiple")
         layers = self.layers // parts
         again, cuts = 0 if self.keep else layers, 1 if schedule in ("sync", "fine_grained") else 2
-        keeps_last = pipeline in KEEPS_LAST
+        keeps_last = not generate_pipeline(pipeline, self.stages, self.micro_batches).recomputes(self.stages - 1)
 
         def stage(number: int) -> Stage:
             layers_again = 0 if keeps_last and number == self.stages - 1 else again

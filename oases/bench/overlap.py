@@ -21,6 +21,7 @@ from oases.bench.config import DTYPES, OverlapConfig
 from oases.bench.layers import BuiltInLayers, Layers, UneditedLayers
 from oases.bench.memory import StepMemory, formula_units, measure_memory
 from oases.bench.peers import make_peer
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, scheduler_of
 from oases.execution.wire import Scheduler, Silence
 from oases.launch.ranks import require_agreement
@@ -98,12 +99,14 @@ class OverlapBench:
                 on_step(done)
         self.schedules["auto"] = self.tuning.choice
 
-    def step(self, name: str, scheduler: Scheduler, tuning: Tuning | None = None) -> Passes:
+    def step(
+        self, name: str, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Passes:
         """One forward and backward pass under a schedule; leaves the gradients in place."""
         self._run_as(name)
         self.stack.zero_grad()
         x = self.x.clone().requires_grad_()
-        forward = self._timed(lambda: self.layers.run(x, scheduler, tuning))
+        forward = self._timed(lambda: self.layers.run(x, scheduler, tuning, context))
         backward = self._timed(lambda: self._output.backward(self.grad))
         self._x_grad = x.grad
         return forward, backward
@@ -197,13 +200,11 @@ class OverlapBench:
     def timeline(self, name: str) -> Timeline:
         """One measured step under a schedule, over all ranks."""
         spans: list[tuple[str, float, float]] = []
-        self.stack.spans = spans
         self.scheduler.take_records()
         self.scheduler.set_recording(True)
         dist.barrier(group=self.group)
-        self.step(name, self.scheduler)
+        self.step(name, self.scheduler, context=Context(spans))
         self.scheduler.set_recording(False)
-        self.stack.spans = None
         records = [
             (record.label.split(" (")[0], record.issued, record.finished)
             for record in self.scheduler.take_records()

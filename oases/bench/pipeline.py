@@ -19,15 +19,14 @@ from oases.bench.memory import measure_memory
 from oases.bench.stage_peers import PIPELINE_PEERS, TorchPipeline, parse_peers, stage_of_blocks
 from oases.bench.stages import timed_step
 from oases.errors import UsageError
-from oases.execution.calls import Calls
+from oases.execution.executor import Context
 from oases.launch.ranks import require_agreement
 from oases.models.timed import TimedBlock, TimedSeconds
 from oases.parallel import OverlappedStack
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
 from oases.parallel.pipeline import StageRun
-from oases.schedule import Recompute, ScheduleError
-from oases.schedule.pipeline import Pipeline, generate_pipeline
+from oases.schedule import Recompute, Schedule, ScheduleError, generate_pipeline
 from oases.simulator import simulate
 from oases.terminal import progress
 from oases.train.config import option, settings
@@ -54,7 +53,7 @@ class PipelineBenchConfig:
     iterations: int = option(5, "interleaved repetitions")
     peers: str = option("all", f"torch's own pipelines: {', '.join(PIPELINE_PEERS)}, all or none")
 
-    def chosen(self, stages: int) -> dict[str, Pipeline]:
+    def chosen(self, stages: int) -> dict[str, Schedule]:
         """The pipelines by name. UsageError where one cannot be, before any rank starts."""
         if not 0.1 <= self.forward_ms <= 10_000:
             raise UsageError(f"--forward-ms must be between 0.1 and 10000, got {self.forward_ms}")
@@ -97,7 +96,7 @@ class PipelineBenchConfig:
 class _Contestant:
     """One pipeline on this rank."""
 
-    def __init__(self, config: PipelineBenchConfig, pipeline: Pipeline, mesh: Mesh) -> None:
+    def __init__(self, config: PipelineBenchConfig, pipeline: Schedule, mesh: Mesh) -> None:
         self.config, self.pipeline, self.mesh = config, pipeline, mesh
         alone = mesh.tensor(1)
         again: Recompute = "full" if pipeline.recomputes(mesh.stage) else "none"
@@ -111,25 +110,23 @@ class _Contestant:
         self.seconds: list[float] = []
         self.busy: list[float] = []
 
-    def forward(self, part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Calls]:
+    def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
         """A micro-batch of one sample through a part; the last part's loss is a mean."""
         if x is None:
             x = torch.ones(1, self.config.sequence, self.config.hidden)
         stack = self._stacks[part // self.pipeline.num_stages]
-        y, calls = stack(x), stack.recent
-        return (y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y), calls
+        y: Tensor = stack(x, context=context)
+        return y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y
 
     def step(self) -> None:
         """One step, timed from when every rank has begun to when the slowest has ended."""
         spans: list[tuple[str, float, float]] = []
-        self.run.spans = spans
-        self.seconds.append(timed_step(lambda: self.run.run(self.forward)))
+        self.seconds.append(timed_step(lambda: self.run.run(self.forward, spans=spans)))
         self.busy.append(sum(end - begin for op, begin, end in spans if op[0] in "FRBW"))
 
     def peak_bytes(self) -> int:
         """Of one step, of what this rank allocates."""
         run: Callable[[], Tensor] = lambda: torch.stack(self.run.run(self.forward) or [torch.zeros(())])  # noqa: E731
-        self.run.spans = None
         return measure_memory(run, lambda _: None, torch.device("cpu")).peak
 
     def row(self, peak: int) -> dict[str, Any]:

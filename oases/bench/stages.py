@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oases.bench.memory import measure_memory
 from oases.bench.plans import timed_block
-from oases.execution.calls import Calls
+from oases.execution.executor import Context
 from oases.parallel.average import GradientAverage
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
@@ -55,15 +55,15 @@ class PlannedSteps:
             messages = Messages(pipeline, mesh, degrees, split=split)
         self._run = StageRun(pipeline, mesh.stage, messages)
 
-    def _forward(self, part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Calls]:
+    def _forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
         if x is None:
             x = self._x.clone().requires_grad_()
-        y, calls = self._stack.run(x, part // len(self.plan.stages))
-        return (y.mean() / self.plan.micro_batches if part == len(self.plan.parts) - 1 else y), calls
+        y = self._stack.run(x, part // len(self.plan.stages), context)
+        return y.mean() / self.plan.micro_batches if part == len(self.plan.parts) - 1 else y
 
-    def backward(self) -> list[Tensor]:
+    def backward(self, spans: list[tuple[str, float, float]] | None = None) -> list[Tensor]:
         """The passes of a step, gradients averaged; the losses on the last stage."""
-        return self._run.run(self._forward, self._average.overlapped())
+        return self._run.run(self._forward, self._average.overlapped(), spans=spans)
 
     def gradients(self) -> dict[str, Tensor]:
         """By the name in the whole model."""
@@ -72,9 +72,7 @@ class PlannedSteps:
     def step(self) -> None:
         """One step, timed from when every rank has begun to when the slowest has ended."""
         spans: list[tuple[str, float, float]] = []
-        self._run.spans = spans
-        self.seconds.append(timed_step(self.backward))
-        self._run.spans = None
+        self.seconds.append(timed_step(lambda: self.backward(spans)))
         self._busy.append(sum(end - begin for op, begin, end in spans if op[0] in "FRBW"))
         self._stack.zero_grad()
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from oases.planner.explain import Rival
 from oases.planner.throughput import Throughput, throughput
 from oases.plans.plan import Plan, Segment
+from oases.schedule.pipeline import name_of
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, count_text, rate_text, seconds_text
 
@@ -46,7 +47,7 @@ def _placed(plan: Plan, number: int) -> Iterator[tuple[int, Segment]]:
 
 def title(plan: Plan) -> str:
     """The model, the devices and how the batch is cut."""
-    stages = f"{len(plan.stages)} pipeline stages ({plan.pipeline}), " if len(plan.stages) > 1 else ""
+    stages = f"{len(plan.stages)} pipeline stages ({name_of(plan.pipeline)}), " if len(plan.stages) > 1 else ""
     micro = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
     return (
         f"{plan.model.name} ({count_text(plan.model.num_parameters)} parameters, {plan.model.dtype}) on "

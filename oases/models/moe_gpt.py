@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from oases.execution.calls import Calls
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, resolve
 from oases.models.gpt import Attention, Decoder, GPTConfig, in_order, plan_of_one_stage
 from oases.moe.layer import OverlappedMoE
@@ -22,8 +22,10 @@ from oases.moe.router import Gate
 from oases.moe.stack import ExpertStack
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import BlockMaker, PlannedStack
+from oases.parallel.reshard import reshard
 from oases.plans.check import check
 from oases.plans.plan import Experts, Plan, Segment
+from oases.schedule.experts import resolve_experts
 
 
 @dataclass(frozen=True)
@@ -75,22 +77,25 @@ class ExpertChain(PlannedStack):
         return range(first // 2, (first + segment.num_blocks) // 2)
 
     def _stack(self, blocks: list[nn.Module], first: int, segment: Segment, options: dict[str, Any]) -> nn.Module:
-        stack = ExpertStack(blocks, **{"recompute": segment.recomputed_layers > 0, **options})
+        if isinstance(options["schedule"], str):
+            again = options.get("recompute", segment.recomputed_layers > 0)
+            options = options | {"schedule": resolve_experts(options["schedule"], len(blocks), again)}
+        stack = ExpertStack(blocks, **options)
         # At home an expert has the gradient of the sum of the replicas' losses.
         stack.gradient_scale = 1 / self.mesh.replicas(segment.tp)
         return stack
 
-    def _recent(self, stack: Any) -> Calls:
-        return Calls()  # a pass of experts is whole
+    def run(self, x: Tensor, chunk: int, context: Context | None = None) -> Tensor:
+        """Through one of the parts that are run here; a pass of experts is whole, whatever the context asks."""
+        part = self.chunks[chunk]
+        degree = part.first_degree
+        for segment, stack in zip(part.segments, self._stacks[chunk], strict=True):
+            x = stack(reshard(x, degree, segment.tp, self.mesh))
+            degree = segment.tp
+        return x
 
-    @property
-    def calls(self) -> int:
-        """0: nothing here is drawn at random in a pass."""
-        return 0
-
-    @calls.setter
-    def calls(self, calls: int) -> None:
-        """Nothing depends on it."""
+    def at_call(self, number: int) -> None:
+        """Nothing here is drawn at random in a pass."""
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Parameters and the ranks that hold the same ones. Experts have no such ranks: each is on one."""

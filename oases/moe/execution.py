@@ -21,8 +21,7 @@ from oases.moe.layer import OverlappedMoE
 from oases.moe.recomputation import Pass, Setting
 from oases.moe.router import Routing
 from oases.moe.transfer import Transfer
-from oases.schedule.experts import ExpertSchedule
-from oases.schedule.ir import Op
+from oases.schedule import Op, Schedule
 
 
 class ExpertBlock(Protocol):
@@ -74,7 +73,7 @@ class ExpertExecution:
     def __init__(
         self,
         blocks: Sequence[ExpertBlock],
-        schedule: ExpertSchedule,
+        schedule: Schedule,
         group: ProcessGroup | None,
         x: Tensor,
         *,
@@ -85,7 +84,7 @@ class ExpertExecution:
     ) -> None:
         self._blocks, self._schedule, self._group = blocks, schedule, group
         self._differentiable, self._gradient_scale = differentiable, gradient_scale
-        self._recompute = schedule.recompute and differentiable
+        self._recompute = schedule.recompute == "full" and differentiable
         self._spans, self._clock = spans, clock
         layers = [block.experts for block in blocks]
         tokens = x.numel() // x.shape[-1]

@@ -19,7 +19,7 @@ from oases.moe.dispatch import RoutingError
 from oases.moe.execution import ExpertBlock, ExpertExecution
 from oases.moe.layer import OverlappedMoE
 from oases.moe.measure import mean_seconds, measured
-from oases.schedule.experts import ExpertSchedule, generate_experts
+from oases.schedule import Schedule, generate_experts
 
 
 class ExpertStack(HoldsGroup, nn.Module):
@@ -40,7 +40,7 @@ class ExpertStack(HoldsGroup, nn.Module):
         self,
         blocks: Iterable[nn.Module],
         *,
-        schedule: str | ExpertSchedule = "block_wise",
+        schedule: str | Schedule = "block_wise",
         recompute: bool = False,
     ) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ reduced in the backward pass of each micro-batch, and on the CPU FSDP2 waits for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from oases.execution.executor import Handlers, Step
 from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
 from oases.schedule import Op
 
@@ -150,33 +151,42 @@ class Unit:
 class Gathers:
     """Gathers the units of a stack's blocks for a list of ops, one ahead, and releases each after its last op.
 
-    units: by block, None for one that is not sharded; nothing where none is. halved: by block, whether its norm runs
-    with the op C of the block before.
+    units: by block, None for one that is not sharded. halved: by block, whether its norm runs with the op C of the
+    block before. put: called with a block whose weights have arrived in its modules.
     """
 
-    def __init__(self, units: Sequence[Unit | None], halved: Sequence[bool]) -> None:
-        self._units = units if any(units) else [None] * len(halved)
-        self._some = any(units)
-        self._halved = halved
+    def __init__(
+        self, units: Sequence[Unit | None], halved: Sequence[bool], put: Callable[[int], None] = lambda block: None
+    ) -> None:
+        self._units, self._halved, self._put = units, halved, put
         self._left = Counter[int]()
         self._order: list[int] = []
 
-    @property
-    def parameters(self) -> list[Mapping[str, nn.Parameter] | None]:
-        """By block, the whole parameters of its unit."""
-        return [None if unit is None else unit.parameters for unit in self._units]
+    def around(self, handlers: Handlers) -> Handlers:
+        """Handlers whose weights are gathered before, and released after, where they read any."""
 
-    def begin(self, ops: Iterable[Op]) -> None:
+        def surrounded(handler: Callable[[Step], None]) -> Callable[[Step], None]:
+            def run(step: Step) -> None:
+                self._before(step.op)
+                handler(step)
+                self._after(step.op)
+
+            return run
+
+        return {key: surrounded(handler) if key in _READERS else handler for key, handler in handlers.items()}
+
+    def begin(self, steps: Iterable[Step]) -> None:
         """Before a list: note which ops of it read what."""
-        reads = [block for op in ops for block in self._blocks(op)]
+        reads = [block for step in steps for block in self._blocks(step.op)]
         self._left, self._order = Counter(reads), list(dict.fromkeys(reads))
 
-    def before(self, op: Op) -> None:
-        """Have what an op reads, and start the gather of what is needed next."""
+    def _before(self, op: Op) -> None:
+        """Have the weights that an op reads, and start the gather of those needed next."""
         for block in self._blocks(op):
             unit = self._units[block]
             assert unit is not None
             unit.gather()
+            self._put(block)
             if block in self._order:
                 self._order.remove(block)
                 for following in self._order[:1]:
@@ -184,7 +194,7 @@ class Gathers:
                     assert ahead is not None
                     ahead.gather_ahead()
 
-    def after(self, op: Op) -> None:
+    def _after(self, op: Op) -> None:
         """Let go of what no later op reads."""
         for block in self._blocks(op):
             self._left[block] -= 1
@@ -201,7 +211,7 @@ class Gathers:
                 unit.release()
 
     def _blocks(self, op: Op) -> Iterator[int]:
-        if not self._some or op.kind not in _READERS:
+        if op.kind not in _READERS:
             return
         found = [op.block]
         following = op.block + 1

@@ -13,7 +13,7 @@ from oases.planner.predict import Predictor
 from oases.planner.refusal import NoPlanError, refusal
 from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch
-from oases.planner.space import ONLY_EARLIER, Setting, Space, settings
+from oases.planner.space import Setting, Space, only_earlier, settings
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
@@ -63,7 +63,7 @@ def rank_plans(
         if search.least_seconds() > PRUNED * best:
             break
         setting = search.setting
-        alike = setting.pipeline in ONLY_EARLIER and replace(setting, pipeline="one_f_one_b") in nothing_again
+        alike = only_earlier(setting.pipeline) and replace(setting, pipeline="one_f_one_b") in nothing_again
         candidates = [] if alike else list(search.candidates(PRUNED * best))
         for plan in candidates:
             found[replace(plan, prediction=None)] = plan

@@ -9,6 +9,7 @@ from oases.planner.choose import seconds_of
 from oases.planner.predict import Predictor
 from oases.planner.recomputation import num_layers, recomputing
 from oases.plans.plan import Plan, Stage
+from oases.schedule.pipeline import name_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _kind(plan: Plan, chosen: Plan) -> str:
     if len(plan.stages) != len(chosen.stages):
         return f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "no pipeline"
     if plan.pipeline != chosen.pipeline:
-        return f"pipeline {plan.pipeline}"
+        return f"pipeline {name_of(plan.pipeline)}"
     if plan.uniform_tp != chosen.uniform_tp:
         return f"tp {plan.uniform_tp} throughout" if plan.uniform_tp else "mixed degrees"
     if plan.micro_batches != chosen.micro_batches:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 from oases.errors import UsageError
 from oases.plans.plan import AUTO, Plan
-from oases.plans.shape import ModelShape
-from oases.schedule.pipeline import Pipeline, generate_pipeline
+from oases.plans.shape import Experts, ModelShape
+from oases.schedule import Schedule, is_text
+from oases.schedule.experts import resolve_experts
+from oases.schedule.pipeline import resolve_pipeline
 
 _ANY_NUMBER = ("gpipe",)
 """Pipelines that are what they are with fewer micro-batches than stages, too."""
@@ -16,14 +18,15 @@ TRAINABLE = ("float32", "bfloat16")
 """Types of weights and activations that runs train in; bfloat16 has masters in float32."""
 
 
-def pipeline_of(plan: Plan) -> Pipeline:
+def pipeline_of(plan: Plan) -> Schedule:
     """What the stages of a plan do in which order; it computes again early where any segment computes again.
 
     One stage is a pipeline of one, which has nothing to wait for: each forward pass is followed by its backward pass.
     """
     again = any(segment.recomputed_layers for stage in plan.stages for segment in stage.segments)
     stages = len(plan.stages)
-    return generate_pipeline(plan.pipeline if stages > 1 else "one_f_one_b", stages, plan.micro_batches, again)
+    name = plan.pipeline if stages > 1 or is_text(plan.pipeline) else "one_f_one_b"
+    return resolve_pipeline(name, stages, plan.micro_batches, again)
 
 
 def degrees_of(plan: Plan, stage: int) -> set[int]:
@@ -40,7 +43,7 @@ def check(plan: Plan) -> None:
         raise UsageError(
             f"plan: {stages} stages are more than the {plan.model.layers} layers of the model; give each at least one"
         )
-    if plan.micro_batches < stages and plan.pipeline not in _ANY_NUMBER:
+    if plan.micro_batches < stages and plan.pipeline not in _ANY_NUMBER and not is_text(plan.pipeline):
         raise UsageError(
             f"plan: {plan.pipeline} needs as many micro-batches as stages, got {plan.micro_batches} for {stages} "
             "stages; give more, or fewer stages"
@@ -62,7 +65,7 @@ def check(plan: Plan) -> None:
                 "the same"
             )
     if plan.experts is not None:
-        _check_experts(plan, plan.experts.experts)
+        _check_experts(plan, plan.experts)
 
 
 def require_trainable(model: ModelShape) -> None:
@@ -74,7 +77,8 @@ def require_trainable(model: ModelShape) -> None:
         )
 
 
-def _check_experts(plan: Plan, experts: int) -> None:
+def _check_experts(plan: Plan, given: Experts) -> None:
+    experts = given.experts
     if experts % plan.stage_ranks:
         fits = ", ".join(str(ranks) for ranks in range(1, experts + 1) if experts % ranks == 0)
         raise UsageError(
@@ -86,6 +90,13 @@ def _check_experts(plan: Plan, experts: int) -> None:
                 f"plan: part {part.number} cuts a layer in two, and a layer with experts runs as one; give segments "
                 "of an even number of blocks"
             )
+        for segment in part.segments:
+            made = resolve_experts(given.expert_schedule, segment.num_blocks // 2, segment.recomputed_layers > 0)
+            if given.placement != "none" and not made.copies:
+                raise UsageError(
+                    f"plan: its list of experts {made.name} moves none, and placement is {given.placement}; give "
+                    "placement none, or another list"
+                )
 
 
 def require_nested(degrees: Iterable[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from oases.schedule import WHOLE, Schedule, ScheduleError, generate, parse_schedule, sequence_parallel, validate
+from oases.schedule import WHOLE, Schedule, ScheduleError, from_text, generate, is_text, sequence_parallel
 
 AUTO = "auto"
 """As a segment's schedule: the fastest of several, chosen by measuring them on the first steps."""
@@ -13,21 +13,6 @@ AUTO = "auto"
 generated = lru_cache(maxsize=512)(generate)
 """As `generate`, remembered: a search asks for the same lists many times."""
 _cut_along_sequence = lru_cache(maxsize=64)(sequence_parallel)
-
-
-def is_text(schedule: str) -> bool:
-    """Whether a schedule is given by its text, in place of a name."""
-    return "\n" in schedule
-
-
-@lru_cache(maxsize=64)
-def read_schedule(text: str) -> Schedule:
-    """The list of a schedule's text, validated. ScheduleError for one that cannot run or has no backward pass."""
-    schedule = parse_schedule(text)
-    validate(schedule)
-    if not schedule.backward:
-        raise ScheduleError(f"schedule {schedule.name} has no backward pass, which training needs")
-    return schedule
 
 
 @dataclass(frozen=True)
@@ -50,14 +35,14 @@ class Segment:
     def parts(self) -> int:
         """Parts that its schedule cuts a batch's samples into."""
         if is_text(self.schedule):
-            made = read_schedule(self.schedule)
+            made = from_text(self.schedule, "block")
             return made.num_sub_batches if made.along == "batch" else 1
         return 1 if self.schedule in (AUTO, *WHOLE) else self.sub_batches
 
     @property
     def name(self) -> str:
         """The schedule's name with its sub-batches, e.g. "oases@2"."""
-        name = read_schedule(self.schedule).name if is_text(self.schedule) else self.schedule
+        name = from_text(self.schedule, "block").name if is_text(self.schedule) else self.schedule
         return f"{name}@{self.parts}" if self.parts > 1 else name
 
     def generated(self) -> Schedule:
@@ -65,7 +50,7 @@ class Segment:
         if self.schedule == AUTO:
             raise ScheduleError("schedule auto has no list before the first steps have chosen one; name a schedule")
         if is_text(self.schedule):
-            made = read_schedule(self.schedule)
+            made = from_text(self.schedule, "block")
             if made.num_blocks != self.num_blocks:
                 raise ScheduleError(
                     f"schedule {made.name} is for {made.num_blocks} blocks, its segment has {self.num_blocks}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from oases.errors import UsageError
+from oases.schedule import from_text, is_text
 
 BlockKind = Literal["attention", "mlp"]
 KINDS: tuple[BlockKind, BlockKind] = ("attention", "mlp")
@@ -170,7 +171,7 @@ class Experts:
     of an expert, 0 for 4 x hidden. shared_hidden: of an expert for every token, 0 for none. gate: of the router.
     balance_weight, z_weight: of its losses. bias_update_rate: 0 = no bias. capacity_factor: 0 = drops nothing.
     placement: the method that copies experts. expert_memory: bytes of one layer's copies on a rank, -1 = any number.
-    expert_schedule: the name of a list of `oases.schedule.experts`.
+    expert_schedule: the name of a list of `oases.schedule.experts`, or the text of one for a segment's layers.
     """
 
     experts: int
@@ -206,7 +207,8 @@ class Experts:
     @property
     def name(self) -> str:
         """The schedule's name."""
-        return self.expert_schedule
+        text = self.expert_schedule
+        return from_text(text, "experts").name if is_text(text) else text
 
     def layer_parameters(self, model: ModelShape) -> int:
         """Parameters of the experts of a layer, all ranks together."""

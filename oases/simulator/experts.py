@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from oases.schedule.experts import ExpertSchedule, started_by
-from oases.schedule.ir import Op
+from oases.schedule import Op, Schedule
 from oases.simulator.program import Compute, Instruction, Program, Start, Wait
 
 _LINK = "experts"
@@ -47,7 +46,7 @@ class ExpertSeconds:
         }[op.kind]  # fmt: skip
 
 
-def lower_experts(schedule: ExpertSchedule, blocks: Sequence[ExpertSeconds], behind: float = 0.0) -> Program:
+def lower_experts(schedule: Schedule, blocks: Sequence[ExpertSeconds], behind: float = 0.0) -> Program:
     """One step. blocks: of the experts, in order. behind: forward pass of the N behind the last of them.
 
     ValueError for a number of blocks that is not the schedule's.
@@ -58,7 +57,7 @@ def lower_experts(schedule: ExpertSchedule, blocks: Sequence[ExpertSeconds], beh
 
     def lowered(op: Op) -> Instruction:
         if op.kind == "wait":
-            return Wait(str(started_by(op)))
+            return Wait(str(schedule.starts[op.carried]))
         block = (*blocks, last)[op.block]
         if op.of == "BN":  # the gradients of what the block before sent
             block = blocks[op.block - 1]

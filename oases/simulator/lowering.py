@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
-from oases.schedule import Op, Pipeline, Schedule
-from oases.schedule.ir import STARTS
+from oases.schedule import Op, Schedule
+from oases.schedule.ops import STARTS
 from oases.simulator.cost import StackCosts
 from oases.simulator.program import Compute, Instruction, Receive, Send, Start, Wait
 
@@ -25,9 +24,8 @@ def lower(schedule: Schedule, costs: StackCosts, prefix: str = "") -> tuple[list
 class StagePasses:
     """What one stage of a pipeline does for a micro-batch, given its number: instructions of its passes.
 
-    recompute, weights: of ops R and W of their own. over: of an F of the second micro-batch with the first one's R
-    under it, if not one after the other. message_seconds: of an activation, or a gradient, on its way to the next
-    stage.
+    recompute, weights: of ops R and W of their own. message_seconds: of an activation, or a gradient, on its way to
+    the next stage.
     """
 
     forward: Callable[[int], Sequence[Instruction]]
@@ -35,7 +33,6 @@ class StagePasses:
     recompute: Callable[[int], Sequence[Instruction]] = lambda m: ()
     weights: Callable[[int], Sequence[Instruction]] = lambda m: ()
     message_seconds: float = 0.0
-    over: Callable[[int, int], Sequence[Instruction]] | None = None
 
     @staticmethod
     def by_kind(stage: int, seconds: Mapping[str, float]) -> StagePasses:
@@ -47,14 +44,13 @@ class StagePasses:
         return StagePasses(compute("F"), compute("B"), compute("R"), compute("W"), seconds.get("send", 0.0))
 
 
-def lower_pipeline(pipeline: Pipeline, stages: Sequence[StagePasses]) -> tuple[tuple[Instruction, ...], ...]:
+def lower_pipeline(pipeline: Schedule, stages: Sequence[StagePasses]) -> tuple[tuple[Instruction, ...], ...]:
     """Every stage's instructions. stages: the passes of each part of the model, in its order."""
     return tuple(tuple(_lower_stage(ops, stages)) for ops in pipeline.stages)
 
 
 def _lower_stage(ops: Sequence[Op], parts: Sequence[StagePasses]) -> Iterator[Instruction]:
-    under: Op | None = None  # an R that the next F runs over
-    for op, after in zip_longest(ops, ops[1:]):
+    for op in ops:
         passes = parts[op.block]
         does = {"F": passes.forward, "B": passes.backward, "R": passes.recompute, "W": passes.weights}
         if op.kind == "receive":
@@ -63,12 +59,6 @@ def _lower_stage(ops: Sequence[Op], parts: Sequence[StagePasses]) -> Iterator[In
         elif op.kind == "send":
             link = "to the next stage" if op.of == "F" else "to the stage before"
             yield Send(str(op.carried), passes.message_seconds, link)
-        elif op.kind == "R" and after is not None and after.kind == "F" and passes.over is not None:
-            under = op
-        elif under is not None:
-            assert passes.over is not None, "who told it apart"
-            yield from passes.over(under.sub_batch, op.sub_batch)
-            under = None
         else:
             yield from does[op.kind](op.sub_batch)
 

@@ -35,7 +35,6 @@ WIRE_DTYPES: dict[str, torch.dtype | None] = {"none": None, "bfloat16": torch.bf
 _KNOWN: dict[str, Iterable[str]] = {
     "wire_dtype": WIRE_DTYPES,
     "precision": PRECISIONS,
-    "pipeline_schedule": PIPELINES,
     "learning_rate_schedule": SCHEDULES,
     "save_error": ("warn", "stop"),
     "bad_loss": POLICIES,
@@ -73,7 +72,9 @@ class TrainConfig(ExpertOptions):
         default=Degrees(),
         metadata={"help": "replicas (data), stages (pipeline), ranks that share a layer (tensor; 0 = the rest)"},
     )
-    pipeline_schedule: str = option("one_f_one_b", f"order of passes on the stages: {', '.join(PIPELINES)}")
+    pipeline_schedule: str = option(
+        "one_f_one_b", f"order of passes on the stages: {', '.join(PIPELINES)}, or the path of one's text"
+    )
     micro_batches: int = option(1, "parts of a batch whose gradients are added up before a step")
     zero: bool = option(False, "spread the optimizer's state over the replicas")
     fsdp: bool = option(False, "spread weights and gradients over the replicas, too, by FSDP2; in place of zero")
@@ -130,6 +131,7 @@ class TrainConfig(ExpertOptions):
         require_types(self)
         super().__post_init__()
         require_known(self, _KNOWN)
+        require_known(self, {"pipeline_schedule": PIPELINES}, or_file=True)
         self.require_experts()
         for name in _AT_LEAST_1:
             if getattr(self, name) < 1:

@@ -10,6 +10,7 @@ from oases.models.moe_gpt import MoEGPTConfig
 from oases.moe.router import GATES
 from oases.moe.steps import METHODS
 from oases.plans.shape import Experts
+from oases.schedule import format_schedule, read_schedule
 from oases.schedule.experts import EXPERT_SCHEDULES
 from oases.train.sizes import ModelOptions, option, require_known
 
@@ -43,7 +44,8 @@ class ExpertOptions(ModelOptions):
     expert_memory: int = option(-1, "bytes that copies of one layer's experts may take on a rank; -1 = any number")
     expert_schedule: str = option(
         BY_PLACEMENT,
-        f"of what experts send: {', '.join(EXPERT_SCHEDULES)}; auto = block_wise, or plain where placement is none",
+        f"of what experts send: {', '.join(EXPERT_SCHEDULES)}, or a text's path; auto = block_wise, or plain where "
+        "placement is none",
     )
     record_loads: str | None = option(
         None, "file for every step's tokens by layer, expert and rank, to look at with oases loads"
@@ -76,8 +78,9 @@ class ExpertOptions(ModelOptions):
         """What a plan says of them; None without experts. UsageError, naming the field, for what cannot be."""
         if not self.experts:
             return None
-        values = {item.name: getattr(self, item.name) for item in fields(Experts)}
-        return Experts(**values | {"expert_schedule": self.generated})
+        values, name = {item.name: getattr(self, item.name) for item in fields(Experts)}, self.generated
+        text = name if name in EXPERT_SCHEDULES else format_schedule(read_schedule(name, "experts"))
+        return Experts(**values | {"expert_schedule": text})
 
     @property
     def flops_beside(self) -> float:
@@ -102,10 +105,8 @@ class ExpertOptions(ModelOptions):
         if self.experts == 0:
             self._require_none()
             return
-        require_known(
-            self,
-            {"gate": GATES, "placement": METHODS, "expert_schedule": (BY_PLACEMENT, *EXPERT_SCHEDULES)},
-        )
+        require_known(self, {"gate": GATES, "placement": METHODS})
+        require_known(self, {"expert_schedule": (BY_PLACEMENT, *EXPERT_SCHEDULES)}, or_file=True)
         assert self.planned_experts is not None  # or it says what cannot be
         for name, usual in _NOT_WITH_EXPERTS.items():
             if getattr(self, name, usual) != usual:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from oases.execution.clock import synchronize
 from oases.execution.group import ProcessGroup, group_size
-from oases.parallel.autotune import synchronize
 from oases.parallel.collectives import all_reduce
 from oases.plans.plan import Plan, Prediction
 from oases.simulator.peaks import peak_flops

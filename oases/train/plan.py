@@ -11,7 +11,7 @@ from oases.moe.assignment import homes
 from oases.plans.check import check
 from oases.plans.plan import AUTO, Plan, Segment, Stage, read_plan
 from oases.plans.shape import ModelShape
-from oases.schedule import GENERATORS, WHOLE, format_schedule, recomputed_layers
+from oases.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, read_schedule, recomputed_layers
 from oases.schedule.pipeline import chunks_of
 from oases.train.config import TrainConfig, require_bytes, require_fit
 from oases.train.data import Corpus
@@ -102,7 +102,11 @@ def by_hand(config: TrainConfig, ranks: int) -> Plan:
             f"a sequence of {config.sequence} cannot be cut over --tp {degrees.tensor}; leave out "
             "--sequence-parallel, or change --sequence"
         )
-    chunks = chunks_of(config.pipeline_schedule)
+    pipeline = config.pipeline_schedule
+    if pipeline not in PIPELINES:
+        stages, many = degrees.pipeline, config.micro_batches
+        pipeline = format_schedule(read_schedule(pipeline, "stage", num_stages=stages, num_sub_batches=many))
+    chunks = chunks_of(pipeline)
     num_parts = degrees.pipeline * chunks
     if num_parts > config.layers:
         each = f", each with {chunks} parts of the model," if chunks > 1 else ""
@@ -135,7 +139,7 @@ def by_hand(config: TrainConfig, ranks: int) -> Plan:
         stages=tuple(Stage(tuple(segments[stage :: degrees.pipeline])) for stage in range(degrees.pipeline)),
         zero=config.zero,
         fsdp=config.fsdp,
-        pipeline=config.pipeline_schedule,
+        pipeline=pipeline,
         experts=config.planned_experts,
     )
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig
-from oases.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, parse_schedule, validate
+from oases.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, read_schedule
 from oases.train.tokenizer import BYTES
 
 
@@ -92,21 +92,9 @@ class ModelOptions:
                 self.require_batch(sub_batches)
             schedule = generate(plain, num_blocks, sub_batches, recompute, layer_of)
         elif Path(name).is_file():
-            try:
-                schedule = parse_schedule(Path(name).read_text(encoding="utf-8"))
-            except UnicodeDecodeError as error:
-                raise UsageError(f"schedule file {name!r} is not UTF-8 text: {error.reason}") from error
-            if schedule.num_blocks != num_blocks:
-                whole = num_blocks == 2 * self.layers
-                raise UsageError(
-                    f"schedule file {name!r} is for {schedule.num_blocks} blocks; "
-                    + (f"{self.layers} layers have {num_blocks}" if whole else f"a part here has {num_blocks}")
-                )
+            schedule = read_schedule(name, "block", num_blocks=num_blocks)
             if schedule.along == "batch":
                 self.require_batch(schedule.num_sub_batches)
-            validate(schedule)
-            if not schedule.backward:
-                raise UsageError(f"schedule file {name!r} has no backward pass, which training needs")
         else:
             raise UsageError(
                 f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}, auto to choose by measuring, "
@@ -213,8 +201,10 @@ def require_types(config: Any) -> None:
             raise UsageError(fault)
 
 
-def require_known(config: Any, known: Mapping[str, Iterable[str]]) -> None:
-    """Raise UsageError unless each field named in `known` holds one of its values."""
+def require_known(config: Any, known: Mapping[str, Iterable[str]], *, or_file: bool = False) -> None:
+    """Raise UsageError unless each field named in `known` holds one of its values, or, with or_file, a path."""
     for name, among in known.items():
-        if getattr(config, name) not in among:
-            raise UsageError(f"unknown {name} {getattr(config, name)!r}; known are {', '.join(among)}")
+        value = getattr(config, name)
+        if value not in among and not (or_file and Path(value).is_file()):
+            more = "; or give the path of one's text" if or_file else ""
+            raise UsageError(f"unknown {name} {value!r}; known are {', '.join(among)}{more}")

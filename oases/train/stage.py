@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from oases.execution.calls import Calls
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, group_size
 from oases.models.gpt import Decoder
 from oases.parallel.average import GradientAverage
@@ -71,11 +71,11 @@ class TrainedStage:
     def _forward(self, batches: MicroBatches, over: int) -> Forward:
         """over: what losses are divided by."""
 
-        def forward(part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Calls]:
-            y, calls = self.model.run_part(part, x, *batches[micro_batch])
+        def forward(part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
+            y = self.model.run_part(part, x, *batches[micro_batch], context)
             if torch.is_grad_enabled():
                 self._note()
-            return (y / over if y.dim() == 0 else y), calls
+            return y / over if y.dim() == 0 else y
 
         return forward
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from oases.execution.executor import Step
 from oases.execution.group import scheduler_of
 from oases.models.gpt import GPT, GPTConfig
 from oases.parallel.fsdp import Gathers
@@ -39,12 +40,13 @@ class Note:
 def notes_of(schedule, halved=False):
     notes = []
     gathers = Gathers([Note(block, notes) for block in range(BLOCKS)], [halved] * BLOCKS)
+    keys = {Step(op, "").key for op in schedule}
+    handlers = gathers.around(dict.fromkeys(keys, lambda step: notes.append(step.text)))
     for ops in (schedule.forward, schedule.backward):
-        gathers.begin(ops)
-        for op in ops:
-            gathers.before(op)
-            notes.append(str(op))
-            gathers.after(op)
+        steps = [Step(op, "") for op in ops]
+        gathers.begin(steps)
+        for step in steps:
+            handlers[step.key](step)
     return [note for note in notes if "all" not in note and "wait" not in note and "scatter" not in note]
 
 
@@ -72,9 +74,15 @@ def test_each_pass_gathers_each_block_once(name, again, along):
 def test_after_a_failure_nothing_stays_whole():
     notes = []
     units = [Note(block, notes) for block in range(BLOCKS)]
-    gathers, ops = Gathers(units, [False] * BLOCKS), generate("oases", BLOCKS, 2).forward
-    gathers.begin(ops)
-    gathers.before(ops[0])
+    gathers, steps = Gathers(units, [False] * BLOCKS), [Step(op, "") for op in generate("oases", BLOCKS, 2).forward]
+    gathers.begin(steps)
+
+    def fail(step):
+        assert units[0].whole
+        raise ValueError
+
+    with pytest.raises(ValueError, match=r"^$"):
+        gathers.around({"F": fail})["F"](steps[0])
     assert units[0].whole
     gathers.forget()
     assert not any(unit.whole for unit in units)
@@ -113,8 +121,8 @@ def check_one_step():
     assert not any(name.endswith("sharded gradients") for name in counts(mesh.data(1))), "earlier micro-batches send"
     gathered = counts(mesh.weights(1))
     started = []
-    first = model.stack.segments[0].units[0]
-    last = model.stack.segments[0].units[-1]
+    first = model.stack.segments[0]._units[0]
+    last = model.stack.segments[0]._units[-1]
     first.parameters["up.weight" if "up.weight" in first.parameters else "qkv.weight"].register_hook(
         lambda _: started.append(([bucket.sent is not None for bucket in average._buckets], in_memory(last)))
     )
@@ -128,7 +136,7 @@ def check_one_step():
     assert not any(started[0][1]), "its weights are freed by then"
     now = counts(mesh.weights(1))
     assert all(now[f"block {b}, gathered weights"] == gathered[f"block {b}, gathered weights"] + 2 for b in range(4))
-    for unit in [model.ends, *model.stack.segments[0].units]:
+    for unit in [model.ends, *model.stack.segments[0]._units]:
         assert not any(in_memory(unit))
         assert all(parameter.grad is None for parameter in unit.parameters.values())
         assert all(shard.grad is not None for shard in unit.shards.values())

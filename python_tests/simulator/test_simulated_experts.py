@@ -2,7 +2,7 @@
 
 import pytest
 
-from oases.schedule.experts import generate_experts
+from oases.schedule import generate_experts
 from oases.simulator.engine import run
 from oases.simulator.experts import ExpertSeconds, lower_experts
 
