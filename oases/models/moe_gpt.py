@@ -152,6 +152,13 @@ class MoEGPT(Decoder):
         """The mixtures of experts, from the first layer's on."""
         return [cast(MoEBlock, block).experts for block in self.stack.blocks]
 
+    def layers_of(self, part: int) -> dict[int, OverlappedMoE]:
+        """Those of a part of the model that is run here, by their numbers."""
+        chunk = self.stack.chunks[part // self.mesh.num_stages]
+        first, blocks = chunk.first_block, sum(segment.num_blocks for segment in chunk.segments)
+        numbers = range(first // 2, (first + blocks) // 2)
+        return {number: cast(MoEBlock, self.stack.blocks[number]).experts for number in numbers}
+
     def settle(self) -> None:
         """Move the routers' biases by the demand since they were last moved, as the next pass would. All ranks.
 

@@ -34,7 +34,7 @@ class TrainedStage:
     """
 
     def __init__(
-        self, model: Decoder, plan: Plan, mesh: Mesh, group: ProcessGroup | None, note: Callable[[], None]
+        self, model: Decoder, plan: Plan, mesh: Mesh, group: ProcessGroup | None, note: Callable[[int], None]
     ) -> None:
         self.model, self.mesh, self.group, self._note = model, mesh, group, note
         pipeline = pipeline_of(plan)
@@ -74,7 +74,7 @@ class TrainedStage:
         def forward(part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
             y = self.model.run_part(part, x, *batches[micro_batch], context)
             if torch.is_grad_enabled():
-                self._note()
+                self._note(part)
             return y / over if y.dim() == 0 else y
 
         return forward

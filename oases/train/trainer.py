@@ -96,7 +96,8 @@ class Trainer:
         if self.resumed is not None:
             self._go_on(self.resumed)
         if isinstance(self.model, MoEGPT):
-            self.balance = Balance(self.model.layers, config.record_loads, self.steps_done)
+            stages = self.mesh.num_stages
+            self.balance = Balance(self.group, stages, config.record_loads, self.steps_done)
 
     def _go_on(self, path: Path) -> None:
         record = load(path, self.model, self.optimizer, self.sizes, self.group, verify=False)
@@ -195,9 +196,9 @@ class Trainer:
         self.model.at_call(step * len(batches))
         return self.stage.backward(batches, self.average)
 
-    def _note(self) -> None:
-        if self.balance is not None:
-            self.balance.note()
+    def _note(self, part: int) -> None:
+        if self.balance is not None and isinstance(self.model, MoEGPT):
+            self.balance.note(self.model.layers_of(part))
 
     def _micro_batches(self, split: str, step: int) -> MicroBatches:
         """This rank's inputs and targets of a batch that is the same for every plan, in parts that run one by one."""

@@ -80,6 +80,25 @@ def test_four_ranks_train_like_one(four_ranks, corpus, alone, changes):
     same(four_ranks.run(trained_with, corpus, changes), alone)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {"degrees": {"pipeline": 2, "tensor": 1}, "micro_batches": 2}),
+        (2, {"degrees": {"pipeline": 2, "data": 1, "tensor": 1}, "micro_batches": 4, "pipeline_schedule": "zb_h1"}),
+        (4, {"degrees": {"pipeline": 2, "data": 2}, "micro_batches": 2, "recompute": "full"}),
+        (4, {"degrees": {"pipeline": 2, "tensor": 2}, "micro_batches": 2, "pipeline_schedule": "pre_recompute",
+             "recompute": "full", "zero": False}),
+        (4, {"degrees": {"pipeline": 2, "data": 2}, "micro_batches": 4, "placement": "none", "layers": 4,
+             "pipeline_schedule": "interleaved"}),
+    ],
+)  # fmt: skip
+def test_experts_on_pipeline_stages_train_like_one_process(two_ranks, four_ranks, corpus, alone, ranks, changes):
+    expected = trained(corpus, layers=changes["layers"]) if "layers" in changes else alone
+    results = (two_ranks if ranks == 2 else four_ranks).run(trained_with, corpus, changes)
+    same(results, expected)
+    assert all(result["balance"] == results[0]["balance"] for result in results)
+
+
 def test_micro_batches_and_their_losses_add_up(corpus):
     weights = {"balance_weight": 0.0, "z_weight": 1e-3, "steps": 4}
     same([trained(corpus, micro_batches=4, **weights)], trained(corpus, **weights))
