@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
+from oases.errors import UsageError
 from oases.planner.ends import embedding, exposed, head
 from oases.planner.memory import embedding_segment, stage_parameters, stage_state_bytes
 from oases.planner.pieces import OPTIMIZER, SENT, PartPieces, Piece, StagePieces
@@ -107,6 +108,10 @@ class StageModel:
         self, plan: Plan, number: int, hardware: Hardware, lowered: Callable[..., Lowered], *, with_ends: bool = True,
         told_apart: bool = True,
     ) -> None:  # fmt: skip
+        if plan.experts is not None:
+            raise UsageError(
+                f"plan: it has {plan.experts.experts} experts, and only dense models are predicted; leave out experts"
+            )
         self.plan = plan
         self.number = number
         self.hardware = hardware

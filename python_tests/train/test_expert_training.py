@@ -12,7 +12,10 @@ import torch
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 from oases.moe.traces import replay
+from oases.plans.check import check
+from oases.plans.plan import Experts, Plan, Segment, Stage
 from oases.train.checkpoint.export import export
+from oases.train.config import config_for
 from oases.train.plan import Run, by_hand, degrees_over, ranks_of
 from oases.train.sizes import Degrees
 
@@ -107,6 +110,50 @@ def test_micro_batches_and_their_losses_add_up(corpus):
 def test_bfloat16_trains(two_ranks, corpus, alone):
     for result in two_ranks.run(trained_with, corpus, {"precision": "bfloat16", "placement": "prophet"}):
         assert result["losses"] == pytest.approx(alone["losses"], rel=0.05)
+
+
+def trained_by_a_plan(corpus, text, folder):
+    """By a plan of two stages: all steps, then the second half again, from the checkpoint after the first."""
+    plan, curves = Plan.from_json(text), []
+    values = {name: getattr(CONFIG, name) for name in ("steps", "warmup", "validation_batches", "learning_rate")}
+    values |= {"data": corpus, "checkpoint": f"{folder}/run", "record_loads": f"{folder}/trace"}
+    for given in ({"checkpoint_every": 5}, {"resume": f"{folder}/run/step-000005", "checkpoint": None}):
+        trainer = Trainer(config_for(plan, values | given), plan=plan)
+        curves.append(trainer.train()["losses"])
+        trainer.close()
+    return curves
+
+
+def test_a_plan_with_experts_is_a_file_that_trains_and_resumes(two_ranks, corpus, alone, tmp_path):
+    asked = dataclasses.replace(CONFIG, degrees={"pipeline": 2, "tensor": 1}, micro_batches=2, placement="none")
+    text = Run.of(asked, 2).plan.to_json()
+    assert Plan.from_json(text).experts.experts == 4
+    assert "4 experts" in Plan.from_json(text).text()
+    for whole, rest in two_ranks.run(trained_by_a_plan, corpus, text, str(tmp_path)):
+        assert whole == pytest.approx(alone["losses"], rel=1e-4)
+        assert rest == whole[5:]  # to the bit
+    assert [(step, layer) for step, layer, _ in replay(tmp_path / "trace")] == [
+        (s, n) for s in range(10) for n in (0, 1)
+    ]
+    with pytest.raises(UsageError, match="plan: experts is 4 there and 0 here"):
+        Trainer(
+            TrainConfig(
+                **{name: getattr(CONFIG, name) for name in ("hidden", "layers", "heads", "sequence")}, batch=8
+            ),
+            plan=Plan.from_json(text),
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"experts": Experts(3, top_k=2)}, "3 experts do not divide over 2 devices; numbers that divide: 1, 3"),
+        ({"stages": (Stage((Segment(1, 1, "sync", 1), Segment(3, 1, "sync", 1))),)}, "part 0 cuts a layer in two"),
+    ],
+)
+def test_plans_of_experts_that_cannot_be_run_are_refused(changes, told):
+    with pytest.raises(UsageError, match=told):
+        check(dataclasses.replace(Run.of(CONFIG, 2).plan, **changes))
 
 
 # --- checkpoints ---
