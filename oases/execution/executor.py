@@ -61,6 +61,10 @@ class Program:
         """The blocks of whose gradients an op makes some."""
         raise NotImplementedError
 
+    def reads(self, op: Op) -> Iterable[int]:
+        """The blocks whose parameters an op reads."""
+        raise NotImplementedError
+
     def ends_of(self, backward: Sequence[Step]) -> list[int]:
         """By block, where in a backward pass its gradients are whole, the collective that follows started."""
         ends = [0] * self.schedule.num_blocks

@@ -101,5 +101,7 @@ class BlockParameters:
         self.put(self.parameters)
 
     def whole(self, by_name: Mapping[str, nn.Parameter] | None) -> list[Tensor]:
-        """The parameters, or where they are sharded the whole ones of these names."""
-        return self.parameters if by_name is None else [by_name[name] for name in self.names]
+        """The parameters, of those that are sharded the whole ones, which have these names."""
+        if by_name is None:
+            return self.parameters
+        return [by_name.get(name, own) for name, own in zip(self.names, self.parameters, strict=True)]

@@ -7,14 +7,13 @@ and t.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, resolve
 from oases.models.gpt import Attention, Decoder, GPTConfig, in_order, plan_of_one_stage
 from oases.moe.layer import OverlappedMoE
@@ -22,7 +21,6 @@ from oases.moe.router import Gate
 from oases.moe.stack import ExpertStack
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import BlockMaker, PlannedStack
-from oases.parallel.reshard import reshard
 from oases.plans.check import check
 from oases.plans.plan import Experts, Plan, Segment
 from oases.schedule.experts import resolve_experts
@@ -80,32 +78,14 @@ class ExpertChain(PlannedStack):
         if isinstance(options["schedule"], str):
             again = options.get("recompute", segment.recomputed_layers > 0)
             options = options | {"schedule": resolve_experts(options["schedule"], len(blocks), again)}
-        stack = ExpertStack(blocks, **options)
         # At home an expert has the gradient of the sum of the replicas' losses.
-        stack.gradient_scale = 1 / self.mesh.replicas(segment.tp)
-        return stack
+        return ExpertStack(blocks, gradient_scale=1 / self.mesh.replicas(segment.tp), **options)
 
-    def run(self, x: Tensor, chunk: int, context: Context | None = None) -> Tensor:
-        """Through one of the parts that are run here; a pass of experts is whole, whatever the context asks."""
-        part = self.chunks[chunk]
-        degree = part.first_degree
-        for segment, stack in zip(part.segments, self._stacks[chunk], strict=True):
-            x = stack(reshard(x, degree, segment.tp, self.mesh))
-            degree = segment.tp
-        return x
+    def _unshared(self, block: Any) -> list[nn.Parameter]:
+        return list(block.experts.experts.parameters())
 
     def at_call(self, number: int) -> None:
         """Nothing here is drawn at random in a pass."""
-
-    def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
-        """Parameters and the ranks that hold the same ones. Experts have no such ranks: each is on one."""
-        for segment, stack in self._placed():
-            for block in stack.blocks:
-                experts = list(block.experts.experts.parameters())
-                spread = {id(parameter) for parameter in experts}
-                others = [parameter for parameter in block.parameters() if id(parameter) not in spread]
-                yield others, self.mesh.data(segment.tp)
-                yield experts, None
 
 
 class MoEGPT(Decoder):

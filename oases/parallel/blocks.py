@@ -27,6 +27,9 @@ from oases.parallel.sub_batches import SubBatches
 from oases.schedule import Op, Schedule
 
 _NO_CHANGE = nullcontext()
+_OF_NEXT = ("C", "RC", "B", "BC")
+"""Ops that run the next block's norm, or its backward pass, where the block is halved at the gather."""
+_READERS = ("F", "R", *_OF_NEXT)
 
 
 class BlockProgram(Program):
@@ -48,6 +51,14 @@ class BlockProgram(Program):
             (op.block, op.sub_batch) for op in schedule if op.of == "R" and op.kind != "wait"
         )
         super().__init__(schedule, label, layer_of)
+
+    def reads(self, op: Op) -> Sequence[int]:
+        """Its own block, and the next one's where its norm runs with this op."""
+        if op.kind not in _READERS:
+            return ()
+        above = op.block + 1
+        both = op.kind in _OF_NEXT and above < len(self.halved) and self.halved[above]
+        return (op.block, above) if both else (op.block,)
 
     def makes_gradients(self, op: Op) -> Sequence[int]:
         """Those of its own block, and those of a norm in front of the gather."""
@@ -112,6 +123,7 @@ class Blocks:
         self._left_out: list[Place] = []
         for s, part in enumerate(cut.split(x.detach())):
             self._h[0, s], self._x[0, s] = part, cut.tokens.part(part)
+        randomness.begin()
 
     def handlers(self) -> dict[str, Callable[[Step], None]]:
         """The work of each op, by `Step.key`, for an Executor."""

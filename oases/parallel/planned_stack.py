@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -37,6 +38,14 @@ class Blocks(nn.Module):
         return len(self._modules)
 
 
+class _Placed(NamedTuple):
+    """A segment, its modules' numbers in the model, and what runs it."""
+
+    segment: Segment
+    numbers: range
+    stack: Any
+
+
 class PlannedStack(nn.Module):
     """The blocks that one stage of a plan has, each segment an `OverlappedStack` on as many samples as it has there.
 
@@ -55,16 +64,16 @@ class PlannedStack(nn.Module):
         self.mesh = mesh
         made: dict[int, nn.Module] = {}
         # In plain lists, so that the names of parameters tell nothing of the plan: any other reads the checkpoint.
-        self._stacks: list[list[Any]] = []
+        self._placed: list[list[_Placed]] = []
         for part in self.chunks:
-            stacks, first = [], part.first_block
+            self._placed.append([])
+            first = part.first_block
             for segment in part.segments:
-                numbers = self._numbers(first, segment)
-                group = mesh.tensor(segment.tp)
+                numbers, group = self._numbers(first, segment), mesh.tensor(segment.tp)
                 made |= {number: blocks(number, group) for number in numbers}
-                stacks.append(self._stack([made[number] for number in numbers], numbers[0], segment, stack_options))
+                stack = self._stack([made[number] for number in numbers], first, segment, stack_options)
+                self._placed[-1].append(_Placed(segment, numbers, stack))
                 first += segment.num_blocks
-            self._stacks.append(stacks)
         self.blocks = Blocks(made)
 
     def _numbers(self, first: int, segment: Segment) -> range:
@@ -91,12 +100,7 @@ class PlannedStack(nn.Module):
     @property
     def segments(self) -> list[Any]:
         """The stacks of all segments."""
-        return [stack for stacks in self._stacks for stack in stacks]
-
-    def _placed(self) -> Iterator[tuple[Segment, Any]]:
-        """Each segment and what runs it."""
-        for part, stacks in zip(self.chunks, self._stacks, strict=True):
-            yield from zip(part.segments, stacks, strict=True)
+        return [placed.stack for chunk in self._placed for placed in chunk]
 
     def forward(self, x: Tensor) -> Tensor:
         """[samples at the first degree, ...] -> [samples at the last degree, ...], through all that is here."""
@@ -108,7 +112,7 @@ class PlannedStack(nn.Module):
         """Through one of the parts that are run here. context: that of its stacks' calls."""
         part = self.chunks[chunk]
         degree = part.first_degree
-        for segment, stack in zip(part.segments, self._stacks[chunk], strict=True):
+        for segment, _, stack in self._placed[chunk]:
             x = stack(reshard(x, degree, segment.tp, self.mesh), context=context)
             degree = segment.tp
         return x
@@ -123,20 +127,33 @@ class PlannedStack(nn.Module):
         for stack in self.segments:
             stack.at_call(number)
 
+    def _unshared(self, block: nn.Module) -> list[nn.Parameter]:
+        """Parameters of a block that this rank holds alone."""
+        return []
+
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
-        """Each segment's parameters and the ranks that hold the same ones."""
-        for segment, stack in self._placed():
-            yield list(stack.parameters()), self.mesh.data(segment.tp)
+        """Parameters and the ranks that hold the same ones, block by block."""
+        for segment, numbers, _ in itertools.chain.from_iterable(self._placed):
+            for number in numbers:
+                unshared = self._unshared(self.blocks[number])
+                apart = set(unshared)
+                yield (
+                    [each for each in self.blocks[number].parameters() if each not in apart],
+                    self.mesh.data(segment.tp),
+                )
+                if unshared:
+                    yield unshared, None
 
     def shard_weights(self) -> list[Unit]:
         """Have the ranks of `parts` hold a shard of every weight; a unit for each block that has replicas."""
         found: list[Unit] = []
-        for segment, stack in self._placed():
+        for segment, numbers, stack in itertools.chain.from_iterable(self._placed):
             group, gathering = self.mesh.data(segment.tp), self.mesh.weights(segment.tp)
             if group is not None and gathering is not None and group_size(group) > 1:
+                blocks = {number: self.blocks[number] for number in numbers}
                 units = [
-                    Unit(block, group, gathering, f"block {number}")
-                    for number, block in enumerate(stack.blocks, start=stack.first_block)
+                    Unit(block, group, gathering, f"block {number}", others=self._unshared(block))
+                    for number, block in blocks.items()
                 ]
                 stack.shard(units)
                 found += units

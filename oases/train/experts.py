@@ -16,10 +16,7 @@ from oases.train.sizes import ModelOptions, option, require_known
 
 BY_PLACEMENT = "auto"
 """As a schedule of experts: the one that fits the placement."""
-_NOT_WITH_EXPERTS: dict[str, Any] = {
-    "fsdp": False, "sequence_parallel": False, "compile": "none", "schedule": "oases",
-    "wire_dtype": "none",
-}  # fmt: skip
+_NOT_WITH_EXPERTS: dict[str, Any] = {"sequence_parallel": False, "schedule": "oases", "wire_dtype": "none"}
 """Options that a mixture of experts must leave as they are."""
 
 

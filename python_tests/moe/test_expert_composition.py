@@ -53,7 +53,7 @@ def check_stages(name, placement, recompute):
     run = StageRun(pipeline, mesh.stage, messages)
 
     def forward(part, m, x, context):
-        y = stack(sample(m, rank, ranks) if x is None else x)
+        y = stack(sample(m, rank, ranks) if x is None else x, context=context)
         return y.square().mean() / MICRO_BATCHES if part == STAGES - 1 else y
 
     own = {id(p) for block in blocks for p in block.experts.experts.parameters()}
