@@ -30,9 +30,10 @@ from oases.profile.groups import Probe
 from oases.profile.links import LinkBench
 from oases.schedule import ScheduleError
 from oases.schedule.pipeline import chunks_of, generate_pipeline
+from oases.simulator.engine import run
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
-from oases.simulator.sharing import replicated, run_shared
+from oases.simulator.program import replicated
 from oases.simulator.timeline import Timeline
 from oases.terminal import progress
 from oases.train.config import option, settings
@@ -184,7 +185,7 @@ def predicted(plan: Plan, predictor: Predictor, tensor_across: bool) -> Timeline
     program, shared = predictor.program(plan, every_op=True), {"cluster"} if tensor_across else set[str]()
     if tensor_across:
         program = replicated(program, plan.stage_ranks // plan.stages[0].segments[0].tp, shared)
-    return replace(run_shared(program, shared), who="stage")
+    return replace(run(program, shared), who="stage")
 
 
 def run_nodes_bench(config: NodesBenchConfig, nodes: int, show_progress: bool) -> dict[str, Any]:
@@ -251,7 +252,7 @@ def measured_axes(
     """The emulated device behind the links of each axis, measured by the axis' own groups at once.
 
     Where tensor parallelism goes over the link of the nodes, by those of one stage, of which each then gets its part
-    of the link: `run_shared` lets stages and replicas share all of it.
+    of the link: `run` lets stages and replicas share all of it.
     """
     model, tensor, data = config.model(), mesh.tensor(config.tensor), mesh.data(config.tensor)
     bench = LinkBench(ProfileConfig(hidden=config.hidden, heads=1, sequence=config.sequence, batch=config.samples))

@@ -16,9 +16,8 @@ from oases.plans.shape import ModelShape
 from oases.schedule import Schedule
 from oases.simulator import simulate
 from oases.simulator.drawing import draw_timelines
-from oases.simulator.hardware import Hardware
+from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.page import Section, write_page
-from oases.simulator.stack import stack_costs
 from oases.simulator.timeline import Timeline
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Protocol
@@ -44,6 +44,9 @@ class Gathering(Protocol):
 
     def begin(self, steps: Iterable[Step]) -> None:
         """Before a list."""
+
+    def sharded(self, block: int) -> Collection[str]:
+        """The names of a block's parameters that lie in shards."""
 
     def forget(self) -> None:
         """After a failure: free all that is whole."""
@@ -127,16 +130,17 @@ class Call:
     @contextmanager
     def _stand_ins(self, blocks: Iterable[int]) -> Iterator[None]:
         """Have the stand-ins stand in the modules of these blocks."""
-        if not self._differentiable or self._gathering is not None:  # which puts them where weights arrive
+        if not self._differentiable:
             yield
             return
+        gathering = self._gathering
         try:
-            for block in blocks:
+            for block in blocks if gathering is None else ():  # else they are put where weights arrive
                 _put(self._parameters, self._work.leaves, block)
             yield
         finally:
-            for block in blocks:
-                self._parameters[block].put_back()
+            for block in blocks if gathering is None else range(self.num_blocks):
+                self._parameters[block].put_back(() if gathering is None else gathering.sharded(block))
 
     def _forget(self) -> None:
         """After a failure: let go of every tensor."""

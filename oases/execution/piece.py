@@ -9,7 +9,7 @@ fire once per step in the outer graph, and not once per sub-batch in here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -96,9 +96,11 @@ class BlockParameters:
         for held, key, number in self._places:
             held[key] = tensors[number]  # type: ignore[assignment]
 
-    def put_back(self) -> None:
-        """Have the parameters stand in their places again."""
-        self.put(self.parameters)
+    def put_back(self, others: Collection[str] = ()) -> None:
+        """Have the parameters stand in their places again. others: names of those that somebody else puts back."""
+        for held, key, number in self._places:
+            if not others or self.names[number] not in others:
+                held[key] = self.parameters[number]  # type: ignore[assignment]
 
     def whole(self, by_name: Mapping[str, nn.Parameter] | None) -> list[Tensor]:
         """The parameters, of those that are sharded the whole ones, which have these names."""

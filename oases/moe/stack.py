@@ -23,7 +23,7 @@ from oases.moe.layer import OverlappedMoE
 from oases.moe.measure import mean_seconds, measured
 from oases.parallel.call import leaves_of
 from oases.parallel.fsdp import Unit
-from oases.schedule import Schedule, generate_experts
+from oases.schedule import Schedule, generate_experts, validate
 
 _numbers = itertools.count()
 
@@ -65,6 +65,7 @@ class ExpertStack(HoldsGroup, nn.Module):
             raise UsageError("ExpertStack: its blocks spread their experts over different groups; give all the same")
         if isinstance(schedule, str):
             schedule = generate_experts(schedule, len(self.blocks), recompute)
+        validate(schedule, "experts")
         if schedule.num_blocks != len(self.blocks):
             raise UsageError(
                 f"ExpertStack: schedule {schedule.name} is for {schedule.num_blocks} blocks, and there are "

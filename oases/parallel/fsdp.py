@@ -181,6 +181,10 @@ class Gathers:
         reads = [block for step in steps for block in self._reads(step.op)]
         self._left, self._order = Counter(reads), list(dict.fromkeys(reads))
 
+    def sharded(self, block: int) -> Collection[str]:
+        """The names of a block's parameters that lie in shards."""
+        return self._units[block].names
+
     def forget(self) -> None:
         """After a failure: free what is whole."""
         self._left.clear()

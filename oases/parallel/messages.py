@@ -99,7 +99,7 @@ class Messages:
                 f"a pipeline of {pipeline.num_stages} stages with {pipeline.chunks} parts each was given a mesh of "
                 f"{mesh.num_stages} stages and {len(degrees)} degrees; give those of its plan"
             )
-        validate(pipeline)
+        validate(pipeline, "stage")
         self._mesh, self._split = mesh, split
         self.waiting_for = ""
         """The message that this rank waits for, "" while it does not."""

@@ -182,7 +182,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self._by_tokens: dict[int, Schedule] = {}  # by the id of the schedule
         self._whole: dict[int, Schedule] = {}
         if isinstance(schedule, Schedule):
-            validate(schedule)
+            validate(schedule, "block")
             if schedule.num_blocks != len(self.blocks):
                 raise ValueError(
                     f"schedule '{schedule.name}' is for {schedule.num_blocks} blocks, the stack has "

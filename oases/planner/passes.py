@@ -20,10 +20,9 @@ from oases.plans.plan import BUCKET_BYTES, Part, Plan, Segment
 from oases.plans.shape import GRADIENT_BYTES, ModelShape
 from oases.schedule import Op
 from oases.schedule.pipeline import read_stage
-from oases.simulator.hardware import Hardware
+from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.lowering import StagePasses, lower
 from oases.simulator.program import Compute, Contention, Instruction, Start, Wait
-from oases.simulator.stack import stack_costs
 
 _ADAM_BYTES = 28
 """Moved per fp32 parameter by the optimizer: reads weight, gradient and two moments, writes all but the gradient."""
@@ -70,17 +69,14 @@ class Lowered:
         schedule = segment.generated()
         kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
         costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule)
-        forward, backward = lower(schedule, costs, prefix)
-        ahead = 1 if costs.overhead[1] else 0
-        ops: list[Op | None] = [None] * len(backward)
-        ops[ahead : ahead + len(schedule.backward)] = schedule.backward
-        tagged = tuple(zip(backward, ops, strict=True))
-        put_off = [weights_apart and op is not None and op.kind == "W" for op in ops]
-        rest, weights = (
-            tuple(each for each, late in zip(tagged, put_off, strict=True) if late == wanted)
-            for wanted in (False, True)
-        )
-        return Lowered(tuple(forward), rest, weights)
+        (steps,) = lower(schedule, costs, prefix)
+        forward = tuple(step.instruction for step in steps if not step.backward)
+        rest: list[tuple[Instruction, Op | None]] = []
+        weights: list[tuple[Instruction, Op | None]] = []
+        for step in steps[len(forward) :]:
+            late = weights_apart and step.op is not None and step.op.kind == "W"
+            (weights if late else rest).append((step.instruction, step.op))
+        return Lowered(forward, tuple(rest), tuple(weights))
 
     @cached_property
     def recompute(self) -> tuple[Instruction, ...]:

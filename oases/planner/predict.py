@@ -13,7 +13,7 @@ from oases.plans.plan import Plan, Prediction
 from oases.schedule.pipeline import resolve_pipeline
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware
-from oases.simulator.lowering import lower_pipeline
+from oases.simulator.lowering import lower
 from oases.simulator.program import Program
 from oases.simulator.timeline import Timeline
 
@@ -97,10 +97,13 @@ class Predictor:
             )
             for part in plan.parts
         ]
-        ranks = lower_pipeline(pipeline, passes)
+        ranks = lower(pipeline, passes)
         return Program(
             plan.text(),
-            tuple((*rank, *stage.finish()) for rank, stage in zip(ranks, stages, strict=True)),
+            tuple(
+                (*(step.instruction for step in rank), *stage.finish())
+                for rank, stage in zip(ranks, stages, strict=True)
+            ),
             self.contention,
             tuple(stage_state_bytes(plan, number) for number in range(len(plan.stages))),
         )

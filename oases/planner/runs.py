@@ -9,10 +9,8 @@ from oases.plans.plan import generated
 from oases.plans.shape import ModelShape
 from oases.schedule import WHOLE
 from oases.simulator.engine import run
-from oases.simulator.hardware import Hardware
-from oases.simulator.lowering import lower
-from oases.simulator.program import Program
-from oases.simulator.stack import stack_costs
+from oases.simulator.hardware import Hardware, stack_costs
+from oases.simulator.lowering import program_of
 
 _LAYERS = (2, 4)
 """Of the stacks whose difference says what one more layer takes."""
@@ -66,5 +64,4 @@ class Runs:
         schedule = generated(name, 2 * layers, sub_batches, "full" if again else "none")
         kinds = [self.model.kind_of(b) for b in range(2 * layers)]
         costs = stack_costs(self.hardware, self.model, kinds, tp, samples, schedule)
-        forward, backward = lower(schedule, costs)
-        return run(Program("", (tuple(forward + backward),), {costs.link: costs.contention})).total_seconds
+        return run(program_of(schedule, costs)).total_seconds

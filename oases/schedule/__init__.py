@@ -23,6 +23,7 @@ from oases.schedule.text import (
     format_schedule,
     from_text,
     is_text,
+    name_or_text,
     parse_schedule,
     read_schedule,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "generate_pipeline",
     "gpipe",
     "is_text",
+    "name_or_text",
     "oases",
     "one_f_one_b",
     "parse_schedule",

@@ -12,6 +12,7 @@ stage after stage and are named PART.MICRO_BATCH.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -45,7 +46,6 @@ _HEADERS: dict[Unit, tuple[str, re.Pattern[str]]] = {
     ),
 }
 _WORDS: dict[str, Unit] = {"schedule": "block", "experts": "experts", "pipeline": "stage"}
-_SORTS: dict[Unit, str] = {"block": "tensor-parallel blocks", "experts": "blocks of experts", "stage": "a pipeline"}
 _PLACES: dict[Unit, str] = {
     "block": "BLOCK.SUB_BATCH, e.g. 3.1",
     "experts": "BLOCK.SUB_BATCH, e.g. 3.0",
@@ -162,22 +162,23 @@ def is_text(schedule: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def from_text(text: str, unit: Unit) -> Schedule:
-    """The list of a text, validated. ScheduleError for another sort of list, and for one without a backward pass."""
-    schedule = parse_schedule(text)
-    if schedule.unit != unit:
-        raise ScheduleError(f"it is a list of {_SORTS[schedule.unit]}; here one of {_SORTS[unit]} is asked for", 0)
-    validate(schedule)
+def from_text(text: str, unit: Unit | None) -> Schedule:
+    """The list of a text, validated. ScheduleError for another sort than is asked for, or without a backward pass."""
+    return _trainable(parse_schedule(text), unit)
+
+
+def _trainable(schedule: Schedule, unit: Unit | None) -> Schedule:
+    validate(schedule, unit)
     if not schedule.backward:
         raise ScheduleError("it has no backward pass, which training needs")
     return schedule
 
 
 def read_schedule(
-    path: str | Path, unit: Unit, *, num_blocks: int | None = None, num_stages: int | None = None,
+    path: str | Path, unit: Unit | None, *, num_blocks: int | None = None, num_stages: int | None = None,
     num_sub_batches: int | None = None,
 ) -> Schedule:  # fmt: skip
-    """Read a list of the given sort from a file and validate it.
+    """Read a list of the given sort, None for any, from a file and validate it.
 
     num_blocks, num_stages, num_sub_batches: what it is to be for, where that is known; of a pipeline the parts of the
     model, the stages and the micro-batches. Raises ScheduleError with file, line and reason.
@@ -190,15 +191,33 @@ def read_schedule(
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{file} is not UTF-8 text: {error.reason}") from error
     try:
-        schedule = from_text(text, unit)
-        _require_sizes(schedule, num_blocks, num_stages, num_sub_batches)
+        schedule = parse_schedule(text)
+        if unit in (None, schedule.unit):
+            _require_sizes(schedule, num_blocks, num_stages, num_sub_batches)
+        return _trainable(schedule, unit)
     except ScheduleSyntaxError as error:
         raise ScheduleError(f"{file}, {error}") from error
     except ScheduleError as error:
         lines = [number for number, _ in _lines(text)]
         at = f"{lines[-1]}, where the file ends" if error.op_line is None else lines[error.op_line]
         raise ScheduleError(f"{file}, line {at}: {error}", error.op_line) from error
-    return schedule
+
+
+def name_or_text(
+    value: str, names: Collection[str], unit: Unit, *, num_blocks: int | None = None, num_stages: int | None = None,
+    num_sub_batches: int | None = None,
+) -> str:  # fmt: skip
+    """The name of a generator as it is, or the text of the list in the file that `value` is the path of.
+
+    Sizes and errors are those of `read_schedule`; ScheduleError for what is neither a name nor a file.
+    """
+    if value in names:
+        return value
+    if not Path(value).is_file():
+        raise ScheduleError(f"{value!r} is unknown; known are {', '.join(names)}, and the path of a list's text")
+    return format_schedule(
+        read_schedule(value, unit, num_blocks=num_blocks, num_stages=num_stages, num_sub_batches=num_sub_batches)
+    )
 
 
 def _require_sizes(

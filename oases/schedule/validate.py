@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from oases.schedule.ops import OPS, STARTS, TRANSFERS, Compute, Kind, Op, ScheduleError, Transfer, crossing
+from oases.schedule.ops import OPS, STARTS, TRANSFERS, Compute, Kind, Op, ScheduleError, Transfer, Unit, crossing
 from oases.schedule.schedule import Schedule
 
 _ONCE: tuple[str, ...] = ("F", "R", "B", "W")
 """The ops that a joint block runs once for all sub-batches."""
 _BEHIND = ("N", "RN", "BN")
 """Of these there is one more than blocks of experts."""
-_SORTS = {"block": "tensor-parallel blocks", "experts": "blocks of experts", "stage": "pipeline stages"}
+SORTS: dict[Unit, str] = {
+    "block": "tensor-parallel blocks", "experts": "blocks of experts", "stage": "pipeline stages",
+}  # fmt: skip
+"""In words what each sort of list schedules."""
 _PARTIAL = frozenset({"F", "R", "B"})
 _SUMS = "the result of {of} is whole; only F, R and B leave partial sums"
 _MESSAGES = "only the results of F and B go to another stage"
@@ -120,8 +123,15 @@ def required(schedule: Schedule) -> Iterator[Op]:
 # --- any list ---
 
 
-def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError, naming op and line, unless every rank can run `schedule` to the end."""
+def validate(schedule: Schedule, unit: Unit | None = None) -> None:
+    """Raise ScheduleError, naming op and line, unless every rank can run `schedule` to the end.
+
+    unit: the sort of list that is asked for; None for any.
+    """
+    if unit is not None and schedule.unit != unit:
+        raise ScheduleError(
+            f"{schedule.name} is a list of {SORTS[schedule.unit]}; here one of {SORTS[unit]} is asked for", 0
+        )
     _require_sizes(schedule)
     done: dict[Op, int] = {}
     backward_since: int | None = None
@@ -193,7 +203,7 @@ def _require_recompute_as_said(schedule: Schedule) -> None:
 def _require_possible(op: Op, line: int, schedule: Schedule, done: dict[Op, int]) -> None:
     """Raise ScheduleError unless `op` can run after the ops in `done` (op -> line)."""
     if schedule.unit not in OPS[op.kind].reads:
-        raise ScheduleError(f"op {line} ({op}): {op.kind} is no op of {_SORTS[schedule.unit]}", line)
+        raise ScheduleError(f"op {line} ({op}): {op.kind} is no op of {SORTS[schedule.unit]}", line)
     if not (0 <= op.block < _count(op.of or op.kind, schedule) and 0 <= op.sub_batch < schedule.num_sub_batches):
         sizes = {
             "block": f"{schedule.num_blocks} blocks and {schedule.num_sub_batches} sub-batches",

@@ -81,7 +81,7 @@ class ModelOptions:
 
         NAME@N is the named schedule with N sub-batches in place of `sub_batches`. layer_of: each block's layer; None
         where a layer is two blocks. num_blocks: of a part of the model; 0 for all.
-        UsageError where there is neither or the batch is too small; ScheduleError for a bad text.
+        UsageError where there is neither or the batch is too small; ScheduleError for a bad list.
         """
         plain, _, count = name.partition("@")
         num_blocks = num_blocks or (2 * self.layers if layer_of is None else len(layer_of))

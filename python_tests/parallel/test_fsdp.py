@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
-from oases.execution.executor import Step
 from oases.execution.group import scheduler_of
 from oases.models.gpt import GPT, GPTConfig
+from oases.parallel.blocks import BlockProgram
 from oases.parallel.fsdp import Gathers
 from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan, Segment, Stage
@@ -37,13 +38,19 @@ class Note:
             self._notes.append(f"free {self._block}")
 
 
+def program_of(schedule, halved=False):
+    program = BlockProgram(schedule, [nn.Identity()] * BLOCKS, "stack 0", None)
+    program.halved = [halved] * BLOCKS
+    return program
+
+
 def notes_of(schedule, halved=False):
     notes = []
-    gathers = Gathers([Note(block, notes) for block in range(BLOCKS)], [halved] * BLOCKS)
-    keys = {Step(op, "").key for op in schedule}
-    handlers = gathers.around(dict.fromkeys(keys, lambda step: notes.append(step.text)))
-    for ops in (schedule.forward, schedule.backward):
-        steps = [Step(op, "") for op in ops]
+    gathers = Gathers([Note(block, notes) for block in range(BLOCKS)])
+    program = program_of(schedule, halved)
+    keys = {step.key for step in (*program.forward, *program.backward)}
+    handlers = gathers.around(dict.fromkeys(keys, lambda step: notes.append(step.text)), program, lambda block: None)
+    for steps in (program.forward, program.backward):
         gathers.begin(steps)
         for step in steps:
             handlers[step.key](step)
@@ -74,15 +81,18 @@ def test_each_pass_gathers_each_block_once(name, again, along):
 def test_after_a_failure_nothing_stays_whole():
     notes = []
     units = [Note(block, notes) for block in range(BLOCKS)]
-    gathers, steps = Gathers(units, [False] * BLOCKS), [Step(op, "") for op in generate("oases", BLOCKS, 2).forward]
-    gathers.begin(steps)
+    gathers, program = Gathers(units), program_of(generate("oases", BLOCKS, 2))
+    put = []
 
     def fail(step):
         assert units[0].whole
+        assert put == [0]
         raise ValueError
 
+    handlers = gathers.around({"F": fail}, program, put.append)
+    gathers.begin(program.forward)
     with pytest.raises(ValueError, match=r"^$"):
-        gathers.around({"F": fail})["F"](steps[0])
+        handlers["F"](program.forward[0])
     assert units[0].whole
     gathers.forget()
     assert not any(unit.whole for unit in units)

@@ -15,11 +15,10 @@ from oases.planner.predict import Predictor
 from oases.plans.shape import KINDS, ModelShape
 from oases.simulator import simulate
 from oases.simulator.engine import run
-from oases.simulator.hardware import Device, Hardware
+from oases.simulator.hardware import Device, Hardware, stack_costs
 from oases.simulator.links import LinkModel
 from oases.simulator.lowering import lower
 from oases.simulator.program import Program
-from oases.simulator.stack import stack_costs
 from oases.train.optimizer import state_of, weight_of
 from oases.train.plan import Run
 
@@ -51,7 +50,8 @@ def predicted(recompute):
         costs = stack_costs(HARDWARE, model, KINDS * 4, 2, 4, schedule)
         timeline = simulate(schedule, costs)
         unit = model.unit_bytes(4)
-        forward = run(Program(name, (tuple(lower(schedule, costs)[0]),)))
+        (steps,) = lower(schedule, costs)
+        forward = run(Program(name, (tuple(step.instruction for step in steps if not step.backward),)))
         found[name] = (forward.held[-1].num_bytes - unit, timeline.peak_bytes(0))  # kept: the output apart
     return found
 

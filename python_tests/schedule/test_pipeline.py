@@ -217,5 +217,7 @@ def test_a_pipeline_is_read_off_its_text_as_off_its_name():
             assert next(both) == next(both)
         with pytest.raises(ScheduleError, match=f"the list {name} is of {stages} stages and {micro_batches} micro"):
             resolve_pipeline(text, stages + 1, micro_batches)
-    with pytest.raises(ScheduleError, match="a list of tensor-parallel blocks; here one of a pipeline is asked for"):
+    with pytest.raises(
+        ScheduleError, match="a list of tensor-parallel blocks; here one of pipeline stages is asked for"
+    ):
         resolve_pipeline(format_schedule(generate("oases", 2, 2)), 2, 2)

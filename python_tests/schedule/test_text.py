@@ -4,12 +4,17 @@ import pytest
 
 from oases.schedule import (
     GENERATORS,
+    PIPELINES,
+    Schedule,
     ScheduleError,
     ScheduleSyntaxError,
     format_schedule,
+    from_text,
     generate,
     generate_experts,
     generate_pipeline,
+    is_text,
+    name_or_text,
     parse_schedule,
     read_schedule,
     resolve_experts,
@@ -91,7 +96,7 @@ def test_a_file_of_each_sort(tmp_path, unit):
         read_schedule(path, unit, **others)
     for other in LISTS:
         if other != unit:
-            with pytest.raises(ScheduleError, match=r"line 3: it is a list of .*; here one of .* is asked for"):
+            with pytest.raises(ScheduleError, match=r"line 3: .* is a list of .*; here one of .* is asked for"):
                 read_schedule(path, other)
 
     for end in range(3, len(commented)):
@@ -111,6 +116,25 @@ def test_experts_by_name_and_by_text():
     assert resolve_experts("blocking", 3, True) == resolve_experts(format_schedule(made), 3) == made
     with pytest.raises(ScheduleError, match="for 3 blocks, and there are 4"):
         resolve_experts(format_schedule(made), 4)
+
+
+def test_a_name_or_the_text_of_a_file(tmp_path):
+    made = generate_pipeline("zb_h1", 2, 4, False)
+    path = tmp_path / "mine.txt"
+    path.write_text("# mine\n" + format_schedule(made))
+    assert name_or_text("zb_h1", PIPELINES, "stage", num_stages=3) == "zb_h1"
+    text = name_or_text(str(path), PIPELINES, "stage", num_stages=2, num_sub_batches=4)
+    assert is_text(text)
+    assert from_text(text, "stage") == from_text(text, None) == made
+    with pytest.raises(ScheduleError, match=r"mine.txt', line 2: it is for 2 stages, and there are 3"):
+        name_or_text(str(path), PIPELINES, "stage", num_stages=3)
+    with pytest.raises(
+        ScheduleError, match=r"'nosuch' is unknown; known are gpipe, .*, and the path of a list's text"
+    ):
+        name_or_text("nosuch", PIPELINES, "stage")
+    path.write_text(format_schedule(Schedule("x", 2, 2, generate("oases", 2, 2).forward)))
+    with pytest.raises(ScheduleError, match=r"where the file ends: it has no backward pass, which training needs"):
+        name_or_text(str(path), PIPELINES, "block")
 
 
 def test_a_file_that_is_no_text(tmp_path):
