@@ -14,7 +14,7 @@ import torch
 from oases.errors import UsageError
 from oases.launch.ranks import restart_count
 from oases.plans.plan import Plan, read_plan
-from oases.schedule import PIPELINES
+from oases.schedule import GENERATORS, PIPELINES, read_schedule
 from oases.train.balance import require_new
 from oases.train.checkpoint.resumption import AUTO, require_resumable
 from oases.train.checkpoint.retention import require_folder
@@ -82,7 +82,8 @@ class TrainConfig(ExpertOptions):
         None, "execute the plan in this file: it says the model, the batch, the ranks, their degrees and schedules"
     )
     schedule: str = option(
-        "oases", "oases, sync, oases@4 or another by name, auto to choose by measuring, or the path of one's text"
+        "oases",
+        "oases, sync, oases@4 or another by name, auto to choose by measuring, or the path of a list",
     )
     wire_dtype: str = option("none", "type that activations are summed in: none (their own), bfloat16 or float16")
     sequence_parallel: bool = option(False, "between blocks each tensor-parallel rank holds its part of the sequence")
@@ -129,6 +130,7 @@ class TrainConfig(ExpertOptions):
     def __post_init__(self) -> None:
         object.__setattr__(self, "degrees", Degrees.of(self.degrees))
         require_types(self)
+        self._sort_list()
         super().__post_init__()
         require_known(self, _KNOWN)
         require_known(self, {"pipeline_schedule": PIPELINES}, or_file=True)
@@ -148,6 +150,16 @@ class TrainConfig(ExpertOptions):
         require_device(self.device)
         require_compiler(self.compile)
         self._require_survival()
+
+    def _sort_list(self) -> None:
+        """Have a list of stages or experts that is given as `schedule` in its own field. ScheduleError if it is bad."""
+        if self.schedule.partition("@")[0] in GENERATORS or not Path(self.schedule).is_file():
+            return
+        unit = read_schedule(self.schedule, None).unit
+        if unit != "block":
+            own = "pipeline_schedule" if unit == "stage" else "expert_schedule"
+            object.__setattr__(self, own, self.schedule)
+            object.__setattr__(self, "schedule", TrainConfig.schedule)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> TrainConfig:

@@ -6,6 +6,7 @@ import pytest
 from test_expert_training import CONFIG as EXPERTS
 
 from oases import TrainConfig, Trainer
+from oases.errors import UsageError
 from oases.plans.plan import Plan
 from oases.schedule import ScheduleError, format_schedule, generate, generate_pipeline
 from oases.schedule.experts import generate_experts
@@ -52,6 +53,7 @@ def test_a_list_from_a_file_trains_as_the_generator_s(two_ranks, corpus, tmp_pat
     plan = Run.of(given, 2).plan
     assert Plan.from_json(plan.to_json()) == plan  # the text travels in the plan
     assert made.name in plan.text()
+    assert Run.of(dataclasses.replace(config, schedule=str(path)), 2).plan == plan  # whatever its sort
     assert two_ranks.run(curve, given) == two_ranks.run(curve, dataclasses.replace(config, **named))
 
 
@@ -79,5 +81,7 @@ def test_a_file_for_other_sizes_is_refused(tmp_path):
     path.write_text(format_schedule(generate_experts("block_wise", 3)))
     with pytest.raises(ScheduleError, match="is for 3 blocks, and there are 2"):
         Run.of(dataclasses.replace(EXPERTS, expert_schedule=str(path)), 2)
-    with pytest.raises(ScheduleError, match="it is a list of experts"):
-        Run.of(dataclasses.replace(CONFIG, schedule=str(path)), 2)
+    with pytest.raises(UsageError, match="is for a mixture of experts; give --experts N, too"):
+        dataclasses.replace(CONFIG, schedule=str(path))
+    with pytest.raises(ScheduleError, match="is a list of blocks of experts"):
+        Run.of(dataclasses.replace(CONFIG, pipeline_schedule=str(path)), 2)
