@@ -152,7 +152,7 @@ class TrainConfig(ExpertOptions):
         self._require_survival()
 
     def _sort_list(self) -> None:
-        """Have a list of stages or experts that is given as `schedule` in its own field. ScheduleError if it is bad."""
+        """Move a list of stages or experts, given as `schedule`, to its own field. ScheduleError if it is bad."""
         if self.schedule.partition("@")[0] in GENERATORS or not Path(self.schedule).is_file():
             return
         unit = read_schedule(self.schedule, None).unit
