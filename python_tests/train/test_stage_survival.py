@@ -155,8 +155,8 @@ def with_a_bad_loss(text, data, policy):
     whole = trainer.model.run_part
 
     def spoiled(part, *arguments):
-        y, calls = whole(part, *arguments)
-        return (y * float("nan") if y.dim() == 0 and trainer.steps_done == 2 else y), calls
+        y = whole(part, *arguments)
+        return y * float("nan") if y.dim() == 0 and trainer.steps_done == 2 else y
 
     trainer.model.run_part = spoiled
     said, losses = "", []
