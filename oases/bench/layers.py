@@ -25,7 +25,7 @@ from oases.graph.trace.samples import sample_inputs
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.parallel.autotune import Tuning
-from oases.parallel.inputs import BlockInputs
+from oases.parallel.batch import BlockInputs
 from oases.train.config import require_bytes
 
 
