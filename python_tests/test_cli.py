@@ -117,7 +117,9 @@ def test_a_schedule_text_with_a_mistake_names_line_and_column(capsys, tmp_path):
     path.write_text(text.replace("wait F 0.0\n", ""))
     assert "uses the result of F 0.0 before 'wait F 0.0'" in fails(capsys, "train", "--schedule", str(path))
     path.write_text("schedule x blocks=999999 sub_batches=1\nF 0.0\n")
-    assert "is for 999999 blocks" in fails(capsys, "train", "--schedule", str(path))
+    assert "line 2, where the file ends: 'all_reduce F 0.0' is missing" in fails(
+        capsys, "train", "--schedule", str(path)
+    )
     path.write_bytes(b"\xff\xfe")
     assert "is not UTF-8 text" in fails(capsys, "train", "--schedule", str(path))
     path.write_text(text)

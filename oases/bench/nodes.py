@@ -21,8 +21,8 @@ from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.launch.ranks import require_agreement
 from oases.parallel.mesh import Mesh
-from oases.parallel.parts import require_runnable
 from oases.planner.predict import Predictor
+from oases.plans.check import check
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.profile.config import ProfileConfig
@@ -108,7 +108,7 @@ class NodesBenchConfig:
                 raise UsageError(f"--contestants {name!r} is not PIPELINE/SCHEDULE, such as {_REFERENCE}")
             try:
                 plan = self._plan(pipeline, schedule, per_node)
-                require_runnable(plan)
+                check(plan)
             except ScheduleError as error:
                 raise UsageError(f"--contestants {name!r}: {error}") from error
             found[name.strip()] = plan

@@ -27,8 +27,7 @@ from oases.schedule import ScheduleError
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
 from oases.terminal import progress
-from oases.train.config import option, settings
-from oases.train.plan import config_for
+from oases.train.config import config_for, option, settings
 from oases.train.trainer import Trainer
 
 _FREE = LinkModel(0.0, 1e12)
@@ -102,8 +101,7 @@ def _trained(plan: Plan, data: str) -> tuple[int, int]:
     assert trainer.stage is not None
     assert trainer.mesh is not None
     assert isinstance(trainer.optimizer, torch.optim.Optimizer)  # nothing is sharded here
-    trainer.stage.messages.close()
-    trainer.mesh.destroy()
+    trainer.close()
     # Gradients are made anew in every step: they are among what it allocates.
     tensors = [*trainer.model.parameters(), *_moments(trainer.optimizer)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors), peak

@@ -17,9 +17,9 @@ from oases.execution.executor import Context
 from oases.parallel.average import GradientAverage
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
-from oases.parallel.parts import pipeline_of
 from oases.parallel.pipeline import StageRun
 from oases.parallel.planned_stack import PlannedStack
+from oases.plans.check import pipeline_of
 from oases.plans.plan import Plan
 from oases.simulator.hardware import Hardware
 from oases.simulator.timeline import Timeline

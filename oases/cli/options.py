@@ -105,11 +105,13 @@ def configured(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any
     return cls(**values(cls, options) | fixed)
 
 
-def behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False) -> str:
-    """Go behind the link asked for; returns how the ranks are joined, in words."""
+def behind_link(
+    options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False, ranks: int | None = None
+) -> str:
+    """Go behind the link asked for; returns how the ranks, by default --tp many, are joined, in words."""
     rate, nodes = options.link, options.nodes
     if nodes != 1:
-        _check_nodes(options)
+        _check_nodes(options, options.tp if ranks is None else ranks)
     if rate is None:
         return f"over {options.backend}"
     testbed.link_bytes_per_second(rate)
@@ -131,9 +133,9 @@ def behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simulat
     return f"over a simulated link of {rate}"
 
 
-def _check_nodes(options: argparse.Namespace) -> None:
+def _check_nodes(options: argparse.Namespace, ranks: int) -> None:
     nodes = options.nodes
-    testbed.Nodes(nodes, options.link or "").ranks_per_node(options.tp)
+    testbed.Nodes(nodes, options.link or "").ranks_per_node(ranks)
     if options.link is None:
         raise UsageError(f"--nodes {nodes} joins nodes by links of a rate; give it with --link, e.g. --link 500mbit")
     if options.backend != "gloo":
@@ -142,8 +144,8 @@ def _check_nodes(options: argparse.Namespace) -> None:
         )
 
 
-def rank_options(options: argparse.Namespace, device: str) -> Any:
-    """How the ranks are set up, from what `add_ranks` added."""
+def rank_options(options: argparse.Namespace, device: str, ranks: int | None = None) -> Any:
+    """How the ranks, by default --tp many, are set up, from what `add_ranks` added."""
     from oases.launch.ranks import RankOptions
 
     if not 0 < options.timeout <= 1e6:
@@ -154,7 +156,7 @@ def rank_options(options: argparse.Namespace, device: str) -> Any:
     if backend.name == "sim" and device == "cuda" and "WORLD_SIZE" not in os.environ:
         backend = dataclasses.replace(backend, alone=True)  # several ranks on one GPU would share its compute
     nodes = None if options.nodes == 1 else testbed.Nodes(options.nodes, options.link)
-    return RankOptions(options.tp, backend, options.timeout, nodes)
+    return RankOptions(options.tp if ranks is None else ranks, backend, options.timeout, nodes)
 
 
 def require_writable(name: str, path: str | None) -> None:

@@ -16,8 +16,9 @@ from oases.planner.choose import rank_plans
 from oases.planner.memory import usable_bytes
 from oases.planner.objective import published_plan
 from oases.planner.predict import Predictor
-from oases.planner.space import Space, require_runnable
+from oases.planner.space import Space
 from oases.planner.sweep import Problem, as_data, sweep
+from oases.plans.check import require_trainable
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
@@ -85,7 +86,7 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
         return
     require_no_graph(options)
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
-    require_runnable(model)
+    require_trainable(model)
     space = space_of(options)
     if options.objective == "published":
         _refuse_published(options)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oases.cli.options import (
     add_options,
@@ -21,6 +22,10 @@ from oases.cli.options import (
     write_json,
 )
 from oases.errors import UsageError
+
+if TYPE_CHECKING:
+    from oases.train.config import TrainConfig
+    from oases.train.plan import Run
 
 _NOT_OF_DEMO = (
     "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
@@ -73,11 +78,11 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console
     from oases.train import demo
     from oases.train.config import TrainConfig
+    from oases.train.plan import Run
 
     config = configured(TrainConfig, options)
-    corpus = config.check(options.tp)
-    for name in demo.SCHEDULES:
-        config.resolve_schedule(name)
+    runs = [Run.of(dataclasses.replace(config, schedule=name), options.tp) for name in demo.SCHEDULES]
+    corpus = runs[0].corpus()
     if options.tp < 2:
         raise UsageError(f"--tp {options.tp} communicates nothing, so there is nothing to show; give at least 2")
     folder = Path(options.out)
@@ -102,37 +107,65 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.launch.ranks import run_ranks
     from oases.terminal import console
-    from oases.train.run import run_training
 
     if options.write_config:
         _write_config(options)
         return
-    config, corpus, plan = _what_to_train(options)
-    ranks = _restarting(options, rank_options(options, config.device))
+    run = _what_to_train(options)
+    config, plan = run.config, run.plan
+    corpus = run.corpus()
+    ranks = _restarting(options, rank_options(options, config.device, plan.world))
     if ranks.backend.alone and not (config.checkpoint is config.resume is None):
         raise UsageError(
             "checkpoints need all ranks, and this backend has one process stand for them; leave out --checkpoint "
             "and --resume, or use gloo or nccl"
         )
-    if plan is not None:
-        ranks = dataclasses.replace(
-            ranks, asked=str(config.degrees) if config.plan is None else f"the plan {config.plan!r}"
-        )
+    one_group = plan.uniform_tp == plan.world and plan.micro_batches == 1
+    if config.plan is not None or not (one_group or config.experts):
+        asked = str(config.degrees) if config.plan is None else f"the plan {config.plan!r}"
+        ranks = dataclasses.replace(ranks, asked=asked)
         if ranks.backend.alone and plan.world > 1:
             raise UsageError(
                 "a plan needs its ranks, and this backend has one process stand for all; use gloo or nccl"
             )
-    link = behind_link(options, given)
-    if plan is not None:
-        console.print(plan.text(), soft_wrap=True)
-    console.print(f"{corpus.described()}; {options.tp} ranks {link}", soft_wrap=True)
-    result = run_ranks(run_training, (config, plan, options.timeout), ranks)
+    link = behind_link(options, given, ranks=plan.world)
+    console.print(plan.text(), soft_wrap=True)
+    console.print(f"{corpus.described()}; {plan.world} ranks {link}", soft_wrap=True)
+    result = run_ranks(_train_on_rank, (run, options.timeout), ranks)
     if speaks():
-        _show(result, config, plan)
+        _show(result, config)
         write_json(options.json, result)
 
 
-def _show(result: dict[str, Any], config: Any, plan: Any) -> None:
+def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
+    """Agree, train with a progress bar, return what the command prints; called on every rank.
+
+    timeout_seconds: until a collective in one of the plan's groups counts as lost.
+    """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from oases.launch.ranks import require_agreement
+    from oases.parallel.mesh import Mesh
+    from oases.terminal import progress
+    from oases.train.config import settings
+    from oases.train.trainer import Trainer
+
+    config, plan = run.config, run.plan
+    written = plan.to_json()
+    require_agreement(settings(config) | {"plan": written})
+    mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timedelta(seconds=timeout_seconds))
+    trainer = Trainer(run, process_group=dist.group.WORLD, mesh=mesh)
+    with progress(
+        "training", config.steps, dist.get_rank() == 0,
+        done_before=trainer.steps_done, every=config.print_every, below=True,
+    ) as advance:  # fmt: skip
+        result = trainer.train(lambda report: advance(report.step, report.text()))
+    return {"config": settings(config) | {"tp": plan.uniform_tp}, "plan": json.loads(written), **result}
+
+
+def _show(result: dict[str, Any], config: TrainConfig) -> None:
     """What a training run came to."""
     from oases.terminal import comparison_table, console, percent
 
@@ -149,12 +182,12 @@ def _show(result: dict[str, Any], config: Any, plan: Any) -> None:
         console.print(_balance_text(result["balance"]), soft_wrap=True)
     if config.record_loads is not None:
         console.print(f"loads in {config.record_loads}; oases loads shows them", soft_wrap=True)
-    if plan is not None and result["prediction"] is None:
+    if result["prediction"] is not None:
+        console.print(comparison_table(result["prediction"]))
+    elif config.plan is not None:
         console.print(
             "the plan has no prediction to lay over the measured step; oases plan --json writes one with it"
         )
-    elif plan is not None:
-        console.print(comparison_table(result["prediction"]))
     others = [row for row in result["overlap"]["others"] if row["where"].startswith(("reshard", "gradients over"))]
     for row in result["overlap"]["stacks"] + others:
         console.print(
@@ -199,7 +232,7 @@ def _values_of(options: argparse.Namespace) -> dict[str, Any]:
     """What the file and the options give, options before the file."""
     from oases.train.config import TrainConfig
     from oases.train.config_file import read_values
-    from oases.train.degrees import Degrees
+    from oases.train.sizes import Degrees
 
     known = dataclasses.fields(TrainConfig)
     in_file = {} if options.config is None else read_values(options.config, known)
@@ -224,44 +257,21 @@ def _write_config(options: argparse.Namespace) -> None:
     print(written(found, dataclasses.fields(TrainConfig)), end="")
 
 
-def _what_to_train(options: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Configuration, corpus and plan, if one is given or needed; the number of ranks is then the plan's."""
-    from oases.train import plan as plans
-    from oases.train.config import TrainConfig
+def _what_to_train(options: argparse.Namespace) -> Run:
+    """The run that the options ask for, checked."""
+    import os
+
+    from oases.launch.ranks import under_torchrun
+    from oases.train.config import TrainConfig, values_for
+    from oases.train.plan import Run, degrees_over, ranks_of, read_plan
 
     found = _values_of(options)
     if found.get("plan") is not None:
         if options.tp is not None:
             raise UsageError(f"the plan says every segment's tensor-parallel degree; leave out --tp {options.tp}")
-        plan = plans.read_plan(found["plan"])
-        options.tp = plan.world
-        config = plans.config_for(plan, found)
-        return config, plans.check(config, plan), plan
+        plan = read_plan(found["plan"])
+        return Run(TrainConfig(**values_for(plan, found)), plan)
     config = TrainConfig(**found)
-    if config.experts:
-        return _mixture_to_train(options, config)
-    degrees = config.degrees
-    if not degrees.tensor:  # two, to show what is here, unless ranks are asked for in another way
-        config = dataclasses.replace(
-            config, degrees=dataclasses.replace(degrees, tensor=1 if config.is_planned else 2)
-        )
-    tensor = config.degrees.tensor
-    options.tp = config.degrees.data * config.degrees.pipeline * tensor
-    if not config.is_planned:
-        return config, config.check(tensor), None
-    plan = plans.by_hand(config, tensor)
-    return config, plans.check(config, plan), plan
-
-
-def _mixture_to_train(options: argparse.Namespace, config: Any) -> tuple[Any, Any, None]:
-    """Of a configuration with experts; replicas are on all ranks that a launcher has started."""
-    import os
-
-    from oases.launch.ranks import under_torchrun
-    from oases.train import mixture
-
     launched = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-    ranks = mixture.asked_ranks(config, launched, one_replica=options.dp == 1)
-    config, corpus = mixture.check(config, ranks)
-    options.tp = ranks
-    return config, corpus, None
+    ranks = ranks_of(config, launched, one_replica=options.dp == 1)
+    return Run.of(dataclasses.replace(config, degrees=degrees_over(config, ranks)), ranks)

@@ -151,7 +151,7 @@ def _what(options: argparse.Namespace) -> tuple[Plan, Hardware, Predictor]:
         plan = _by_hand(options, model, hardware, world, batch)
         predictor = Predictor(hardware)
         return predictor.with_prediction(plan), hardware, predictor
-    space = space_of(options, only_simulated=True)
+    space = space_of(options)
     plans, predictor = searched(model, hardware, world, batch, options.memory, space)
     return plans[0], hardware, predictor
 

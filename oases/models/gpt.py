@@ -18,18 +18,13 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
-from oases.parallel import (
-    OverlappedColumnLinear,
-    OverlappedEmbedding,
-    OverlappedRowLinear,
-    OverlappedStack,
-    parallel_cross_entropy,
-)
+from oases.parallel import OverlappedColumnLinear, OverlappedEmbedding, OverlappedRowLinear, parallel_cross_entropy
 from oases.parallel.fsdp import ShardedAverage, Unit
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import BlockMaker, PlannedStack
 from oases.parallel.reshard import reshard
-from oases.plans.plan import Plan
+from oases.plans.check import check
+from oases.plans.plan import Experts, ModelShape, Plan, Segment, Stage
 
 
 @dataclass(frozen=True)
@@ -137,62 +132,77 @@ def transformer_blocks(config: GPTConfig, group: ProcessGroup | None) -> list[nn
 
 
 def block_maker(config: GPTConfig) -> BlockMaker:
-    """What makes those blocks one by one, each cut over a group of its own; weights are drawn in their order.
+    """What makes those blocks one by one, each cut over a group of its own; weights are drawn in their order."""
+    generator = torch.Generator().manual_seed(config.seed)
+    return in_order(lambda index, group: (Attention, Mlp)[index % 2](config, generator, group))
 
-    Blocks that are left out are drawn all the same, and let go, so that those behind them have the weights that they
+
+def in_order(draw: BlockMaker) -> BlockMaker:
+    """Have blocks drawn from the first one on, whichever are asked for.
+
+    Those that are left out are drawn all the same, and let go, so that those behind them have the weights that they
     have in the whole model. ValueError for a block in front of one that was made.
     """
-    generator = torch.Generator().manual_seed(config.seed)
     drawn = 0
 
     def make(index: int, group: ProcessGroup | None) -> nn.Module:
         nonlocal drawn
         if index < drawn:
             raise ValueError(f"block {index} was asked for after block {drawn - 1}; ask for blocks in their order")
-        while drawn < index:
-            draw(group)
-        return draw(group)
-
-    def draw(group: ProcessGroup | None) -> nn.Module:
-        nonlocal drawn
-        drawn += 1
-        return (Attention, Mlp)[(drawn - 1) % 2](config, generator, group)
+        while drawn <= index:
+            block = draw(drawn, group)
+            drawn += 1
+        return block
 
     return make
+
+
+def plan_of_one_stage(config: GPTConfig, ranks: int, tp: int, experts: Experts | None = None) -> Plan:
+    """The plan of a model that is built by itself: one stage, one degree; how it runs is its stack's to say."""
+    for name in ("heads", "hidden", "vocabulary"):
+        if getattr(config, name) % tp:
+            fits = ", ".join(str(t) for t in range(1, 65) if getattr(config, name) % t == 0)
+            raise ValueError(
+                f"{name} is {getattr(config, name)}, which does not divide by the tensor-parallel degree {tp}; "
+                f"degrees that divide it: {fits}"
+            )
+    shape = ModelShape(config.hidden, config.layers, config.heads, config.sequence, config.vocabulary)
+    stage = Stage((Segment(2 * config.layers, tp, "sync", 1),))
+    return Plan(shape, ranks, ranks, ranks // tp, 1, (stage,), experts=experts)
 
 
 class Decoder(HoldsGroup, nn.Module):
     """What is around the blocks of a decoder: embedding, positions, norm, head and loss. `stack` runs the blocks.
 
-    config: sizes. process_group: the tensor-parallel group. is_first, is_last: whether this stage of a pipeline has
-    the embedding, and the head; the tied table is on both. A subclass makes `stack`, then calls `_make_norm`.
+    Embedding and head have the degree of the plan's first segment. Of several stages the model has this rank's: the
+    embedding on the first, norm and head on the last, the tied table on both. Names and weights are those of the
+    whole model. Inputs and the loss are those of this rank's share of the samples (`mesh.replica(degree)`).
+    UsageError where the plan is of a model of other sizes.
     """
 
-    stack: Any
+    stack: PlannedStack
 
-    def __init__(
-        self, config: GPTConfig, process_group: ProcessGroup | None, *, is_first: bool = True, is_last: bool = True
-    ) -> None:
+    def __init__(self, config: GPTConfig, plan: Plan, mesh: Mesh, stack: PlannedStack) -> None:
         super().__init__()
-        self.config, self.process_group = config, process_group
-        self.is_first, self.is_last = is_first, is_last
+        _require_sizes(config, plan)
+        self.config, self.mesh = config, mesh
+        self.is_first, self.is_last = mesh.stage == 0, mesh.stage == mesh.num_stages - 1
+        around = plan.stages[0 if self.is_first or self.is_last else mesh.stage]
+        self.process_group = mesh.tensor(around.segments[0].tp)
         self.ends: Unit | None = None
         """The weights of embedding, norm and head, where they are sharded."""
         generator = torch.Generator().manual_seed(config.seed + 1)
         table = torch.empty(config.vocabulary, config.hidden).normal_(std=0.02, generator=generator)
         positions = torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
         self.embedding = self.positions = None
-        self.norm: nn.LayerNorm | None = None
-        if is_first or is_last:
+        if self.is_first or self.is_last:
             self.embedding = OverlappedEmbedding.from_embedding(
-                nn.Embedding.from_pretrained(table, freeze=False), process_group=process_group
+                nn.Embedding.from_pretrained(table, freeze=False), process_group=self.process_group
             )
-        if is_first:
+        if self.is_first:
             self.positions = nn.Parameter(positions)
-
-    def _make_norm(self) -> None:
-        if self.is_last:
-            self.norm = nn.LayerNorm(self.config.hidden)
+        self.stack = stack
+        self.norm = nn.LayerNorm(config.hidden) if self.is_last else None
 
     def at_call(self, number: int) -> None:
         """The next pass has this number in the whole training: what it draws at random follows from that."""
@@ -218,9 +228,10 @@ class Decoder(HoldsGroup, nn.Module):
         return embedded
 
     def head(self, x_BSH: Tensor) -> Tensor:
-        """The last block's output -> logits, [B, S, V/t]."""
+        """The last block's output -> logits, [B, S, V/t], of the samples of a replica of the head's degree."""
         if self.embedding is None or self.norm is None:
             raise RuntimeError("this stage has no head; only the last one makes logits")
+        x_BSH = reshard(x_BSH, self.stack.last_degree, self.tensor_parallel, self.mesh)
         with self._gathered():
             x_BSH = self.norm(x_BSH)
             weight = self.embedding.weight
@@ -247,58 +258,13 @@ class Decoder(HoldsGroup, nn.Module):
         """The table where it is on two stages: its gradient is the sum of both, its square counts once."""
         return None if self.embedding is None or self.is_first == self.is_last else self.embedding.weight
 
-
-class GPT(Decoder):
-    """Decoder-only language model over tokens of one vocabulary.
-
-    process_group: the tensor-parallel group. stack_options: those of OverlappedStack.
-    plan: has the blocks run as it says, in the groups of `mesh`, which are made where none are given; embedding and
-    head have the degree of the first segment. Inputs and the loss are then those of this rank's share of the samples
-    (`mesh.replica(model.degree)`). Of a plan with several stages the model has this rank's: the embedding on the
-    first, norm and head on the last, the tied table on both. Names and weights are those of the whole model.
-    UsageError where the plan is of a model of other sizes.
-    """
-
-    stack: OverlappedStack | PlannedStack
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        process_group: ProcessGroup | None = None,
-        plan: Plan | None = None,
-        mesh: Mesh | None = None,
-        **stack_options: Any,
-    ) -> None:
-        group, is_first, is_last = resolve(process_group), True, True
-        if plan is not None:
-            _require_sizes(config, plan)
-            mesh = Mesh.of(plan, process_group=group) if mesh is None else mesh
-            is_first, is_last = mesh.stage == 0, mesh.stage == mesh.num_stages - 1
-            around = 0 if is_first or is_last else mesh.stage
-            group = mesh.tensor(plan.stages[around].segments[0].tp)
-        super().__init__(config, group, is_first=is_first, is_last=is_last)
-        self.mesh = mesh
-        if plan is not None and mesh is not None:
-            self.stack = PlannedStack(plan, block_maker(config), mesh, **stack_options)
-        else:
-            self.stack = OverlappedStack(transformer_blocks(config, group), process_group=group, **stack_options)
-        self._make_norm()
-
-    def head(self, x_BSH: Tensor) -> Tensor:
-        """The last block's output -> logits, [B, S, V/t], of the samples of a replica of the head's degree."""
-        if isinstance(self.stack, PlannedStack) and self.is_last:
-            x_BSH = reshard(x_BSH, self.stack.last_degree, self.tensor_parallel, self.stack.mesh)
-        return super().head(x_BSH)
-
     def shard_weights(self) -> ShardedAverage:
-        """Have the ranks of `parts` hold a shard of every weight (`oases.parallel.fsdp`); for a model of a plan.
+        """Have the ranks of `parts` hold a shard of every weight (`oases.parallel.fsdp`).
 
         The model is to be where it stays. Embedding, norm and head stay whole from their first use in a step until
         its averages, as a root of FSDP2 does.
         """
-        assert isinstance(self.stack, PlannedStack), "replicas are those of a plan"
-        mesh, units = self.stack.mesh, self.stack.shard_weights()
+        mesh, units = self.mesh, self.stack.shard_weights()
         own = [*self.parameters(recurse=False), *([] if self.embedding is None else self.embedding.parameters())]
         data, weights = mesh.data(self.tensor_parallel), mesh.weights(self.tensor_parallel)
         if own and group_size(data) > 1:
@@ -311,25 +277,20 @@ class GPT(Decoder):
     def run_part(
         self, part: int, x_BSH: Tensor | None, tokens_BS: Tensor, targets_BS: Tensor, context: Context
     ) -> Tensor:
-        """One part of a pipelined model: its output, of the last part the loss.
+        """One part of the model: its output, of the last part the loss.
 
         part: counted over the model. x_BSH: the output of the part before; None for the first, which reads the
         tokens. The last one reads the targets. context: that of its stacks' calls.
         """
-        assert isinstance(self.stack, PlannedStack), "parts are those of a plan"
-        stages = self.stack.mesh.num_stages
         x_BSH = self.embed(tokens_BS) if x_BSH is None else x_BSH
-        y = self.stack.run(x_BSH, part // stages, context)
+        y = self.stack.run(x_BSH, part // self.mesh.num_stages, context)
         if self.is_last and part == self.stack.chunks[-1].number:
             return parallel_cross_entropy(self.head(y), targets_BS, process_group=self.process_group)
         return y
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Parameters and the ranks that hold the same ones, in the order of the forward pass; for GradientAverage."""
-        if not isinstance(self.stack, PlannedStack):
-            yield list(self.parameters()), None
-            return
-        data = self.stack.mesh.data(self.tensor_parallel)
+        data = self.mesh.data(self.tensor_parallel)
         # On one stage the table comes first although the head uses it too: its gradient is whole when the
         # embedding's is.
         table = [] if self.embedding is None else [self.embedding.weight]
@@ -338,6 +299,34 @@ class GPT(Decoder):
         yield from self.stack.parts()
         if self.norm is not None:
             yield [*([] if self.is_first else table), *self.norm.parameters()], data
+
+
+class GPT(Decoder):
+    """Decoder-only language model over tokens of one vocabulary.
+
+    process_group: the tensor-parallel group; with a plan, all ranks of the run. stack_options: those of
+    OverlappedStack. plan: has the blocks run as it says, in the groups of `mesh` (`Mesh.of`), which are made where
+    none are given, and the plan is checked then.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        process_group: ProcessGroup | None = None,
+        plan: Plan | None = None,
+        mesh: Mesh | None = None,
+        **stack_options: Any,
+    ) -> None:
+        group = resolve(process_group)
+        if plan is None:
+            degree = group_size(group)
+            plan = plan_of_one_stage(config, degree, degree)
+            mesh, stack_options = Mesh([degree], process_group=group), {"schedule": "oases", **stack_options}
+        elif mesh is None:
+            check(plan)
+            mesh = Mesh.of(plan, process_group=group)
+        super().__init__(config, plan, mesh, PlannedStack(plan, block_maker(config), mesh, **stack_options))
 
 
 def _require_sizes(config: GPTConfig, plan: Plan) -> None:

@@ -7,7 +7,7 @@ and t.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,11 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from oases.execution.group import ProcessGroup, resolve
-from oases.models.gpt import Attention, Decoder, GPTConfig
+from oases.models.gpt import Attention, Decoder, GPTConfig, in_order, plan_of_one_stage
 from oases.moe.layer import OverlappedMoE
 from oases.moe.router import Gate
 from oases.moe.stack import ExpertStack
 from oases.parallel.mesh import Mesh
+from oases.parallel.planned_stack import BlockMaker, PlannedStack
+from oases.plans.check import check
+from oases.plans.plan import Experts, Plan, Segment
+from oases.schedule.experts import resolve_experts
 
 
 @dataclass(frozen=True)
@@ -61,64 +65,79 @@ class MoEBlock(nn.Module):
         return x_BSH + y_BSH
 
 
+class ExpertChain(PlannedStack):
+    """The layers of a stage, each segment an `ExpertStack`; its two blocks of a plan, attention and MLP, are one.
+
+    options: those of ExpertStack, in place of what the plan says.
+    """
+
+    def _numbers(self, first: int, segment: Segment) -> range:
+        return range(first // 2, (first + segment.num_blocks) // 2)
+
+    def _stack(self, blocks: list[nn.Module], first: int, segment: Segment, options: dict[str, Any]) -> nn.Module:
+        if isinstance(options["schedule"], str):
+            again = options.get("recompute", segment.recomputed_layers > 0)
+            options = options | {"schedule": resolve_experts(options["schedule"], len(blocks), again)}
+        # At home an expert has the gradient of the sum of the replicas' losses.
+        return ExpertStack(blocks, gradient_scale=1 / self.mesh.replicas(segment.tp), **options)
+
+    def _unshared(self, block: Any) -> list[nn.Parameter]:
+        return list(block.experts.experts.parameters())
+
+    def at_call(self, number: int) -> None:
+        """Nothing here is drawn at random in a pass."""
+
+
 class MoEGPT(Decoder):
     """Decoder-only language model; each layer is attention and a mixture of experts, run by an `ExpertStack`.
 
-    process_group: all ranks of the run, over which the experts are spread; None is the default group. mesh: of one
-    stage with one tensor-parallel degree, over which attention, embedding and head are cut; made here, for a degree
-    of 1, where none is given. schedule, recompute: of the stack. expert_options: those of `OverlappedMoE`.
-    Inputs and the loss are those of this rank's share of the samples (`mesh.replica(degree)`). Gradients, averaged
-    over `parts`, are those of the mean of the replicas' losses. UsageError for what cannot work.
+    process_group: all ranks of the run, None is the default group; the experts are spread over those of a stage.
+    plan: with experts, says their sizes, schedule and options, as config does of the model's. Without one: mesh, of
+    one stage with one tensor-parallel degree, made here, for a degree of 1, where none is given; schedule, recompute:
+    of the stack. expert_options: those of `OverlappedMoE`, in place of the plan's.
+    Gradients, averaged over `parts`, are those of the mean of the replicas' losses. UsageError for what cannot work.
     """
-
-    stack: ExpertStack
 
     def __init__(
         self,
         config: MoEGPTConfig,
         *,
         process_group: ProcessGroup | None = None,
+        plan: Plan | None = None,
         mesh: Mesh | None = None,
         schedule: str = "block_wise",
         recompute: bool = False,
         **expert_options: Any,
     ) -> None:
         run = resolve(process_group)
-        self_mesh = Mesh([1], process_group=run) if mesh is None else mesh
-        (degree,) = self_mesh.degrees
-        group = self_mesh.tensor(degree)
-        super().__init__(config, group)
-        self.mesh = self_mesh
-        generator = torch.Generator().manual_seed(config.seed)
-        options = {"process_group": run, "tensor_group": group, "gate": config.gate} | expert_options
-        with torch.random.fork_rng(devices=[]):  # experts are drawn by torch's own
-            torch.manual_seed(config.seed)
-            blocks = [self._block(config, number, generator, group, options) for number in range(config.layers)]
-        # At home an expert has the gradient of the sum of the replicas' losses.
-        scale = 1 / self.mesh.replicas(degree)
-        self.stack = ExpertStack(blocks, schedule=schedule, recompute=recompute, gradient_scale=scale)
-        self._make_norm()
-
-    @staticmethod
-    @torch.no_grad()
-    def _block(
-        config: MoEGPTConfig, number: int, generator: torch.Generator, group: ProcessGroup | None, options: Any
-    ) -> MoEBlock:
-        attention = Attention(config, generator, group)
-        experts = OverlappedMoE(
-            config.hidden, config.intermediate, config.experts, top_k=config.top_k,
-            shared_intermediate=config.shared_hidden, name=f"experts of layer {number}", **options,
-        )  # fmt: skip
-        experts.experts.down.mul_((2 * config.layers) ** -0.5)  # as the dense GPT's last products
-        return MoEBlock(attention, experts)
+        stack_options: dict[str, Any] = {"schedule": schedule, "recompute": recompute}
+        if plan is not None:
+            assert plan.experts is not None, "a plan with experts"
+            stack_options = {"schedule": plan.experts.expert_schedule}
+            expert_options = _options_of(plan.experts) | expert_options
+            if mesh is None:
+                check(plan)
+                mesh = Mesh.of(plan, process_group=run)
+        else:
+            mesh = Mesh([1], process_group=run) if mesh is None else mesh
+            experts = Experts(config.experts, config.top_k, config.expert_hidden, config.shared_hidden)
+            plan = plan_of_one_stage(config, mesh.ranks, mesh.degrees[0], experts)
+        maker = _layer_maker(config, {"process_group": mesh.stage_group, "gate": config.gate} | expert_options)
+        super().__init__(config, plan, mesh, ExpertChain(plan, maker, mesh, **stack_options))
+        for layer in self.layers:
+            layer.router.loss_scale = 1 / plan.micro_batches
 
     @property
     def layers(self) -> list[OverlappedMoE]:
         """The mixtures of experts, from the first layer's on."""
         return [cast(MoEBlock, block).experts for block in self.stack.blocks]
 
-    def at_call(self, number: int) -> None:
-        """Nothing here is drawn at random in a pass."""
+    def layers_of(self, part: int) -> dict[int, OverlappedMoE]:
+        """Those of a part of the model that is run here, by their numbers."""
+        chunk = self.stack.chunks[part // self.mesh.num_stages]
+        first, blocks = chunk.first_block, sum(segment.num_blocks for segment in chunk.segments)
+        numbers = range(first // 2, (first + blocks) // 2)
+        return {number: cast(MoEBlock, self.stack.blocks[number]).experts for number in numbers}
 
     def settle(self) -> None:
         """Move the routers' biases by the demand since they were last moved, as the next pass would. All ranks.
@@ -126,21 +145,37 @@ class MoEGPT(Decoder):
         What each rank has counted by itself is then in what all have, and so in a checkpoint.
         """
         for layer in self.layers:
-            layer.router.update_bias(self.stack.process_group)
+            layer.router.update_bias(layer.process_group)
 
-    def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
-        """Parameters and the ranks that hold the same ones, in the order of the forward pass; for GradientAverage.
 
-        Experts have no such ranks: each is on one.
-        """
-        assert self.embedding is not None
-        assert self.positions is not None
-        assert self.norm is not None
-        data = self.mesh.data(self.tensor_parallel)
-        yield [self.embedding.weight, self.positions], data
-        for block, layer in zip(self.stack.blocks, self.layers, strict=True):
-            experts = list(layer.experts.parameters())
-            spread = {id(parameter) for parameter in experts}
-            yield [parameter for parameter in block.parameters() if id(parameter) not in spread], data
-            yield experts, None
-        yield list(self.norm.parameters()), data
+def _options_of(experts: Experts) -> dict[str, Any]:
+    """What a plan says of every `OverlappedMoE`, beside its sizes."""
+    return {
+        "placement": experts.placement, "balance_weight": experts.balance_weight, "z_weight": experts.z_weight,
+        "bias_update_rate": experts.bias_update_rate, "capacity_factor": experts.capacity_factor or None,
+        "memory_budget": None if experts.expert_memory < 0 else float(experts.expert_memory),
+    }  # fmt: skip
+
+
+def _layer_maker(config: MoEGPTConfig, options: Mapping[str, Any]) -> BlockMaker:
+    """What makes the layers one by one, each one's attention cut over a group of its own."""
+    generator = torch.Generator().manual_seed(config.seed)
+    with torch.random.fork_rng(devices=[]):  # experts are drawn by torch's own
+        torch.manual_seed(config.seed)
+        state = torch.get_rng_state()
+
+    @torch.no_grad()
+    def draw(number: int, group: ProcessGroup | None) -> nn.Module:
+        nonlocal state
+        attention = Attention(config, generator, group)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            experts = OverlappedMoE(
+                config.hidden, config.intermediate, config.experts, top_k=config.top_k, tensor_group=group,
+                shared_intermediate=config.shared_hidden, name=f"experts of layer {number}", **options,
+            )  # fmt: skip
+            state = torch.get_rng_state()
+        experts.experts.down.mul_((2 * config.layers) ** -0.5)  # as the dense GPT's last products
+        return MoEBlock(attention, experts)
+
+    return in_order(draw)

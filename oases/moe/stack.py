@@ -101,7 +101,7 @@ class ExpertStack(HoldsGroup, nn.Module):
         Layers with experts of equal sizes are taken to be alike.
         """
         known: dict[tuple[Any, ...], Costs] = {}
-        for block, layer in zip(self.blocks, self._layers, strict=True):
+        for number, (block, layer) in enumerate(zip(self.blocks, self._layers, strict=True)):
             if not layer.needs_costs:
                 continue
             weights, gated = layer.experts.weights, layer.experts.gated
@@ -111,8 +111,12 @@ class ExpertStack(HoldsGroup, nn.Module):
                 costs = measured(weights, per_expert, gated, group, layer.name)
                 if self.schedule.name == "block_wise":
                     before = cast(ExpertBlock, block).before
+                    if self._units:
+                        self._units[number].gather()
                     with torch.random.fork_rng([x.device] if x.is_cuda else []):
                         seconds = mean_seconds(partial(before, x), x.device, group, layer.name)
+                    if self._units:
+                        self._units[number].release()
                     costs = replace(costs, scheduled=True, non_expert_seconds=seconds)
                 known[sizes] = costs
             layer.costs = replace(known[sizes], leading=block is self.blocks[0])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size, nccl_options, resolve
-from oases.parallel.parts import degrees_of, require_nested, require_runnable
+from oases.plans.check import degrees_of, require_nested
 from oases.plans.plan import Plan
 
 Layout = tuple[tuple[int, ...], ...]
@@ -45,6 +45,7 @@ class Mesh:
         num_stages: int = 1,
         fsdp: bool = False,
         order: Sequence[int] | None = None,
+        apart: bool = False,
     ) -> None:
         run = resolve(process_group)
         self.stage, self.num_stages, self.timeout = stage, num_stages, timeout
@@ -68,18 +69,25 @@ class Mesh:
         self._tensor: dict[Layout, str] = {}
         self._data: dict[Layout, str] = {}
         self._weights: dict[Layout, str] = {}
+        self._stage: dict[Layout, str] = {}
+        if self.degrees == (group_size(run),) and order is None and not apart:
+            self._tensor[self._replicas(self.ranks)] = self._run_name
         options = self.group_options()
+        if apart and num_stages > 1:
+            self._make(self._stage, self._replicas(self.ranks), options)
         for degree in self.degrees:
-            self._make(self._tensor, self._replicas(degree), options)
-            # Groups of their own even where the ranks are those of a tensor-parallel group: sums that a block waits
-            # for must not queue behind buckets of gradients.
-            self._make(self._data, self._strided(self.ranks, degree), options)
-            if fsdp:  # nor must weights that a block waits for
-                self._make(self._weights, self._strided(self.ranks, degree), options)
-        for larger in self.degrees:
-            for smaller in self.degrees:
-                if smaller < larger:
-                    self._make(self._tensor, self._strided(larger, smaller), options)
+            self._make_groups(degree, options, fsdp)
+
+    def _make_groups(self, degree: int, options: dict[str, Any], fsdp: bool) -> None:
+        self._make(self._tensor, self._replicas(degree), options)
+        # Groups of their own even where the ranks are those of a tensor-parallel group: sums that a block waits for
+        # must not queue behind buckets of gradients.
+        self._make(self._data, self._strided(self.ranks, degree), options, of_one=False)
+        if fsdp:  # nor must weights that a block waits for
+            self._make(self._weights, self._strided(self.ranks, degree), options, of_one=False)
+        for smaller in self.degrees:
+            if smaller < degree:
+                self._make(self._tensor, self._strided(degree, smaller), options)
 
     @classmethod
     def of(
@@ -90,11 +98,10 @@ class Mesh:
         timeout: timedelta | None = None,
         order: Sequence[int] | None = None,
     ) -> Mesh:
-        """The mesh of this rank's stage of a plan. All ranks make those of all stages together.
+        """The mesh of this rank's stage of a plan that was checked. All ranks make those of all stages together.
 
-        Raises UsageError where the plan cannot be executed or is for another number of ranks.
+        Raises UsageError where the plan is for another number of ranks.
         """
-        require_runnable(plan)
         run, stages = resolve(process_group), len(plan.stages)
         if plan.world != group_size(run):
             raise UsageError(
@@ -109,6 +116,7 @@ class Mesh:
                 num_stages=stages,
                 fsdp=plan.fsdp,
                 order=order,
+                apart=plan.experts is not None,
             )
             for stage in range(stages)
         ]
@@ -134,12 +142,17 @@ class Mesh:
         """This rank of the first or the last stage and its peer in the other; None on stages between them."""
         return group_of(self._ends)
 
+    @property
+    def stage_group(self) -> ProcessGroup | None:
+        """All ranks of this stage; of several stages only a mesh whose groups are apart has it."""
+        return group_of(self._run_name if self.num_stages == 1 else self._stage[self._replicas(self.ranks)])
+
     def tensor(self, degree: int) -> ProcessGroup | None:
         """The tensor-parallel group of this rank at a degree."""
         return group_of(self._tensor[self._replicas(degree)])
 
     def data(self, degree: int) -> ProcessGroup | None:
-        """The ranks that hold the same parameters as this one in segments of a degree."""
+        """The ranks that hold the same parameters as this one in segments of a degree; None for this one alone."""
         return group_of(self._data[self._strided(self.ranks, degree)])
 
     def weights(self, degree: int) -> ProcessGroup | None:
@@ -160,19 +173,20 @@ class Mesh:
 
     @property
     def _all(self) -> tuple[dict[Layout, str], ...]:
-        return self._tensor, self._data, self._weights
+        return self._tensor, self._data, self._weights, self._stage
 
     @property
     def groups(self) -> list[ProcessGroup]:
         """All groups of this rank that were made here and have more than one rank."""
-        found = [group_of(name) for names in self._all for name in names.values()] + [self.ends]
+        made = [name for names in self._all for name in names.values() if name != self._run_name]
+        found = [group_of(name) for name in made] + [self.ends]
         return [group for group in found if group is not None and group.size() > 1]
 
     def destroy(self) -> None:
         """End the groups made here; for a process that goes on without them."""
         for names in self._all:
             for name in names.values():
-                group = group_of(name)
+                group = group_of(name) if name != self._run_name else None
                 if group is not None:
                     dist.destroy_process_group(group)
             names.clear()
@@ -191,10 +205,15 @@ class Mesh:
             for place in range(stride)
         )
 
-    def _make(self, names: dict[Layout, str], layout: Layout, options: dict[str, Any]) -> None:
+    def _make(
+        self, names: dict[Layout, str], layout: Layout, options: dict[str, Any], *, of_one: bool = True
+    ) -> None:
+        """of_one: also where each group has one rank, for layers, to which None would be the default group."""
         if layout in names:
             return
         names[layout] = ""
+        if len(layout[0]) == 1 and not of_one:
+            return
         for ranks in layout:
             if self._run_name:
                 members = [self._members[rank] for rank in ranks]

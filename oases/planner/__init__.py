@@ -12,7 +12,8 @@ from oases.graph.shape import shape_of_graph
 from oases.planner.choose import rank_plans
 from oases.planner.predict import Predictor
 from oases.planner.refusal import NoPlanError
-from oases.planner.space import Space, require_runnable
+from oases.planner.space import Space
+from oases.plans.check import require_trainable
 from oases.plans.plan import Plan, Prediction, Segment, Stage
 from oases.plans.shape import ModelShape, model_called
 from oases.simulator.cluster import cluster_called
@@ -43,7 +44,7 @@ def plan(
     shape = shape_of(model, sequence)
     if sequence is not None:
         shape = replace(shape, sequence=sequence)
-    require_runnable(shape)
+    require_trainable(shape)
     hardware, world = cluster_called(cluster) if isinstance(cluster, str) else cluster
     return rank_plans(shape, hardware, world, global_batch, budget=budget, space=space)[0]
 

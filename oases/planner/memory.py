@@ -1,4 +1,4 @@
-"""What a rank holds: parameters, gradients, optimizer state, kept activations, and what is in flight."""
+"""Memory of a rank: parameters, gradients, optimizer state, kept activations, and what is in flight."""
 
 from __future__ import annotations
 
@@ -8,18 +8,6 @@ from oases.simulator.hardware import Hardware
 
 USABLE = 0.92
 """Share of a device's memory that a plan may fill; the rest is the runtime's, the allocator's and the libraries'."""
-
-
-def state_bytes(model: ModelShape, parameters: int, replicas: int, *, zero: bool, fsdp: bool = False) -> int:
-    """Parameters, gradients and Adam's state. Half-precision models keep masters in fp32 beside the two moments.
-
-    zero: the optimizer's state is cut over the `replicas`. fsdp: so are the parameters. Gradients are counted whole:
-    they are cut as the last micro-batch's backward pass goes, and add up whole before.
-    """
-    element = model.element_bytes
-    optimizer = 8 if element == 4 else 12
-    held = parameters // (replicas if fsdp else 1) + parameters
-    return held * element + parameters * optimizer // (replicas if zero or fsdp else 1)
 
 
 def head_bytes(model: ModelShape, tp: int, samples: float) -> int:
@@ -66,9 +54,7 @@ def stage_state_bytes(plan: Plan, number: int) -> int:
     Those are two blocks', one being gathered ahead, and the embedding's.
     """
     sizes = stage_parameters(plan, number)
-    states = sum(
-        state_bytes(plan.model, count, replicas, zero=plan.zero, fsdp=plan.fsdp) for count, replicas in sizes
-    )
+    states = sum(plan.model.state_bytes(count, replicas, zero=plan.zero, fsdp=plan.fsdp) for count, replicas in sizes)
     if not plan.fsdp:
         return states
     smallest = min(segment.tp for segment in plan.stages[number].segments)

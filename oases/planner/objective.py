@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from oases.errors import UsageError
-from oases.planner.memory import head_bytes, state_bytes
+from oases.planner.memory import head_bytes
 from oases.planner.paper import USABLE, PublishedTimes, best_degrees, objective
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import KINDS, ModelShape
@@ -71,7 +71,7 @@ def _times(
             forward[kind, tp] = times.forward_unkept + times.combine
             backward[kind, tp] = times.combine_backward + times.backward + times.weight_gradient
         all_reduce[tp] = hardware.collective_seconds("all_reduce", tp, model.unit_bytes(whole / 2))
-        embedding = state_bytes(model, model.embedding_parameters(tp), world // tp, zero=False)
+        embedding = model.state_bytes(model.embedding_parameters(tp), world // tp, zero=False)
         runtime[tp] = float(head_bytes(model, tp, whole) + embedding)
         samples[tp] = whole
     return PublishedTimes(forward, backward, all_reduce, runtime, samples)

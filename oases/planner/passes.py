@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
+from oases.errors import UsageError
 from oases.planner.ends import embedding, exposed, head
 from oases.planner.memory import embedding_segment, stage_parameters, stage_state_bytes
 from oases.planner.pieces import OPTIMIZER, SENT, PartPieces, Piece, StagePieces
 from oases.plans.plan import BUCKET_BYTES, Part, Plan, Segment
-from oases.plans.shape import ModelShape
+from oases.plans.shape import GRADIENT_BYTES, ModelShape
 from oases.schedule import Op
 from oases.schedule.pipeline import read_stage
 from oases.simulator.hardware import Hardware, stack_costs
@@ -24,9 +26,13 @@ from oases.simulator.program import Compute, Contention, Instruction, Start, Wai
 
 _ADAM_BYTES = 28
 """Moved per fp32 parameter by the optimizer: reads weight, gradient and two moments, writes all but the gradient."""
+_ROUNDING_BYTES = 6
+"""Moved besides per parameter of half the width: reads its master, writes it."""
 _AT_THE_END = (-1, -1)
 """In the place of a (segment, block): behind the whole backward pass."""
 
+GradientSums = Mapping[tuple[int, int], Sequence[Instruction]]
+"""Buckets of gradients and what starts their sums, by the (segment, block) whose gradients fill each."""
 Tagged = tuple[tuple[Instruction, Op | None], ...]
 """Instructions, each with the op that it comes from, if it comes from one."""
 
@@ -98,6 +104,10 @@ class StageModel:
         self, plan: Plan, number: int, hardware: Hardware, lowered: Callable[..., Lowered], *, with_ends: bool = True,
         told_apart: bool = True,
     ) -> None:  # fmt: skip
+        if plan.experts is not None:
+            raise UsageError(
+                f"plan: it has {plan.experts.experts} experts, and only dense models are predicted; leave out experts"
+            )
         self.plan = plan
         self.number = number
         self.hardware = hardware
@@ -260,28 +270,29 @@ class StageModel:
         """After the last micro-batch: the sums of gradients, and the optimizer."""
         starts = self._gradient_starts()
         yield from starts.get(_AT_THE_END, ())
-        yield from (Wait(start.name) for lane in starts.values() for start in lane)
+        for copied, start in (pair for lane in starts.values() for pair in pairwise(lane)):
+            if isinstance(copied, Compute) and isinstance(start, Start):
+                yield Wait(start.name, copied.allocates)
         if not self.with_ends:
             return
         for part, (parameters, replicas) in enumerate(stage_parameters(self.plan, self.number)):
             rate = self.hardware.device.bytes_per_second
             mine = parameters // replicas if self.plan.zero or self.plan.fsdp else parameters
-            yield Compute(f"{OPTIMIZER} {part}", _ADAM_BYTES * mine / rate)
+            moved = _ADAM_BYTES + _ROUNDING_BYTES * (self.model.element_bytes < GRADIENT_BYTES)
+            yield Compute(f"{OPTIMIZER} {part}", moved * mine / rate)
             if self.plan.zero and replicas > 1:
                 num_bytes, stride = parameters * self.model.element_bytes, self.plan.stage_ranks // replicas
                 seconds = self.hardware.collective_seconds("all_gather", replicas, num_bytes, stride)
                 yield from exposed(f"parameters {part}", self.hardware.link_of(replicas, stride), seconds)
 
-    def _of_others(self, part: Part, starts: Mapping[tuple[int, int], list[Start]]) -> Iterator[Start]:
+    def _of_others(self, part: Part, starts: GradientSums) -> Iterator[Instruction]:
         """Sums of gradients that were whole before the stage's last pass."""
         own = range(part.first_segment, part.first_segment + len(part.segments))
         for (index, _), lane in starts.items():
             if index >= 0 and index not in own:
                 yield from lane
 
-    def _with_gradients(
-        self, part: Part, index: int, ops: Tagged, starts: Mapping[tuple[int, int], list[Start]]
-    ) -> Iterator[Instruction]:
+    def _with_gradients(self, part: Part, index: int, ops: Tagged, starts: GradientSums) -> Iterator[Instruction]:
         """A pass of a segment, with sums over the replicas started behind what makes the last of them."""
         if not starts:
             yield from (instruction for instruction, _ in ops)
@@ -295,11 +306,12 @@ class StageModel:
             yield instruction
             yield from starts.get((part.first_segment + index, behind.get(at, -1)), ())
 
-    def _gradient_starts(self) -> dict[tuple[int, int], list[Start]]:
+    def _gradient_starts(self) -> dict[tuple[int, int], list[Instruction]]:
         """The sums of gradients, in buckets, by the (segment, block) whose gradients fill each.
 
         Segments of one degree fill their buckets together, from the last block to the first; behind them comes the
-        embedding, in the lane of its degree.
+        embedding, in the lane of its degree. A bucket is a copy of its gradients, held until `finish`; but with fsdp
+        it takes their place.
         """
         lanes: dict[int, list[tuple[tuple[int, int], int]]] = {}
         for part in reversed(self.parts):
@@ -309,12 +321,12 @@ class StageModel:
                 for block in reversed(range(segment.num_blocks)):
                     size = self.model.block_parameters(self.model.kind_of(first + block), segment.tp)
                     place = (part.first_segment + index, block)
-                    lanes.setdefault(segment.tp, []).append((place, size * self.model.element_bytes))
+                    lanes.setdefault(segment.tp, []).append((place, size * GRADIENT_BYTES))
         if self.with_ends and self.number in (0, len(self.plan.stages) - 1):
             tp = embedding_segment(self.plan).tp
-            size = self.model.embedding_parameters(tp) * self.model.element_bytes
+            size = self.model.embedding_parameters(tp) * GRADIENT_BYTES
             lanes.setdefault(tp, []).append((_AT_THE_END, size))
-        starts: dict[tuple[int, int], list[Start]] = {}
+        starts: dict[tuple[int, int], list[Instruction]] = {}
         for tp, lane in lanes.items():
             replicas = self.plan.stage_ranks // tp
             if replicas == 1:
@@ -322,7 +334,9 @@ class StageModel:
             link = self.hardware.link_of(replicas, tp)
             for number, (place, num_bytes) in enumerate(_buckets(lane)):
                 seconds = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
-                starts.setdefault(place, []).append(Start(f"gradients tp {tp} bucket {number}", link, seconds))
+                name = f"gradients tp {tp} bucket {number}"
+                copied = Compute(f"copy of {name}", 0.0, 0 if self.plan.fsdp else num_bytes)
+                starts.setdefault(place, []).extend((copied, Start(name, link, seconds)))
         return starts
 
     def _resharded(self, name: str, before: int, after: int) -> Iterator[Instruction]:

@@ -24,8 +24,7 @@ def refusal(runs: Runs, world: int, global_batch: int, capacity: int) -> str:
         "recomputation (leave out --no-recompute)": (model, replace(runs.space, recompute=True)),
         "a sharded optimizer (leave out --no-zero)": (model, replace(runs.space, zero=(False, True))),
     }
-    simulated = runs.space.only_simulated and not runs.hardware.blocks
-    if simulated and "bfloat16" in runs.hardware.device.flops_per_second:
+    if not runs.hardware.blocks and "bfloat16" in runs.hardware.device.flops_per_second:
         others["bfloat16 instead of float32"] = (replace(model, dtype="bfloat16"), runs.space)
     changes = [
         change

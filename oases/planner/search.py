@@ -16,7 +16,7 @@ import numpy as np
 from oases.planner.balance import StageLoad, balanced
 from oases.planner.chain import Chain
 from oases.planner.ends import ends_seconds
-from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes, state_bytes
+from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes
 from oases.planner.predict import Predictor
 from oases.planner.programme import InfeasibleError, Solution, solve
 from oases.planner.runs import Run, Runs
@@ -140,7 +140,7 @@ class SettingSearch:
         # A micro-batch in flight on a part is in flight on its share of the stage's blocks.
         held = self.setting.in_flight(stage) / self.setting.chunks * kept
         held += (whole - kept) * self.setting.recomputes_early(stage) + whole * self.setting.weights_waiting(stage)
-        return state_bytes(self.model, parameters, replicas, zero=self.setting.zero) + held
+        return self.model.state_bytes(parameters, replicas, zero=self.setting.zero) + held
 
     def _once(self, state: State, stage: int) -> int:
         """Held besides what each block holds: embedding and head, what is on the wire, a block computed again."""
@@ -150,7 +150,7 @@ class SettingSearch:
         held, last = in_flight, self.setting.stages - 1
         if stage in (0, last):
             parameters, replicas = self.model.embedding_parameters(tp), self.setting.stage_ranks // tp
-            held += state_bytes(self.model, parameters, replicas, zero=self.setting.zero)
+            held += self.model.state_bytes(parameters, replicas, zero=self.setting.zero)
         if stage == last:
             # The head's logits are gone before a block is computed again.
             held += max(0, head_bytes(self.model, tp, samples) - in_flight)

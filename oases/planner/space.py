@@ -24,25 +24,13 @@ BEST_PIPELINES = (
 """Those that can win: gpipe and pre_recompute hold as much as one of these and take as long or longer."""
 MOST_MICRO_BATCHES = 4096
 """Of one optimizer step, unless more are asked for."""
-RUNNABLE_DTYPES = ("float32",)
-"""Types that the trainer trains in. Models of others can be simulated."""
-
-
-def require_runnable(model: ModelShape) -> None:
-    """Raise UsageError for a model that no plan could be executed for."""
-    if model.dtype not in RUNNABLE_DTYPES:
-        raise UsageError(
-            f"model: a plan in {model.dtype} cannot be executed yet, only in {', '.join(RUNNABLE_DTYPES)}; oases "
-            "simulate predicts it"
-        )
 
 
 @dataclass(frozen=True)
 class Space:
     """Degrees, micro-batches: empty means every one that fits. recompute: whether layers may be computed again.
 
-    pipelines: schedules of several stages, up to `max_stages`. only_simulated: what is found need not be executed, so
-    a refusal may propose a type that the trainer does not know.
+    pipelines: schedules of several stages, up to `max_stages`.
     """
 
     degrees: tuple[int, ...] = ()
@@ -53,7 +41,6 @@ class Space:
     recompute: bool = True
     max_stages: int = MAX_STAGES
     pipelines: tuple[str, ...] = BEST_PIPELINES
-    only_simulated: bool = False
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.pipelines if name not in PIPELINES]

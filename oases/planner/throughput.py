@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oases.plans.plan import Plan
-from oases.plans.shape import KINDS, ModelShape
 from oases.simulator.hardware import Hardware
 from oases.simulator.peaks import peak_flops
 
@@ -22,23 +21,13 @@ class Throughput:
     utilisation: float | None
 
 
-def model_flops(model: ModelShape, samples: float) -> float:
-    """Floating-point operations of a step: products of forward and backward pass, nothing computed again.
-
-    The backward pass of a product is two products; embeddings are looked up, the head is a product.
-    """
-    blocks = model.layers * sum(sum(model.product_flops(kind, 1, samples)) for kind in KINDS)
-    head = 2.0 * samples * model.sequence * model.hidden * model.vocabulary
-    return 3 * (blocks + head)
-
-
 def throughput(plan: Plan, hardware: Hardware) -> Throughput:
     """What the prediction of `plan` on `hardware` comes to."""
     found = plan.prediction
     assert found is not None, "the plan has no prediction"
     step = found.step_seconds
     peak = peak_flops(hardware.device.name, plan.model.dtype)
-    done = model_flops(plan.model, plan.global_batch)
+    done = plan.model.step_flops(plan.global_batch)
     samples = plan.global_batch / step
     return Throughput(
         step, samples, samples * plan.model.sequence, found.exposed_seconds / step, found.bubble_seconds / step,

@@ -13,15 +13,21 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
-from oases.plans.shape import LARGEST, ModelShape
-from oases.schedule import GENERATORS, PIPELINES, Schedule, ScheduleError, generate, is_text, sequence_parallel
+from oases.plans.segment import AUTO, Segment, Stage, generated
+from oases.plans.shape import LARGEST, Experts, ModelShape
+from oases.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
 from oases.schedule.pipeline import chunks_of, name_of, require_sizes
+
+__all__ = [
+    "AUTO", "BUCKET_BYTES", "PLANNED", "Experts", "ModelShape", "Part", "Plan", "Prediction", "Segment", "Stage",
+    "generated", "read_plan",
+]  # fmt: skip
 
 VERSION = 1
 FORMAT = "oases plan"
@@ -30,44 +36,6 @@ PLANNED = tuple(PIPELINES)
 
 BUCKET_BYTES = 16 * 2**20
 """Gradients of about so many bytes are summed over the replicas at once: early, and enough to use the link well."""
-
-
-generated = lru_cache(maxsize=512)(generate)
-"""As `generate`, remembered: a search asks for the same lists many times."""
-_cut_along_sequence = lru_cache(maxsize=64)(sequence_parallel)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive blocks of one tensor-parallel degree, run as one stack.
-
-    recomputed_layers: layers of the segment, from its first, that the backward pass computes again.
-    sequence_parallel: between its blocks each of the tp ranks holds its part of the sequence.
-    """
-
-    num_blocks: int
-    tp: int
-    schedule: str = "oases"
-    sub_batches: int = 2
-    recomputed_layers: int = 0
-    sequence_parallel: bool = False
-
-    def generated(self) -> Schedule:
-        """The list of ops that the segment's stack runs."""
-        made = generated(self.schedule, self.num_blocks, self.sub_batches, self.recomputed_layers)
-        return _cut_along_sequence(made) if self.sequence_parallel else made
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One pipeline stage: its segments in order."""
-
-    segments: tuple[Segment, ...]
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all segments."""
-        return sum(segment.num_blocks for segment in self.segments)
 
 
 @dataclass(frozen=True)
@@ -114,7 +82,8 @@ class Plan:
 
     zero: optimizer state is sharded over the data-parallel ranks. fsdp: so are weights and gradients; the planner
     does not choose it, and predicts its memory but not the time of its gathers. pipeline: the pipeline's schedule,
-    the name of a generator or the text of a list for as many stages and micro-batches.
+    the name of a generator or the text of a list for as many stages and micro-batches. experts: in the place of every
+    MLP, spread over the ranks of its stage; a segment's layers are then whole, and its own schedule is not used.
     """
 
     model: ModelShape
@@ -127,6 +96,7 @@ class Plan:
     pipeline: str = "one_f_one_b"
     prediction: Prediction | None = None
     fsdp: bool = False
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         for name in ("world", "ranks_per_node", "global_batch", "micro_batches"):
@@ -192,8 +162,11 @@ class Plan:
             )
         if not self.model.fits_degree(segment.tp):
             raise UsageError(f"{where}: heads, hidden or vocabulary do not divide by tp {segment.tp}")
-        if segment.schedule not in GENERATORS:
-            raise UsageError(f"{where}: unknown schedule {segment.schedule!r}; known are {', '.join(GENERATORS)}")
+        if segment.schedule not in (AUTO, *GENERATORS) and not is_text(segment.schedule):
+            raise UsageError(
+                f"{where}: unknown schedule {segment.schedule!r}; known are {', '.join(GENERATORS)}, auto, and the "
+                "text of a list"
+            )
         layers = (segment.num_blocks + 1) // 2
         if not 0 <= segment.recomputed_layers <= layers:
             raise UsageError(
@@ -213,8 +186,8 @@ class Plan:
                 f"{where}: {self.global_batch} samples in {self.micro_batches} micro-batches do not divide over "
                 f"{self.stage_ranks // segment.tp} replicas of tp {segment.tp}"
             )
-        if samples < segment.sub_batches:
-            raise UsageError(f"{where}: {samples:g} samples cannot be cut into {segment.sub_batches} sub-batches")
+        if samples < segment.parts:
+            raise UsageError(f"{where}: {samples:g} samples cannot be cut into {segment.parts} sub-batches")
 
     @property
     def stage_ranks(self) -> int:
@@ -262,8 +235,8 @@ class Plan:
             for segment in stage.segments:
                 again = f", {segment.recomputed_layers} layers recomputed" if segment.recomputed_layers else ""
                 again += ", sequence-parallel" if segment.sequence_parallel else ""
-                name = f"{segment.schedule}@{segment.sub_batches}" if segment.sub_batches > 1 else segment.schedule
                 replicas = self.stage_ranks // segment.tp
+                name = segment.name if self.experts is None else self.experts.name
                 parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{again})")
             text = " -> ".join(parts)
             if runs and runs[-1][1] == text:
@@ -277,6 +250,7 @@ class Plan:
             first += many
         counts = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
         how = [name_of(self.pipeline)] if len(self.stages) > 1 else []
+        how += [f"{self.experts.experts} experts"] if self.experts is not None else []
         return "; ".join(
             [*names, counts, *how, *(["sharded optimizer"] if self.zero else []), *(["fsdp"] if self.fsdp else [])]
         )
@@ -307,8 +281,11 @@ class Plan:
             prediction = _made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
         elif prediction is not None:
             raise UsageError(f"plan: prediction must be an object or null, got {prediction!r}")
-        model = _made(ModelShape, body.get("model"), "model")
-        plan: Plan = _made(Plan, {**body, "stages": stages, "model": model, "prediction": prediction}, "plan")
+        model, experts = _made(ModelShape, body.get("model"), "model"), body.get("experts")
+        if experts is not None:
+            experts = _made(Experts, experts, "experts")
+        made = {"stages": stages, "model": model, "prediction": prediction, "experts": experts}
+        plan: Plan = _made(Plan, {**body, **made}, "plan")
         if plan.prediction is not None:
             _check_prediction(plan.prediction, len(stages))
         return plan

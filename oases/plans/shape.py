@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from oases.errors import UsageError
+from oases.schedule import from_text, is_text
 
 BlockKind = Literal["attention", "mlp"]
 KINDS: tuple[BlockKind, BlockKind] = ("attention", "mlp")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GRADIENT_BYTES = 4
+"""Of a parameter's gradient, whatever the parameter's type: gradients add up in float32."""
 
 LARGEST = 2**31 - 1
 """Of any size or count: what is beyond it was mistyped."""
@@ -67,6 +71,26 @@ class ModelShape:
     def element_bytes(self) -> int:
         """Of an activation."""
         return ELEMENT_BYTES[self.dtype]
+
+    def state_bytes(self, parameters: int, replicas: int, *, zero: bool = False, fsdp: bool = False) -> int:
+        """Bytes on a rank of parameters, their gradients and Adam's state.
+
+        Gradients are of float32. In a type of half its width, weights have masters in it beside the two moments: 18
+        bytes a parameter in all, against 16. zero: masters and moments are cut over the `replicas`. fsdp: so are the
+        parameters; gradients are counted whole, as they add up before the last micro-batch's backward pass.
+        """
+        optimizer = 8 if self.element_bytes == GRADIENT_BYTES else 12
+        weights = parameters // (replicas if fsdp else 1) * self.element_bytes
+        return weights + parameters * GRADIENT_BYTES + parameters * optimizer // (replicas if zero or fsdp else 1)
+
+    def step_flops(self, samples: float) -> float:
+        """Floating-point operations of a step: products of forward and backward pass, nothing computed again.
+
+        The backward pass of a product is two products; embeddings are looked up, the head is a product.
+        """
+        blocks = self.layers * sum(sum(self.product_flops(kind, 1, samples)) for kind in KINDS)
+        head = 2.0 * samples * self.sequence * self.hidden * self.vocabulary
+        return 3 * (blocks + head)
 
     @property
     def num_parameters(self) -> int:
@@ -137,6 +161,58 @@ class ModelShape:
         attended = self.attended
         core = 4.0 * tokens * self.sequence * attended / tp
         return 2.0 * tokens * h * (inner - attended) / tp, core, 2.0 * tokens * h * attended / tp
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of every MLP: sizes, router, and how busy experts are copied.
+
+    experts: of a layer, spread over all ranks of its stage. top_k: experts of a token. expert_hidden: features inside
+    of an expert, 0 for 4 x hidden. shared_hidden: of an expert for every token, 0 for none. gate: of the router.
+    balance_weight, z_weight: of its losses. bias_update_rate: 0 = no bias. capacity_factor: 0 = drops nothing.
+    placement: the method that copies experts. expert_memory: bytes of one layer's copies on a rank, -1 = any number.
+    expert_schedule: the name of a list of `oases.schedule.experts`, or the text of one for a segment's layers.
+    """
+
+    experts: int
+    top_k: int = 2
+    expert_hidden: int = 0
+    shared_hidden: int = 0
+    gate: str = "softmax"
+    balance_weight: float = 0.01
+    z_weight: float = 0.0
+    bias_update_rate: float = 0.0
+    capacity_factor: float = 0.0
+    placement: str = "prophet"
+    expert_memory: int = -1
+    expert_schedule: str = "block_wise"
+
+    def __post_init__(self) -> None:
+        if self.experts < 1:
+            raise UsageError(f"experts must be at least 1, or 0 for a dense model, got {self.experts}")
+        if not 1 <= self.top_k <= self.experts:
+            raise UsageError(f"top_k must be from 1 to the {self.experts} experts, got {self.top_k}")
+        for name in ("expert_hidden", "shared_hidden", "balance_weight", "z_weight", "bias_update_rate",
+                     "capacity_factor"):  # fmt: skip
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
+        if self.expert_memory < -1:
+            raise UsageError(f"expert_memory must be at least 0 bytes, or -1 for any, got {self.expert_memory}")
+        if self.placement != "none" and self.expert_schedule == "plain":
+            raise UsageError(
+                f"expert_schedule plain moves no experts, and placement is {self.placement}; give placement none, or "
+                "another schedule"
+            )
+
+    @property
+    def name(self) -> str:
+        """The schedule's name."""
+        text = self.expert_schedule
+        return from_text(text, "experts").name if is_text(text) else text
+
+    def layer_parameters(self, model: ModelShape) -> int:
+        """Parameters of the experts of a layer, all ranks together."""
+        return 2 * model.hidden * (self.experts * (self.expert_hidden or 4 * model.hidden) + self.shared_hidden)
 
 
 def _gpt(name: str, hidden: int, layers: int, heads: int, sequence: int = 1024) -> ModelShape:

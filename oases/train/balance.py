@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from oases.errors import UsageError
-from oases.execution.group import group_rank
+from oases.execution.group import ProcessGroup, group_rank
 from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import at_home, described
 from oases.moe.traces import Recorder, replay
+from oases.train.checkpoint.agreement import gathered
 
 
 @dataclass(frozen=True)
@@ -40,60 +41,58 @@ class StepBalance:
 
 
 class Balance:
-    """Follows the layers of a model through its steps: `note` after every micro-batch, `step` after the step.
+    """Follows the layers of a model through its steps: `note` after every forward pass, `step` after the step.
 
-    trace: file to record loads in; what it has of steps from `steps_done` on is cut off. Every rank makes one and
-    has the same; the first writes.
+    group: all ranks of the run. stages: those of its pipeline; each has some of the layers. trace: file to record
+    loads in; what it has of steps from `steps_done` on is cut off. Every rank makes one and has the same; the first
+    writes.
     """
 
-    def __init__(self, layers: Sequence[OverlappedMoE], trace: str | None, steps_done: int) -> None:
-        self._layers = layers
-        first = trace is not None and group_rank(layers[0].process_group) == 0
-        self._trace = Path(trace) if trace is not None and first else None
+    def __init__(self, group: ProcessGroup | None, stages: int, trace: str | None, steps_done: int) -> None:
+        self._group, self._stages = group, stages
+        self._trace = Path(trace) if trace is not None and group_rank(group) == 0 else None
         if self._trace is not None:
             _begin(self._trace, steps_done)
-        self._noted: list[StepBalance] = []
-        self._counts: list[Any] = [0] * len(layers)
+        self._noted: dict[int, list[StepBalance]] = {}
+        self._counts: dict[int, Any] = {}
         self.last: StepBalance | None = None
         """Of the last step."""
         self.history: list[StepBalance] = []
 
-    def note(self) -> None:
-        """A micro-batch is through."""
-        found = []
-        for number, layer in enumerate(self._layers):
+    def note(self, layers: Mapping[int, OverlappedMoE]) -> None:
+        """A micro-batch went forward through these layers, by their numbers."""
+        for number, layer in layers.items():
             done, saved = layer.last, 0.0
             assert done is not None
-            self._counts[number] = self._counts[number] + done.counts
+            self._counts[number] = self._counts.get(number, 0) + done.counts
             placed = done.placement
             if layer.costs is not None and placed.moved:
                 plain = described("none", done.counts, layer.costs, at_home(done.counts))
                 now = described(placed.method, done.counts, layer.costs, (placed.routes, placed.copies))
                 saved = plain.predicted_seconds - now.predicted_seconds
             copies = sum(map(len, placed.copies))
-            found.append(StepBalance(done.balance_degree_at_home, done.balance_degree, copies, done.dropped, saved))
-        before, after, copies_of, dropped, saved_of = zip(*map(astuple, found), strict=True)
-        self._noted.append(
-            StepBalance(
-                statistics.mean(before), statistics.mean(after), float(sum(copies_of)), sum(dropped), sum(saved_of)
-            )
-        )
+            found = StepBalance(done.balance_degree_at_home, done.balance_degree, copies, done.dropped, saved)
+            self._noted.setdefault(number, []).append(found)
 
     def forget(self) -> None:
         """The step has failed."""
-        self._noted, self._counts = [], [0] * len(self._layers)
+        self._noted, self._counts = {}, {}
 
     def step(self, number: int) -> None:
-        """The step, counted from 0, is done; its loads go into the trace."""
-        rows = [astuple(row) for row in self._noted]
-        before, after, copies, dropped, saved = (list(column) for column in zip(*rows, strict=True))
+        """The step, counted from 0, is done; its loads go into the trace. All ranks call it."""
+        noted, counts = self._noted, self._counts
+        if self._stages > 1:
+            for others, loads in gathered((noted, counts), self._group):
+                noted, counts = noted | others, counts | loads
+        rows = [_over_layers(rows) for rows in zip(*(noted[layer] for layer in sorted(noted)), strict=True)]
+        before, after, copies, dropped, saved = (list(column) for column in zip(*map(astuple, rows), strict=True))
         mean = statistics.mean
         self.last = StepBalance(mean(before), mean(after), mean(copies), sum(dropped), sum(saved))
         self.history.append(self.last)
         if self._trace is not None:
             with Recorder(self._trace, append=True) as recorder:
-                for layer, counts in enumerate(self._counts):
-                    recorder.write(number, layer, counts)
+                for layer in sorted(counts):
+                    recorder.write(number, layer, counts[layer])
         self.forget()
 
     def summary(self) -> dict[str, float]:
@@ -106,6 +105,12 @@ class Balance:
         }
         before, after = found["balance_before"], found["balance_after"]
         return found | {"rb": before / after if after else 1.0 if not before else float(np.inf)}
+
+
+def _over_layers(rows: Sequence[StepBalance]) -> StepBalance:
+    """Of a micro-batch, from those of its layers."""
+    before, after, copies, dropped, saved = zip(*map(astuple, rows), strict=True)
+    return StepBalance(statistics.mean(before), statistics.mean(after), float(sum(copies)), sum(dropped), sum(saved))
 
 
 def require_new(trace: str, *, new: bool) -> None:

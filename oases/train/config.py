@@ -14,24 +14,18 @@ import torch
 from oases.errors import UsageError
 from oases.launch.ranks import restart_count
 from oases.plans.plan import Plan, read_plan
-from oases.schedule import (
-    PIPELINES,
-)
+from oases.schedule import GENERATORS, PIPELINES, read_schedule
 from oases.train.balance import require_new
 from oases.train.checkpoint.resumption import AUTO, require_resumable
 from oases.train.checkpoint.retention import require_folder
 from oases.train.config_file import read_values, written
 from oases.train.data import Corpus
-from oases.train.degrees import Degrees
 from oases.train.experts import ExpertOptions
-from oases.train.fields import require_known, require_types
-from oases.train.fit import require_fit, values_for
 from oases.train.guard import POLICIES
 from oases.train.learning_rate import SCHEDULES, Course, share_of_peak
-from oases.train.log import steps_in
+from oases.train.logs import require_tensorboard, steps_in
 from oases.train.masters import PRECISIONS
-from oases.train.scalars import require_tensorboard
-from oases.train.sizes import ModelOptions, option, sizes_of
+from oases.train.sizes import Degrees, ModelOptions, option, require_known, require_types
 from oases.train.tokenizer import tokenizer_called
 from oases.train.tokens import corpus_of
 
@@ -41,11 +35,15 @@ WIRE_DTYPES: dict[str, torch.dtype | None] = {"none": None, "bfloat16": torch.bf
 _KNOWN: dict[str, Iterable[str]] = {
     "wire_dtype": WIRE_DTYPES,
     "precision": PRECISIONS,
-    "pipeline_schedule": PIPELINES,
     "learning_rate_schedule": SCHEDULES,
     "save_error": ("warn", "stop"),
     "bad_loss": POLICIES,
 }
+_SAID = (
+    "schedule", "sub_batches", "recompute", "sequence_parallel", "degrees", "pipeline_schedule", "micro_batches",
+    "zero", "fsdp",
+)  # fmt: skip
+"""Options that are a plan's alone."""
 _AT_LEAST_1 = ("steps", "validation_batches", "micro_batches")
 _AT_LEAST_0 = (
     "warmup", "weight_decay", "checkpoint_every", "keep", "spike", "evaluate_every", "decay_steps", "vocabulary",
@@ -74,7 +72,9 @@ class TrainConfig(ExpertOptions):
         default=Degrees(),
         metadata={"help": "replicas (data), stages (pipeline), ranks that share a layer (tensor; 0 = the rest)"},
     )
-    pipeline_schedule: str = option("one_f_one_b", f"order of passes on the stages: {', '.join(PIPELINES)}")
+    pipeline_schedule: str = option(
+        "one_f_one_b", f"order of passes on the stages: {', '.join(PIPELINES)}, or the path of one's text"
+    )
     micro_batches: int = option(1, "parts of a batch whose gradients are added up before a step")
     zero: bool = option(False, "spread the optimizer's state over the replicas")
     fsdp: bool = option(False, "spread weights and gradients over the replicas, too, by FSDP2; in place of zero")
@@ -82,7 +82,8 @@ class TrainConfig(ExpertOptions):
         None, "execute the plan in this file: it says the model, the batch, the ranks, their degrees and schedules"
     )
     schedule: str = option(
-        "oases", "oases, sync, oases@4 or another by name, auto to choose by measuring, or the path of one's text"
+        "oases",
+        "oases, sync, oases@4 or another by name, auto to choose by measuring, or the path of a list",
     )
     wire_dtype: str = option("none", "type that activations are summed in: none (their own), bfloat16 or float16")
     sequence_parallel: bool = option(False, "between blocks each tensor-parallel rank holds its part of the sequence")
@@ -129,8 +130,10 @@ class TrainConfig(ExpertOptions):
     def __post_init__(self) -> None:
         object.__setattr__(self, "degrees", Degrees.of(self.degrees))
         require_types(self)
+        self._sort_list()
         super().__post_init__()
         require_known(self, _KNOWN)
+        require_known(self, {"pipeline_schedule": PIPELINES}, or_file=True)
         self.require_experts()
         for name in _AT_LEAST_1:
             if getattr(self, name) < 1:
@@ -147,6 +150,16 @@ class TrainConfig(ExpertOptions):
         require_device(self.device)
         require_compiler(self.compile)
         self._require_survival()
+
+    def _sort_list(self) -> None:
+        """Move a list of stages or experts, given as `schedule`, to its own field. ScheduleError if it is bad."""
+        if self.schedule.partition("@")[0] in GENERATORS or not Path(self.schedule).is_file():
+            return
+        unit = read_schedule(self.schedule, None).unit
+        if unit != "block":
+            own = "pipeline_schedule" if unit == "stage" else "expert_schedule"
+            object.__setattr__(self, own, self.schedule)
+            object.__setattr__(self, "schedule", TrainConfig.schedule)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> TrainConfig:
@@ -179,8 +192,8 @@ class TrainConfig(ExpertOptions):
         return {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
 
     @property
-    def is_planned(self) -> bool:
-        """Whether it asks for a plan: for more than one tensor-parallel group and one pass, without experts."""
+    def is_spread(self) -> bool:
+        """Whether it asks for more than one tensor-parallel group and one pass, without experts."""
         if self.experts:
             return False
         return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp
@@ -188,7 +201,7 @@ class TrainConfig(ExpertOptions):
     @property
     def usual_sub_batches(self) -> int:
         """Where none were given: by a replica's samples of a micro-batch; 1 without tensor parallelism."""
-        if not self.is_planned:
+        if not self.is_spread:
             return super().usual_sub_batches
         samples = self.batch // (self.degrees.data * max(1, self.micro_batches))
         return 1 if self.degrees.tensor == 1 or samples < 2 else 4 if samples >= 4 else 2
@@ -225,19 +238,6 @@ class TrainConfig(ExpertOptions):
         """Whether the run begins with the newest of its own checkpoints, where there is one."""
         return self.checkpoint is not None and (self.resume == AUTO or restart_count() > 0)
 
-    def check(self, degree: int) -> Corpus:
-        """Everything that can be known before any rank starts; returns the corpus."""
-        self.require_degree(degree)
-        self.schedule_or_auto(self.schedule)
-        if self.sequence_parallel and (degree == 1 or self.sequence % degree):
-            raise UsageError(
-                f"a sequence of {self.sequence} cannot be cut over --tp {degree}; leave out --sequence-parallel, or "
-                "change --sequence"
-            )
-        if self.device == "cpu":
-            require_memory(self, degree)
-        return self.check_files(sizes_of(self))
-
     def check_files(self, sizes: dict[str, Any]) -> Corpus:
         """What is read and written, for a model of these sizes; returns the corpus."""
         if self.checkpoint is not None:
@@ -273,6 +273,57 @@ def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig(**values_for(plan, given))
     require_fit(config, plan)
     return config
+
+
+def values_for(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values `given`, and the plan's for what it says. UsageError for one given that is the plan's alone."""
+    for name in _SAID:
+        if name in given:
+            raise UsageError(
+                "the plan says schedules, recomputation, what is sequence-parallel, degrees and micro-batches; leave "
+                f"out {_option(name)}"
+            )
+    return {**_sizes(plan), "precision": plan.model.dtype, **given}
+
+
+def require_fit(config: TrainConfig, plan: Plan) -> None:
+    """Raise UsageError, naming the field, unless plan and configuration are of the same model and batch."""
+    for name, size in ({"experts": 0} | _sizes(plan)).items():
+        if getattr(config, name) != size and not (name == "vocabulary" and config.vocabulary == 0):
+            raise UsageError(
+                f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {_option(name)}, or make "
+                "a plan for it"
+            )
+    if not (plan.model.is_gpt and plan.model.tied):
+        raise UsageError(f"plan: its model {plan.model.name!r} is no GPT, which is what this trains; plan for a GPT")
+    if plan.model.dtype != config.precision:
+        raise UsageError(
+            f"plan: its model computes in {plan.model.dtype}, training here in {config.precision}; leave out "
+            "--precision, or plan for that"
+        )
+    if plan.fsdp and config.precision != "float32":
+        raise UsageError(
+            f"fsdp does not support precision {config.precision}: its float32 masters are not sharded; take zero, "
+            "which shards them, or float32"
+        )
+    tokenizer = tokenizer_called(config.tokenizer)
+    if plan.model.vocabulary < tokenizer.size:
+        raise UsageError(
+            f"plan: a vocabulary of {plan.model.vocabulary} is too small; {tokenizer.name} has {tokenizer.size} "
+            "tokens"
+        )
+
+
+def _sizes(plan: Plan) -> dict[str, Any]:
+    """The options whose values a plan has. How its experts' list goes, it says itself."""
+    names = ("hidden", "layers", "heads", "sequence", "vocabulary")
+    found: dict[str, Any] = {name: getattr(plan.model, name) for name in names} | {"batch": plan.global_batch}
+    experts = {} if plan.experts is None else asdict(plan.experts)
+    return found | {name: value for name, value in experts.items() if name != "expert_schedule"}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def require_seed(seed: int) -> None:

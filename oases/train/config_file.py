@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from oases.errors import UsageError
-from oases.train.fields import type_fault
+from oases.train.sizes import type_fault
 
 _WIDTH = 100
 

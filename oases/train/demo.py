@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,25 @@ import torch.distributed as dist
 
 from oases.bench.overlap import OverlapBench, OverlapConfig
 from oases.launch.ranks import require_agreement
+from oases.simulator.drawing import draw_curves, draw_timelines
+from oases.simulator.page import Section, write_page
 from oases.simulator.timeline import Timeline, trace_json
 from oases.terminal import Table, console, percent, progress
 from oases.train.config import TrainConfig, settings
-from oases.train.report import write_report
 from oases.train.trainer import Trainer
 
 SCHEDULES = ("sync", "oases")
 HEADER = ("schedule", "step", "against sync", "tokens/s", "hidden", "of ideal", "loss", "validation loss")
+
+_TIMELINES = (
+    "One measured step of the transformer stack under each schedule, to one time scale. Orange: an all-reduce is on "
+    "the link. Pale: the compute stands still for it. Names are BLOCK.SUB-BATCH. Drag to zoom, hover for names and "
+    "times."
+)
+_LOSSES = (
+    "Training loss per step. A schedule changes when things run, never what is computed, so the curves lie on each "
+    "other."
+)
 
 
 def run_demo(config: TrainConfig) -> dict[str, Any]:
@@ -124,3 +135,27 @@ def show(result: dict[str, Any], link: str, folder: Path) -> None:
     )
     trace.write_text(trace_json(timelines))
     console.print(f"Picture of why: {page}   Trace for Perfetto: {trace}", soft_wrap=True)
+
+
+def write_report(
+    path: Path,
+    *,
+    title: str,
+    subtitle: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    timelines: Sequence[Timeline],
+    losses: Mapping[str, Sequence[float]],
+) -> None:
+    """Write a self-contained page to `path`; it loads nothing from anywhere.
+
+    header, rows: the table of results. losses: training loss per step, nats per byte, by schedule.
+    """
+    curves = draw_curves(losses, x="step", y="training loss, nats per byte")
+    write_page(
+        path, title=title, subtitle=subtitle, header=header, rows=rows,
+        sections=[
+            Section("Where the time went", _TIMELINES, draw_timelines(timelines)),
+            Section("The same training", _LOSSES, curves),
+        ],
+    )  # fmt: skip

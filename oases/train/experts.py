@@ -1,8 +1,7 @@
-"""What a training run is told of its experts: sizes, router, placement; and what does not go with them."""
+"""A training run's options for experts: sizes, router, placement; and what does not go with them."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,16 +9,14 @@ from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPTConfig
 from oases.moe.router import GATES
 from oases.moe.steps import METHODS
+from oases.plans.shape import Experts
+from oases.schedule import format_schedule, read_schedule
 from oases.schedule.experts import EXPERT_SCHEDULES
-from oases.train.fields import require_known
-from oases.train.sizes import ModelOptions, option
+from oases.train.sizes import ModelOptions, option, require_known
 
 BY_PLACEMENT = "auto"
 """As a schedule of experts: the one that fits the placement."""
-_NOT_WITH_EXPERTS: dict[str, Any] = {
-    "plan": None, "fsdp": False, "sequence_parallel": False, "compile": "none", "schedule": "oases",
-    "wire_dtype": "none",
-}  # fmt: skip
+_NOT_WITH_EXPERTS: dict[str, Any] = {"sequence_parallel": False, "schedule": "oases", "wire_dtype": "none"}
 """Options that a mixture of experts must leave as they are."""
 
 
@@ -44,7 +41,8 @@ class ExpertOptions(ModelOptions):
     expert_memory: int = option(-1, "bytes that copies of one layer's experts may take on a rank; -1 = any number")
     expert_schedule: str = option(
         BY_PLACEMENT,
-        f"of what experts send: {', '.join(EXPERT_SCHEDULES)}; auto = block_wise, or plain where placement is none",
+        f"of what experts send: {', '.join(EXPERT_SCHEDULES)}, or a text's path; auto = block_wise, or plain where "
+        "placement is none",
     )
     record_loads: str | None = option(
         None, "file for every step's tokens by layer, expert and rank, to look at with oases loads"
@@ -73,13 +71,13 @@ class ExpertOptions(ModelOptions):
         return "plain" if self.placement == "none" else "block_wise"
 
     @property
-    def layer_options(self) -> dict[str, Any]:
-        """Of every `OverlappedMoE`, beside its sizes."""
-        return {
-            "placement": self.placement, "balance_weight": self.balance_weight, "z_weight": self.z_weight,
-            "bias_update_rate": self.bias_update_rate, "capacity_factor": self.capacity_factor or None,
-            "memory_budget": None if self.expert_memory < 0 else float(self.expert_memory),
-        }  # fmt: skip
+    def planned_experts(self) -> Experts | None:
+        """What a plan says of them; None without experts. UsageError, naming the field, for what cannot be."""
+        if not self.experts:
+            return None
+        values, name = {item.name: getattr(self, item.name) for item in fields(Experts)}, self.generated
+        text = name if name in EXPERT_SCHEDULES else format_schedule(read_schedule(name, "experts"))
+        return Experts(**values | {"expert_schedule": text})
 
     @property
     def flops_beside(self) -> float:
@@ -104,23 +102,9 @@ class ExpertOptions(ModelOptions):
         if self.experts == 0:
             self._require_none()
             return
-        require_known(
-            self,
-            {"gate": GATES, "placement": METHODS, "expert_schedule": (BY_PLACEMENT, *EXPERT_SCHEDULES)},
-        )
-        if not 1 <= self.top_k <= self.experts:
-            raise UsageError(f"top_k must be from 1 to the {self.experts} experts, got {self.top_k}")
-        for name in ("expert_hidden", "shared_hidden", "balance_weight", "z_weight", "bias_update_rate",
-                     "capacity_factor"):  # fmt: skip
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
-        if self.expert_memory < -1:
-            raise UsageError(f"expert_memory must be at least 0 bytes, or -1 for any, got {self.expert_memory}")
-        if self.placement != "none" and self.generated == "plain":
-            raise UsageError(
-                f"expert_schedule plain moves no experts, and placement is {self.placement}; give placement none, or "
-                "another schedule"
-            )
+        require_known(self, {"gate": GATES, "placement": METHODS})
+        require_known(self, {"expert_schedule": (BY_PLACEMENT, *EXPERT_SCHEDULES)}, or_file=True)
+        assert self.planned_experts is not None  # or it says what cannot be
         for name, usual in _NOT_WITH_EXPERTS.items():
             if getattr(self, name, usual) != usual:
                 raise UsageError(

@@ -1,56 +1,112 @@
-"""A training run as a plan says: the configuration that fits it, and what can be checked before any rank starts.
-
-A plan comes from the planner, or from the degrees that a configuration asks for.
-"""
+"""A run is a configuration and a plan: one from a file, or made of the degrees that the configuration asks for."""
 
 from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import dataclass
 
 from oases.errors import UsageError
-from oases.parallel.parts import require_runnable
-from oases.plans.plan import Plan, Segment, Stage, read_plan
+from oases.moe.assignment import homes
+from oases.plans.check import check
+from oases.plans.plan import AUTO, Plan, Segment, Stage, read_plan
 from oases.plans.shape import ModelShape
-from oases.schedule import GENERATORS
+from oases.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, read_schedule, recomputed_layers
 from oases.schedule.pipeline import chunks_of
-from oases.train.config import TrainConfig, config_for, require_bytes, sizes_of
+from oases.train.config import TrainConfig, require_bytes, require_fit
 from oases.train.data import Corpus
-from oases.train.fit import require_fit
+from oases.train.sizes import Degrees, sizes_of
 
-__all__ = ["asked_for", "by_hand", "check", "config_for", "read_plan", "require_fit"]
+__all__ = ["Run", "by_hand", "degrees_over", "ranks_of", "read_plan"]
+
+DEFAULT_RANKS = 2
+"""Of a run for which nobody asked for ranks: enough to show what is here."""
 
 
-def asked_for(config: TrainConfig, ranks: int) -> Plan | None:
-    """The plan that a configuration asks for in a run of so many ranks: the one it names, or one of its degrees.
+@dataclass(frozen=True)
+class Run:
+    """A configuration and the plan that it is run by: checked when it is made, and so once, wherever it is sent.
 
-    None where all ranks are one tensor-parallel group and a batch is one pass, and where there are experts.
-    UsageError where it cannot be.
+    Raises UsageError where they are not of the same model and batch, and for a plan that cannot be run.
     """
+
+    config: TrainConfig
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        require_fit(self.config, self.plan)
+        check(self.plan)
+
+    @classmethod
+    def of(cls, config: TrainConfig, ranks: int) -> Run:
+        """By the plan that a configuration names, or by one of its degrees over so many ranks."""
+        return cls(config, by_hand(config, ranks) if config.plan is None else read_plan(config.plan))
+
+    def corpus(self) -> Corpus:
+        """The corpus, after all that can be known of files and memory before any rank starts."""
+        config, plan = self.config, self.plan
+        if config.device == "cpu" and "LOCAL_WORLD_SIZE" not in os.environ:
+            what = f"hidden {config.hidden} with {config.layers} layers over its {plan.world} ranks"
+            remedy = "lower --hidden or --layers"
+            if config.plan is not None:
+                what, remedy = f"the plan over its {plan.world} ranks", "take a smaller model"
+            elif config.experts:
+                what, remedy = f"{config.layers} layers of {config.experts} experts", "take fewer or smaller experts"
+            require_bytes(_bytes_of(plan), what, remedy)
+        return config.check_files(sizes_of(config) | {"vocabulary": plan.model.vocabulary})
+
+
+def ranks_of(config: TrainConfig, launched: int | None = None, *, one_replica: bool = False) -> int:
+    """The number of ranks that a configuration without a plan asks for.
+
+    launched: those that a launcher has started; replicas of a run with experts are on all of them, unless
+    one_replica.
+    """
+    given = config.degrees
+    if not config.experts:
+        tensor = given.tensor or (1 if config.is_spread else DEFAULT_RANKS)
+        return given.data * given.pipeline * tensor
+    if launched is not None and given.data == 1 and not one_replica:
+        return launched
+    data = given.data if given.data > 1 or one_replica else DEFAULT_RANKS
+    return data * given.pipeline * (given.tensor or 1)
+
+
+def degrees_over(config: TrainConfig, ranks: int) -> Degrees:
+    """The degrees in a run of so many ranks. UsageError where they do not give so many.
+
+    What is not given is tensor parallelism's; of a run with experts the replicas', unless they are given.
+    """
+    given = config.degrees
+    tensor, data = given.tensor, given.data
     if config.experts:
-        return None
-    if config.plan is not None:
-        return read_plan(config.plan)
-    tensor = config.degrees.tensor_of(ranks)
-    return by_hand(config, tensor) if config.is_planned else None
+        tensor = tensor or (1 if data == 1 else max(1, ranks // (data * given.pipeline)))
+        data = data if data > 1 else max(1, ranks // (tensor * given.pipeline))
+    degrees = Degrees(data, given.pipeline, tensor)
+    return Degrees(data, given.pipeline, degrees.tensor_of(ranks))
 
 
-def by_hand(config: TrainConfig, tensor: int) -> Plan:
+def by_hand(config: TrainConfig, ranks: int) -> Plan:
     """A plan of the configuration's degrees without a profile: layers spread evenly, one schedule for all.
 
-    tensor: the tensor-parallel degree. Of a number of layers that does not divide, the last stage, which has the
-    head, has the fewer. UsageError for what cannot be executed: stages more than layers, micro-batches fewer than
-    stages, a batch that does not divide, a schedule that is no generator's name.
+    Of a number of layers that does not divide, the last stage, which has the head, has the fewer. UsageError for what
+    cannot be: degrees that do not give so many ranks, stages more than layers, a batch or experts that do not divide,
+    an unknown schedule.
     """
-    config.require_degree(tensor)
-    degrees, (name, _, count) = config.degrees, config.schedule.partition("@")
-    if name not in GENERATORS or (count and not count.isdecimal()):
+    degrees = degrees_over(config, ranks)
+    config.require_degree(degrees.tensor)
+    if config.experts:
+        homes(config.experts, ranks // degrees.pipeline)
+    if config.sequence_parallel and (degrees.tensor == 1 or config.sequence % degrees.tensor):
         raise UsageError(
-            f"schedule {config.schedule!r} is not for a run of several stages, replicas or micro-batches; give "
-            f"one of {', '.join(sorted(GENERATORS))}"
+            f"a sequence of {config.sequence} cannot be cut over --tp {degrees.tensor}; leave out "
+            "--sequence-parallel, or change --sequence"
         )
-    sub_batches = int(count[:9]) if count else config.sub_batches
-    chunks = chunks_of(config.pipeline_schedule)
+    pipeline = config.pipeline_schedule
+    if pipeline not in PIPELINES:
+        stages, many = degrees.pipeline, config.micro_batches
+        pipeline = format_schedule(read_schedule(pipeline, "stage", num_stages=stages, num_sub_batches=many))
+    chunks = chunks_of(pipeline)
     num_parts = degrees.pipeline * chunks
     if num_parts > config.layers:
         each = f", each with {chunks} parts of the model," if chunks > 1 else ""
@@ -64,51 +120,66 @@ def by_hand(config: TrainConfig, tensor: int) -> Plan:
             f"a batch of {config.batch} does not divide into {config.micro_batches} micro-batches for each of "
             f"{degrees.data} replicas; give a multiple of {share} as --batch"
         )
-    if config.batch // share < sub_batches:
-        raise UsageError(
-            f"{config.batch // share} samples of a micro-batch on a replica cannot be cut into {sub_batches} "
-            f"sub-batches; raise --batch to {sub_batches * share}, or lower --sub-batches or --micro-batches"
-        )
     cuts = [-(-config.layers * part // num_parts) for part in range(num_parts + 1)]
-    layers = [last - first for first, last in itertools.pairwise(cuts)]
-    again = config.recompute == "full"
-    segments = [
-        Segment(2 * count, tensor, name, sub_batches, count if again else 0, config.sequence_parallel)
-        for count in layers
-    ]
-    plan = Plan(
+    segments = [_segment(config, last - first, degrees.tensor) for first, last in itertools.pairwise(cuts)]
+    most = max(segment.parts for segment in segments)
+    if config.batch // share < most:
+        raise UsageError(
+            f"{config.batch // share} samples of a micro-batch on a replica cannot be cut into {most} sub-batches; "
+            f"raise --batch to {most * share}, or lower --sub-batches or --micro-batches"
+        )
+    return Plan(
         model=ModelShape(
             config.hidden, config.layers, config.heads, config.sequence, config.rows, dtype=config.precision
         ),
-        world=degrees.data * degrees.pipeline * tensor,
-        ranks_per_node=degrees.data * degrees.pipeline * tensor,
+        world=ranks,
+        ranks_per_node=ranks,
         global_batch=config.batch,
         micro_batches=config.micro_batches,
         stages=tuple(Stage(tuple(segments[stage :: degrees.pipeline])) for stage in range(degrees.pipeline)),
         zero=config.zero,
         fsdp=config.fsdp,
-        pipeline=config.pipeline_schedule,
+        pipeline=pipeline,
+        experts=config.planned_experts,
     )
-    require_runnable(plan)
-    return plan
 
 
-def check(config: TrainConfig, plan: Plan) -> Corpus:
-    """Everything that can be known before any rank starts; returns the corpus."""
-    require_fit(config, plan)
-    require_runnable(plan)
-    if config.device == "cpu" and "LOCAL_WORLD_SIZE" not in os.environ:
-        require_bytes(_bytes_of(plan), f"the plan over its {plan.world} ranks", "take a smaller model")
-    return config.check_files(sizes_of(config) | {"vocabulary": plan.model.vocabulary})
+def _segment(config: TrainConfig, layers: int, tensor: int) -> Segment:
+    """So many layers under the configuration's schedule: by its name, or by the text of its file."""
+    blocks, again = 2 * layers, layers if config.recompute == "full" else 0
+    name, _, count = config.schedule.partition("@")
+    if config.experts:  # they have a list of their own
+        return Segment(blocks, tensor, "sync", 1, again)
+    if config.schedule == AUTO and config.is_spread:
+        raise UsageError(
+            f"schedule 'auto' is not for a run of several stages, replicas or micro-batches; give one of "
+            f"{', '.join(sorted(GENERATORS))}, or the path of one's text"
+        )
+    if name in GENERATORS and (not count or count.isdecimal()):
+        sub_batches = 1 if name in WHOLE else int(count[:9]) if count else config.sub_batches
+        config.require_batch(sub_batches)
+        return Segment(blocks, tensor, name, sub_batches, again, config.sequence_parallel)
+    made = config.schedule_or_auto(config.schedule, num_blocks=blocks)
+    if isinstance(made, str):
+        return Segment(blocks, tensor, AUTO, 1, again, config.sequence_parallel)
+    again = recomputed_layers(made.recomputed_blocks, blocks)
+    text = format_schedule(made)
+    return Segment(blocks, tensor, text, made.num_sub_batches, again, config.sequence_parallel)
 
 
 def _bytes_of(plan: Plan) -> int:
-    """Of weights, gradients and AdamW's two moments of all ranks."""
-    total, number = 0.0, 0
+    """Of weights, gradients and AdamW's state of all ranks."""
+    model, total, number = plan.model, 0, 0
     for segment in (segment for part in plan.parts for segment in part.segments):
         replicas = plan.stage_ranks // segment.tp
-        copies = 4 / replicas if plan.fsdp else 2 + 2 / (replicas if plan.zero else 1)
         for _ in range(segment.num_blocks):
-            total += copies * plan.stage_ranks * plan.model.block_parameters(plan.model.kind_of(number), segment.tp)
+            kind = model.kind_of(number)
             number += 1
-    return round(total * plan.model.element_bytes)
+            if kind == "mlp" and plan.experts is not None:
+                total += model.state_bytes(plan.experts.layer_parameters(model), 1)
+                continue
+            held = model.state_bytes(
+                model.block_parameters(kind, segment.tp), replicas, zero=plan.zero, fsdp=plan.fsdp
+            )
+            total += plan.stage_ranks * held
+    return total

@@ -1,22 +1,25 @@
-"""A pipeline stage of the built-in GPT in training: its passes, the loss on every rank, the tied table's gradient."""
+"""A pipeline stage of a model in training: its passes, the loss on every rank, the tied table's gradient.
+
+One stage is a pipeline of one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from oases.execution.executor import Context
-from oases.execution.group import ProcessGroup
-from oases.models.gpt import GPT
+from oases.execution.group import ProcessGroup, group_size
+from oases.models.gpt import Decoder
 from oases.parallel.average import GradientAverage
 from oases.parallel.collectives import all_reduce
 from oases.parallel.fsdp import ShardedAverage, local
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
-from oases.parallel.parts import pipeline_of
 from oases.parallel.pipeline import Forward, StageRun
+from oases.plans.check import pipeline_of
 from oases.plans.plan import Plan
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -24,37 +27,62 @@ MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
 
 class TrainedStage:
-    """What a rank does of a step where a plan has several stages. All ranks make it together, and call it together.
+    """One rank's part of a step. All ranks make it together, and call it together.
 
-    model: this rank's stage of it, where it stays. mesh: of the plan. group: all ranks of the run.
+    model: this rank's stage of it, where it stays. mesh: of the plan. group: all ranks of the run. note: called with
+    the number of each part whose forward pass of a micro-batch is done, in training.
     """
 
-    def __init__(self, model: GPT, plan: Plan, mesh: Mesh, group: ProcessGroup | None) -> None:
-        self.model, self.mesh, self.group = model, mesh, group
-        degrees = [part.last_degree for part in plan.parts[:-1]]
+    def __init__(
+        self, model: Decoder, plan: Plan, mesh: Mesh, group: ProcessGroup | None, note: Callable[[int], None]
+    ) -> None:
+        self.model, self.mesh, self.group, self._note = model, mesh, group, note
         pipeline = pipeline_of(plan)
-        device = next(model.parameters()).device
-        self.messages = Messages(pipeline, mesh, degrees, device=device)
+        self.messages: Messages | None = None
+        """To and from other stages; None where there is one."""
+        if mesh.num_stages > 1:
+            degrees = [part.last_degree for part in plan.parts[:-1]]
+            self.messages = Messages(pipeline, mesh, degrees, device=next(model.parameters()).device)
         self.run = StageRun(pipeline, mesh.stage, self.messages)
 
     def backward(self, batches: MicroBatches, average: GradientAverage | ShardedAverage) -> float:
         """Forward and backward passes of a step; the loss of its batch. Gradients are those of the whole batch."""
-        losses = self.run.run(self._forward(batches), average.overlapped())
+        losses = self.run.run(self._forward(batches, len(batches)), average.overlapped())
         tied = self.model.tied
         if tied is not None and tied.grad is not None:  # after the average: both sums are of what is averaged
             all_reduce(local(tied.grad), self.mesh.ends, "tied table")
+        if self.mesh.num_stages == 1:
+            return self._over_replicas(torch.stack(losses).sum())
         return self._everywhere(losses)
 
-    def evaluate(self, batches: MicroBatches) -> float:
-        """Forward passes alone; the mean loss."""
-        return self._everywhere(self.run.evaluate(self._forward(batches)))
+    def evaluate(self, batches: Sequence[MicroBatches]) -> float:
+        """Forward passes alone; the mean loss of the batches."""
+        if self.mesh.num_stages == 1:
+            losses = [loss for batch in batches for loss in self.run.evaluate(self._forward(batch, 1))]
+            return self._over_replicas(torch.stack(losses).mean())
+        found = [self._everywhere(self.run.evaluate(self._forward(batch, len(batch)))) for batch in batches]
+        return sum(found) / len(batches)
 
-    def _forward(self, batches: MicroBatches) -> Forward:
+    def close(self) -> None:
+        """End the messages."""
+        if self.messages is not None:
+            self.messages.close()
+
+    def _forward(self, batches: MicroBatches, over: int) -> Forward:
+        """over: what losses are divided by."""
+
         def forward(part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
             y = self.model.run_part(part, x, *batches[micro_batch], context)
-            return y / len(batches) if y.dim() == 0 else y
+            if torch.is_grad_enabled():
+                self._note(part)
+            return y / over if y.dim() == 0 else y
 
         return forward
+
+    def _over_replicas(self, loss: Tensor) -> float:
+        """The mean of the replicas' losses, which every rank of one stage has."""
+        group = self.mesh.data(self.model.tensor_parallel)
+        return float(all_reduce(loss.reshape(1), group, "loss")) / group_size(group)
 
     def _everywhere(self, losses: list[Tensor]) -> float:
         """The sum of the last stage's losses, averaged over its replicas, on every rank."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 import warnings
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +19,11 @@ from oases.parallel.collectives import all_reduce
 from oases.train.checkpoint.agreement import SaveError
 from oases.train.checkpoint.files import staged
 from oases.train.checkpoint.writer import CheckpointWriter
-from oases.train.interruption import sigterm_noted
-from oases.train.log import StepLog
-from oases.train.measures import StepReport
-from oases.train.scalars import Scalars
-from oases.train.underway import Underway
+from oases.train.logs import Scalars, StepLog
+from oases.train.metrics import StepReport
+
+if TYPE_CHECKING:
+    from oases.train.trainer import Trainer
 
 
 class Supervision:
@@ -30,7 +33,7 @@ class Supervision:
     step, saves, and raises SavedExit. One small collective a step keeps the ranks to one decision.
     """
 
-    def __init__(self, trainer: Underway) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.first = group_rank(trainer.group) == 0
         self.stall_seconds = 0.0
@@ -136,3 +139,24 @@ class Supervision:
         for log in (self._log, self._scalars):
             if log is not None:
                 log.write(**values)
+
+
+@contextmanager
+def sigterm_noted() -> Iterator[Callable[[], bool]]:
+    """Note SIGTERM instead of ending at it; yields a function that tells whether it came.
+
+    Only the main thread can do so; in another one the signal does what it did before.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def note(number: int, frame: Any) -> None:
+        came.append(number)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

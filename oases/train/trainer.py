@@ -1,4 +1,4 @@
-"""Trains the built-in GPT over the ranks of one tensor-parallel group, as a plan says, or with experts."""
+"""Trains the built-in GPT, dense or with experts, as a plan says."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import json
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-import oases.train.mixture as mixture
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.models.gpt import GPT
 from oases.models.moe_gpt import MoEGPT
 from oases.parallel.average import GradientAverage
-from oases.parallel.collectives import all_reduce
 from oases.parallel.fsdp import ShardedAverage
 from oases.parallel.gradients import clip_grad_norm
 from oases.parallel.mesh import Mesh
@@ -31,83 +27,59 @@ from oases.train.balance import Balance
 from oases.train.checkpoint.files import load, random_streams, save
 from oases.train.checkpoint.record import Record
 from oases.train.checkpoint.resumption import first_checkpoint
-from oases.train.config import WIRE_DTYPES, TrainConfig, settings, sizes_of
+from oases.train.config import WIRE_DTYPES, TrainConfig, settings
 from oases.train.guard import LossGuard, Policy
 from oases.train.masters import optimizer_for
-from oases.train.measures import Meter, StepReport
-from oases.train.plan import asked_for, require_fit
-from oases.train.reporter import Reporter
-from oases.train.stage import TrainedStage
+from oases.train.meter import Meter
+from oases.train.metrics import Reporter, StepReport
+from oases.train.plan import Run
+from oases.train.sizes import sizes_of
+from oases.train.stage import MicroBatches, TrainedStage
 from oases.train.supervision import Supervision
 
 
 class Trainer:
     """A model, its optimizer and its data, advanced step by step.
 
-    config: the run. process_group: all ranks of the run; None is the default group, or one process. Without a plan
-    they are the tensor-parallel group; with experts, replicas of one. plan: says degrees, schedules, micro-batches
-    and what is sharded; config must be of its sizes (`oases.train.plan.config_for`); None: the configuration's own,
-    where its degrees ask for one. mesh: the groups, made here where none are given.
+    config: the run, or it with its plan, checked already. process_group: all ranks of the run; None is the default
+    group, or one process. plan: says degrees, schedules, micro-batches, what is sharded and its experts; config must
+    be of its sizes (`oases.train.config.config_for`); None: the one that the configuration names, or one of its
+    degrees. mesh: the plan's groups, made here where none are given.
     Two trainers with equal configs walk through the same weights, whatever degree, schedule or plan.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: TrainConfig | Run,
         *,
         process_group: ProcessGroup | None = None,
         plan: Plan | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         self.group = resolve(process_group)
-        plan = asked_for(config, group_size(self.group)) if plan is None else plan
-        self.config, self.plan = config, plan
-        device = torch.device(config.device)
-        gpt, wire_dtype = config.gpt(config.seed), WIRE_DTYPES[config.wire_dtype]
-        self.mesh: Mesh | None = None
+        run = config
+        if isinstance(run, TrainConfig):
+            run = Run.of(run, group_size(self.group)) if plan is None else Run(run, plan)
+        self.config, self.plan = config, plan = run.config, run.plan
+        self.mesh = mesh or Mesh.of(plan, process_group=self.group)
         self._owns_mesh = mesh is None
-        self.stage: TrainedStage | None = None
-        model: GPT | MoEGPT
-        if config.experts:
-            if plan is not None:
-                raise UsageError(f"a plan and experts {config.experts} do not go together; leave out one")
-            self.mesh = mesh or mixture.mesh_of(config, self.group)
-            model = mixture.model_of(config, self.group, self.mesh)
-        elif plan is None:
-            config.require_degree(group_size(self.group))
-            model = GPT(
-                gpt,
-                process_group=self.group,
-                schedule=config.schedule_or_auto(config.schedule),
-                sub_batches="auto",  # a schedule that is resolved brings its own
-                recompute=config.recompute,
-                wire_dtype=wire_dtype,
-                sequence_parallel=config.sequence_parallel,
-            )
-        else:
-            require_fit(config, plan)
-            self.mesh = mesh or Mesh.of(plan, process_group=self.group)
-            gpt = dataclasses.replace(gpt, vocabulary=plan.model.vocabulary)
-            model = GPT(gpt, plan=plan, mesh=self.mesh, wire_dtype=wire_dtype)
         self.corpus = config.corpus()
-        self.device = device
-        self.model: GPT | MoEGPT = model.to(device)
-        if isinstance(model, GPT) and plan is not None and self.mesh is not None and len(plan.stages) > 1:
-            self.stage = TrainedStage(model, plan, self.mesh, self.group)
-        self.alarm = Alarm([self.group, *([] if self.mesh is None else self.mesh.groups)], device)
+        self.device = torch.device(config.device)
+        self.model = _model_of(config, plan, self.mesh, self.group).to(self.device)
+        self.balance: Balance | None = None
+        self.stage = TrainedStage(self.model, plan, self.mesh, self.group, self._note)
+        self.alarm = Alarm([self.group, *self.mesh.groups], self.device)
         self._updating = False
         """Whether weights are being changed, or were when that failed."""
-        shards = None
-        if isinstance(model, GPT):
-            if config.compile != "none":
-                model.stack.compile_blocks(backend=config.compile, fullgraph=True)  # or an error, not eager blocks
-            shards = model.shard_weights() if plan is not None and plan.fsdp else None
+        if config.compile != "none":
+            self.model.stack.compile_blocks(backend=config.compile, fullgraph=True)  # or an error, not eager blocks
+        shards = self.model.shard_weights() if plan.fsdp else None
         self.optimizer = optimizer_for(
             self.model.parts(),
             config.precision,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
-            sharded=config.zero if plan is None else plan.zero,
+            sharded=plan.zero,
         )
         self.average: GradientAverage | ShardedAverage = shards or GradientAverage(self.model.parts())
         self.steps_done = 0
@@ -117,16 +89,15 @@ class Trainer:
         """Validation losses in the middle of the run, in this process, by the steps done."""
         self.gradient_norm = math.nan
         """Of the last step's gradient, before it was clipped."""
-        messages = None if self.stage is None else self.stage.messages
-        self.meter = Meter(self.group, self._groups(), messages, device)
+        self.meter = Meter(self.group, self._groups(), self.stage.messages, self.device)
         self.guard = LossGuard(cast(Policy, config.bad_loss), config.spike)
         self.resumed = first_checkpoint(config.checkpoint, config.resume, config.goes_on, self.group)
         """The checkpoint that this run began with."""
         if self.resumed is not None:
             self._go_on(self.resumed)
-        self.balance: Balance | None = None
-        if isinstance(model, MoEGPT):
-            self.balance = Balance(model.layers, config.record_loads, self.steps_done)
+        if isinstance(self.model, MoEGPT):
+            stages = self.mesh.num_stages
+            self.balance = Balance(self.group, stages, config.record_loads, self.steps_done)
 
     def _go_on(self, path: Path) -> None:
         record = load(path, self.model, self.optimizer, self.sizes, self.group, verify=False)
@@ -160,7 +131,7 @@ class Trainer:
             random=random_streams(self.model),
             losses=list(self.guard.recent),
             config=settings(self.config),
-            plan=None if self.plan is None else json.loads(self.plan.to_json()),
+            plan=json.loads(self.plan.to_json()),
         )
 
     def learning_rate(self, step: int) -> float:
@@ -175,10 +146,11 @@ class Trainer:
     def step(self) -> float:
         """One optimizer step; returns the training loss in nats per token, a byte without a tokenizer.
 
-        What fails on one rank is raised on all. Gradients are dropped then; where there is no plan and the weights
-        are as they were, the step can be tried again, else a RuntimeError asks for a new trainer.
+        What fails on one rank is raised on all. Gradients are dropped then; where all ranks are one tensor-parallel
+        group and the weights are as they were, the step can be tried again, else a RuntimeError asks for a new
+        trainer.
         """
-        if self.alarm.rung and self.mesh is not None:
+        if self.alarm.rung and self.mesh.groups:
             raise _ended(self.steps_done)
         self.alarm.doing = f"step {self.steps_done}"
         try:
@@ -201,7 +173,7 @@ class Trainer:
             self.model,
             config.clip,
             process_group=self.group,
-            stages=1 if self.plan is None else len(self.plan.stages),
+            stages=self.mesh.num_stages,
             counted_elsewhere=None if self.model.is_first else self.model.tied,
         )
         self.gradient_norm = float(norm)
@@ -222,25 +194,16 @@ class Trainer:
         batches = self._micro_batches("train", step)
         # Streams of random numbers follow from the step alone: the same after a restart, a validation, a failure.
         self.model.at_call(step * len(batches))
-        if self.stage is not None:
-            return self.stage.backward(batches, self.average)
-        losses: list[Tensor] = []
-        for number, (tokens, targets) in enumerate(batches, start=1):
-            loss = self.model.loss(tokens, targets) / len(batches)
-            with self.average.overlapped() if number == len(batches) else nullcontext():
-                loss.backward()
-            if self.balance is not None:
-                self.balance.note()
-            losses.append(loss.detach())
-        return self._mean_over_replicas(torch.stack(losses).sum())
+        return self.stage.backward(batches, self.average)
 
-    def _micro_batches(self, split: str, step: int) -> list[tuple[Tensor, Tensor]]:
+    def _note(self, part: int) -> None:
+        if self.balance is not None and isinstance(self.model, MoEGPT):
+            self.balance.note(self.model.layers_of(part))
+
+    def _micro_batches(self, split: str, step: int) -> MicroBatches:
         """This rank's inputs and targets of a batch that is the same for every plan, in parts that run one by one."""
-        config, count, replica, replicas = self.config, 1, 0, 1
-        if self.mesh is not None:
-            degree = self.model.tensor_parallel
-            count = config.micro_batches if self.plan is None else self.plan.micro_batches
-            replica, replicas = self.mesh.replica(degree), self.mesh.replicas(degree)
+        config, degree = self.config, self.model.tensor_parallel
+        count, replica, replicas = self.plan.micro_batches, self.mesh.replica(degree), self.mesh.replicas(degree)
         whole = self.corpus.batch(
             split=split, step=step, batch=config.batch, sequence=config.sequence, seed=config.seed
         )
@@ -248,25 +211,13 @@ class Trainer:
         tokens, targets = (part.to(self.device).unflatten(0, (count, replicas, -1))[:, replica] for part in whole)
         return list(zip(tokens, targets, strict=True))
 
-    def _mean_over_replicas(self, loss: Tensor) -> float:
-        if self.mesh is None:
-            return float(loss)
-        group = self.mesh.data(self.model.tensor_parallel)
-        return float(all_reduce(loss.reshape(1), group, "loss")) / group_size(group)
-
     def validate(self) -> float:
         """Mean loss over the held-out batches, nats per token; changes nothing of the training."""
         config = self.config
         batches = [self._micro_batches("validation", index) for index in range(config.validation_batches)]
         self.model.eval()
         try:
-            if self.stage is not None:
-                return sum(map(self.stage.evaluate, batches)) / len(batches)
-            losses: list[Tensor] = []
-            with torch.no_grad():
-                for micro_batches in batches:
-                    losses += [self.model.loss(*batch) for batch in micro_batches]
-            return self._mean_over_replicas(torch.stack(losses).mean())
+            return self.stage.evaluate(batches)
         finally:
             self.model.train()
 
@@ -319,24 +270,32 @@ class Trainer:
             self.model.settle()
 
     def _groups(self) -> list[ProcessGroup]:
-        groups = [self.group] if self.mesh is None else [self.group, *self.mesh.groups]
-        return [group for group in groups if group is not None]
+        return [group for group in (self.group, *self.mesh.groups) if group is not None]
 
     def close(self) -> None:
         """End the groups that were made here; for a process that goes on without this trainer. All ranks call it."""
-        if self.stage is not None:
-            self.stage.messages.close()
-        if self.mesh is not None and self._owns_mesh:
+        self.stage.close()
+        if self._owns_mesh:
             self.mesh.destroy()
 
     def overlap(self) -> dict[str, Any]:
         """What was hidden so far, as `oases.report()` tells it."""
-        reports = [report(group) for group in self._groups()]
+        reports, messages = [report(group) for group in self._groups()], self.stage.messages
         return Report(
             [row for one in reports for row in one.stacks],
             [row for one in reports for row in one.layers],
-            [row for one in reports for row in one.others] + ([] if self.stage is None else self.stage.messages.rows),
+            [row for one in reports for row in one.others] + ([] if messages is None else messages.rows),
         ).json()
+
+
+def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup | None) -> GPT | MoEGPT:
+    """The model of a run on this rank."""
+    rows = plan.model.vocabulary
+    if plan.experts is not None:
+        mixture = dataclasses.replace(config.mixture(config.seed), vocabulary=rows)
+        return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh)
+    sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=rows)
+    return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES[config.wire_dtype])
 
 
 def _ended(step: int) -> RuntimeError:

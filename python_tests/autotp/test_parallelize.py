@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import oases
 import oases.errors
 from oases.bench.memory import measure_memory
-from oases.plans.plan import Plan, Segment, Stage
+from oases.plans.plan import Experts, Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 
 
@@ -104,6 +104,29 @@ def test_a_plan_says_schedule_and_recomputation(two_ranks):
     assert two_ranks.run(as_planned, 2) == ["cross_pass"] * 2
     with pytest.raises(RuntimeError, match=r"plan: it is for 3 layers, the model has lists of \[2\] layers"):
         two_ranks.run(as_planned, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"zero": True, "world": 4}, r"does not do zero True, .*Space\(zero=\(False,\)\)"),
+        ({"fsdp": True, "world": 4}, "does not do fsdp True, .*call fully_shard on the model"),
+        ({"micro_batches": 2}, "does not do micro_batches 2, .*--micro-batches 1"),
+        ({"experts": Experts(4)}, "does not do experts 4, .*leave them out"),
+        ({"sequence_parallel": True}, "does not do sequence_parallel True, .*leave it out"),
+        ({"stages": 2, "world": 4, "micro_batches": 2}, "it has 2 stages and 2 segments"),
+        ({"world": 4}, r"it has 2 replicas, whose gradients .*Mesh.of\(plan\), and average them over mesh.data\(2\)"),
+    ],
+)
+def test_what_a_plan_says_and_nobody_would_do_is_refused(changes, told):
+    values = {"model": ModelShape(hidden=32, layers=2, heads=4, sequence=10, vocabulary=90), "world": 2} | changes
+    stages = values.pop("stages", 1)
+    segment = Segment(4 // stages, 2, "sync", 1, 0, values.pop("sequence_parallel", False))
+    plan = Plan(
+        **{"ranks_per_node": 2, "global_batch": 8, "micro_batches": 1, **values}, stages=(Stage((segment,)),) * stages
+    )
+    with pytest.raises(oases.errors.UsageError, match=told):
+        oases.parallelize(build("llama"), plan=plan)
 
 
 def test_one_process_runs_as_before():

@@ -107,7 +107,7 @@ def test_a_graph_and_a_model_are_planned():
 
 
 def test_training_a_gpt_by_it_is_refused():
-    from oases.train.plan import config_for
+    from oases.train.config import config_for
 
     plan = oases.plan(trace(built("LlamaForCausalLM", **S), sequence=32), "2x3090", global_batch=8)
     with pytest.raises(UsageError, match="'LlamaForCausalLM' is no GPT"):

@@ -3,11 +3,11 @@ import torch.distributed as dist
 
 from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
-from oases.parallel.parts import require_nested
+from oases.plans.check import require_nested
 
 
 def members(group):
-    return dist.get_process_group_ranks(group)
+    return None if group is None else dist.get_process_group_ranks(group)
 
 
 def groups_by_purpose():
@@ -26,13 +26,26 @@ def groups_by_purpose():
 def test_groups_of_four_ranks(four_ranks):
     first, _, third, _ = four_ranks.run(groups_by_purpose)
     assert first[0] == {1: [0], 2: [0, 1], 4: [0, 1, 2, 3]}
-    assert first[1] == {1: [0, 1, 2, 3], 2: [0, 2], 4: [0]}
+    assert first[1] == {1: [0, 1, 2, 3], 2: [0, 2], 4: None}
     assert first[2] == {(1, 2): [0, 1], (2, 4): [0, 2], (4, 1): [0, 1, 2, 3]}
     assert third[0] == {1: [2], 2: [2, 3], 4: [0, 1, 2, 3]}
-    assert third[1] == {1: [0, 1, 2, 3], 2: [0, 2], 4: [2]}
+    assert third[1] == {1: [0, 1, 2, 3], 2: [0, 2], 4: None}
     assert third[2] == {(1, 2): [2, 3], (2, 4): [0, 2], (4, 1): [0, 1, 2, 3]}
     assert third[3] == {1: 2, 2: 1, 4: 0}
     assert third[4] == 5  # tensor 2 and 4, data 1 and 2, resharding 2 to 4: the others are these
+
+
+def groups_of_one_degree():
+    mesh, apart = Mesh([2]), Mesh([2], apart=True)
+    found = mesh.tensor(2).group_name == dist.group.WORLD.group_name, mesh.groups, len(apart.groups)
+    mesh.destroy()
+    apart.destroy()
+    dist.barrier()  # the run's group is there still
+    return found
+
+
+def test_a_degree_that_all_ranks_share_has_the_group_of_the_run(two_ranks):
+    assert two_ranks.run(groups_of_one_degree) == [(True, [], 1)] * 2
 
 
 def test_one_process_has_no_groups():

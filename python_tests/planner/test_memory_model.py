@@ -1,12 +1,17 @@
 """The memory model beside what real stacks hold, byte by byte as the allocator tells it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from oases import TrainConfig, Trainer
 from oases.bench.config import OverlapConfig
 from oases.bench.overlap import OverlapBench
-from oases.planner.memory import state_bytes
+from oases.parallel.average import _Lane
+from oases.planner.memory import stage_parameters, stage_state_bytes
+from oases.planner.predict import Predictor
 from oases.plans.shape import KINDS, ModelShape
 from oases.simulator import simulate
 from oases.simulator.engine import run
@@ -14,6 +19,8 @@ from oases.simulator.hardware import Device, Hardware, stack_costs
 from oases.simulator.links import LinkModel
 from oases.simulator.lowering import lower
 from oases.simulator.program import Program
+from oases.train.optimizer import state_of, weight_of
+from oases.train.plan import Run
 
 SCHEDULES = ("sync", "fine_grained", "cross_pass", "oases")
 LINK = LinkModel(1e-5, 1e9)
@@ -74,7 +81,66 @@ def test_state_is_parameters_gradients_and_moments():
     weights[0].sum().backward()
     optimizer.step()
     held = sum(t.nbytes for t in optimizer.state[weights[0]].values() if t.dim() > 0)
-    assert state_bytes(model, 100, 4, zero=False) == weights[0].nbytes + weights[0].grad.nbytes + held
-    assert state_bytes(model, 100, 4, zero=True) == weights[0].nbytes + weights[0].grad.nbytes + held // 4
+    assert model.state_bytes(100, 4) == weights[0].nbytes + weights[0].grad.nbytes + held
+    assert model.state_bytes(100, 4, zero=True) == weights[0].nbytes + weights[0].grad.nbytes + held // 4
     sharded = weights[0].nbytes // 4 + weights[0].grad.nbytes + held // 4  # gradients add up whole
-    assert state_bytes(model, 100, 4, zero=False, fsdp=True) == sharded
+    assert model.state_bytes(100, 4, fsdp=True) == sharded
+
+
+PRECISIONS = ("float32", "bfloat16")
+
+
+def plan_of(precision, zero):
+    """Two replicas."""
+    config = TrainConfig(
+        hidden=64, layers=2, heads=2, sequence=16, batch=4, precision=precision, zero=zero, steps=2, warmup=0,
+        validation_batches=1, degrees={"data": 2, "tensor": 1},
+    )  # fmt: skip
+    return config, Run.of(config, 2).plan
+
+
+def held_by_a_trainer(precision, zero):
+    """Bytes after the last backward pass, before the update: (weights, gradients, state), and copies in buckets."""
+    config, _ = plan_of(precision, zero)
+    trainer = Trainer(config)
+    trainer.step()
+    copies, receive = [], _Lane.receive
+
+    def noted(lane):
+        copies.append(sum(bucket.sent[1].nbytes for bucket in lane.buckets))
+        receive(lane)
+
+    _Lane.receive = noted
+    try:
+        trainer.backward(1)
+    finally:
+        _Lane.receive = receive
+    parameters = list(trainer.model.parameters())
+    weights = sum(parameter.nbytes for parameter in parameters)
+    gradients = sum(parameter.grad.nbytes for parameter in parameters)
+    state = 0
+    for parameter in parameters:
+        moments, master = state_of(trainer.optimizer, parameter), weight_of(trainer.optimizer, parameter)
+        state += sum(t.nbytes for t in (moments or {}).values() if t.dim() > 0)
+        if master is not None and master is not parameter:
+            state += master.nbytes
+    trainer.close()
+    return weights, gradients, state, sum(copies)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_plan_counts_what_a_trainer_holds(two_ranks, precision, zero):
+    (_, plan), found = plan_of(precision, zero), two_ranks.run(held_by_a_trainer, precision, zero)
+    parameters = sum(count for count, _ in stage_parameters(plan, 0))
+    weights, gradients, state, copies = (sum(each) / 2 for each in zip(*found, strict=True))
+    assert weights == parameters * plan.model.element_bytes
+    assert weights + gradients + state == stage_state_bytes(plan, 0)
+    assert stage_state_bytes(plan, 0) == parameters * {
+        ("float32", False): 16, ("bfloat16", False): 18, ("float32", True): 12, ("bfloat16", True): 12,
+    }[precision, zero]  # fmt: skip
+    predictor = Predictor(replace(HARDWARE, device=Device("any", 1 << 34, dict.fromkeys(PRECISIONS, 1e11), 1e10)))
+    held = [each.num_bytes for each in predictor.timeline(plan).held]
+    assert copies == parameters * 4
+    assert max(held) >= stage_state_bytes(plan, 0) + copies
+    assert held[-1] == stage_state_bytes(plan, 0)

@@ -143,3 +143,27 @@ def test_what_never_ends_is_no_plan(tmp_path):
         read_plan("/dev/zero")
     with pytest.raises(UsageError, match="plan: not JSON: maximum recursion"):
         Plan.from_json("[" * 200_000)
+
+
+def test_a_file_of_version_0_1_0_is_read_or_refused_by_name():
+    """It had no experts, and two pipelines more."""
+    plan = plan_of_0_1_0()
+    assert Plan.from_json(json.dumps(plan)).experts is None
+    with pytest.raises(UsageError, match="unknown pipeline 'shifted_under_forward'; known are "):
+        Plan.from_json(json.dumps(plan | {"pipeline": "shifted_under_forward"}))
+
+
+def plan_of_0_1_0():
+    model = {
+        "hidden": 32, "layers": 2, "heads": 4, "sequence": 16, "vocabulary": 256, "dtype": "float32", "name": "gpt",
+        "head_size": 0, "kv_heads": 0, "intermediate": 0, "gated": False, "tied": True,
+    }  # fmt: skip
+    segment = {
+        "num_blocks": 4, "tp": 2, "schedule": "oases", "sub_batches": 2, "recomputed_layers": 0,
+        "sequence_parallel": False,
+    }  # fmt: skip
+    return {
+        "format": "oases plan", "version": 1, "model": model, "world": 2, "ranks_per_node": 2, "global_batch": 8,
+        "micro_batches": 1, "stages": [{"segments": [segment]}], "zero": False, "pipeline": "one_f_one_b",
+        "prediction": None, "fsdp": False,
+    }  # fmt: skip

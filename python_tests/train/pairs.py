@@ -23,7 +23,8 @@ from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.schedule import GENERATORS, PIPELINES, WHOLE
 from oases.testing import RankPool
-from oases.train.plan import check, config_for
+from oases.train.config import config_for
+from oases.train.plan import Run
 
 MODEL = ModelShape(hidden=32, layers=4, heads=4, sequence=32, vocabulary=256)
 BATCH = 16
@@ -84,13 +85,10 @@ def run_row(row: Mapping[str, str], steps: int, data: str | None = None) -> list
     plan = plan_of_row(row)
     torch.compiler.reset()  # what other rows compiled counts towards a limit
     config = config_for(plan, {**options(steps, data), "compile": row["compile"]})
-    check(config, plan)
+    Run(config, plan).corpus()
     trainer = Trainer(config, plan=plan)
     losses = [trainer.step() for _ in range(steps)]
-    assert trainer.stage is not None
-    assert trainer.mesh is not None
-    trainer.stage.messages.close()
-    trainer.mesh.destroy()
+    trainer.close()
     return losses
 
 

@@ -26,7 +26,8 @@ from oases.train.checkpoint import integrity
 from oases.train.checkpoint.agreement import SaveError
 from oases.train.checkpoint.export import export
 from oases.train.checkpoint.record import FORMAT, Record
-from oases.train.plan import config_for
+from oases.train.config import config_for
+from oases.train.plan import Run
 
 CONFIG = TrainConfig(
     hidden=16, layers=2, heads=4, sequence=8, batch=16, steps=6, warmup=1, validation_batches=1, learning_rate=1e-2,
@@ -242,7 +243,7 @@ def test_a_folder_with_later_steps_is_refused(corpus, saved, tmp_path):
     with pytest.raises(UsageError, match="later than the step 2"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, checkpoint=str(saved), resume=str(saved / "step-000002")))
     with pytest.raises(UsageError, match="is one itself"):
-        dataclasses.replace(CONFIG, data=corpus, checkpoint=str(saved / "step-000002")).check(1)
+        Run.of(dataclasses.replace(CONFIG, data=corpus, checkpoint=str(saved / "step-000002")), 1).corpus()
 
 
 # --- writing ---

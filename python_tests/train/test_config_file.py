@@ -13,8 +13,8 @@ from oases import TrainConfig
 from oases.cli import main
 from oases.errors import UsageError
 from oases.train.config_file import read_values, written
-from oases.train.degrees import Degrees
-from oases.train.plan import asked_for
+from oases.train.plan import Run
+from oases.train.sizes import Degrees
 
 FIELDS = dataclasses.fields(TrainConfig)
 
@@ -101,13 +101,16 @@ def test_a_python_file_defines_the_configuration(tmp_path):
 def test_degrees_become_a_plan_or_say_why_not(tmp_path):
     def planned(ranks=8, **values):
         values = {"degrees": {"data": 2, "pipeline": 2, "tensor": 2}, "micro_batches": 2, "batch": 16} | values
-        return asked_for(TrainConfig(**values), ranks)
+        return Run.of(TrainConfig(**values), ranks).plan
 
     plan = planned(pipeline_schedule="shifted_critical_path", layers=5, recompute="full")
     assert plan.text().startswith("stage 0: 6 blocks tp 2 x dp 2 (oases@4, 3 layers recomputed); stage 1: 4 blocks")
     inter = planned(pipeline_schedule="interleaved", layers=5)
     assert [[segment.num_blocks for segment in stage.segments] for stage in inter.stages] == [[4, 2], [2, 2]]
-    assert planned(degrees={"tensor": 8}, micro_batches=1, batch=8) is None
+    assert (
+        planned(degrees={"tensor": 8}, micro_batches=1, batch=8).text()
+        == "8 blocks tp 8 x dp 1 (oases@4); 1 micro-batch"
+    )
     assert planned(degrees={"data": 2}, schedule="sync@2").stages[0].segments[0].tp == 4
     for values, message in (
         ({"ranks": 6}, "degrees data 2 x pipeline 2 x tensor 2 make 8 ranks, the run has 6; start as many"),
@@ -155,12 +158,12 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(options, message, caps
 
 
 def test_with_a_plan_a_file_leaves_to_it_what_it_has_at_its_default(tmp_path):
-    plan = asked_for(TrainConfig(hidden=64, layers=2, degrees={"data": 2, "tensor": 1}, batch=4), 2)
+    plan = Run.of(TrainConfig(hidden=64, layers=2, degrees={"data": 2, "tensor": 1}, batch=4), 2).plan
     path = file_of(tmp_path, plan.to_json(), "plan.json")
     whole = written({"plan": str(path), "steps": 3}, FIELDS)
     config = TrainConfig.from_yaml(file_of(tmp_path, whole))
     assert (config.hidden, config.layers, config.batch, config.steps) == (64, 2, 4, 3)
-    assert asked_for(config, 2) == plan
+    assert Run.of(config, 2).plan == plan
     refused(tmp_path, whole.replace("hidden: 512", "hidden: 96"), "plan: hidden is 64 there and 96 here")
     refused(tmp_path, whole.replace("schedule: oases", "schedule: sync"), "leave out --schedule")
 

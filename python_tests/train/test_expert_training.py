@@ -12,9 +12,12 @@ import torch
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 from oases.moe.traces import replay
+from oases.plans.check import check
+from oases.plans.plan import Experts, Plan, Segment, Stage
 from oases.train.checkpoint.export import export
-from oases.train.degrees import Degrees
-from oases.train.mixture import asked_ranks, check, degrees_over
+from oases.train.config import config_for
+from oases.train.plan import Run, by_hand, degrees_over, ranks_of
+from oases.train.sizes import Degrees
 
 CONFIG = TrainConfig(
     hidden=32, layers=2, heads=4, sequence=16, batch=8, steps=10, warmup=2, validation_batches=1, learning_rate=3e-3,
@@ -74,10 +77,34 @@ def test_two_ranks_train_like_one(two_ranks, corpus, alone, placement):
         {"degrees": {"tensor": 2}},
         {"degrees": {"data": 4}, "micro_batches": 2},
         {"recompute": "full", "zero": True},
+        {"fsdp": True, "degrees": {"data": 4}},
+        {"fsdp": True, "degrees": {"data": 2, "tensor": 2}, "micro_batches": 2, "recompute": "full"},
+        {"compile": "aot_eager", "degrees": {"tensor": 2}},
+        {"fsdp": True, "degrees": {"pipeline": 2, "data": 2}, "micro_batches": 2},
+        {"compile": "aot_eager", "degrees": {"pipeline": 2, "data": 2}, "micro_batches": 2},
     ],
 )
 def test_four_ranks_train_like_one(four_ranks, corpus, alone, changes):
     same(four_ranks.run(trained_with, corpus, changes), alone)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {"degrees": {"pipeline": 2, "tensor": 1}, "micro_batches": 2}),
+        (2, {"degrees": {"pipeline": 2, "data": 1, "tensor": 1}, "micro_batches": 4, "pipeline_schedule": "zb_h1"}),
+        (4, {"degrees": {"pipeline": 2, "data": 2}, "micro_batches": 2, "recompute": "full"}),
+        (4, {"degrees": {"pipeline": 2, "tensor": 2}, "micro_batches": 2, "pipeline_schedule": "pre_recompute",
+             "recompute": "full", "zero": False}),
+        (4, {"degrees": {"pipeline": 2, "data": 2}, "micro_batches": 4, "placement": "none", "layers": 4,
+             "pipeline_schedule": "interleaved"}),
+    ],
+)  # fmt: skip
+def test_experts_on_pipeline_stages_train_like_one_process(two_ranks, four_ranks, corpus, alone, ranks, changes):
+    expected = trained(corpus, layers=changes["layers"]) if "layers" in changes else alone
+    results = (two_ranks if ranks == 2 else four_ranks).run(trained_with, corpus, changes)
+    same(results, expected)
+    assert all(result["balance"] == results[0]["balance"] for result in results)
 
 
 def test_micro_batches_and_their_losses_add_up(corpus):
@@ -88,6 +115,50 @@ def test_micro_batches_and_their_losses_add_up(corpus):
 def test_bfloat16_trains(two_ranks, corpus, alone):
     for result in two_ranks.run(trained_with, corpus, {"precision": "bfloat16", "placement": "prophet"}):
         assert result["losses"] == pytest.approx(alone["losses"], rel=0.05)
+
+
+def trained_by_a_plan(corpus, text, folder):
+    """By a plan of two stages: all steps, then the second half again, from the checkpoint after the first."""
+    plan, curves = Plan.from_json(text), []
+    values = {name: getattr(CONFIG, name) for name in ("steps", "warmup", "validation_batches", "learning_rate")}
+    values |= {"data": corpus, "checkpoint": f"{folder}/run", "record_loads": f"{folder}/trace"}
+    for given in ({"checkpoint_every": 5}, {"resume": f"{folder}/run/step-000005", "checkpoint": None}):
+        trainer = Trainer(config_for(plan, values | given), plan=plan)
+        curves.append(trainer.train()["losses"])
+        trainer.close()
+    return curves
+
+
+def test_a_plan_with_experts_is_a_file_that_trains_and_resumes(two_ranks, corpus, alone, tmp_path):
+    asked = dataclasses.replace(CONFIG, degrees={"pipeline": 2, "tensor": 1}, micro_batches=2, placement="none")
+    text = Run.of(asked, 2).plan.to_json()
+    assert Plan.from_json(text).experts.experts == 4
+    assert "4 experts" in Plan.from_json(text).text()
+    for whole, rest in two_ranks.run(trained_by_a_plan, corpus, text, str(tmp_path)):
+        assert whole == pytest.approx(alone["losses"], rel=1e-4)
+        assert rest == whole[5:]  # to the bit
+    assert [(step, layer) for step, layer, _ in replay(tmp_path / "trace")] == [
+        (s, n) for s in range(10) for n in (0, 1)
+    ]
+    with pytest.raises(UsageError, match="plan: experts is 4 there and 0 here"):
+        Trainer(
+            TrainConfig(
+                **{name: getattr(CONFIG, name) for name in ("hidden", "layers", "heads", "sequence")}, batch=8
+            ),
+            plan=Plan.from_json(text),
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"experts": Experts(3, top_k=2)}, "3 experts do not divide over 2 devices; numbers that divide: 1, 3"),
+        ({"stages": (Stage((Segment(1, 1, "sync", 1), Segment(3, 1, "sync", 1))),)}, "part 0 cuts a layer in two"),
+    ],
+)
+def test_plans_of_experts_that_cannot_be_run_are_refused(changes, told):
+    with pytest.raises(UsageError, match=told):
+        check(dataclasses.replace(Run.of(CONFIG, 2).plan, **changes))
 
 
 # --- checkpoints ---
@@ -178,7 +249,7 @@ def test_a_trace_is_cut_where_a_run_goes_on(corpus, tmp_path):
     Trainer(config).train()
     assert [step for step, _, _ in replay(tmp_path / "trace")] == [0, 0, 1, 1, 2, 2, 3, 3]
     with pytest.raises(UsageError, match="holds the loads of another run"):
-        check(dataclasses.replace(config, resume=None, checkpoint=None, checkpoint_every=0), 1)
+        Run.of(dataclasses.replace(config, resume=None, checkpoint=None, checkpoint_every=0), 1).corpus()
 
 
 def test_dropped_slots_are_told(corpus):
@@ -191,12 +262,9 @@ def test_dropped_slots_are_told(corpus):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"fsdp": True}, "fsdp True and experts 4 do not go together"),
         ({"sequence_parallel": True}, "sequence_parallel True and experts 4 do not go together"),
-        ({"compile": "inductor"}, "compile 'inductor' and experts 4"),
         ({"schedule": "auto"}, "schedule 'auto' and experts 4"),
         ({"wire_dtype": "bfloat16"}, "wire_dtype 'bfloat16' and experts 4"),
-        ({"plan": "plan.json"}, "plan 'plan.json' and experts 4"),
         ({"placement": "best"}, "unknown placement 'best'"),
         ({"gate": "hard"}, "unknown gate 'hard'"),
         ({"expert_schedule": "fast"}, "unknown expert_schedule 'fast'"),
@@ -216,7 +284,6 @@ def test_what_does_not_go_together_is_named(changes, told):
 @pytest.mark.parametrize(
     ("degrees", "ranks", "told"),
     [
-        ({"pipeline": 2}, 2, "pipeline 2 x tensor the rest and experts 4 do not go together"),
         ({"data": 3}, 3, "4 experts do not divide over 3 devices"),
         ({"data": 2, "tensor": 2}, 2, "make 4 ranks, the run has 2"),
         ({"tensor": 8}, 8, "heads 4 does not divide by --tp 8"),
@@ -224,22 +291,22 @@ def test_what_does_not_go_together_is_named(changes, told):
 )
 def test_degrees_that_cannot_be_are_named(degrees, ranks, told):
     with pytest.raises(UsageError, match=told):
-        degrees_over(dataclasses.replace(CONFIG, degrees=degrees), ranks)
+        by_hand(dataclasses.replace(CONFIG, degrees=degrees), ranks)
 
 
 def test_a_batch_has_to_divide():
     with pytest.raises(UsageError, match="a batch of 8 does not divide into 3 micro-batches for each of 4"):
-        degrees_over(dataclasses.replace(CONFIG, micro_batches=3), 4)
+        by_hand(dataclasses.replace(CONFIG, micro_batches=3), 4)
 
 
 def test_replicas_are_on_all_ranks_unless_they_are_given():
     assert degrees_over(CONFIG, 4) == Degrees(4, 1, 1)
     assert degrees_over(dataclasses.replace(CONFIG, degrees={"tensor": 2}), 4) == Degrees(2, 1, 2)
     assert degrees_over(dataclasses.replace(CONFIG, degrees={"data": 2}), 4) == Degrees(2, 1, 2)
-    assert asked_ranks(CONFIG, None) == 2
-    assert asked_ranks(CONFIG, 4) == 4
-    assert asked_ranks(CONFIG, 4, one_replica=True) == 1
-    assert asked_ranks(dataclasses.replace(CONFIG, degrees={"data": 2, "tensor": 2}), 8) == 4
+    assert ranks_of(CONFIG, None) == 2
+    assert ranks_of(CONFIG, 4) == 4
+    assert ranks_of(CONFIG, 4, one_replica=True) == 1
+    assert ranks_of(dataclasses.replace(CONFIG, degrees={"data": 2, "tensor": 2}), 8) == 4
 
 
 def test_the_command_trains_and_tells(corpus, tmp_path):

@@ -5,9 +5,9 @@ from test_plan import corpus  # noqa: F401
 from test_stage_plans import BATCH, DEEP, alone, check_staged  # noqa: F401
 
 from oases.cli import main
-from oases.parallel.parts import require_runnable
 from oases.planner.choose import rank_plans
 from oases.planner.space import BEST_PIPELINES, Space
+from oases.plans.check import check
 from oases.plans.plan import read_plan
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.hardware_file import write
@@ -40,4 +40,4 @@ def test_every_plan_of_a_search_can_be_executed(share):
     plans = rank_plans(DEEP, HARDWARE, 4, BATCH, budget=budget, space=Space(degrees=(1, 2)))
     assert max(len(plan.stages) for plan in plans) > 1
     for plan in plans:
-        require_runnable(plan)
+        check(plan)

@@ -23,10 +23,7 @@ def run(corpus, **changes):
     trainer = Trainer(dataclasses.replace(CONFIG, data=corpus, **changes))
     result = trainer.train()
     weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    if trainer.stage is not None:
-        trainer.stage.messages.close()
-    if trainer.mesh is not None:
-        trainer.mesh.destroy()
+    trainer.close()
     return result, weights
 
 

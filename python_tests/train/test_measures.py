@@ -15,14 +15,13 @@ from oases import TrainConfig, Trainer
 from oases.bench.pipeline import PipelineBenchConfig, _Contestant
 from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
-from oases.planner.throughput import model_flops
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.simulator import simulate
 from oases.simulator.peaks import peak_flops
-from oases.train.measures import Meter, StepParts, StepReport
-from oases.train.plan import config_for
-from oases.train.utilisation import Peak
+from oases.train.config import config_for
+from oases.train.meter import Meter, StepParts
+from oases.train.metrics import Peak, StepReport
 
 MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
 BATCH, STEPS, PEAK = 16, 4, 1e9
@@ -51,9 +50,7 @@ def reports(corpus, text=None, *, watch=True, **changes):
     trainer = Trainer(config_for(plan, VALUES | {"data": corpus} | changes), plan=plan if text else None)
     found = []
     result = trainer.train(found.append if watch else None)
-    if trainer.stage is not None:
-        trainer.stage.messages.close()
-        trainer.mesh.destroy()
+    trainer.close()
     parts = [dataclasses.astuple(each) for each in trainer.meter.history]
     return [each.values() for each in found], result, parts
 
@@ -70,7 +67,7 @@ def test_flops_are_those_of_the_formula():
     weights = MODEL.layers * 12 * MODEL.hidden**2 + MODEL.vocabulary * MODEL.hidden
     tokens = BATCH * MODEL.sequence
     attention = 12 * MODEL.layers * MODEL.sequence * MODEL.hidden * tokens
-    assert model_flops(MODEL, BATCH) == 6 * weights * tokens + attention == FLOPS
+    assert MODEL.step_flops(BATCH) == 6 * weights * tokens + attention == FLOPS
 
 
 def test_a_step_tells_what_can_be_made_by_hand(alone):
@@ -127,8 +124,7 @@ def losses_unmeasured(corpus, text):
     plan = Plan.from_json(text)
     trainer = Trainer(config_for(plan, VALUES | {"data": corpus}), plan=plan)
     unmeasured = [trainer.step() for _ in range(STEPS)]
-    trainer.stage.messages.close()
-    trainer.mesh.destroy()
+    trainer.close()
     one_looks = reports(corpus, text, watch=dist.get_rank() == 3)
     nobody_looks = reports(corpus, text, watch=False)
     assert nobody_looks[0] == []

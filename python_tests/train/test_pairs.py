@@ -15,7 +15,8 @@ from oases.errors import UsageError
 from oases.parallel.fsdp import local, units_of
 from oases.plans.plan import Plan, Segment, Stage
 from oases.testing import RankPool
-from oases.train.plan import check, config_for
+from oases.train.config import config_for
+from oases.train.plan import Run
 
 KINDS = ("tensor", "sequence", "pipeline", "data", "fsdp", "recompute", "compile")
 
@@ -71,9 +72,7 @@ def check_equal(text, data, expected, compiled):
         for name, tensor in mine.items():
             held = local(tensor)
             torch.testing.assert_close(held, theirs[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
-    if trainer.stage is not None:
-        trainer.stage.messages.close()
-    trainer.mesh.destroy()
+    trainer.close()
     held = sum(local(parameter).numel() for parameter in trainer.model.parameters())
     return sorted(gradients), held
 
@@ -123,7 +122,7 @@ def test_fsdp_holds_a_share_of_the_weights(two_ranks, four_ranks, corpus, alone)
 def check_without_a_plan(data, expected):
     sizes = {name: getattr(MODEL, name) for name in ("hidden", "layers", "heads", "sequence")}
     trainer = Trainer(TrainConfig(**sizes, batch=16, sequence_parallel=True, **config_values(data)))
-    assert "gather" in {op.kind.removeprefix("all_") for op in trainer.model.stack.schedule}
+    assert "gather" in {op.kind.removeprefix("all_") for op in trainer.model.stack.segments[0].schedule}
     assert curve(trainer)[1] == pytest.approx(expected[1], rel=1e-10)
 
 
@@ -148,8 +147,7 @@ def goes_on(text, data, path, expected):
     assert trainer.steps_done == 2
     assert trainer.step() == pytest.approx(expected[1][2], rel=1e-5)
     assert trainer.validate() == pytest.approx(expected[4], rel=1e-5)
-    if trainer.stage is not None:
-        trainer.stage.messages.close()
+    trainer.close()
 
 
 def test_checkpoints_of_shards_go_on_under_any_plan(two_ranks, four_ranks, corpus, alone, tmp_path):  # noqa: F811
@@ -183,7 +181,7 @@ def test_shards_are_saved_behind_the_training(four_ranks, corpus, tmp_path):  # 
 
 def refused(message, plan, **given):
     with pytest.raises(UsageError, match=message):
-        check(config_for(plan(), given), plan())
+        Run(config_for(plan(), given), plan()).corpus()
 
 
 def test_what_cannot_be_combined_is_refused_by_name(corpus):  # noqa: F811
@@ -204,7 +202,7 @@ def test_what_cannot_be_combined_is_refused_by_name(corpus):  # noqa: F811
     refused("leave out --sequence-parallel", lambda: whole, sequence_parallel=True)
     refused("unknown compile 'nosuch'; known are none, ", lambda: whole, compile="nosuch")
     with pytest.raises(UsageError, match="a sequence of 128 cannot be cut over --tp 1"):
-        TrainConfig(sequence_parallel=True).check(1)
+        Run.of(TrainConfig(sequence_parallel=True), 1)
 
 
 # --- the covering array ---
@@ -224,7 +222,7 @@ def test_the_array_of_plans_covers_every_pair():
     assert set().union(*map(pairs_in, pairs.rows())) == set(every_pair(pairs.FACTORS))
     for row in pairs.rows():
         plan = pairs.plan_of_row(row)
-        check(config_for(plan, pairs.options(2, None)), plan)
+        Run(config_for(plan, pairs.options(2, None)), plan).corpus()
 
 
 def test_rows_of_the_array_train_like_one_process(corpus):  # noqa: F811

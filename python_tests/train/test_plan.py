@@ -2,18 +2,22 @@
 
 import dataclasses
 import json
+import pickle
+import sys
 
 import pytest
 import torch
 
-from oases import Trainer
+from oases import TrainConfig, Trainer
 from oases.cli import main
 from oases.errors import UsageError
 from oases.execution.group import group_rank, group_size
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
-from oases.train.plan import check, config_for
+from oases.train import plan as plans
+from oases.train.config import config_for
+from oases.train.plan import Run
 
 MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
 BATCH = 16
@@ -198,9 +202,33 @@ def test_what_the_plan_says_otherwise_is_named(given, message):
     assert config_for(plan_of(4, (4, 2)), {"hidden": 16, "steps": 7}).steps == 7
 
 
+def test_a_run_is_checked_once(corpus, monkeypatch, tmp_path):
+    calls = []
+    for name in ("check", "require_fit"):
+        made = getattr(plans, name)
+        monkeypatch.setattr(plans, name, lambda *given, made=made, name=name: calls.append(name) or made(*given))
+    Trainer(TrainConfig(hidden=16, layers=2, heads=4, sequence=8, batch=4, data=corpus))
+    assert sorted(calls) == ["check", "require_fit"]
+    file = tmp_path / "plan.json"
+    file.write_text(plan_of(1, (4, 1)).to_json())
+    for given in (["--plan", str(file)], ["--hidden", "16", "--layers", "2", "--heads", "4", "--tp", "1"]):
+        calls.clear()
+        arguments = ["train", *given, "--data", corpus, "--steps", "1", "--validation-batches", "1"]
+        found = {}
+        monkeypatch.setattr(
+            "oases.launch.ranks.run_ranks",
+            lambda function, given, ranks, found=found: sys.exit(found.update(run=given[0])),
+        )
+        with pytest.raises(SystemExit):
+            main(arguments)
+        sent = pickle.loads(pickle.dumps(found["run"]))  # as to a rank
+        Trainer(sent)
+        assert sorted(calls) == ["check", "require_fit"]
+
+
 def refused(plan, message, error=UsageError):
     with pytest.raises(error, match=message):
-        check(config_for(plan, {}), plan)
+        Run(config_for(plan, {}), plan).corpus()
 
 
 def test_plans_that_cannot_be_executed_are_refused():

@@ -5,7 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+import oases
 from oases import TrainConfig, Trainer
+from oases.plans.plan import Plan
+from oases.plans.shape import ModelShape
+from oases.simulator.hardware import Device, Hardware
+from oases.simulator.links import LinkModel
+from oases.train.config import config_for
 from oases.train.optimizer import state_of, weight_of
 
 CONFIG = TrainConfig(
@@ -31,10 +37,7 @@ def trainer_of(corpus, **changes):
 
 
 def close(trainer):
-    if trainer.stage is not None:
-        trainer.stage.messages.close()
-    if trainer.mesh is not None:
-        trainer.mesh.destroy()
+    trainer.close()
 
 
 def curve(corpus, **changes):
@@ -128,3 +131,39 @@ def test_a_checkpoint_holds_the_masters(corpus, tmp_path):
     ):
         assert other.dtype == torch.float32
         assert torch.equal(weight_of(trainer.optimizer, parameter), other), name
+
+
+# --- a plan that the search found ---
+
+SHAPE = ModelShape(32, 2, 4, 16, vocabulary=256, dtype="bfloat16")
+LINK = LinkModel(1e-4, 1e8)
+
+
+def found_plan():
+    device = Device("any", 1 << 30, {"bfloat16": 1e10}, 1e10)
+    return oases.plan(SHAPE, (Hardware("any", device, 2, LINK, LINK), 2), global_batch=8)
+
+
+def run_found(text, corpus, folder):
+    """Losses of four steps; of the last two again, from the checkpoint after the second."""
+    plan = Plan.from_json(text)
+    values = {"data": corpus, "steps": 4, "warmup": 1, "validation_batches": 1, "checkpoint": folder}
+    curves = []
+    for given in ({"checkpoint_every": 2}, {"resume": f"{folder}/step-000002", "checkpoint": None}):
+        trainer = Trainer(config_for(plan, values | given), plan=plan)
+        types = {parameter.dtype for parameter in trainer.model.parameters()}
+        assert types == {torch.bfloat16}
+        result = trainer.train()
+        assert result["prediction"]["step"]["predicted_seconds"] == plan.prediction.step_seconds
+        curves.append((result["losses"], result["validation_loss"]))
+        trainer.close()
+    return curves
+
+
+def test_a_plan_in_bfloat16_is_found_run_and_resumed(two_ranks, corpus, tmp_path):
+    plan = found_plan()
+    assert plan.prediction is not None
+    for (whole, validation), (rest, again) in two_ranks.run(run_found, plan.to_json(), corpus, str(tmp_path / "run")):
+        assert len(whole) == 4
+        assert rest == whole[2:]  # to the bit
+        assert again == validation

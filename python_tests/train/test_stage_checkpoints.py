@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from oases import Trainer
 from oases.plans.plan import Plan
-from oases.train.plan import config_for
+from oases.train.config import config_for
 
 # (data, pipeline, tensor) and what else changes from leg to leg; each goes on from the checkpoint of the one before.
 LEGS = {

@@ -12,7 +12,8 @@ from oases.cli import main
 from oases.errors import UsageError
 from oases.plans.plan import Plan, Segment, Stage
 from oases.testing import RankPool
-from oases.train.plan import check, config_for
+from oases.train.config import config_for
+from oases.train.plan import Run
 
 DEEP = dataclasses.replace(MODEL, layers=4)
 BATCH = 16
@@ -111,7 +112,7 @@ def test_stages_train_like_one_process(four_ranks, corpus, alone, name):  # noqa
 
 def refused(plan, message):
     with pytest.raises(UsageError, match=message):
-        check(config_for(plan, {}), plan)
+        Run(config_for(plan, {}), plan).corpus()
 
 
 def test_stages_that_cannot_be_executed_are_refused():

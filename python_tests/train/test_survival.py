@@ -19,7 +19,8 @@ from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.launch.agents import RankFailedError
 from oases.launch.ranks import _go_on_or_exit
 from oases.train.guard import LossError, LossGuard
-from oases.train.log import StepLog, steps_in
+from oases.train.logs import StepLog, steps_in
+from oases.train.plan import Run
 
 CONFIG = TrainConfig(
     hidden=16, layers=2, heads=4, sequence=8, batch=16, steps=6, warmup=1, validation_batches=1, learning_rate=1e-2,
@@ -247,10 +248,10 @@ def test_a_log_of_another_run_is_not_overwritten(corpus, tmp_path):
     log = tmp_path / "log.jsonl"
     trainer_of(corpus, step_log=str(log), steps=1).train()
     with pytest.raises(UsageError, match="holds the steps of another run; give a new file"):
-        dataclasses.replace(CONFIG, data=str(corpus), step_log=str(log)).check(1)
+        Run.of(dataclasses.replace(CONFIG, data=str(corpus), step_log=str(log)), 1).corpus()
     log.write_text("precious\n")
     with pytest.raises(UsageError, match="line 1 is no step of a run"):
-        dataclasses.replace(CONFIG, data=str(corpus), step_log=str(log)).check(1)
+        Run.of(dataclasses.replace(CONFIG, data=str(corpus), step_log=str(log)), 1).corpus()
     assert log.read_text() == "precious\n"
 
 

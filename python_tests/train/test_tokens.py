@@ -11,6 +11,7 @@ import pytest
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 from oases.train.data import PIECE_CHARACTERS, TextCorpus
+from oases.train.plan import Run
 from oases.train.tokenizer import Bytes, tokenizer_called
 from oases.train.tokens import TokenCorpus, corpus_of
 
@@ -121,7 +122,7 @@ def test_a_model_has_the_tokenizers_vocabulary(two_ranks, folder, tmp_path):
     with pytest.raises(UsageError, match=r"vocabulary 300 is too small; .*tokenizer.json has 301 tokens"):
         losses(dataclasses.replace(config, vocabulary=300))
     with pytest.raises(UsageError, match="vocabulary 301 does not divide by --tp 2; degrees that do: 1"):
-        dataclasses.replace(config, vocabulary=301).check(2)
+        Run.of(dataclasses.replace(config, vocabulary=301), 2).corpus()
 
 
 @pytest.mark.parametrize(

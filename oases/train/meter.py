@@ -1,4 +1,4 @@
-"""What a step tells: its loss, its speed, its memory, and what of it compute stood still.
+"""Measures a rank's steps: seconds, memory, and for how much of them compute stood still.
 
 On each rank a step is busy + exposed + bubble. Exposed: compute waited for a collective. Bubble: a pipeline stage had
 nothing to do, before a message or after its last pass; as the simulator counts them. Both are differences of sums
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -25,62 +25,11 @@ from oases.execution.group import ProcessGroup, group_name, group_of, group_size
 from oases.parallel.collectives import all_gather_cut
 from oases.parallel.messages import Messages
 from oases.parallel.sharding import Cut
-from oases.simulator.quantities import rate_text, seconds_text
-from oases.train.balance import StepBalance
 
 AT_THE_END = frozenset({"loss", "tied table"})
 """Collectives for which a stage that is done waits for the others."""
 REMEMBERED = 1024
 """Steps of which medians are taken."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One optimizer step, the same on every rank.
-
-    step: counted from 1. loss: nats per token. seconds: of the slowest rank. flops_per_second: the model's, of all
-    ranks together, and utilisation what share that is of their peak, see `oases.train.utilisation`. memory_bytes: of
-    the rank with most, at its peak: what torch allocated on its GPU, or the process's resident set. exposed, bubble:
-    shares of the step, means over the ranks. skipped: the weights are those from before. validation_loss: where the
-    run was evaluated after this step. balance: of a model with experts.
-    """
-
-    step: int
-    loss: float
-    learning_rate: float
-    gradient_norm: float
-    seconds: float
-    tokens_per_second: float
-    flops_per_second: float
-    utilisation: float
-    memory_bytes: int
-    exposed: float
-    bubble: float
-    skipped: bool
-    validation_loss: float | None = None
-    balance: StepBalance | None = None
-
-    def values(self) -> dict[str, Any]:
-        """By name, as a log has them; those of the balance, where there is one, among them."""
-        found = asdict(self)
-        return found | (found.pop("balance") or {})
-
-    def text(self) -> str:
-        """In a line, e.g. "loss 2.341  412 ms  9930 tokens/s  MFU 31 %  1.25 GB  exposed 4 %  bubble 12 %"."""
-        parts = [
-            f"loss {self.loss:.3f}", seconds_text(self.seconds), f"{rate_text(self.tokens_per_second)} tokens/s",
-            f"MFU {_percent(self.utilisation)}", f"{self.memory_bytes / 1e9:.2f} GB",
-            f"exposed {_percent(self.exposed)}", f"bubble {_percent(self.bubble)}",
-        ]  # fmt: skip
-        if self.balance is not None:
-            parts.append(self.balance.text())
-        if self.validation_loss is not None:
-            parts.append(f"validation {self.validation_loss:.3f}")
-        return "  ".join([*parts, *(["skipped"] if self.skipped else [])])
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if 0 < share < 0.0995 else f"{100 * share:.0f} %"
 
 
 Marks = list[tuple[Any, Any]]

@@ -1,0 +1,110 @@
+"""The check of a plan that is about to be run, and what a run reads off it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from oases.errors import UsageError
+from oases.plans.plan import AUTO, Plan
+from oases.plans.shape import Experts, ModelShape
+from oases.schedule import Schedule, is_text
+from oases.schedule.experts import resolve_experts
+from oases.schedule.pipeline import resolve_pipeline
+
+_ANY_NUMBER = ("gpipe",)
+"""Pipelines that are what they are with fewer micro-batches than stages, too."""
+TRAINABLE = ("float32", "bfloat16")
+"""Types of weights and activations that runs train in; bfloat16 has masters in float32."""
+
+
+def pipeline_of(plan: Plan) -> Schedule:
+    """What the stages of a plan do in which order; it computes again early where any segment computes again.
+
+    One stage is a pipeline of one, which has nothing to wait for: each forward pass is followed by its backward pass.
+    """
+    again = any(segment.recomputed_layers for stage in plan.stages for segment in stage.segments)
+    stages = len(plan.stages)
+    name = plan.pipeline if stages > 1 or is_text(plan.pipeline) else "one_f_one_b"
+    return resolve_pipeline(name, stages, plan.micro_batches, again)
+
+
+def degrees_of(plan: Plan, stage: int) -> set[int]:
+    """The tensor-parallel degrees on a stage; on the last one also that of the head, which is the first segment's."""
+    found = {segment.tp for segment in plan.stages[stage].segments}
+    return found | {plan.stages[0].segments[0].tp} if stage == len(plan.stages) - 1 else found
+
+
+def check(plan: Plan) -> None:
+    """Raise UsageError for a plan that cannot be run, ScheduleError for a schedule in it that cannot."""
+    require_trainable(plan.model)
+    stages = len(plan.stages)
+    if stages > plan.model.layers:
+        raise UsageError(
+            f"plan: {stages} stages are more than the {plan.model.layers} layers of the model; give each at least one"
+        )
+    if plan.micro_batches < stages and plan.pipeline not in _ANY_NUMBER and not is_text(plan.pipeline):
+        raise UsageError(
+            f"plan: {plan.pipeline} needs as many micro-batches as stages, got {plan.micro_batches} for {stages} "
+            "stages; give more, or fewer stages"
+        )
+    for number, stage in enumerate(plan.stages):
+        require_nested(degrees_of(plan, number))
+        for segment in stage.segments:
+            if segment.schedule != AUTO:
+                segment.generated()
+            elif stages > 1:
+                raise UsageError(
+                    "plan: schedule 'auto' measures whole passes, which a pipeline cuts up; give a schedule's name"
+                )
+    for before, after in itertools.pairwise(plan.parts):
+        if stages > 1 and before.last_degree != after.first_degree:
+            raise UsageError(
+                f"plan: part {before.number} of the pipeline ends with tp {before.last_degree} and part "
+                f"{after.number} begins with tp {after.first_degree}; a message goes from rank to rank, so give both "
+                "the same"
+            )
+    if plan.experts is not None:
+        _check_experts(plan, plan.experts)
+
+
+def require_trainable(model: ModelShape) -> None:
+    """Raise UsageError for a model of a type that no run trains in."""
+    if model.dtype not in TRAINABLE:
+        raise UsageError(
+            f"model: a plan in {model.dtype} cannot be executed, only in {', '.join(TRAINABLE)}; oases simulate "
+            "predicts it"
+        )
+
+
+def _check_experts(plan: Plan, given: Experts) -> None:
+    experts = given.experts
+    if experts % plan.stage_ranks:
+        fits = ", ".join(str(ranks) for ranks in range(1, experts + 1) if experts % ranks == 0)
+        raise UsageError(
+            f"plan: {experts} experts do not divide over {plan.stage_ranks} devices; numbers that divide: {fits}"
+        )
+    for part in plan.parts:
+        if part.first_block % 2 or any(segment.num_blocks % 2 for segment in part.segments):
+            raise UsageError(
+                f"plan: part {part.number} cuts a layer in two, and a layer with experts runs as one; give segments "
+                "of an even number of blocks"
+            )
+        for segment in part.segments:
+            made = resolve_experts(given.expert_schedule, segment.num_blocks // 2, segment.recomputed_layers > 0)
+            if given.placement != "none" and not made.copies:
+                raise UsageError(
+                    f"plan: its list of experts {made.name} moves none, and placement is {given.placement}; give "
+                    "placement none, or another list"
+                )
+
+
+def require_nested(degrees: Iterable[int]) -> None:
+    """Raise UsageError unless of any two tensor-parallel degrees one divides the other."""
+    ordered = sorted(set(degrees))
+    for smaller, larger in itertools.pairwise(ordered):
+        if larger % smaller:
+            raise UsageError(
+                f"plan: segments of tp {smaller} and tp {larger} do not nest, so no rank's samples could be handed "
+                "on whole; take degrees of which one divides the next, such as powers of two"
+            )

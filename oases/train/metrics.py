@@ -1,0 +1,244 @@
+"""Metrics of a run: a report of every step, the utilisation of the ranks' peak, a plan's prediction beside what was.
+
+Model FLOPs utilisation is the share of the ranks' peak that a step's necessary products come to.
+A step of T tokens has 6 N T FLOPs in products with weights, N being the weights of all matrices with the head's and
+without embeddings, which are looked up; and 12 L S H T in attention itself, for L layers of width H over sequences
+of S: forward 2 N + 4 L S H a token, backward twice that. The causal half counts whole, and nothing that is computed
+again counts (Narayanan et al. 2021, Chowdhery et al. 2022).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from oases.execution.clock import synchronize
+from oases.execution.group import ProcessGroup, group_size
+from oases.parallel.collectives import all_reduce
+from oases.plans.plan import Plan, Prediction
+from oases.simulator.peaks import peak_flops
+from oases.simulator.quantities import rate_text, seconds_text
+from oases.train.balance import StepBalance
+from oases.train.meter import StepParts
+
+if TYPE_CHECKING:
+    from oases.train.trainer import Trainer
+
+_PRODUCT = {"cpu": 512, "cuda": 8192}
+_SECONDS = 0.03
+"""For which products are repeated."""
+Row = dict[str, float | None]
+"""predicted_seconds, measured_seconds, and ratio: predicted over measured. None: not known."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step, the same on every rank.
+
+    step: counted from 1. loss: nats per token. seconds: of the slowest rank. flops_per_second: the model's, of all
+    ranks together, and utilisation what share that is of their peak, see the module. memory_bytes: of
+    the rank with most, at its peak: what torch allocated on its GPU, or the process's resident set. exposed, bubble:
+    shares of the step, means over the ranks. skipped: the weights are those from before. validation_loss: where the
+    run was evaluated after this step. balance: of a model with experts.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    seconds: float
+    tokens_per_second: float
+    flops_per_second: float
+    utilisation: float
+    memory_bytes: int
+    exposed: float
+    bubble: float
+    skipped: bool
+    validation_loss: float | None = None
+    balance: StepBalance | None = None
+
+    def values(self) -> dict[str, Any]:
+        """By name, as a log has them; those of the balance, where there is one, among them."""
+        found = asdict(self)
+        return found | (found.pop("balance") or {})
+
+    def text(self) -> str:
+        """In a line, e.g. "loss 2.341  412 ms  9930 tokens/s  MFU 31 %  1.25 GB  exposed 4 %  bubble 12 %"."""
+        parts = [
+            f"loss {self.loss:.3f}", seconds_text(self.seconds), f"{rate_text(self.tokens_per_second)} tokens/s",
+            f"MFU {_percent(self.utilisation)}", f"{self.memory_bytes / 1e9:.2f} GB",
+            f"exposed {_percent(self.exposed)}", f"bubble {_percent(self.bubble)}",
+        ]  # fmt: skip
+        if self.balance is not None:
+            parts.append(self.balance.text())
+        if self.validation_loss is not None:
+            parts.append(f"validation {self.validation_loss:.3f}")
+        return "  ".join([*parts, *(["skipped"] if self.skipped else [])])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if 0 < share < 0.0995 else f"{100 * share:.0f} %"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s of all ranks together at their best, and where the number is from."""
+
+    flops_per_second: float
+    source: str
+
+    @staticmethod
+    def of(device: torch.device, dtype: torch.dtype, process_group: ProcessGroup | None, given: float = 0.0) -> Peak:
+        """The peak of the ranks' devices; all ranks call it.
+
+        given: of one rank, in FLOP/s; 0: of a known GPU its data sheet's, of anything else what a product reaches
+        here while all ranks compute one, in some 30 ms. dtype: what the model's products are of.
+        """
+        ranks, name = group_size(process_group), str(dtype).removeprefix("torch.")
+        if given:
+            return Peak(ranks * given, f"{ranks} x {given:.4g} FLOP/s, as given")
+        known = peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
+        if known:
+            return Peak(ranks * known, f"{ranks} x {known:.4g} FLOP/s in {name}, as its data sheet says")
+        mine = torch.tensor([_reached(device, dtype)], dtype=torch.float64, device=device)
+        everyone = float(all_reduce(mine, process_group, "peak of a product"))
+        size = _PRODUCT[device.type]
+        return Peak(everyone, f"products of {size} x {size} in {name}, measured on {ranks} at once")
+
+
+def _reached(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of some products."""
+    size = _PRODUCT[device.type]
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    best, end = float("inf"), time.perf_counter() + _SECONDS
+    a @ a
+    while best == float("inf") or time.perf_counter() < end:
+        synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What becomes of a step, by part: the whole step, compute, exposed communication, bubble, optimizer.
+
+    Exposed communication, bubble and optimizer are each those of the rank with most, as a plan has them; compute is
+    the rest of the step.
+    """
+
+    parts: dict[str, Row]
+
+    @staticmethod
+    def of(plan: Plan, measured: Sequence[StepParts]) -> Comparison | None:
+        """None where the plan has no prediction. measured: every rank's."""
+        if plan.prediction is None:
+            return None
+        predicted = _predicted(plan.prediction)
+        found = _measured(measured)
+        return Comparison(
+            {
+                name: {
+                    "predicted_seconds": seconds,
+                    "measured_seconds": found[name],
+                    "ratio": _ratio(seconds, found[name]),
+                }
+                for name, seconds in predicted.items()
+            }
+        )
+
+
+def _predicted(found: Prediction) -> dict[str, float | None]:
+    optimizer = found.optimizer_seconds
+    rest = found.step_seconds - found.exposed_seconds - found.bubble_seconds - (optimizer or 0.0)
+    return {
+        "step": found.step_seconds,
+        "compute": None if optimizer is None else rest,
+        "exposed communication": found.exposed_seconds,
+        "bubble": found.bubble_seconds,
+        "optimizer": optimizer,
+    }
+
+
+def _measured(ranks: Sequence[StepParts]) -> dict[str, float | None]:
+    step, exposed, bubble, optimizer = (
+        max(getattr(parts, name) for parts in ranks) for name in ("seconds", "exposed", "bubble", "optimizer")
+    )
+    rest = step - exposed - bubble - optimizer
+    return {
+        "step": step, "compute": rest, "exposed communication": exposed, "bubble": bubble, "optimizer": optimizer,
+    }  # fmt: skip
+
+
+def _ratio(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or not measured else predicted / measured
+
+
+class Reporter:
+    """Reports the steps of a trainer. All ranks make it together and ask for every step's report.
+
+    watched: whether somebody on this rank looks at them. Where nobody does on any rank, and no log is kept, a step
+    costs nothing more: there is no report, and no collective for one.
+    """
+
+    def __init__(self, trainer: Trainer, *, watched: bool) -> None:
+        config = trainer.config
+        self.trainer = trainer
+        asked = torch.tensor([float(watched)], device=trainer.device)
+        self.watched = (
+            config.step_log is not None
+            or config.tensorboard is not None
+            or bool(all_reduce(asked, trainer.group, "whether steps are watched", largest=True).item())
+        )
+        self.tokens = config.batch * config.sequence
+        self.flops = trainer.plan.model.step_flops(config.batch) + self.tokens * config.flops_beside
+        """Of the model, a step."""
+        self.peak = Peak.of(trainer.device, next(trainer.model.parameters()).dtype, trainer.group, config.peak_flops)
+        trainer.meter.forget()
+
+    def report(self, loss: float) -> StepReport | None:
+        """Of the step that the trainer has done last; None where nobody wants one. loss: the step's."""
+        if not self.watched:
+            return None
+        trainer, step = self.trainer, self.trainer.steps_done
+        ranks = trainer.meter.everywhere(trainer.meter.last)
+        seconds = max(rank.seconds for rank in ranks)
+        return StepReport(
+            step=step,
+            loss=loss,
+            learning_rate=trainer.learning_rate(step - 1),
+            gradient_norm=trainer.gradient_norm,
+            seconds=seconds,
+            tokens_per_second=self.tokens / seconds,
+            flops_per_second=self.flops / seconds,
+            utilisation=self.flops / seconds / self.peak.flops_per_second,
+            memory_bytes=round(max(rank.memory_bytes for rank in ranks)),
+            exposed=sum(rank.exposed / rank.seconds for rank in ranks) / len(ranks),
+            bubble=sum(rank.bubble / rank.seconds for rank in ranks) / len(ranks),
+            skipped=step - 1 in trainer.guard.skipped,
+            validation_loss=trainer.evaluations.get(step),
+            balance=None if trainer.balance is None else trainer.balance.last,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Medians over the steps, NaN where there were none; beside them what a plan had predicted. All ranks."""
+        meter, plan = self.trainer.meter, self.trainer.plan
+        ranks = meter.everywhere(meter.medians())
+        step = max(rank.seconds for rank in ranks) or float("nan")
+        comparison = Comparison.of(plan, ranks)
+        return {
+            "step_seconds": step,
+            "tokens_per_second": self.tokens / step,
+            "flops_per_second": self.flops / step,
+            "utilisation": self.flops / step / self.peak.flops_per_second,
+            "peak_flops": {"flops_per_second": self.peak.flops_per_second, "source": self.peak.source},
+            "memory_bytes": round(max(rank.memory_bytes for rank in ranks)),
+            "prediction": None if comparison is None else comparison.parts,
+            "balance": None if self.trainer.balance is None else self.trainer.balance.summary(),
+        }
