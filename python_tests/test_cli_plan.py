@@ -10,6 +10,7 @@ from plotly.offline import get_plotlyjs
 
 from oases import cli
 from oases.planner import choose
+from oases.plans.check import check
 from oases.plans.plan import PLANNED, Plan, read_plan
 
 MODEL = ["--hidden", "256", "--heads", "4", "--layers", "2", "--sequence", "128", "--vocabulary", "512"]
@@ -310,3 +311,11 @@ def test_an_empty_path_or_a_huge_batch_is_refused(capsys):
     assert "--sweep '' is no folder" in fails(capsys, "plan", *GIVEN, "--sweep", "")
     assert "--global-batch must be at most" in fails(capsys, "plan", *GIVEN[:-1], str(10**20))
     assert "do not nest" in fails(capsys, "plan", *GIVEN, "--degrees", "2,3")
+
+
+def test_a_plan_in_bfloat16_can_be_executed_and_one_in_float16_cannot(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    cli.main(["plan", *GIVEN, "--dtype", "bfloat16", "--json", str(path)])
+    check(read_plan(path))
+    error = fails(capsys, "plan", *GIVEN, "--dtype", "float16")
+    assert "a plan in float16 cannot be executed, only in float32, bfloat16; oases simulate predicts it" in error
