@@ -29,6 +29,7 @@ from oases.errors import UsageError
 def add(commands: Any) -> None:
     """Add it to the command line."""
     from oases.bench.experts import ExpertsBenchConfig
+    from oases.bench.host import HostBenchConfig
     from oases.bench.mixture import MixtureBenchConfig
     from oases.bench.nodes import NodesBenchConfig
     from oases.bench.overlap import OverlapConfig
@@ -48,6 +49,9 @@ def add(commands: Any) -> None:
     overlap.add_argument("--simulate", metavar="PROFILE", help="predict every step too, from this profile")
     overlap.add_argument("--html", metavar="FILE", help="with --simulate: draw measured and predicted steps there")
     overlap.set_defaults(run=_bench_overlap)
+    host = command(benches, "host", "CPU time that the executor adds to a model, above plain autograd")
+    add_options(host, HostBenchConfig())
+    host.set_defaults(run=_bench_host)
     planner = command(benches, "planner", "steps as the simulator predicts them beside steps as they are measured")
     add_options(planner, PlannerBenchConfig())
     add_ranks(planner, link=None)
@@ -123,6 +127,16 @@ def _bench_overlap(options: argparse.Namespace, given: Sequence[str]) -> None:
         return
     result["config"] |= {"link": options.link, "nodes": options.nodes}
     console.print(overlap_table(result))
+    write_json(options.json, result)
+
+
+def _bench_host(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.bench.host import HostBenchConfig, host_table, run_host_bench
+    from oases.terminal import console
+
+    require_writable("--json", options.json)
+    result = run_host_bench(configured(HostBenchConfig, options))
+    console.print(host_table(result))
     write_json(options.json, result)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 from weakref import ref
 
-from oases.execution.delivery import Call
+if TYPE_CHECKING:
+    from oases.execution.delivery import Call
 
 
 class Calls:
