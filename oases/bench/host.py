@@ -14,7 +14,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -22,18 +22,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from rich.table import Table
+from rich.console import RenderableType
 from torch import Tensor, nn
 
 import oases
 from oases.autotp.parallelization import parallelize
+from oases.bench.harness import BenchConfig, Benchmark, Result
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.launch.ranks import RankOptions, run_ranks
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.parallel.inputs import BlockInputs
-from oases.terminal import progress
+from oases.terminal import progress, table
 from oases.testbed import Backend
 from oases.train.config import option, settings
 
@@ -52,7 +53,7 @@ Seconds = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class HostBenchConfig:
+class HostBenchConfig(BenchConfig):
     """Models, their sizes and the number of rounds."""
 
     layers: str = option("12,96", "numbers of transformer layers, of two blocks each, joined by commas")
@@ -219,7 +220,8 @@ class _Case:
         ours = self.found
         self.step(self.plain)
         for one, other in zip(ours, self.found, strict=True):
-            assert one is not None and other is not None
+            assert one is not None
+            assert other is not None
             if not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
                 raise RuntimeError(
                     f"the {self.name} of {self.layers} layers differs from plain autograd by "
@@ -250,18 +252,18 @@ class _Case:
         return found | {"by_file": by_file}
 
 
-def run_host_bench(config: HostBenchConfig, show_progress: bool = True) -> dict[str, Any]:
+def run_host_bench(config: HostBenchConfig, shows: bool = True) -> Result:
     """Measure in this process; no other rank is started. A model whose library is missing is left out and named."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the process's CPU time counts all threads
     try:
-        found: dict[str, Any] = run_ranks(_measure, (config, show_progress), RankOptions(DEGREE, _FREE_LINK))
+        found: Result = run_ranks(_measure, (config, shows), RankOptions(DEGREE, _FREE_LINK))
     finally:
         torch.set_num_threads(threads)
     return found
 
 
-def _measure(config: HostBenchConfig, show_progress: bool) -> dict[str, Any]:
+def _measure(config: HostBenchConfig, shows: bool) -> Result:
     group = dist.group.WORLD
     assert group is not None
     missing = {"llama": "transformers"}
@@ -272,7 +274,7 @@ def _measure(config: HostBenchConfig, show_progress: bool) -> dict[str, Any]:
     for case in cases:
         case.require_same()
     times: list[tuple[list[Seconds], list[Seconds]]] = [([], []) for _ in cases]
-    with progress("measuring", config.iterations, show_progress) as advance:
+    with progress("measuring", config.iterations, shows) as advance:
         for iteration in range(config.iterations):
             for case, (ours, plain) in zip(cases, times, strict=True):
                 gc.collect()
@@ -309,22 +311,37 @@ def _row(case: _Case, ours: list[Seconds], plain: list[Seconds]) -> dict[str, An
     }
 
 
-def host_table(result: dict[str, Any]) -> Table:
+_COLUMNS = ("model", "layers", "blocks", "step", "plain autograd", "above it", "forward", "backward")
+
+
+def shown(result: Result) -> Iterator[RenderableType]:
     """A row per model and depth, the calls of one forward pass below."""
-    table = Table(title="CPU milliseconds per (block, sub-batch)", title_justify="left")
-    table.add_column("model", no_wrap=True)
-    for name in ("layers", "blocks", "step", "plain autograd", "above it", "forward", "backward"):
-        table.add_column(name, justify="right")
     keys = ("step", "plain", "above", "above_forward", "above_backward")
-    for row in result["models"]:
-        times = (f"{1e3 * row[f'{key}_seconds']:.3f}" for key in keys)
-        table.add_row(row["model"], str(row["layers"]), str(row["blocks"]), *times)
-    sub_batches = result["config"]["sub_batches"]
-    lines = [
-        f"{name}: {found['calls']} calls of oases in {found['files']} files, forward, {found['blocks']} blocks x "
-        f"{sub_batches} sub-batches"
-        for name, found in result["forward_calls"].items()
+    rows = [
+        (
+            row["model"],
+            str(row["layers"]),
+            str(row["blocks"]),
+            *(f"{1e3 * row[f'{key}_seconds']:.3f}" for key in keys),
+        )
+        for row in result["models"]
     ]
-    lines += [f"{name} is left out: {why}" for name, why in result["left_out"].items()]
-    table.caption = "\n".join([*lines, f"Python {result['python']}, torch {result['torch']}"])
-    return table
+    yield table(_COLUMNS, rows, title="CPU milliseconds per (block, sub-batch)")
+    for name, found in result["forward_calls"].items():
+        yield (
+            f"{name}: {found['calls']} calls of oases in {found['files']} files, forward, {found['blocks']} blocks x "
+            f"{result['config']['sub_batches']} sub-batches"
+        )
+    for name, why in result["left_out"].items():
+        yield f"{name} is left out: {why}"
+    yield f"Python {result['python']}, torch {result['torch']}"
+
+
+BENCHMARK = Benchmark(
+    "host",
+    "CPU time that the executor adds to a model, above plain autograd",
+    HostBenchConfig(),
+    run_host_bench,
+    shown,
+    size=None,
+)

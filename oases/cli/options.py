@@ -105,8 +105,13 @@ def configured(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any
     return cls(**values(cls, options) | fixed)
 
 
-def behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False) -> str:
-    """Go behind the link asked for; returns how the ranks are joined, in words."""
+def behind_link(
+    options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False, script: str | None = None
+) -> str:
+    """Go behind the link asked for; returns how the ranks are joined, in words.
+
+    script: the file that was started with the arguments `given`; None: the command `oases`.
+    """
     rate, nodes = options.link, options.nodes
     if nodes != 1:
         _check_nodes(options)
@@ -123,7 +128,7 @@ def behind_link(options: argparse.Namespace, given: Sequence[str], *, or_simulat
         )
     reason = testbed.why_impossible(rate, nodes)
     if reason is None:
-        testbed.relaunch(rate, given, nodes)
+        testbed.relaunch(rate, given, nodes, script)
     if not or_simulate or nodes != 1:  # a simulated link knows no nodes
         raise UsageError(f"{asked} cannot be had here: {reason}; or leave out {asked.replace(f' {rate}', '')}")
     print(f"oases: no shaped link here: {reason}. Going on over a simulated link.", file=sys.stderr)

@@ -10,11 +10,10 @@ from typing import Any
 
 from oases.cli.graph import add_graph, require_no_graph, show_graph
 from oases.cli.options import command, require_writable, write_json
-from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, published_rows
+from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
 from oases.errors import UsageError
 from oases.planner.choose import rank_plans
 from oases.planner.memory import usable_bytes
-from oases.planner.objective import published_plan
 from oases.planner.predict import Predictor
 from oases.planner.space import Space, require_runnable
 from oases.planner.sweep import Problem, as_data, sweep
@@ -33,10 +32,7 @@ def add(commands: Any) -> None:
     add_limits(plan)
     add_graph(plan)
     plan.add_argument("--explain", action="store_true", help="show the best plans of other kinds and what they lose")
-    plan.add_argument(
-        "--objective", choices=("simulated", "published"), default="simulated",
-        help="what is made small: the simulated step, or the Oases paper's own formula (default: simulated)",
-    )  # fmt: skip
+    plan.add_argument("--objective", help=argparse.SUPPRESS)  # of 0.1.0
     plan.add_argument(
         "--sweep", metavar="DIR",
         help="instead of one plan: step time against link speed, degree and model size, as pictures and JSON there",
@@ -80,6 +76,11 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.planner.explain import rivals
     from oases.terminal import console
 
+    if options.objective not in (None, "simulated"):
+        raise UsageError(
+            f"--objective {options.objective}: plans by the paper's own formula are made by "
+            "benchmarks/papers/oases_objective.py in the source tree; leave it out"
+        )
     if options.graph is not None:
         show_graph(options)
         return
@@ -87,25 +88,10 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
     require_runnable(model)
     space = space_of(options)
-    if options.objective == "published":
-        _refuse_published(options)
     if options.sweep is not None:
         _sweep(options, Problem(model, hardware, world, batch, options.memory, space))
         return
-    if options.objective == "published":
-        predictor = Predictor(hardware)
-        choice = published_plan(
-            model, hardware, world, batch, budget=options.memory, degrees=options.degrees or (),
-            rows=published_rows(options.profile),
-        )  # fmt: skip
-        plans = [predictor.with_prediction(choice.plan)]
-        uniform = ", ".join(f"tp {tp} {1e3 * seconds:.1f} ms" for tp, seconds in choice.uniform_seconds.items())
-        console.print(
-            f"by the published objective {1e3 * choice.seconds:.1f} ms a step, solved in {choice.solve_seconds:.2f} s"
-            f"; one degree throughout, whether it fits or not: {uniform}", soft_wrap=True,
-        )  # fmt: skip
-    else:
-        plans, predictor = searched(model, hardware, world, batch, options.memory, space)
+    plans, predictor = searched(model, hardware, world, batch, options.memory, space)
     best, capacity = plans[0], usable_bytes(hardware, options.memory)
     console.print(title(best), soft_wrap=True)
     console.print(plan_table(best, capacity))
@@ -118,14 +104,6 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
         console.print(
             f"written to {options.json}; execute it with: oases train --plan {options.json}", soft_wrap=True
         )
-
-
-def _refuse_published(options: argparse.Namespace) -> None:
-    """The published objective knows none of these."""
-    names = ("micro_batches", "pipelines", "no_recompute", "no_zero", "explain", "sweep")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    if given:
-        raise UsageError(f"--objective published has no say in {', '.join(given)}; leave it out")
 
 
 def _sweep(options: argparse.Namespace, problem: Problem) -> None:

@@ -69,9 +69,9 @@ def add(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.cli import demo
     from oases.launch.ranks import run_ranks
     from oases.terminal import console
-    from oases.train import demo
     from oases.train.config import TrainConfig
 
     config = configured(TrainConfig, options)
@@ -134,7 +134,8 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _show(result: dict[str, Any], config: Any, plan: Any) -> None:
     """What a training run came to."""
-    from oases.terminal import comparison_table, console, percent
+    from oases.terminal import console, percent
+    from oases.train.comparison import comparison_table
 
     unit = "byte" if config.tokenizer is None else "token"
     console.print(

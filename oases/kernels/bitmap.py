@@ -17,15 +17,6 @@ def bitmap_pack(x: Tensor) -> Tensor:
     return torch.ops.oases.bitmap_pack(x)
 
 
-def bitmap_or(a: Tensor, b: Tensor) -> Tensor:
-    """Mark the rows that either bitmap marks. Both uint8 of one shape, which is returned; else ValueError."""
-    if a.dtype != torch.uint8 or b.dtype != torch.uint8 or a.shape != b.shape:
-        raise ValueError(
-            f"bitmaps must be uint8 of one shape, got {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
-        )
-    return torch.bitwise_or(a, b)
-
-
 def bitmap_unpack(bits: Tensor, rows: int) -> Tensor:
     """List the rows that are marked.
 

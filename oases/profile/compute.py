@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.bench.config import DTYPES
 from oases.execution.clock import Clock
 from oases.execution.group import ProcessGroup
 from oases.execution.wire import Silence
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.plans.shape import KINDS
-from oases.profile.config import ProfileConfig
+from oases.profile.config import DTYPES, ProfileConfig
 from oases.profile.groups import slowest, slowest_of
 from oases.schedule import Op, Schedule, generate, validate
 from oases.simulator.cost import BlockTimes

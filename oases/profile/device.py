@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oases.bench.config import DTYPES
 from oases.execution.clock import Clock
-from oases.profile.config import ProfileConfig
+from oases.profile.config import DTYPES, ProfileConfig
 from oases.profile.groups import slowest
 from oases.simulator.hardware import Device
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oases.bench.config import DTYPES
 from oases.errors import UsageError
 from oases.execution.clock import Clock
 from oases.execution.group import ProcessGroup, group_rank, scheduler_of
-from oases.profile.config import ProfileConfig
+from oases.profile.config import DTYPES, ProfileConfig
 from oases.profile.groups import Probe, slowest
 from oases.simulator.links import LinkModel, Sample, fit_link
 from oases.simulator.program import Contention

@@ -94,10 +94,14 @@ def why_impossible(rate: str, nodes: int = 1) -> str | None:
     )
 
 
-def relaunch(rate: str, arguments: Sequence[str], nodes: int = 1) -> None:
-    """Replace this process by `python -m oases ARGUMENTS` behind a link of `rate`. Does not return."""
+def relaunch(rate: str, arguments: Sequence[str], nodes: int = 1, script: str | None = None) -> None:
+    """Replace this process by `python -m oases ARGUMENTS`, or `python SCRIPT ARGUMENTS`, behind a link of `rate`.
+
+    Does not return.
+    """
     # Not -m: that would look for the package in the current folder first, where a source tree may lie.
     start = "import sys; sys.path[:] = [p for p in sys.path if p]; from oases.cli import main; main()"
-    command = command_behind(rate, [sys.executable, "-c", start, *arguments], nodes)
+    program = ["-c", start] if script is None else [script]
+    command = command_behind(rate, [sys.executable, *program, *arguments], nodes)
     sys.stdout.flush()
     os.execvpe(command[0], command, environment_behind(rate, nodes))

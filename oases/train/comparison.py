@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.table import Table
+
 from oases.plans.plan import Plan, Prediction
+from oases.terminal import table
 from oases.train.measures import StepParts
 
 Row = dict[str, float | None]
@@ -65,3 +68,13 @@ def _measured(ranks: Sequence[StepParts]) -> dict[str, float | None]:
 
 def _ratio(predicted: float | None, measured: float | None) -> float | None:
     return None if predicted is None or not measured else predicted / measured
+
+
+def comparison_table(parts: dict[str, Row]) -> Table:
+    """A training run's step by parts, as its plan predicted it and as it was measured."""
+    rows = []
+    for name, row in parts.items():
+        seconds = (row["predicted_seconds"], row["measured_seconds"])
+        texts = ("-" if each is None else f"{1e3 * each:.1f} ms" for each in seconds)
+        rows.append((name, *texts, "-" if row["ratio"] is None else f"{row['ratio']:.2f}"))
+    return table(("part", "predicted", "measured", "ratio"), rows, title="the predicted step over the measured one")

@@ -14,7 +14,7 @@ from oases.errors import UsageError
 @pytest.mark.parametrize("schedule, recompute", [("oases", "none"), ("cross_pass", "full"), ("sync", "none")])
 def test_both_ways_do_the_same_work(schedule: str, recompute: str) -> None:
     config = HostBenchConfig(layers="2,3", iterations=1, schedule=schedule, recompute=recompute)
-    result = run_host_bench(config, show_progress=False)  # raises where outputs or gradients differ
+    result = run_host_bench(config, shows=False)  # raises where outputs or gradients differ
     assert [(row["model"], row["layers"], row["blocks"]) for row in result["models"]] == [
         ("gpt", 2, 4), ("gpt", 3, 6), ("llama", 2, 4), ("llama", 3, 6)
     ]  # fmt: skip

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oases.bench.config import OverlapConfig
-from oases.bench.overlap import OverlapBench
 from oases.planner.memory import state_bytes
 from oases.plans.shape import KINDS, ModelShape
+from oases.profile.config import OverlapConfig
+from oases.profile.overlap import OverlapBench
 from oases.simulator import simulate
 from oases.simulator.engine import run
 from oases.simulator.hardware import Device, Hardware

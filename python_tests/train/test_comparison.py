@@ -9,8 +9,8 @@ import pytest
 from oases.cli import main
 from oases.plans.plan import Plan, Prediction, Segment, Stage
 from oases.plans.shape import ModelShape
-from oases.terminal import comparison_table, console
-from oases.train.comparison import Comparison
+from oases.terminal import console
+from oases.train.comparison import Comparison, comparison_table
 from oases.train.measures import StepParts
 
 MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
