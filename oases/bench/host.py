@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,20 +94,9 @@ class HostBenchConfig(BenchConfig):
         return [int(text) for text in texts]
 
 
-class _Model(Protocol):
-    """Blocks and the two ways of running them."""
-
-    module: nn.Module
-    blocks: Sequence[nn.Module]
-
-    def run(self, x: Tensor) -> Tensor:
-        """Run as a user's model does, by the schedule."""
-
-    def inputs(self, x: Tensor) -> Sequence[BlockInputs]:
-        """What each block reads besides the activation; empty where none reads any."""
-
-
 class _Gpt:
+    """The stack of the built-in GPT."""
+
     def __init__(self, config: HostBenchConfig, layers: int, group: ProcessGroup) -> None:
         sizes = GPTConfig(hidden=config.hidden, layers=layers, heads=HEADS, sequence=SEQUENCE)
         self.module = OverlappedStack(
@@ -142,11 +131,12 @@ class _Llama:
             self.module, mesh=group, schedule=config.schedule, sub_batches=config.sub_batches,
             recompute=config.recompute,
         )  # fmt: skip
-        self._runner: Any = self.module.oases_partition.layers[0].runner  # type: ignore[union-attr]
+        report: Any = self.module.oases_partition
+        self._runner: Any = report.layers[0].runner
         self.blocks: Sequence[nn.Module] = list(self._runner.stack.blocks)
         self._given: list[Any] = []
-        layer = self.module.model.layers[0]  # type: ignore[union-attr, index]
-        handle = layer.register_forward_pre_hook(  # type: ignore[operator]
+        self._layers: list[nn.Module] = list(self.module.get_submodule("model.layers").children())
+        handle = self._layers[0].register_forward_pre_hook(
             lambda module, args, kwargs: self._given.append((args[1:], kwargs)), with_kwargs=True
         )
         with torch.no_grad():
@@ -155,7 +145,7 @@ class _Llama:
 
     def run(self, x: Tensor) -> Tensor:
         ((args, kwargs),) = self._given
-        for layer in self.module.model.layers:  # type: ignore[union-attr]
+        for layer in self._layers:
             x = pytree.tree_leaves(layer(x, *args, **kwargs))[0]
         return x
 
@@ -177,7 +167,7 @@ class _Case:
 
     def __init__(self, config: HostBenchConfig, name: str, layers: int, group: ProcessGroup) -> None:
         self.config, self.name, self.layers = config, name, layers
-        self.model: _Model = (_Gpt if name == "gpt" else _Llama)(config, layers, group)
+        self.model = _Gpt(config, layers, group) if name == "gpt" else _Llama(config, layers, group)
         torch.manual_seed(0)
         self.x, self.grad = torch.randn(2, config.sub_batches, SEQUENCE, config.hidden)
         self._parts = [

@@ -110,7 +110,9 @@ def run_svm_bench(config: SvmBenchConfig, shows: bool = True) -> Result:
 def shown(result: Result) -> Iterator[RenderableType]:
     """One objective, paths, what is recovered, and who is missing."""
     rows = result["objectives"] + result["large"]
-    columns = ("data", "penalty", "by", "objective", "non-zeros", "residual", "seconds", "faster")
+    columns: tuple[str, ...] = (
+        "data", "penalty", "by", "objective", "non-zeros", "residual", "seconds", "faster"
+    )  # fmt: skip
     cells = [each for row in rows for each in _beside_rows(row)]
     yield table(columns, cells, words=3, title="one objective; HiGHS: reweighted linear programmes")
     paths = [

@@ -4,9 +4,10 @@ from itertools import groupby
 
 import pytest
 
-from benchmarks.papers.oases_objective import PublishedTimes, best_degrees, objective
+from benchmarks.papers.oases_objective import PublishedTimes, best_degrees, main, objective
 from oases.errors import UsageError
 from oases.planner.programme import InfeasibleError
+from oases.plans.plan import read_plan
 from oases.plans.shape import KINDS, ModelShape
 
 SMALL = PublishedTimes(
@@ -110,3 +111,25 @@ def test_degrees_without_rows_are_left_out():
     assert PublishedTimes.from_rows(RTX_3090[2:], 3072, gpus=8, batch=8).degrees == (4, 8)
     with pytest.raises(UsageError, match="no published times of hidden 1024"):
         PublishedTimes.from_rows(RTX_3090, 1024, gpus=8, batch=8)
+
+
+GIVEN = ["--hidden", "256", "--heads", "4", "--layers", "2", "--sequence", "128", "--cluster", "4x3090"]
+
+
+def test_the_script_writes_its_plan(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    main([*GIVEN, "--global-batch", "16", "--degrees", "1,2", "--json", str(path)])
+    plan = read_plan(path)
+    assert plan.micro_batches == 1
+    for segment in plan.stages[0].segments:
+        assert (segment.schedule, segment.sub_batches) == ("oases", 2)
+        assert segment.recomputed_layers == (segment.num_blocks + 1) // 2
+        assert segment.tp in (1, 2)
+    for more, message in (
+        (["--global-batch", "1"], "1 samples on 4 ranks leave no degree of 1, 2, 4 with 2 of them"),
+        (["--global-batch", "16", "--memory", "2MiB"], "the lightest choice of states weighs"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*GIVEN, *more])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err

@@ -191,7 +191,7 @@ def wild(mode, costs):
 def test_ranks_agree_without_a_message_whatever_their_supports_do(request, pool, costs):
     ranks = request.getfixturevalue(pool)
     for mode in ("auto", "gather"):
-        taken = ranks.run(wild, mode, (*costs, 0.0, 0.0, 0.0, 0.0))
+        taken = ranks.run(wild, mode, (*costs, 0.0, 0.0, 0.0))
         assert all(other == taken[0] for other in taken)
         if mode == "gather":
             assert {(found[0], found[1]) for found in taken[0]} == {("gather", 1), ("gather", 2)}
