@@ -192,7 +192,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "runs.json"
             command = [sys.executable, __file__, *sys.argv[1:], "--link", rate.strip(), "--json", str(path)]
-            subprocess.run(command, check=True)
+            ended = subprocess.run(command, check=False)
+            if ended.returncode != 0:  # it has said why
+                sys.exit(ended.returncode)
             runs += json.loads(path.read_text())["runs"]
     result = compare(runs)
     for each in shown(result):

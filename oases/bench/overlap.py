@@ -262,7 +262,7 @@ def _below(result: Result) -> str:
     lines = [
         f"compute alone {alone}, communication alone {sent} ({milliseconds(result['communication_cpu_seconds'])} of "
         f"it on the CPU), ideal {milliseconds(result['ideal_seconds'])}",
-        f"communication / compute {result['communication_seconds'] / result['compute_seconds']:.2f}",
+        f"communication / compute {result['communication_over_compute']:.2f}",
         "kept: for the backward pass, in sequence x batch x hidden per layer; in brackets by the paper's formula",
     ]
     model: dict[str, Any] | None = result.get("model")

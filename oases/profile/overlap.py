@@ -349,6 +349,7 @@ def summarize(
         "config": settings(config) | {"tp": degree},
         "compute_seconds": compute[2],
         "communication_seconds": communication[2],
+        "communication_over_compute": communication[2] / compute[2],
         "ideal_seconds": ideal,
         "schedules": schedules,
         "peers": peers,
