@@ -14,6 +14,7 @@ from math import exp, log
 from statistics import median
 from typing import Any
 
+import numpy as np
 from rich.console import RenderableType
 
 from oases.bench.harness import BenchConfig, Benchmark, Result
@@ -21,7 +22,7 @@ from oases.cli.bench import script
 from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.loads import METHODS, rb
-from oases.moe.optimum import Bound, bound
+from oases.moe.optimum import Programme, WholeProgramme
 from oases.moe.placement import Integers, Placement, plan
 from oases.moe.traces import generate, replay
 from oases.terminal import percent, progress, table
@@ -75,6 +76,63 @@ class PlacementsBenchConfig(BenchConfig):
         if not found or min(found) < 2:
             raise UsageError(f"--devices {self.devices!r} must be whole numbers of at least 2, joined by commas")
         return found
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What no placement's seconds are below. solved: it is the optimum's seconds, to `GAP`."""
+
+    seconds: float
+    solved: bool
+
+
+def bound(
+    counts: Integers, costs: Costs, slots: int, *, seconds: float, below: float = np.inf, whole: bool = False
+) -> Bound:
+    """How good a placement can be at best, found in so many seconds.
+
+    below: the seconds of a placement that is known, which spares HiGHS all that is above. whole: as placements are,
+    all of a device's tokens for an expert go to one device; else they may be divided, which is at most as slow as the
+    best placement and found much sooner. UsageError for costs with nodes.
+    """
+    programme = (WholeProgramme if whole else _DividedProgramme)(counts, costs, slots)
+    if np.isfinite(below):
+        programme.at_least(-below * (1 + 1e-6) / programme.unit, (-1.0, programme.of("total")))
+    result = programme.solve(seconds)
+    if result.status == 2:  # nothing is below, so that is the best
+        return Bound(below, True)
+    lowest = getattr(result, "mip_dual_bound", None)
+    return Bound(max(0.0, float(lowest or 0.0)) * programme.unit, result.status == 0)
+
+
+class _DividedProgramme(Programme):
+    """Of each expert's tokens a device computes some of its own, and some of all others'."""
+
+    def _tokens(self) -> None:
+        size = self.costs.token_bytes / self.costs.bandwidth
+        total = self.counts.sum(1).astype(float)
+        for expert in range(self.experts):
+            parts = []
+            for device in range(self.devices):
+                own, rest = self.of("own", expert, device), self.of("rest", expert, device)
+                parts += [(1.0, own), (1.0, rest)]
+                mine = float(self.counts[expert, device])
+                if device == self.home[expert]:
+                    self.at_least(-mine, (-1.0, own))
+                    continue
+                copy = self.of("copy", expert, device)
+                self.at_least(0, (mine, copy), (-1.0, own))
+                self.at_least(0, (float(total[expert]), copy), (-1.0, own), (-1.0, rest))
+            self.equal(float(total[expert]), *parts)
+        for device in range(self.devices):
+            kept = [(1.0, self.of("own", e, device)) for e in range(self.experts)]
+            foreign = [(1.0, self.of("rest", e, device)) for e in range(self.experts)]
+            self.at_most("tokens", self.costs.token_seconds, kept + foreign)
+            self.at_most("wire", size, foreign)
+            away = [(-1.0, at) for _, at in kept]
+            sent = float(self.counts[:, device].sum())
+            self.at_most("wire", size, away, sent)
+            self.at_most("wire", self.costs.token_bytes / self.both_ways, foreign + away, sent)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_size
+from oases.execution.group import ProcessGroup, group_size, resolve
+from oases.parallel.mesh import Mesh
+from oases.plans.plan import Plan
+from oases.schedule import Schedule
 
 _SAMPLED = 4096
 """Elements of a tensor that are compared over the ranks: other seeds change all of them."""
@@ -86,3 +90,62 @@ def _digest(tensor: Tensor) -> str:
     flat = tensor.detach().reshape(-1)
     flat = flat[:: max(1, len(flat) // _SAMPLED)].cpu().contiguous()
     return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def placed(
+    mesh: DeviceMesh | Mesh | ProcessGroup | None,
+    plan: Plan | None,
+    schedule: str | Schedule,
+    options: dict[str, Any],
+) -> tuple[ProcessGroup | None, dict[str, Any]]:
+    """The tensor-parallel group of `parallelize` and the options of its stacks.
+
+    Raises UsageError for a mesh without a tensor-parallel dimension and a plan that does not fit it.
+    """
+    known = ("sub_batches", "recompute", "wire_dtype", "require_overlap", "small_batch")
+    strange = sorted(set(options) - set(known))
+    if strange:
+        raise UsageError(
+            f"parallelize() does not take {', '.join(strange)}; options of its stacks are {', '.join(known)}"
+            + ("; its blocks' graphs are for whole sequences" if "sequence_parallel" in strange else "")
+        )
+    options = {"schedule": schedule, "small_batch": "whole", **options}
+    if plan is not None:
+        segments = [segment for stage in plan.stages for segment in stage.segments]
+        if len(plan.stages) > 1 or len(segments) > 1:
+            raise UsageError(
+                f"plan: it has {len(plan.stages)} stages and {len(segments)} segments; parallelize() runs plans of "
+                "one degree and schedule for all layers: plan with one stage and uniform settings"
+            )
+        (segment,) = segments
+        options |= {
+            "schedule": segment.schedule,
+            "sub_batches": segment.sub_batches,
+            "recompute": segment.recomputed_layers,
+        }
+        if mesh is None:
+            mesh = Mesh.of(plan)
+    if isinstance(mesh, Mesh):
+        group = mesh.tensor(mesh.degrees[-1])
+    elif isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        if mesh.ndim > 1 and "tp" not in names:
+            raise UsageError(f"mesh has the dimensions {names or mesh.ndim}; name the tensor-parallel one 'tp'")
+        group = mesh.get_group("tp" if "tp" in names else 0)
+    else:
+        group = resolve(mesh)
+    if plan is not None and group_size(group) != plan.stages[0].segments[0].tp:
+        raise UsageError(
+            f"plan: its tensor-parallel degree is {plan.stages[0].segments[0].tp}, the mesh has {group_size(group)} "
+            "ranks; give the mesh of the plan, oases.parallel.mesh.Mesh.of(plan)"
+        )
+    return group, options
+
+
+def require_layers(plan: Plan, counts: list[int]) -> None:
+    """Raise UsageError unless the plan is of a model with one list of so many layers."""
+    if counts != [plan.model.layers]:
+        raise UsageError(
+            f"plan: it is for {plan.model.layers} layers, the model has lists of {counts or 'no'} layers; plan for "
+            "it with oases.plan(model, cluster, ...)"
+        )

@@ -24,7 +24,7 @@ from oases.bench.overlap import OverlapBenchConfig, run_overlap_bench
 from oases.errors import UsageError
 from oases.kernels import permute
 from oases.kernels.norm import bias_dropout_residual_norm
-from oases.kernels.sketch import sketch_encode
+from oases.kernels.sparse import sketch_encode
 from oases.launch.ranks import RankOptions, run_ranks
 from oases.terminal import console
 from oases.testbed import Backend

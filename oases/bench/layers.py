@@ -18,8 +18,7 @@ from oases.autotp.runner import Runner
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.execution.wire import Scheduler
-from oases.graph.trace.configuration import configuration, configured_model, read_configuration
-from oases.graph.trace.samples import sample_inputs
+from oases.graph.trace.configuration import configuration, configured_model, read_configuration, sample_inputs
 from oases.parallel.autotune import Tuning
 from oases.parallel.inputs import BlockInputs
 from oases.profile.config import DTYPES

@@ -22,7 +22,7 @@ from oases.bench.harness import BenchConfig, Benchmark, Ranks, Result, first_ran
 from oases.bench.sparse_modes import Contestant, parse_modes
 from oases.bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload, Workload, write_words
 from oases.errors import UsageError
-from oases.kernels.bitmap import bitmap_unpack
+from oases.kernels.sparse import bitmap_unpack
 from oases.sparse.gradient import DenseRows
 from oases.sparse.sketch import Sketch
 from oases.terminal import percent, progress, table

@@ -108,7 +108,7 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _sweep(options: argparse.Namespace, problem: Problem) -> None:
     """Pictures and numbers of a sweep, in a folder that is made if it is not there."""
-    from oases.planner.curves import write_curves, write_png
+    from oases.planner.sweep import write_curves, write_png
     from oases.terminal import console, progress
 
     folder = Path(options.sweep)

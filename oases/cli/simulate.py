@@ -12,10 +12,10 @@ from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan import searched, space_of
 from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
+from oases.planner.chain import Runs
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
 from oases.planner.recomputation import Recomputation
-from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch, part_blocks
 from oases.planner.space import Setting, Space
 from oases.planner.throughput import throughput

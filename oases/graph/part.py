@@ -50,11 +50,6 @@ class Part(Run):
         """Elements of its parameters."""
         return sum(each.size for each in self.parameters)
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Of its parameters."""
-        return sum(each.num_bytes for each in self.parameters)
-
     @cached_property
     def embedding(self) -> bool:
         """Whether it looks rows up in a parameter."""

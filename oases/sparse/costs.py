@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from oases.kernels.bitmap import bitmap_pack
-from oases.sparse.accounting import Reduction
+from oases.kernels.sparse import bitmap_pack
 from oases.sparse.gradient import DenseRows
 from oases.sparse.sketch import Sketch
-from oases.sparse.wire import Wire
+from oases.sparse.wire import Reduction, Wire
 
 LONG_ENOUGH = 0.05
 """Seconds of a collective from which on it tells the link's rate, past what a shaper lets burst."""

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oases.kernels.bitmap import bitmap_unpack
-from oases.sparse.accounting import Reduction
+from oases.kernels.sparse import bitmap_unpack
 from oases.sparse.costs import Costs, Task
 from oases.sparse.gradient import Rows
 from oases.sparse.sketch import Sketch
-from oases.sparse.wire import Wire, or_of
+from oases.sparse.wire import Reduction, Wire, or_of
 
 MODES = ("auto", "dense", "packed", "gather", "sketch")
 GATHERED_RANKS = 8

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from oases.kernels.bitmap import bitmap_pack, bitmap_unpack
+from oases.kernels.sparse import bitmap_pack, bitmap_unpack
 
 PACKED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

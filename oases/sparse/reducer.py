@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from oases.sections import register
-from oases.sparse.accounting import Account, Reduction, Report
 from oases.sparse.costs import Costs, measure
 from oases.sparse.exchange import MODES, Exchange, Memory, Settings, Steps
 from oases.sparse.gradient import rows_of
-from oases.sparse.wire import Wire
+from oases.sparse.wire import Account, Reduction, Report, Wire
 
 SKETCH_ROWS = (1, 3, 5)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from oases.kernels.bitmap import bitmap_pack, bitmap_unpack
+from oases.kernels.sparse import bitmap_pack, bitmap_unpack
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

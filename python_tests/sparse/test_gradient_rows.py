@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oases.kernels.bitmap import bitmap_unpack
+from oases.kernels.sparse import bitmap_unpack
 from oases.sparse.gradient import pack_values, rows_of
 from oases.sparse.sketch import Sketch
 
