@@ -34,8 +34,7 @@ from oases.planner.space import Space, settings
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.profile.config import ProfileConfig
-from oases.profile.groups import probes, ranks_per_node, slowest
-from oases.profile.links import LinkBench, collectives_of, fitted_link, sizes
+from oases.profile.links import LinkBench, collectives_of, fitted_link, probes, ranks_per_node, sizes, slowest
 from oases.simulator.hardware import Hardware
 from oases.simulator.links import LinkModel, Sample
 from oases.terminal import percent, progress

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from oases.cli.options import Parser, fail, require_writable
+from oases.cli.plan import figures, plan_table, title
 from oases.cli.problem import add_cluster, add_model, batch_of, cluster_of, counts, model_of, parse_bytes
-from oases.cli.strategy import figures, plan_table, title
 from oases.errors import UsageError
 from oases.planner.chain import Chain
 from oases.planner.memory import head_bytes, state_bytes, usable_bytes
@@ -42,7 +42,7 @@ from oases.planner.programme import Solution, solve
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import KINDS, BlockKind, ModelShape
 from oases.simulator.hardware import Hardware
-from oases.simulator.published import is_published
+from oases.simulator.hardware_file import is_published
 from oases.terminal import console
 
 USABLE = 0.95

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.autotp.buffers import is_pretrained, materialize_buffers
-from oases.autotp.gathering import wire_device
+from oases.autotp.gathering import is_pretrained, materialize_buffers, wire_device
 from oases.autotp.holdings import Holding, Index, holdings, together
-from oases.autotp.safetensors_files import Stored, configuration, stored_tensors
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
+from oases.safetensors_files import Stored, configuration, stored_tensors
 
 
 def named_as(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:

@@ -24,8 +24,7 @@ from oases.parallel.parts import require_runnable
 from oases.planner.predict import Predictor
 from oases.plans.plan import Plan, Segment, Stage
 from oases.profile.config import ProfileConfig
-from oases.profile.groups import Probe
-from oases.profile.links import LinkBench
+from oases.profile.links import LinkBench, Probe
 from oases.schedule import ScheduleError
 from oases.schedule.pipeline import KEEPS_LAST, chunks_of
 from oases.simulator.hardware import Hardware

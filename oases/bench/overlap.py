@@ -20,10 +20,9 @@ from oases.profile.config import OverlapConfig
 from oases.profile.overlap import BuiltInLayers, Layers, OverlapBench, measure_together
 from oases.schedule import Schedule
 from oases.simulator import simulate
-from oases.simulator.drawing import draw_timelines
+from oases.simulator.drawing import Section, draw_timelines, write_page
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware
-from oases.simulator.page import Section, write_page
 from oases.simulator.stack import stack_costs
 from oases.simulator.timeline import Timeline
 from oases.terminal import percent, progress, table

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from oases.launch.ranks import require_agreement
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
-from oases.simulator.drawing import draw_curves, draw_timelines
-from oases.simulator.page import Section, write_page
+from oases.simulator.drawing import Section, draw_curves, draw_timelines, write_page
 from oases.simulator.timeline import Timeline, trace_json
 from oases.terminal import console, percent, progress, table
 from oases.train.config import TrainConfig, settings

@@ -2,8 +2,8 @@
 
 Of a bitmap, row r is bit r % 8 of byte r // 8, the lowest bit first. A sketch is a small table that can be summed
 over the ranks. Each of a few rows of the table hashes a key to one cell and adds the value there with a sign; the
-median over the rows is an estimate of the value. Hashes are computed from seed and row as they are needed, so that no table grows
-with the number of parameters.
+median over the rows is an estimate of the value. Hashes are computed from seed and row as they are needed, so that no
+table grows with the number of parameters.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from oases.moe.costs import Costs
 from oases.moe.forecast import Planner
 from oases.moe.placement import Integers, at_home, described
 from oases.moe.traces import replay
-from oases.simulator.drawing import draw_curves, draw_heat_map
-from oases.simulator.page import Section, write_page
+from oases.simulator.drawing import Section, draw_curves, draw_heat_map, write_page
 from oases.testbed.link import link_bytes_per_second
 from oases.train.sizes import option
 

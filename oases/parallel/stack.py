@@ -27,8 +27,8 @@ from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import Unit
 from oases.parallel.inputs import BlockInputs, Inputs, differentiable
 from oases.parallel.randomness import Randomness, hash_of
-from oases.parallel.statistics import WHOLE_BATCH, report
 from oases.parallel.sub_batches import SubBatches, Tokens
+from oases.reporting import WHOLE_BATCH, report
 from oases.schedule import (
     Recompute,
     Schedule,

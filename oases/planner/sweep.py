@@ -12,9 +12,9 @@ from oases.planner.choose import rank_plans, seconds_of
 from oases.planner.space import Space
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
+from oases.simulator.drawing import Section, write_page
 from oases.simulator.hardware import Hardware
 from oases.simulator.links import LinkModel
-from oases.simulator.page import Section, write_page
 from oases.simulator.quantities import seconds_text
 
 SPEEDS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

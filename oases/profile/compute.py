@@ -19,7 +19,7 @@ from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.plans.shape import KINDS
 from oases.profile.config import DTYPES, ProfileConfig
-from oases.profile.groups import slowest, slowest_of
+from oases.profile.links import slowest, slowest_of
 from oases.schedule import Op, Schedule, generate, validate
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import MeasuredBlock, MeasuredOverhead

@@ -22,9 +22,9 @@ from oases.execution.wire import Scheduler, Silence
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.parallel.autotune import Tuning, candidates, label, labelled
-from oases.parallel.statistics import names_op
 from oases.profile.config import DTYPES, OverlapConfig
 from oases.profile.memory import StepMemory, formula_units, measure_memory
+from oases.reporting import names_op
 from oases.schedule import Recompute, Schedule
 from oases.simulator.timeline import Timeline, from_measurements
 from oases.train.config import settings

@@ -22,8 +22,17 @@ from oases.launch.ranks import require_agreement
 from oases.profile.compute import OVERHEAD_SUB_BATCHES, BlockBench
 from oases.profile.config import DTYPES, ProfileConfig
 from oases.profile.contention import ContentionBench
-from oases.profile.groups import Probe, contiguous, probes, ranks_per_node, slowest
-from oases.profile.links import LinkBench, collectives_of, fitted_link, sizes
+from oases.profile.links import (
+    LinkBench,
+    Probe,
+    collectives_of,
+    contiguous,
+    fitted_link,
+    probes,
+    ranks_per_node,
+    sizes,
+    slowest,
+)
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead, merge
 from oases.simulator.links import LinkModel, Sample
 from oases.simulator.program import Contention

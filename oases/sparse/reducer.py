@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from oases.sections import register
+from oases.reporting import register
 from oases.sparse.costs import Costs, measure
 from oases.sparse.exchange import MODES, Exchange, Memory, Settings, Steps
 from oases.sparse.gradient import rows_of

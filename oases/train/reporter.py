@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from oases.parallel.collectives import all_reduce
-from oases.planner.throughput import model_flops
+from oases.planner.explain import model_flops
 from oases.plans.shape import ModelShape
 from oases.train.comparison import Comparison
 from oases.train.measures import StepReport

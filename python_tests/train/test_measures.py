@@ -15,7 +15,7 @@ from oases import TrainConfig, Trainer
 from oases.bench.pipeline import PipelineBenchConfig, _Contestant
 from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
-from oases.planner.throughput import model_flops
+from oases.planner.explain import model_flops
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.simulator import simulate

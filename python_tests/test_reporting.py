@@ -10,7 +10,7 @@ from test_stack import WIDTH, make_stack, plain_blocks
 import oases
 from oases import OverlappedRowLinear
 from oases.execution.group import scheduler_of
-from oases.parallel.statistics import Report, Row, names_op
+from oases.reporting import Report, Row, names_op
 
 
 def check_report():
