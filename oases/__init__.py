@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         parallel_cross_entropy,
         report,
     )
-    from oases.plans import plan
+    from oases.planner import plan
     from oases.sparse import S2Reducer, s2_hook
     from oases.train import TrainConfig, Trainer
 

@@ -76,39 +76,29 @@ def reweighted(x: Any, y: Any, penalty: Penalty, limit: float | None = None) -> 
     return result
 
 
-def ours(x: Any, y: Any, penalty: Penalty, repeats: int) -> dict[str, Any]:
-    """A fit from the default settings; seconds: the median."""
+def _median(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """What the last run returns, and the median of their seconds."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
-        model = NonconvexSVC(penalty.name, lam=penalty.lam, theta=penalty.theta).fit(x, y)
+        found = run()
         seconds.append(time.perf_counter() - start)
+    return found, median(seconds)
+
+
+def ours(x: Any, y: Any, penalty: Penalty, repeats: int, *, search: bool = True) -> dict[str, Any]:
+    """A fit from the default settings; without search it is the descent of reweighted programmes."""
+    made = NonconvexSVC(penalty.name, lam=penalty.lam, theta=penalty.theta, search=search)
+    model, seconds = _median(lambda: made.fit(x, y), repeats)
     return {
         "objective": model.objective_, "nonzeros": int(np.count_nonzero(model.coef_)),
-        "primal_residual": model.primal_residual_, "dual_residual": model.dual_residual_, "seconds": median(seconds),
-    }  # fmt: skip
-
-
-def descent(x: Any, y: Any, penalty: Penalty, repeats: int) -> dict[str, Any]:
-    """A fit without search, which is the descent of reweighted programmes."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        model = NonconvexSVC(penalty.name, lam=penalty.lam, theta=penalty.theta, search=False).fit(x, y)
-        seconds.append(time.perf_counter() - start)
-    return {
-        "objective": model.objective_, "nonzeros": int(np.count_nonzero(model.coef_)), "seconds": median(seconds),
+        "primal_residual": model.primal_residual_, "dual_residual": model.dual_residual_, "seconds": seconds,
     }  # fmt: skip
 
 
 def whole_path(x: Any, y: Any, penalty: Penalty, repeats: int) -> float:
     """Seconds of a path of 50 lambdas, the median."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        svc_path(x, y, penalty=penalty.name, theta=penalty.theta)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
+    return _median(lambda: svc_path(x, y, penalty=penalty.name, theta=penalty.theta), repeats)[1]
 
 
 def breast_cancer() -> tuple[Split, float]:
@@ -254,7 +244,7 @@ def _accuracy(w: Any, b: float, rows: tuple[Any, Any]) -> float:
 def beside(data: str, name: str, split: Split, penalty: Penalty, repeats: int, limit: float | None) -> dict[str, Any]:
     """One penalty on the same data: ours, its descent without search, reweighted programmes, a path."""
     own, other = ours(split.x, split.y, penalty, repeats), reweighted(split.x, split.y, penalty, limit)
-    first = descent(split.x, split.y, penalty, repeats)
+    first = ours(split.x, split.y, penalty, repeats, search=False)
     path = whole_path(split.x, split.y, penalty, repeats) if limit is None else None
     known = other["objective"] is not None
     lower, first_lower = (

@@ -167,9 +167,9 @@ def show_graph(options: argparse.Namespace) -> None:
     from oases.terminal import console
 
     given = [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(options, name) not in (None, False)]
-    if given or options.objective != "simulated":
+    if given:
         raise UsageError(
-            f"--graph shows a model's graph and makes no plan; leave out {', '.join(given or ['--objective'])}, or "
+            f"--graph shows a model's graph and makes no plan; leave out {', '.join(given)}, or "
             "plan for it in Python: oases.plan(graph, cluster, global_batch=N)"
         )
     if options.balance is not None and options.stages is None:

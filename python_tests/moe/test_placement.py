@@ -8,7 +8,6 @@ import pytest
 from benchmarks.placements import bound
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.eplb import rebalance
 from oases.moe.placement import described, plan
 from oases.moe.traces import generate
 
@@ -208,17 +207,6 @@ def test_tokens_stay_in_their_node_where_its_border_is_slow():
     crossing = sum(counts[e, d] for e in range(8) for d in range(8) if found.routes[e, d] // 4 != d // 4)
     assert crossing < counts[0, 4:].sum() / 4
     assert found.predicted_seconds < plan(counts, near, method="none").predicted_seconds / 2
-
-
-def test_eplb_is_what_its_authors_show():
-    loads = [
-        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
-        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
-    ]
-    assert rebalance(loads, 16, 4, 2, 8).tolist() == [
-        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
-        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
-    ]
 
 
 def test_even_loads_are_left_alone():

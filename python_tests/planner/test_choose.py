@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from oases.errors import UsageError
-from oases.planner import NoPlanError, Plan, Predictor, Segment, Space, Stage, rank_plans
+from oases.planner import NoPlanError, Plan, Predictor, Segment, Space, Stage, plan, rank_plans
 from oases.planner.choose import BORDER, seconds_of
-from oases.plans import plan
 from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 from oases.simulator.program import Contention
