@@ -1,10 +1,12 @@
 // The only file that names pybind11: the scheduler and the sim backend for Python. Ops go by torch.library.
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "experts.h"
 #include "kernels.h"
 #include "lonely_backend.h"
+#include "pieces.h"
 #include "scheduler.h"
 #include "sim_backend.h"
 
@@ -70,6 +72,71 @@ auto place_experts(const at::Tensor& counts, const at::Tensor& routes,
       layer.send(expert, device, to[expert * devices + device]);
   }
   return described(layer, experts, devices);
+}
+
+using oases::DeferredGradients;
+using oases::Leaves;
+using oases::Piece;
+
+// A Python object that C++ may let go of in any thread.
+std::shared_ptr<py::function> kept(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* held) {
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
+void register_pieces(py::module_& module) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Leaves, std::shared_ptr<Leaves>>(
+      module, "Leaves", "Stand-ins of tensors (detached, sharing memory), and sums of their gradients.")
+      .def(py::init<const std::vector<at::Tensor>&>(), py::arg("originals"))
+      .def_property_readonly("stand_ins", &Leaves::stand_ins)
+      .def("add", &Leaves::add, py::arg("stand_in"), py::arg("gradient"), py::arg("whole") = false, no_gil,
+           "Add to the sum of a stand-in.")
+      .def("take", &Leaves::take, py::arg("whole"), "The sums, by stand-in; they begin anew.");
+
+  py::class_<DeferredGradients, c10::intrusive_ptr<DeferredGradients>>(
+      module, "DeferredGradients",
+      "Weight gradients that a backward pass leaves out, for an op W to compute.")
+      .def(py::init<std::shared_ptr<Leaves>>(), py::arg("leaves"))
+      .def("takes", &DeferredGradients::takes, py::arg("tensors"),
+           "Whether all are stand-ins; a weight computed from others is autograd's business.")
+      .def("begin", &DeferredGradients::begin, py::arg("skip_last"),
+           "Before a forward pass; skip_last: it may leave out the matmul that makes its result.")
+      .def("end", &DeferredGradients::end, py::arg("result") = py::none(),
+           "After it. result: what it made, if its last matmul may be left out the next time.")
+      .def("linear", torch::wrap_pybind_function_no_gil(&DeferredGradients::linear), py::arg("x"),
+           py::arg("weight"), py::arg("bias"), py::arg("transposed"),
+           "F.linear, its weight gradient noted; None where that cannot be.")
+      .def(
+          "note",
+          [](DeferredGradients& deferred, const at::Tensor& grad, py::function work) {
+            deferred.note(grad, [work = kept(std::move(work))](Leaves& leaves) {
+              const py::gil_scoped_acquire gil;
+              (*work)(py::cast(&leaves, py::return_value_policy::reference));
+            });
+          },
+          py::arg("grad"), py::arg("work"), "Note work of another kind: work(leaves), once W comes.")
+      .def("compute", torch::wrap_pybind_function_no_gil(&DeferredGradients::compute),
+           "Compute what was noted.")
+      .def("clear", &DeferredGradients::clear, "Let go of what was noted.");
+
+  py::class_<Piece, std::shared_ptr<Piece>>(
+      module, "Piece",
+      "One call of a function with a graph of its own, run backward when its gradients have come.")
+      .def(py::init<std::vector<std::shared_ptr<Leaves>>, bool>(), py::arg("leaves"),
+           py::arg("whole") = false)
+      .def("input", torch::wrap_pybind_function_no_gil(&Piece::input), py::arg("data"),
+           "An input as the function is to get it.")
+      .def("output", &Piece::output, py::arg("result"), py::arg("overwritten") = false,
+           "A result, cut off. overwritten: others will write over its memory.")
+      .def("backward", torch::wrap_pybind_function_no_gil(&Piece::backward), py::arg("gradients"),
+           py::arg("fresh") = false,
+           "Gradients of the inputs, None for what nothing depends on. Frees the graph.");
+
+  module.def("generator_mark", &oases::generator_mark, py::arg("generator"),
+             "A number that changes whenever the generator draws.");
 }
 
 }  // namespace
@@ -149,6 +216,8 @@ PYBIND11_MODULE(_C, module) {
       .def("check", &OverlapScheduler::check, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("failures", &OverlapScheduler::failures)
       .def("renew", &OverlapScheduler::renew, py::call_guard<py::gil_scoped_release>());
+
+  register_pieces(module);
 
   module.def(
       "lonely_backend",

@@ -16,6 +16,7 @@ from oases.autotp import parallelize
 from oases.autotp.export import leaves
 from oases.autotp.runner import Runner
 from oases.errors import UsageError
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
 from oases.execution.wire import Scheduler
 from oases.graph.trace.configuration import configuration, configured_model, read_configuration, sample_inputs
@@ -59,11 +60,13 @@ class UneditedLayers:
             "activation": list(self.shape),
         }
 
-    def run(self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None) -> Tensor:
+    def run(
+        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Tensor:
         """All layers on an activation, called one after the other."""
 
         def stack(x: Tensor, inputs: Sequence[BlockInputs]) -> Tensor:
-            return self.stack.run(x, scheduler, tuning, inputs)
+            return self.stack.run(x, scheduler, tuning, inputs, context)
 
         self.runner.run = stack
         for layer, (found, tree) in zip(self.runner.layers, self._calls, strict=True):

@@ -26,10 +26,11 @@ from oases.plans.plan import Plan, Segment, Stage
 from oases.profile.config import ProfileConfig
 from oases.profile.links import LinkBench, Probe
 from oases.schedule import ScheduleError
-from oases.schedule.pipeline import KEEPS_LAST, chunks_of
+from oases.schedule.pipeline import chunks_of, generate_pipeline
+from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware
 from oases.simulator.links import LinkModel
-from oases.simulator.sharing import replicated, run_shared
+from oases.simulator.program import replicated
 from oases.simulator.timeline import Timeline
 from oases.terminal import progress
 from oases.train.config import option
@@ -43,8 +44,7 @@ class NodesBenchConfig(EmulatedConfig):
     """The model, how it is cut, and the device that its compute is emulated for."""
 
     contestants: str = option(
-        "one_f_one_b/sync,one_f_one_b/oases,shifted_critical_path/sync,shifted_critical_path/oases,"
-        "recompute_under_forward/oases",
+        "one_f_one_b/sync,one_f_one_b/oases,shifted_critical_path/sync,shifted_critical_path/oases",
         "PIPELINE/SCHEDULE of the stages and of the tensor-parallel stacks in them, separated by commas",
     )
     peers: str = option(
@@ -117,7 +117,7 @@ class NodesBenchConfig(EmulatedConfig):
             raise UsageError(f"--layers {self.layers} do not divide over {parts} parts of the model; give a multiple")
         layers = self.layers // parts
         again, cuts = 0 if self.keep else layers, 1 if schedule in ("sync", "fine_grained") else 2
-        keeps_last = pipeline in KEEPS_LAST
+        keeps_last = not generate_pipeline(pipeline, self.stages, self.micro_batches).recomputes(self.stages - 1)
 
         def stage(number: int) -> Stage:
             layers_again = 0 if keeps_last and number == self.stages - 1 else again
@@ -178,7 +178,7 @@ def predicted(plan: Plan, predictor: Predictor, tensor_across: bool) -> Timeline
     program, shared = predictor.program(plan, every_op=True), {"cluster"} if tensor_across else set[str]()
     if tensor_across:
         program = replicated(program, plan.stage_ranks // plan.stages[0].segments[0].tp, shared)
-    return replace(run_shared(program, shared), who="stage")
+    return replace(run(program, shared), who="stage")
 
 
 def run_nodes_bench(config: NodesBenchConfig, ranks: Ranks, shows: bool) -> Result:
@@ -234,7 +234,7 @@ def measured_axes(
     """The emulated device behind the links of each axis, measured by the axis' own groups at once.
 
     Where tensor parallelism goes over the link of the nodes, by those of one stage, of which each then gets its part
-    of the link: `run_shared` lets stages and replicas share all of it.
+    of the link: `run` lets stages and replicas share all of it.
     """
     model, tensor, data = config.model(), mesh.tensor(config.tensor), mesh.data(config.tensor)
     bench = LinkBench(ProfileConfig(hidden=config.hidden, heads=1, sequence=config.sequence, batch=config.samples))

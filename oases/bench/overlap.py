@@ -21,9 +21,8 @@ from oases.profile.overlap import BuiltInLayers, Layers, OverlapBench, measure_t
 from oases.schedule import Schedule
 from oases.simulator import simulate
 from oases.simulator.drawing import Section, draw_timelines, write_page
-from oases.simulator.hardware import Hardware
+from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.hardware_file import read_hardware
-from oases.simulator.stack import stack_costs
 from oases.simulator.timeline import Timeline
 from oases.terminal import percent, progress, table
 from oases.train.config import option

@@ -18,13 +18,12 @@ from oases.bench.harness import BenchConfig, Benchmark, Ranks, Result, agreed, i
 from oases.bench.stage_peers import PIPELINE_PEERS, TorchPipeline, parse_peers, stage_of_blocks
 from oases.bench.stages import StageSteps, stages_table
 from oases.errors import UsageError
-from oases.execution.calls import Calls
+from oases.execution.executor import Context
 from oases.models.timed import TimedBlock, TimedSeconds
 from oases.parallel import OverlappedStack
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
-from oases.schedule import Recompute, ScheduleError
-from oases.schedule.pipeline import Pipeline, generate_pipeline
+from oases.schedule import Recompute, Schedule, ScheduleError, generate_pipeline
 from oases.simulator import simulate
 from oases.train.config import option
 
@@ -59,7 +58,7 @@ class PipelineBenchConfig(BenchConfig):
         """As `BenchConfig`."""
         return "{} stages {}; compute is emulated, what is sent is sent"
 
-    def chosen(self, stages: int) -> dict[str, Pipeline]:
+    def chosen(self, stages: int) -> dict[str, Schedule]:
         """The pipelines by name. UsageError where one cannot be, before any rank starts."""
         if not 0.1 <= self.forward_ms <= 10_000:
             raise UsageError(f"--forward-ms must be between 0.1 and 10000, got {self.forward_ms}")
@@ -100,7 +99,7 @@ class PipelineBenchConfig(BenchConfig):
 class _Contestant(StageSteps):
     """One pipeline on this rank."""
 
-    def __init__(self, config: PipelineBenchConfig, pipeline: Pipeline, mesh: Mesh) -> None:
+    def __init__(self, config: PipelineBenchConfig, pipeline: Schedule, mesh: Mesh) -> None:
         self.config, self.pipeline = config, pipeline
         alone = mesh.tensor(1)
         again: Recompute = "full" if pipeline.recomputes(mesh.stage) else "none"
@@ -112,14 +111,13 @@ class _Contestant(StageSteps):
         self.messages = Messages(pipeline, mesh, [1] * (parts - 1))
         super().__init__(pipeline, mesh, self._stacks, self.messages)
 
-    def forward(self, part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Calls]:
+    def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
         """A micro-batch of one sample through a part."""
         if x is None:
             x = torch.ones(1, self.config.sequence, self.config.hidden)
         stack = self._stacks[part // self.pipeline.num_stages]
-        assert isinstance(stack, OverlappedStack)
-        y, calls = stack(x), stack.recent
-        return (y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y), calls
+        y: Tensor = stack(x, context=context)
+        return y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y
 
 
 def run_pipeline_bench(config: PipelineBenchConfig, ranks: Ranks, shows: bool) -> Result:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from oases.bench.harness import BenchConfig, Result, gathered, milliseconds, off, timed_step, times
 from oases.errors import UsageError
-from oases.execution.calls import Calls
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, group_size
 from oases.models.timed import TimedBlock, TimedSeconds
 from oases.parallel.average import GradientAverage
@@ -26,7 +26,7 @@ from oases.parallel.planned_stack import PlannedStack
 from oases.plans.plan import Plan
 from oases.plans.shape import KINDS, ModelShape
 from oases.profile.memory import measure_memory
-from oases.schedule.pipeline import Pipeline
+from oases.schedule import Schedule
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
 from oases.simulator.links import LinkModel
 from oases.simulator.timeline import Timeline
@@ -90,14 +90,14 @@ class StageSteps:
     stack: its blocks. messages: between the stages; None where there is one.
     """
 
-    def __init__(self, pipeline: Pipeline, mesh: Mesh, stack: nn.Module, messages: Messages | None) -> None:
+    def __init__(self, pipeline: Schedule, mesh: Mesh, stack: nn.Module, messages: Messages | None) -> None:
         self.mesh, self.stack, self.stages = mesh, stack, pipeline.num_stages
         self.seconds: list[float] = []
         """Of the steps so far."""
         self.busy: list[float] = []
         self._run = StageRun(pipeline, mesh.stage, messages)
 
-    def forward(self, part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Calls]:
+    def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
         """A micro-batch through a part; the last part's loss is a mean."""
         raise NotImplementedError
 
@@ -105,16 +105,14 @@ class StageSteps:
         """Around the last backward pass: the sums of gradients over replicas."""
         return nullcontext()
 
-    def backward(self) -> list[Tensor]:
+    def backward(self, spans: list[tuple[str, float, float]] | None = None) -> list[Tensor]:
         """The passes of a step, gradients averaged; the losses on the last stage."""
-        return self._run.run(self.forward, self.averaging())
+        return self._run.run(self.forward, self.averaging(), spans=spans)
 
     def step(self) -> None:
         """One step, timed from when every rank has begun to when the slowest has ended."""
         spans: list[tuple[str, float, float]] = []
-        self._run.spans = spans
-        self.seconds.append(timed_step(self.backward))
-        self._run.spans = None
+        self.seconds.append(timed_step(lambda: self.backward(spans)))
         self.busy.append(sum(end - begin for op, begin, end in spans if op[0] in "FRBW"))
         self.stack.zero_grad()
 
@@ -161,12 +159,12 @@ class PlannedSteps(StageSteps):
             messages = Messages(pipeline, mesh, degrees, split=split)
         super().__init__(pipeline, mesh, self._stack, messages)
 
-    def forward(self, part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Calls]:
+    def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
         """As `StageSteps`."""
         if x is None:
             x = self._x.clone().requires_grad_()
-        y, calls = self._stack.run(x, part // len(self.plan.stages))
-        return (y.mean() / self.plan.micro_batches if part == len(self.plan.parts) - 1 else y), calls
+        y = self._stack.run(x, part // len(self.plan.stages), context)
+        return y.mean() / self.plan.micro_batches if part == len(self.plan.parts) - 1 else y
 
     def averaging(self) -> AbstractContextManager[Any]:
         """As `StageSteps`."""

@@ -23,6 +23,7 @@ from oases.planner.space import Space, require_runnable
 from oases.planner.sweep import Problem, as_data, sweep
 from oases.plans.plan import Plan, Segment
 from oases.plans.shape import ModelShape
+from oases.schedule.pipeline import name_of
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, count_text, rate_text, seconds_text
 
@@ -59,7 +60,7 @@ def _placed(plan: Plan, number: int) -> Iterator[tuple[int, Segment]]:
 
 def title(plan: Plan) -> str:
     """The model, the devices and how the batch is cut."""
-    stages = f"{len(plan.stages)} pipeline stages ({plan.pipeline}), " if len(plan.stages) > 1 else ""
+    stages = f"{len(plan.stages)} pipeline stages ({name_of(plan.pipeline)}), " if len(plan.stages) > 1 else ""
     micro = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
     return (
         f"{plan.model.name} ({count_text(plan.model.num_parameters)} parameters, {plan.model.dtype}) on "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from oases.cli import lists
 from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan import searched, space_of
 from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
@@ -21,7 +22,7 @@ from oases.planner.search import SettingSearch, part_blocks
 from oases.planner.space import Setting, Space
 from oases.plans.plan import PLANNED, Plan, Segment, Stage, read_plan
 from oases.plans.shape import ModelShape
-from oases.schedule import GENERATORS, WHOLE
+from oases.schedule import GENERATORS, WHOLE, ScheduleError, name_or_text
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, seconds_text
 
@@ -35,6 +36,7 @@ _READ = (
 )
 _BY_HAND = ("tp", "stages", "schedule", "sub_batches", "recompute", "zero", "pipeline")
 _FOR_SEARCH = ("degrees", "pipelines", "no_recompute", "no_zero")
+_OF_A_CLUSTER = ("plan", "cluster", "profile", "world", "ranks_per_node", "memory")
 _OF_A_PLAN = (
     "model",
     "hidden",
@@ -64,7 +66,10 @@ def add(commands: Any) -> None:
     )
     hand.add_argument("--tp", type=int, metavar="N", help="tensor-parallel degree of all blocks (default: 1)")
     hand.add_argument("--stages", type=int, metavar="N", help="pipeline stages (default: 1)")
-    hand.add_argument("--schedule", metavar="NAME", help=f"of the blocks: {', '.join(GENERATORS)} (default: oases)")
+    hand.add_argument(
+        "--schedule", metavar="NAME|FILE",
+        help=f"of the blocks: {', '.join(GENERATORS)} (default: oases); or a list by itself, see below",
+    )  # fmt: skip
     hand.add_argument(
         "--sub-batches", type=int, metavar="N", help="parts of a micro-batch (default: 2 if there are 2)"
     )
@@ -72,7 +77,12 @@ def add(commands: Any) -> None:
         "--recompute", metavar="N", help="none, full, layers of each stage, fits, or merak:SHARE (default: none)"
     )
     hand.add_argument("--zero", action="store_true", default=None, help="shard the optimizer's state")
-    hand.add_argument("--pipeline", metavar="NAME", help=f"{', '.join(PLANNED)} (default: one_f_one_b)")
+    hand.add_argument(
+        "--pipeline",
+        metavar="NAME|FILE",
+        help=f"{', '.join(PLANNED)} (default: one_f_one_b), or a list in its text form",
+    )
+    lists.add(simulate)
     simulate.add_argument("--html", metavar="FILE", help="write a page with the timeline there")
     simulate.add_argument("--trace", metavar="FILE", help="write a trace there that ui.perfetto.dev opens")
     simulate.set_defaults(run=_simulate)
@@ -84,6 +94,13 @@ def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     for name in ("html", "trace"):
         require_writable(f"--{name}", getattr(options, name))
+    if lists.names_list(options.schedule):
+        besides = (*_OF_A_PLAN, *_OF_A_CLUSTER, *_BY_HAND, *_FOR_SEARCH)
+        rest = [name for name in besides if name not in ("schedule", "recompute")]
+        _refuse(f"--schedule {options.schedule} is a list that is simulated by itself", options, rest)
+        lists.simulate_list(options)
+        return
+    _refuse("these are for a list by itself, with --schedule FILE or of experts", options, ("costs", "blocks"))
     plan, hardware, predictor = _what(options)
     capacity = usable_bytes(hardware, options.memory)
     console.print(title(plan), soft_wrap=True)
@@ -170,8 +187,10 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
     sub_batches = default if options.sub_batches is None else require_count("--sub-batches", options.sub_batches)
     again = Recomputation.parse("none" if options.recompute is None else options.recompute)
     pipeline = "one_f_one_b" if options.pipeline is None else options.pipeline
-    if pipeline not in PLANNED:
-        raise UsageError(f"--pipeline {pipeline!r} is unknown; known are {', '.join(PLANNED)}")
+    try:
+        pipeline = name_or_text(pipeline, PLANNED, "stage", num_stages=stages, num_sub_batches=micro[0])
+    except ScheduleError as error:
+        raise UsageError(f"--pipeline: {error}") from error
     setting = Setting(world, batch, stages, micro[0], bool(options.zero), pipeline)
     if stages * setting.chunks > model.layers:
         raise UsageError(f"--stages {stages} of {setting.chunks} parts each exceed the {model.layers} layers")

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from oases.parallel.autotune import synchronize
-
 
 class Clock:
     """Marks in time on one device. On an accelerator marks are events, and reading them waits for the later one."""
@@ -38,3 +36,9 @@ class Clock:
     def synchronize(self) -> None:
         """Return when all that was queued has been done."""
         synchronize(self.device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when the work queued on `device` is done; at once on the CPU, which queues none."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -293,15 +293,20 @@ class Guard:
     """Around the ops of one call of a stack: what they raise is raised on every rank, with the op's place.
 
     watch: None for a group of one, where only what runs out of memory is given its place. forget: lets go of the
-    call's tensors, so that others can use their memory.
+    call's tensors, so that others can use their memory. unanimous: errors that all ranks raise by themselves. A
+    UsageError stays what it is on the rank that raises it.
     """
 
-    def __init__(self, schedule: Schedule, label: str, watch: Watch | None, forget: Callable[[], None]) -> None:
+    def __init__(
+        self, schedule: Schedule, label: str, watch: Watch | None, forget: Callable[[], None],
+        unanimous: tuple[type[Exception], ...] = (),
+    ) -> None:  # fmt: skip
         self.doing: Op | str = "the start of the call"
         """The op under way; set by who runs it."""
         self._schedule = schedule
         self._label = label
         self._watch = watch
+        self._unanimous = unanimous
         self._forget_weakly = WeakMethod(forget)  # strongly, the call would live until the garbage collector comes
         self._failures = 0
 
@@ -317,8 +322,11 @@ class Guard:
         if watch is not None and watch.scheduler.failures != self._failures:  # the scheduler stopped this rank
             self._forget()
             raise watch.error() from error
-        if isinstance(error, dist.DistBackendError):
-            return  # a link or a rank is gone; that is no op's failure
+        if lost_a_rank(error):
+            return  # that is no op's failure
+        if isinstance(error, self._unanimous):
+            self._forget()
+            return
         failure = self._described(error, watch.rank if watch is not None else 0)
         if watch is None and not failure.out_of_memory:
             return  # nobody else to tell: the block's own error says it best
@@ -326,6 +334,8 @@ class Guard:
         if failure.out_of_memory:
             traceback.clear_frames(trace)  # they hold tensors, too
         broken = watch.fail(failure) if watch is not None else ""
+        if isinstance(error, UsageError):
+            return
         raise _error_of(failure, broken, watch.size if watch is not None else 1) from error
 
     def _forget(self) -> None:

@@ -1,15 +1,12 @@
-"""What a stack puts on the wire: the collectives of a schedule, by op, in their layout and type."""
+"""Collectives of a schedule's ops: the layout and the type in which tensors travel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from oases.schedule import Op, Schedule
 
 
 class Scheduler(Protocol):
@@ -63,9 +60,8 @@ class Silence:
         """Return at once."""
 
 
-@dataclass
-class _Flight:
-    """A collective under way: its ticket, and what makes of it what is wanted, once it has arrived."""
+class Flight(NamedTuple):
+    """A collective under way: its ticket, and the function that makes of it what is wanted, once it has arrived."""
 
     ticket: Any
     arrived: Callable[[], Tensor]
@@ -74,64 +70,38 @@ class _Flight:
 class Wire:
     """The collectives of one call of a stack. Sequences are dimension 1 and are cut into `size` parts.
 
-    wire_dtype: what floating-point tensors travel in; None is their own. label: the stack's name in errors and
-    statistics. layer_of: each block's layer, for the statistics; None where a layer is two blocks.
+    wire_dtype: type that floating-point tensors travel in; None is their own.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        schedule: Schedule,
-        size: int,
-        wire_dtype: torch.dtype | None,
-        label: str,
-        layer_of: Sequence[int] | None = None,
-    ) -> None:
-        self._scheduler = scheduler
-        self._schedule = schedule
+    def __init__(self, scheduler: Scheduler, size: int, wire_dtype: torch.dtype | None) -> None:
+        self.scheduler = scheduler
         self._size = size
         self._dtype = wire_dtype
-        self.label = label
-        self._layer_of = layer_of
-        self._flights: dict[Op, _Flight] = {}
 
-    def start(self, op: Op, tensor: Tensor) -> None:
-        """Start the collective `op` on what its compute op made. An all-reduce overwrites `tensor` if it can."""
-        layer = "" if self._layer_of is None else f"layer {self._layer_of[op.block]}, "
-        describe = f"{op.carried} ({self.label}, {layer}line {self._schedule.lines[op]} of {self._schedule.name})"
-        self._flights[op.carried] = getattr(self, f"_{op.kind}")(tensor, describe)
-
-    def wait(self, op: Op) -> Tensor:
-        """Wait for the collective that carries `op.of`; return its result in the type that was given."""
-        return self._landed(self._flights.pop(op.carried))
-
-    def forget(self) -> None:
-        """Let go of what is under way; the scheduler holds what backends still write to."""
-        self._flights.clear()
-
-    def gather(self, part: Tensor, what: str) -> Tensor:
-        """Join the ranks' parts of a sequence now."""
-        return self._landed(self._all_gather(part, f"{what} of {self.label}"))
-
-    def _landed(self, flight: _Flight) -> Tensor:
-        self._scheduler.wait(flight.ticket)
+    def wait(self, flight: Flight) -> Tensor:
+        """Wait for a collective; its result in the type that was given."""
+        self.scheduler.wait(flight.ticket)
         return flight.arrived()
 
-    def _all_reduce(self, tensor: Tensor, label: str) -> _Flight:
+    def all_reduce(self, tensor: Tensor, label: str) -> Flight:
+        """Start summing a tensor over the ranks, which is overwritten if it can be."""
         whole = tensor.contiguous()
-        sent = whole.to(self._dtype or tensor.dtype)
-        ticket = self._scheduler.all_reduce(sent, label)
-        return _Flight(ticket, lambda: whole if sent is whole else whole.copy_(sent))
+        if self._dtype is None or self._dtype == whole.dtype:
+            return Flight(self.scheduler.all_reduce(whole, label), lambda: whole)
+        sent = whole.to(self._dtype)
+        return Flight(self.scheduler.all_reduce(sent, label), lambda: whole.copy_(sent))
 
-    def _reduce_scatter(self, tensor: Tensor, label: str) -> _Flight:
+    def reduce_scatter(self, tensor: Tensor, label: str) -> Flight:
+        """Start summing a tensor over the ranks, of which each gets its part of the sequence."""
         parts = tensor.unflatten(1, (self._size, -1)).movedim(1, 0)
         sent = parts.to(self._dtype or tensor.dtype).contiguous()
         mine = torch.empty_like(sent[0])
-        ticket = self._scheduler.reduce_scatter(mine, sent, label)
-        return _Flight(ticket, lambda: mine.to(tensor.dtype))
+        ticket = self.scheduler.reduce_scatter(mine, sent, label)
+        return Flight(ticket, lambda: mine.to(tensor.dtype))
 
-    def _all_gather(self, part: Tensor, label: str) -> _Flight:
+    def all_gather(self, part: Tensor, label: str) -> Flight:
+        """Start joining the ranks' parts of a sequence."""
         sent = part.to(self._dtype or part.dtype).contiguous()
         parts = sent.new_empty((self._size, *sent.shape))
-        ticket = self._scheduler.all_gather(parts, sent, label)
-        return _Flight(ticket, lambda: parts.movedim(0, 1).flatten(1, 2).to(part.dtype))
+        ticket = self.scheduler.all_gather(parts, sent, label)
+        return Flight(ticket, lambda: parts.movedim(0, 1).flatten(1, 2).to(part.dtype))

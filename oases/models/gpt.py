@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.execution.calls import Calls
+from oases.execution.executor import Context
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
 from oases.parallel import (
     OverlappedColumnLinear,
@@ -196,7 +196,7 @@ class Decoder(HoldsGroup, nn.Module):
 
     def at_call(self, number: int) -> None:
         """The next pass has this number in the whole training: what it draws at random follows from that."""
-        self.stack.calls = number
+        self.stack.at_call(number)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Tokens, the same on a replica's ranks -> logits of this rank's part of the vocabulary, [B, S, V/t]."""
@@ -309,20 +309,20 @@ class GPT(Decoder):
         return ShardedAverage(units)
 
     def run_part(
-        self, part: int, x_BSH: Tensor | None, tokens_BS: Tensor, targets_BS: Tensor
-    ) -> tuple[Tensor, Calls]:
-        """One part of a pipelined model: its output, of the last part the loss, and its calls of stacks.
+        self, part: int, x_BSH: Tensor | None, tokens_BS: Tensor, targets_BS: Tensor, context: Context
+    ) -> Tensor:
+        """One part of a pipelined model: its output, of the last part the loss.
 
         part: counted over the model. x_BSH: the output of the part before; None for the first, which reads the
-        tokens. The last one reads the targets.
+        tokens. The last one reads the targets. context: that of its stacks' calls.
         """
         assert isinstance(self.stack, PlannedStack), "parts are those of a plan"
         stages = self.stack.mesh.num_stages
         x_BSH = self.embed(tokens_BS) if x_BSH is None else x_BSH
-        y, calls = self.stack.run(x_BSH, part // stages)
+        y = self.stack.run(x_BSH, part // stages, context)
         if self.is_last and part == self.stack.chunks[-1].number:
-            return parallel_cross_entropy(self.head(y), targets_BS, process_group=self.process_group), calls
-        return y, calls
+            return parallel_cross_entropy(self.head(y), targets_BS, process_group=self.process_group)
+        return y
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Parameters and the ranks that hold the same ones, in the order of the forward pass; for GradientAverage."""

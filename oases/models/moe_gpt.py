@@ -94,9 +94,9 @@ class MoEGPT(Decoder):
         with torch.random.fork_rng(devices=[]):  # experts are drawn by torch's own
             torch.manual_seed(config.seed)
             blocks = [self._block(config, number, generator, group, options) for number in range(config.layers)]
-        self.stack = ExpertStack(blocks, schedule=schedule, recompute=recompute)
         # At home an expert has the gradient of the sum of the replicas' losses.
-        self.stack.gradient_scale = 1 / self.mesh.replicas(degree)
+        scale = 1 / self.mesh.replicas(degree)
+        self.stack = ExpertStack(blocks, schedule=schedule, recompute=recompute, gradient_scale=scale)
         self._make_norm()
 
     @staticmethod

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from oases.execution.weight_gradient import PutOff, active_put_off
+from oases.execution.weight_gradient import DeferredGradients, active_deferral
 
 _READ = 4096
 """Parameter elements that take part in the arithmetic; the others' gradients are zeros, sent like any other."""
@@ -73,7 +74,7 @@ class TimedBlock(nn.Module):
         """[batch, ...] -> this rank's share of the sum, of the same shape."""
         if x.device.type != "cpu":
             raise ValueError(f"a TimedBlock emulates compute on the CPU, got an input on {x.device}")
-        result: Tensor = _Timed.apply(x, self.weight, self._seconds(x), active_put_off(self.weight))
+        result: Tensor = _Timed.apply(x, self.weight, self._seconds(x), active_deferral(self.weight))
         return result
 
     def combine(self, x: Tensor, y: Tensor) -> Tensor:
@@ -96,11 +97,13 @@ def sleep_until(end: float) -> None:
 
 class _Timed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: TimedSeconds, put_off: PutOff | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, seconds: TimedSeconds, deferred: DeferredGradients | None
+    ) -> Tensor:
         start = time.perf_counter()
         gain = weight[:_READ].mean()
         ctx.save_for_backward(x, weight, gain)
-        ctx.seconds, ctx.put_off = seconds, put_off
+        ctx.seconds, ctx.deferred = seconds, deferred
         y = x * gain
         sleep_until(start + seconds.forward)
         return y
@@ -114,29 +117,18 @@ class _Timed(torch.autograd.Function):
         sleep_until(start + ctx.seconds.backward)
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
-        note = _Note(weight, x, grad, ctx.seconds.weight_gradient)
-        if ctx.put_off is not None:
-            ctx.put_off.notes.append(note)
-            return grad_x, None, None, None
-        sums: dict[int, Tensor] = {}
-        note.add_to(sums)
-        return grad_x, sums[id(weight)], None, None
+        made = partial(_gradient, weight, x, grad, ctx.seconds.weight_gradient)
+        if ctx.deferred is None:
+            return grad_x, made(), None, None
+        ctx.deferred.note(grad, lambda leaves: leaves.add(weight, made()))
+        return grad_x, None, None, None
 
 
-@dataclass(frozen=True)
-class _Note:
-    """What the weight of a timed block lacks of its gradient."""
-
-    weight: Tensor
-    x: Tensor
-    grad: Tensor
-    seconds: float
-
-    def add_to(self, sums: dict[int, Tensor]) -> None:
-        start = time.perf_counter()
-        known = sums.get(id(self.weight))
-        if known is None:
-            known = sums[id(self.weight)] = torch.zeros_like(self.weight)
-        read = known[:_READ]
-        read += (self.grad * self.x).sum() / read.numel()
-        sleep_until(start + self.seconds)
+def _gradient(weight: Tensor, x: Tensor, grad: Tensor, seconds: float) -> Tensor:
+    """The gradient of a timed block's weight, which takes so many seconds."""
+    start = time.perf_counter()
+    found = torch.zeros_like(weight)
+    read = found[:_READ]
+    read += (grad * x).sum() / read.numel()
+    sleep_until(start + seconds)
+    return found

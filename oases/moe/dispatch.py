@@ -88,7 +88,7 @@ def exchange_counts(
 
 
 @dataclass(frozen=True)
-class Itinerary:
+class DispatchPlan:
     """Which rows of a rank go where.
 
     positions: int64 [E], place of each expert in the order in which this rank sends. sent, received: rows to and from
@@ -107,7 +107,7 @@ class Itinerary:
     inverse: Tensor
 
 
-def itinerary(counts: Integers, placement: Placement, rank: int, device: torch.device) -> Itinerary:
+def dispatch_plan(counts: Integers, placement: Placement, rank: int, device: torch.device) -> DispatchPlan:
     """Of `rank` for these counts [expert, device] under a placement; device: where its tensors are wanted."""
     experts, devices = counts.shape
     to = placement.routes[:, rank]  # which device computes this rank's slots, by expert
@@ -133,13 +133,13 @@ def itinerary(counts: Integers, placement: Placement, rank: int, device: torch.d
     def there(array: Integers) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    return Itinerary(
+    return DispatchPlan(
         there(positions), sent.tolist(), blocks.sum(0).tolist(), held, len(at_home), blocks.sum(1).tolist(),
         there(order), there(inverse),
     )  # fmt: skip
 
 
-def permuted(x: Tensor, routing: Routing, plan: Itinerary) -> tuple[Tensor, Tensor]:
+def permuted(x: Tensor, routing: Routing, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
     """x: [T, n] -> (rows [slots that are sent, n] in the order in which they travel, source for `combined`)."""
     experts = len(plan.positions)
     ids = plan.positions[routing.experts]
@@ -173,17 +173,17 @@ def by_token(rows: Tensor, source: Tensor, weights: Tensor) -> Tensor:
     return kernels.unpermute(rows, source, weights.float(), tokens)
 
 
-def grouped(rows: Tensor, plan: Itinerary) -> Tensor:
+def grouped(rows: Tensor, plan: DispatchPlan) -> Tensor:
     """Received rows, by source, to rows by held expert."""
     return _Reordered.apply(rows, plan.order, plan.inverse)
 
 
-def ungrouped(rows: Tensor, plan: Itinerary) -> Tensor:
+def ungrouped(rows: Tensor, plan: DispatchPlan) -> Tensor:
     """Back from `grouped`."""
     return _Reordered.apply(rows, plan.inverse, plan.order)
 
 
-class Voyage:
+class AllToAll:
     """One all-to-all of rows over a group, and on the way back of their gradients.
 
     sent, received: rows to and from each rank. Without a group rows stay where they are.
@@ -233,24 +233,24 @@ class Voyage:
 
 class _Departure(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, voyage: Voyage) -> Tensor:
-        ctx.voyage = voyage
-        return voyage.start(rows)
+    def forward(ctx: Any, rows: Tensor, exchange: AllToAll) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(rows)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.voyage.finish(), None
+        return ctx.exchange.finish(), None
 
 
 class _Arrival(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _: Tensor, voyage: Voyage) -> Tensor:
-        ctx.voyage = voyage
-        return voyage.finish()
+    def forward(ctx: Any, _: Tensor, exchange: AllToAll) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.finish()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.voyage.start(grad, back=True), None
+        return ctx.exchange.start(grad, back=True), None
 
 
 class _Reordered(torch.autograd.Function):
@@ -267,34 +267,36 @@ class _Reordered(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-def dispatch(x: Tensor, routing: Routing, plan: Itinerary, group: ProcessGroup | None, label: str) -> Dispatched:
+def dispatch(x: Tensor, routing: Routing, plan: DispatchPlan, group: ProcessGroup | None, label: str) -> Dispatched:
     """Permute and start; see `Dispatched`."""
     rows, source = permuted(x, routing, plan)
-    voyage = Voyage(group, plan.sent, plan.received, f"dispatch of {label}")
-    return Dispatched(voyage, voyage.depart(rows), source, plan)
+    exchange = AllToAll(group, plan.sent, plan.received, f"dispatch of {label}")
+    return Dispatched(exchange, exchange.depart(rows), source, plan)
 
 
 @dataclass(frozen=True)
 class Dispatched:
     """Rows on their way to their experts."""
 
-    voyage: Voyage
+    exchange: AllToAll
     pending: Tensor
     source: Tensor
-    plan: Itinerary
+    plan: DispatchPlan
 
     def wait(self) -> Tensor:
         """Rows by held expert, as many of each as `plan.rows` says."""
-        return grouped(self.voyage.arrive(self.pending), self.plan)
+        return grouped(self.exchange.arrive(self.pending), self.plan)
 
 
-def start_combine(rows: Tensor, plan: Itinerary, group: ProcessGroup | None, label: str) -> tuple[Voyage, Tensor]:
-    """Send rows by held expert back to their tokens' ranks; `arrive` of the voyage takes the tensor."""
-    voyage = Voyage(group, plan.received, plan.sent, f"combine of {label}")
-    return voyage, voyage.depart(ungrouped(rows, plan))
+def start_combine(
+    rows: Tensor, plan: DispatchPlan, group: ProcessGroup | None, label: str
+) -> tuple[AllToAll, Tensor]:
+    """Send rows by held expert back to their tokens' ranks; `arrive` of the exchange takes the tensor."""
+    exchange = AllToAll(group, plan.received, plan.sent, f"combine of {label}")
+    return exchange, exchange.depart(ungrouped(rows, plan))
 
 
-def bytes_sent(plan: Itinerary, group: ProcessGroup | None, row_bytes: int) -> int:
+def bytes_sent(plan: DispatchPlan, group: ProcessGroup | None, row_bytes: int) -> int:
     """Of tokens and of what experts make of them, by this rank to others, in one forward pass."""
     mine = group_rank(group)
     rows = sum(plan.sent) - plan.sent[mine] + sum(plan.received) - plan.received[mine]

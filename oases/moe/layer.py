@@ -1,8 +1,8 @@
 """OverlappedMoE: a mixture of experts over the ranks of a group, whose experts are placed by their load.
 
 The results are those of plain expert parallelism whatever the placement. A forward pass is a chain of pieces that can
-be used one by one: Router, exchange_counts, itinerary, Transfer (Trans and Agg), dispatch, compute, start_combine and
-combined.
+be used one by one: Router, exchange_counts, dispatch_plan, Transfer (Trans and Agg), dispatch, compute, start_combine
+and combined.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from oases.moe.assignment import Placement
 from oases.moe.costs import Costs
 from oases.moe.dispatch import (
     Demand,
-    Itinerary,
+    DispatchPlan,
     RoutingError,
     bytes_sent,
     combined,
     dispatch,
+    dispatch_plan,
     exchange_counts,
-    itinerary,
     start_combine,
 )
 from oases.moe.experts import Experts, ExpertWeights, compute
@@ -218,7 +218,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         routing, demand, setting, opened = self._route(x, group)
         tensor_group = group_of(self._tensor_group)
         tokens = share(x, tensor_group)
-        plan = itinerary(demand.counts, setting, group_rank(group), x.device)
+        plan = dispatch_plan(demand.counts, setting, group_rank(group), x.device)
         weights = self._weights(tensor_group)
         if torch.is_autocast_enabled(x.device.type):  # half the bytes travel, of tokens and of experts
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -233,8 +233,8 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             self._observe(opened, demand, routing)
         shared = self._shared(tokens, tensor_group)
         rows = self._compute(dispatched.wait(), plan, weights, transfer, pending)
-        voyage, coming = start_combine(rows, plan, group, self.name)
-        y = combined(voyage.arrive(coming), dispatched.source, routing)
+        exchange, coming = start_combine(rows, plan, group, self.name)
+        y = combined(exchange.arrive(coming), dispatched.source, routing)
         if shared is not None:
             y = y + shared
         y = whole(y, len(x), tensor_group)
@@ -305,7 +305,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         """Rows through experts with these weights, as `oases.moe.experts.compute`."""
         return compute(rows, counts, weights, gated=self.experts.gated)
 
-    def observe(self, opened: Pass, demand: Demand, routing: Routing, plan: Itinerary, expert_bytes: int) -> None:
+    def observe(self, opened: Pass, demand: Demand, routing: Routing, plan: DispatchPlan, expert_bytes: int) -> None:
         """Take note of a pass in training: the next step's placement, loads to record, `last`."""
         if opened.counts is None:
             self._observe(opened, demand, routing)
@@ -361,7 +361,12 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         return torch.func.functional_call(self.shared, found, (tokens,))
 
     def _compute(
-        self, rows: Tensor, plan: Itinerary, weights: ExpertWeights, transfer: Transfer | None, pending: Tensor | None
+        self,
+        rows: Tensor,
+        plan: DispatchPlan,
+        weights: ExpertWeights,
+        transfer: Transfer | None,
+        pending: Tensor | None,
     ) -> Tensor:
         if transfer is None or pending is None:
             return self.compute(rows, plan.rows, weights)
@@ -372,7 +377,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         return tie(torch.cat([done, self.compute(copied, others, copies)]), number)
 
     def _described(
-        self, demand: Demand, placement: Placement, plan: Itinerary, expert_bytes: int, routing: Routing,
+        self, demand: Demand, placement: Placement, plan: DispatchPlan, expert_bytes: int, routing: Routing,
         row_bytes: int,
     ) -> Step:  # fmt: skip
         counts = demand.counts

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from oases.execution.clock import synchronize
 from oases.execution.group import ProcessGroup, group_size, scheduler_of
 from oases.moe.assignment import Placement, at_home
 from oases.moe.costs import Costs
 from oases.moe.experts import ExpertWeights, compute
 from oases.moe.transfer import Transfer
-from oases.parallel.autotune import synchronize
 from oases.parallel.collectives import all_reduce
 
 ROWS = 128

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -12,14 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import UsageError
+from oases.execution.delivery import deliver
+from oases.execution.executor import Context
 from oases.execution.failure import told, watch_of
-from oases.execution.group import HoldsGroup, ProcessGroup, group_size, scheduler_of
+from oases.execution.group import HoldsGroup, ProcessGroup, group_size, refuse_capture, scheduler_of
+from oases.moe.blocks import ExpertBlock, ExpertBlocks, ExpertCall, ExpertParameters, ExpertProgram
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
-from oases.moe.execution import ExpertBlock, ExpertExecution
 from oases.moe.layer import OverlappedMoE
 from oases.moe.measure import mean_seconds, measured
-from oases.schedule.experts import ExpertSchedule, generate_experts
+from oases.parallel.call import leaves_of
+from oases.parallel.fsdp import Unit
+from oases.schedule import Schedule, generate_experts, validate
+
+_numbers = itertools.count()
 
 
 class ExpertStack(HoldsGroup, nn.Module):
@@ -28,10 +34,10 @@ class ExpertStack(HoldsGroup, nn.Module):
     schedule: "block_wise" (Pro-Prophet's), "blocking" (nothing hides the copies), or "plain", for blocks whose
     placement is "none"; or a list made by `generate_experts` for as many blocks. recompute: keep of each block what
     came over the wire, and compute the rest again under the gradients' ways.
-    A call gives what the blocks give one after another, `after(x, experts(h))` with `x, h = before(x)`, and the
-    same gradients. Those of parameters are added to `.grad`, hooks included, as by `loss.backward()`;
-    `torch.autograd.grad` finds that of the input alone. Costs of layers that were given none are measured in the
-    first pass in training, for which `before` is run some times more.
+    gradient_scale: times the experts' gradients: 1 / replicas, where other gradients are averaged over replicas.
+    A call gives the output of the blocks one after another, `after(x, experts(h))` with `x, h = before(x)`, and the
+    same gradients, handed over block by block. Costs of layers that were given none are measured in the first pass in
+    training, for which `before` is run some times more.
     Input and output: [..., hidden], this rank's own tokens. UsageError for blocks without experts or over several
     groups, and for a schedule that does not fit them.
     """
@@ -40,8 +46,9 @@ class ExpertStack(HoldsGroup, nn.Module):
         self,
         blocks: Iterable[nn.Module],
         *,
-        schedule: str | ExpertSchedule = "block_wise",
+        schedule: str | Schedule = "block_wise",
         recompute: bool = False,
+        gradient_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -58,6 +65,7 @@ class ExpertStack(HoldsGroup, nn.Module):
             raise UsageError("ExpertStack: its blocks spread their experts over different groups; give all the same")
         if isinstance(schedule, str):
             schedule = generate_experts(schedule, len(self.blocks), recompute)
+        validate(schedule, "experts")
         if schedule.num_blocks != len(self.blocks):
             raise UsageError(
                 f"ExpertStack: schedule {schedule.name} is for {schedule.num_blocks} blocks, and there are "
@@ -70,11 +78,13 @@ class ExpertStack(HoldsGroup, nn.Module):
                 "placement='none' or schedule='block_wise'"
             )
         self.schedule = schedule
-        self.gradient_scale = 1.0
-        """Times the experts' gradients: 1 / replicas, where other gradients are averaged over replicas."""
-        self.spans: list[tuple[str, Any, Any]] | None = None
-        """Set to a list to have (op, start, end) appended of every op, in what `clock` gives."""
-        self.clock: Callable[[], Any] = time.perf_counter
+        self.label = f"expert stack {next(_numbers)}"
+        """In errors."""
+        self._gradient_scale = gradient_scale
+        self._program = ExpertProgram(schedule, self.label)
+        self._compiled: list[nn.Module] = []
+        self._units: list[Unit] = []
+        self._known: list[ExpertParameters] | None = None
 
     @property
     def _layers(self) -> list[OverlappedMoE]:
@@ -103,36 +113,39 @@ class ExpertStack(HoldsGroup, nn.Module):
                 known[sizes] = costs
             layer.costs = replace(known[sizes], leading=block is self.blocks[0])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> the same shape."""
+    def compile_blocks(self, **options: Any) -> None:
+        """Have `before` and `after` of every block run compiled; options: those of torch.compile. Names stay."""
+        # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
+        self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
+
+    def shard(self, units: Sequence[Unit]) -> None:
+        """Have the weights of the blocks gathered as the list needs them, a unit for each, of all but its experts."""
+        self._units = list(units)
+
+    def forward(self, x: Tensor, *, context: Context | None = None) -> Tensor:
+        """[..., hidden] -> the same shape. context: spans to record, a pipeline's handle of the call."""
+        refuse_capture(x)
         group, watch = self.process_group, None
         if group is not None and group_size(group) > 1:
             watch = watch_of(group, scheduler_of(group), x.device)
         differentiable = torch.is_grad_enabled()
-        blocks = cast(list[ExpertBlock], list(self.blocks))
-        with told(watch, "ExpertStack", unanimous=(RoutingError,)):
+        context = Context() if context is None else context
+        blocks = self._compiled or list(self.blocks)
+        if self._known is None or not (self._units or all(each.current for each in self._known)):
+            self._known = [ExpertParameters(block) for block in self.blocks]
+        with told(watch, f"the start of {self.label}", unanimous=(RoutingError,)):
             if self.training and group is not None:
                 self._measure(x, group)
-            execution = ExpertExecution(
-                blocks, self.schedule, group, x, differentiable=differentiable, gradient_scale=self.gradient_scale,
-                spans=self.spans, clock=self.clock,
+            leaves = leaves_of(self._known, self._units) if differentiable else []
+            work = ExpertBlocks(
+                blocks, self._program, group, x.detach(), leaves, self._known, differentiable=differentiable,
+                gradient_scale=self._gradient_scale,
             )  # fmt: skip
-            if not differentiable:
-                return execution.run_forward()
-            # So that the backward pass is called, whose parameters are no inputs of this node.
-            entered = x if x.requires_grad else x.detach().requires_grad_()
-            output: Tensor = _Call.apply(execution, watch, entered)
-        return output
-
-
-class _Call(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, execution: ExpertExecution, watch: Any, x: Tensor) -> Tensor:
-        ctx.execution, ctx.watch = execution, watch
-        with torch.enable_grad():
-            return execution.run_forward()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        with told(ctx.watch, "the backward pass of ExpertStack"), torch.enable_grad():
-            return None, None, ctx.execution.run_backward(grad)
+        call = ExpertCall(
+            self._program, work, self._known, self._units, watch=watch, context=context,
+            differentiable=differentiable,
+        )  # fmt: skip
+        if not differentiable:
+            return call.forward()
+        context.calls.add(call)
+        return deliver(call, x)

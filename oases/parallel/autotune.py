@@ -178,9 +178,3 @@ def cache_key(description: str, shape: torch.Size, dtype: torch.dtype, group: Pr
     backend = dist.get_backend(group) if group is not None else ""
     text = repr((platform.node(), link, backend, group_size(group), description, tuple(shape), str(dtype)))
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-
-
-def synchronize(device: torch.device) -> None:
-    """Return when the work queued on `device` is done; at once on the CPU, which queues none."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

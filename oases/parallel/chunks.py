@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from oases.execution.clock import synchronize
 from oases.execution.group import ProcessGroup, group_of, refuse_capture, scheduler_of
-from oases.parallel.autotune import Autotune, cache_key, synchronize
+from oases.parallel.autotune import Autotune, cache_key
 
 NumChunks = int | Literal["auto"]
 Kind = Literal["column", "row"]

@@ -10,7 +10,7 @@ reduced in the backward pass of each micro-batch, and on the CPU FSDP2 waits for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from oases.execution.call import Put
+from oases.execution.executor import Handlers, Program, Step
 from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
 from oases.schedule import Op
 
@@ -26,10 +28,6 @@ if TYPE_CHECKING:  # FSDP2 and DTensor take as long to import as all the rest of
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
-
-_OF_NEXT = ("C", "RC", "B", "BC")
-"""Ops that run the next block's norm, or its backward pass, where the block is halved at the gather."""
-_READERS = ("F", "R", *_OF_NEXT)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -150,64 +148,57 @@ class Unit:
 class Gathers:
     """Gathers the units of a stack's blocks for a list of ops, one ahead, and releases each after its last op.
 
-    units: by block, None for one that is not sharded; nothing where none is. halved: by block, whether its norm runs
-    with the op C of the block before.
+    units: by block.
     """
 
-    def __init__(self, units: Sequence[Unit | None], halved: Sequence[bool]) -> None:
-        self._units = units if any(units) else [None] * len(halved)
-        self._some = any(units)
-        self._halved = halved
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._reads: Callable[[Op], Iterable[int]] = lambda op: ()
         self._left = Counter[int]()
         self._order: list[int] = []
 
-    @property
-    def parameters(self) -> list[Mapping[str, nn.Parameter] | None]:
-        """By block, the whole parameters of its unit."""
-        return [None if unit is None else unit.parameters for unit in self._units]
+    def around(self, handlers: Handlers, program: Program, put: Put) -> Handlers:
+        """Handlers that have the weights gathered before, and released after; `put` follows each gather."""
+        self._reads = program.reads
 
-    def begin(self, ops: Iterable[Op]) -> None:
+        def surrounded(handler: Callable[[Step], None]) -> Callable[[Step], None]:
+            def run(step: Step) -> None:
+                for block in self._reads(step.op):
+                    self._have(block)
+                    put(block)
+                handler(step)
+                for block in self._reads(step.op):
+                    self._left[block] -= 1
+                    if not self._left[block]:
+                        self._units[block].release()
+
+            return run
+
+        return {key: surrounded(handler) for key, handler in handlers.items()}
+
+    def begin(self, steps: Iterable[Step]) -> None:
         """Before a list: note which ops of it read what."""
-        reads = [block for op in ops for block in self._blocks(op)]
+        reads = [block for step in steps for block in self._reads(step.op)]
         self._left, self._order = Counter(reads), list(dict.fromkeys(reads))
 
-    def before(self, op: Op) -> None:
-        """Have what an op reads, and start the gather of what is needed next."""
-        for block in self._blocks(op):
-            unit = self._units[block]
-            assert unit is not None
-            unit.gather()
-            if block in self._order:
-                self._order.remove(block)
-                for following in self._order[:1]:
-                    ahead = self._units[following]
-                    assert ahead is not None
-                    ahead.gather_ahead()
-
-    def after(self, op: Op) -> None:
-        """Let go of what no later op reads."""
-        for block in self._blocks(op):
-            self._left[block] -= 1
-            unit = self._units[block]
-            if not self._left[block] and unit is not None:
-                unit.release()
+    def sharded(self, block: int) -> Collection[str]:
+        """The names of a block's parameters that lie in shards."""
+        return self._units[block].names
 
     def forget(self) -> None:
         """After a failure: free what is whole."""
         self._left.clear()
         self._order.clear()
         for unit in self._units:
-            if unit is not None:
-                unit.release()
+            unit.release()
 
-    def _blocks(self, op: Op) -> Iterator[int]:
-        if not self._some or op.kind not in _READERS:
-            return
-        found = [op.block]
-        following = op.block + 1
-        if op.kind in _OF_NEXT and following < len(self._units) and self._halved[following]:
-            found.append(following)
-        yield from (block for block in found if self._units[block] is not None)
+    def _have(self, block: int) -> None:
+        """Have the weights of a block, and start the gather of those needed next."""
+        self._units[block].gather()
+        if block in self._order:
+            self._order.remove(block)
+            for following in self._order[:1]:
+                self._units[following].gather_ahead()
 
 
 class _Bucket:

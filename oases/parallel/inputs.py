@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from oases.execution.piece import Gradients, Leaves
+from oases.execution.piece import Leaves
 from oases.execution.wire import Scheduler
 from oases.parallel.sub_batches import SubBatches
 
@@ -57,93 +57,101 @@ class Inputs:
     """
 
     def __init__(self, given: Sequence[BlockInputs], cut: SubBatches, *, with_gradients: bool) -> None:
-        self.tensors = differentiable(given) if with_gradients else []
+        self.tensors = differentiable(given) if with_gradients and given else []
         """Those that get gradients, in the order of `gradients`."""
         self._cut = cut
         self._numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self._values: list[list[tuple[Any, ...]]] = []  # by block and sub-batch
-        self._stand_ins: list[list[dict[str, Tensor]]] = []
-        self._shares: Gradients = {}
-        self._whole: Gradients = {}
-        self._tickets: list[Any] = []
-        parts: dict[tuple[int, bool], list[tuple[str, Any]]] = {}
+        self.lowest_reader: int | None = None
+        """The lowest block that reads a tensor that gets a gradient, and so the last one to add to it."""
+        self.leaves: list[Leaves] = []
+        """The stand-ins of those tensors: one holder, or none."""
+        self._names: list[tuple[int, int | None]] = []  # of each stand-in: its tensor's number, its sub-batch
+        self._shares: list[Tensor | None] = []
+        self._tickets: list[tuple[Any, Tensor]] = []
+        if given:
+            self._cut_up(given)
+
+    def _cut_up(self, given: Sequence[BlockInputs]) -> None:
+        parts: dict[tuple[int, bool], list[Any]] = {}
+        stood_for: list[Tensor] = []
         for block, each in enumerate(given):
-            columns = []
             for index, (value, per_sample) in enumerate(zip(each.values, each.per_sample, strict=True)):
-                if per_sample and (value.dim() == 0 or value.shape[0] != cut.batch):
+                if per_sample and (value.dim() == 0 or value.shape[0] != self._cut.batch):
                     raise ValueError(
                         f"value {index} of block {block} has shape {tuple(value.shape)} and is cut per sample, but "
-                        f"the batch has {cut.batch} samples; give it one row for each, or as per_sample=False"
+                        f"the batch has {self._cut.batch} samples; give it one row for each, or as per_sample=False"
                     )
-                key = (id(value), per_sample)
-                if key not in parts:
-                    parts[key] = self._parts(value, per_sample)
-                columns.append(parts[key])
-            places = [[column[s] for column in columns] for s in range(cut.number)]
-            self._values.append([tuple(part for _, part in place) for place in places])
-            self._stand_ins.append([{name: part for name, part in place if name} for place in places])
-
-    @property
-    def lowest_reader(self) -> int | None:
-        """The lowest block that reads a tensor that gets a gradient, and so the last one to add to it."""
-        return next((block for block, places in enumerate(self._stand_ins) if any(places)), None)
+                if (id(value), per_sample) not in parts:
+                    parts[id(value), per_sample] = self._parts(value, per_sample, stood_for)
+                if self.lowest_reader is None and id(value) in self._numbers:
+                    self.lowest_reader = block
+        if stood_for:
+            self.leaves = [Leaves(stood_for)]
+            stand_ins = dict(zip(map(id, stood_for), self.leaves[0].stand_ins, strict=True))
+            parts = {key: [stand_ins.get(id(part), part) for part in found] for key, found in parts.items()}
+        nothing: list[tuple[Any, ...]] = [()] * self._cut.number
+        known: dict[int, list[tuple[Any, ...]]] = {}  # the blocks of a layer are mostly given the same object
+        for each in given:
+            if id(each) not in known:
+                columns = [parts[id(value), cut] for value, cut in zip(each.values, each.per_sample, strict=True)]
+                known[id(each)] = list(zip(*columns, strict=True)) if columns else nothing
+            self._values.append(known[id(each)])
 
     def values(self, block: int, s: int) -> tuple[Any, ...]:
-        """What the methods of a block get besides the activation, in sub-batch `s`."""
+        """The arguments of a block's methods besides the activation, in sub-batch `s`."""
         return self._values[block][s] if self._values else ()
-
-    def shares(self, block: int, s: int) -> Leaves:
-        """Leaves for a graph whose gradients are to be summed over the ranks."""
-        return Leaves(self._stand_ins[block][s] if self._stand_ins else {}, self._shares)
-
-    def whole(self, block: int, s: int) -> Leaves:
-        """Leaves for a graph after the sum, whose gradients are the same on every rank."""
-        if self._cut.tokens.size > 1:
-            return self.shares(block, s)  # every rank has its own tokens
-        return Leaves(self._stand_ins[block][s] if self._stand_ins else {}, self._whole)
 
     def start_sums(self, scheduler: Scheduler, label: str) -> None:
         """Start summing the shares over the ranks, after the last graph that adds to them."""
-        self._shares = {name: share for name, share in self._joined(self._shares).items() if share is not None}
-        self._tickets = [scheduler.all_reduce(share, label) for share in self._shares.values()]
+        self._shares = self._joined(self.leaves[0].take(False))
+        self._tickets = [(scheduler.all_reduce(share, label), share) for share in self._shares if share is not None]
 
     def gradients(self, scheduler: Scheduler) -> list[Tensor | None]:
         """Wait for those sums; return the gradients of `tensors`, None where nothing depends on one."""
-        for ticket in self._tickets:
+        if not self.leaves:
+            return []
+        for ticket, _ in self._tickets:
             scheduler.wait(ticket)
-        shares, whole = self._shares, self._joined(self._whole)
-        found = [_sum(shares.get(name), whole[name]) for name in map(str, range(len(self.tensors)))]
+        whole = self._joined(self.leaves[0].take(True))
+        shares = self._shares or [None] * len(whole)
+        found = [_sum(share, other) for share, other in zip(shares, whole, strict=True)]
         self.forget()
         return found
 
     def forget(self) -> None:
         """Let go of values and gradients."""
-        for held in (self._values, self._stand_ins, self._shares, self._whole, self._tickets):
+        for held in (self._values, self.leaves, self._shares, self._tickets):
             held.clear()
 
-    def _parts(self, value: Any, per_sample: bool) -> list[tuple[str, Any]]:
-        """By sub-batch: what the blocks get of a value, and its name among the leaves, "" for what is none."""
+    def _parts(self, value: Any, per_sample: bool, stood_for: list[Tensor]) -> list[Any]:
+        """The value by sub-batch. stood_for: added to are parts that get a gradient, for `Leaves`."""
         number = self._numbers.get(id(value))
         if isinstance(value, Tensor):
             value = value.detach()  # graphs must not run on into the caller's
-        parts = list(self._cut.split(value)) if per_sample else [value] * self._cut.number
-        if number is None:
-            return [("", part) for part in parts]
-        if not per_sample:
-            return [(str(number), value.requires_grad_())] * self._cut.number
-        return [(f"{number}.{s}", part.detach().requires_grad_()) for s, part in enumerate(parts)]
+        if number is None or not per_sample:
+            parts = list(self._cut.split(value)) if per_sample else [value] * self._cut.number
+            if number is not None:
+                stood_for.append(value.requires_grad_())
+                self._names.append((number, None))
+            return parts
+        parts = [part.detach().requires_grad_() for part in self._cut.split(value)]
+        stood_for += parts
+        self._names += [(number, s) for s in range(len(parts))]
+        return parts
 
-    def _joined(self, sums: Gradients) -> dict[str, Tensor | None]:
+    def _joined(self, sums: list[Tensor | None]) -> list[Tensor | None]:
         """Gradients by the number of the tensor: those of its sub-batches put together."""
-        found: dict[str, Tensor | None] = {}
+        by_name = dict(zip(self._names, sums, strict=True))
+        found: list[Tensor | None] = []
         for number, tensor in enumerate(self.tensors):
-            parts = [sums.get(f"{number}.{s}") for s in range(self._cut.number)]
+            parts = [by_name.get((number, s)) for s in range(self._cut.number)]
             cut = None
             if any(part is not None for part in parts):
                 sizes = zip(parts, self._cut.sizes, strict=True)
                 rows = [tensor.new_zeros((n, *tensor.shape[1:])) if part is None else part for part, n in sizes]
                 cut = self._cut.join(rows)
-            found[str(number)] = _sum(sums.get(str(number)), cut)
+            found.append(_sum(by_name.get((number, None)), cut))
         return found
 
 

@@ -23,8 +23,8 @@ from oases.execution.clock import Clock
 from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
 from oases.parallel.mesh import Mesh
 from oases.reporting import Row
-from oases.schedule import Op, ScheduleError
-from oases.schedule.pipeline import Pipeline
+from oases.schedule import Op, Schedule, validate
+from oases.schedule.ops import crossing
 
 AHEAD = 2
 """Receives posted on each lane at once: one under way while the one before is read."""
@@ -43,14 +43,7 @@ def waiting_for() -> str:
     return next((messages.waiting_for for messages in list(_in_use) if messages.waiting_for), "")
 
 
-def crossing(op: Op) -> Op:
-    """The receive that a send ends in, or the send that a receive waits for."""
-    assert op.of is not None
-    up = (op.of == "F") == (op.kind == "send")
-    return Op("receive" if op.kind == "send" else "send", op.block + (1 if up else -1), op.sub_batch, op.of)
-
-
-def known_by(pipeline: Pipeline, stage: int) -> dict[Op, list[Op]]:
+def known_by(pipeline: Schedule, stage: int) -> dict[Op, list[Op]]:
     """For each receive of a stage, the stage's sends whose arrival it proves: the other side has read them before."""
     found: dict[Op, list[Op]] = {}
     for other in range(pipeline.num_stages):
@@ -89,12 +82,12 @@ class Messages:
     mesh: of the rank's stage. degrees: the tensor-parallel degree at each border between two parts of the model, in
     their order. device: where the tensors are. split: whether each tensor-parallel rank sends its part alone; else
     each sends the whole. All messages of a lane have the shape and type of its first, which tells the other side.
-    Raises ScheduleError for a pipeline whose messages overtake each other, ValueError for degrees that do not fit it.
+    Raises ScheduleError for a pipeline that cannot run, ValueError for degrees that do not fit it.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Schedule,
         mesh: Mesh,
         degrees: Sequence[int],
         *,
@@ -106,6 +99,7 @@ class Messages:
                 f"a pipeline of {pipeline.num_stages} stages with {pipeline.chunks} parts each was given a mesh of "
                 f"{mesh.num_stages} stages and {len(degrees)} degrees; give those of its plan"
             )
+        validate(pipeline, "stage")
         self._mesh, self._split = mesh, split
         self.waiting_for = ""
         """The message that this rank waits for, "" while it does not."""
@@ -128,7 +122,6 @@ class Messages:
                         "their borders the same"
                     )
         for lane in self._lanes.values():
-            _require_order(pipeline, lane)
             self._join(lane)
 
     @property
@@ -318,16 +311,3 @@ class Messages:
         other = crossing(op).block % self._stages
         rank = self._mesh.peer(other)
         return f"{op} on stage {self._mesh.stage}, {where} stage {other} (rank {rank})"
-
-
-def _require_order(pipeline: Pipeline, lane: _Lane) -> None:
-    """Raise ScheduleError unless a lane's messages are received in the order in which they are sent."""
-
-    def mine(stage: int, kind: str, other: int) -> list[Op]:
-        found = (op for op in pipeline.stages[stage] if op.kind == kind and op.of == lane.of)
-        return [op for op in found if crossing(op).block % pipeline.num_stages == other]
-
-    sent, received = mine(lane.source, "send", lane.target), mine(lane.target, "receive", lane.source)
-    for one, other in zip(map(crossing, sent), received, strict=True):
-        if one != other:
-            raise ScheduleError(f"{pipeline.name}: stage {lane.target} waits for {other} where {one} comes first")

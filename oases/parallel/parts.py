@@ -11,16 +11,17 @@ from collections.abc import Iterable
 
 from oases.errors import UsageError
 from oases.plans.plan import Plan
-from oases.schedule.pipeline import Pipeline, generate_pipeline
+from oases.schedule import Schedule, is_text
+from oases.schedule.pipeline import resolve_pipeline
 
 _ANY_NUMBER = ("gpipe",)
 """Pipelines that are what they are with fewer micro-batches than stages, too."""
 
 
-def pipeline_of(plan: Plan) -> Pipeline:
+def pipeline_of(plan: Plan) -> Schedule:
     """What the stages of a plan do in which order; it computes again early where any segment computes again."""
     again = any(segment.recomputed_layers for stage in plan.stages for segment in stage.segments)
-    return generate_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches, again)
+    return resolve_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches, again)
 
 
 def degrees_of(plan: Plan, stage: int) -> set[int]:
@@ -36,7 +37,7 @@ def require_runnable(plan: Plan) -> None:
         raise UsageError(
             f"plan: {stages} stages are more than the {plan.model.layers} layers of the model; give each at least one"
         )
-    if plan.micro_batches < stages and plan.pipeline not in _ANY_NUMBER:
+    if plan.micro_batches < stages and plan.pipeline not in _ANY_NUMBER and not is_text(plan.pipeline):
         raise UsageError(
             f"plan: {plan.pipeline} needs as many micro-batches as stages, got {plan.micro_batches} for {stages} "
             "stages; give more, or fewer stages"

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: one rank's part of a `Pipeline`, run on micro-batches.
+"""Pipeline parallelism: one rank's part of a pipeline's list, run on micro-batches.
 
 Not by `_PipelineScheduleRuntime` of torch.distributed.pipelining, for three reasons. Recomputing early is an op of
 these lists, and there a stage recomputes in its backward pass or nowhere. It posts a receive, of both directions in
@@ -10,37 +10,32 @@ and which of them a rank waits for that hangs, `oases.report()` and errors could
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from oases.execution.calls import Calls
+from oases.execution.executor import Context, Executor, Place, Step
+from oases.execution.failure import Guard
+from oases.execution.piece import Piece
 from oases.parallel.messages import Messages
-from oases.parallel.under import under_forward
-from oases.schedule import Op
-from oases.schedule.pipeline import Pipeline
+from oases.schedule import Schedule
 
-Forward = Callable[[int, int, Tensor | None], tuple[Tensor, Calls]]
-"""(part of the model, micro-batch, its input) -> its output, and its calls of stacks. The first part is given
-None and knows its input; the last part's output is the loss of the micro-batch, its share of the step's."""
-
-
-Place = tuple[int, int]
-"""(part, micro-batch)."""
+Forward = Callable[[int, int, Tensor | None, Context], Tensor]
+"""(part of the model, micro-batch, its input, the context of its stacks' calls) -> its output. The first part is
+given None and knows its input; the last part's output is the loss of the micro-batch, its share of the step's."""
 
 
 @dataclass
 class _Flight:
     """A micro-batch between the forward and the backward pass of a part."""
 
-    x: Tensor | None
-    root: GradientEdge
+    piece: Piece
     gradient: Tensor | None
     calls: Calls
 
@@ -53,114 +48,121 @@ class StageRun:
     afterwards messages and run are to be made anew.
     """
 
-    def __init__(self, pipeline: Pipeline, stage: int, messages: Messages | None) -> None:
+    def __init__(self, pipeline: Schedule, stage: int, messages: Messages | None) -> None:
         if messages is None and pipeline.num_stages > 1:
             raise ValueError(f"{pipeline.num_stages} stages need messages between them; give a Messages")
         self.pipeline, self.stage, self.messages = pipeline, stage, messages
-        self._ops = pipeline.stages[stage]
-        self._forward_ops = tuple(op for op in self._ops if "F" in (op.kind, op.of))
-        self._last_part = pipeline.num_stages * pipeline.chunks - 1
-        again = [(op, after) for op, after in itertools.pairwise(self._ops) if op.kind == "R"]
+        ops = pipeline.stages[stage]
         # Right before its backward pass, recomputation is the stack's own: it hides all-reduces under it.
-        self._early = {op for op, after in again if after.kind != "F" and after != replace(op, kind="B")}
-        self._under = {after: (op.block, op.sub_batch) for op, after in again if after.kind == "F"}
-        self._last_backward = max((at for at, op in enumerate(self._ops) if op.kind in ("B", "W")), default=-1)
+        inside = {op for op, after in itertools.pairwise(ops) if op.kind == "R" and after == op._replace(kind="B")}
+        self._steps = tuple(Step(op, str(op)) for op in ops if op not in inside)
+        self._forward_steps = tuple(step for step in self._steps if "F" in (step.op.kind, step.op.of))
+        self._last_part = pipeline.num_blocks - 1
+        kinds = [step.op.kind for step in self._steps]
+        self._last_backward = max((at for at, kind in enumerate(kinds) if kind in ("B", "W")), default=0)
+        self._splits_weights = "W" in kinds
         self._flights: dict[Place, _Flight] = {}
         self._weights: dict[Place, Calls] = {}  # whose weight gradients wait for their W
         self._arrived: dict[Place, Tensor] = {}
         self._leaving: dict[Place, Tensor] = {}
-        self.spans: list[tuple[str, float, float]] | None = None
-        """Set to a list to have (op, start, end) of every op appended, in seconds of time.perf_counter()."""
 
-    def run(self, forward: Forward, around_last: AbstractContextManager[Any] | None = None) -> list[Tensor]:
+    def run(
+        self, forward: Forward, around_last: AbstractContextManager[Any] | None = None, *,
+        spans: list[tuple[str, float, float]] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """All forward and backward passes of a step; returns the losses, by micro-batch, on the last stage.
 
         around_last: entered before the stage's last B, or its last W where there are any, and left when all its
         messages are under way (`GradientAverage.overlapped()`). Gradients are added to those of the parameters.
+        spans: list to append (op, start, end) of every op to, in seconds of time.perf_counter().
         """
-        with self._ended(self._ops), ExitStack() as stack:
-            losses: list[Tensor] = []
-            for at, op in enumerate(self._ops):
-                if at == self._last_backward and around_last is not None:
-                    stack.enter_context(around_last)
-                self._do(op, forward, losses)
+        losses: list[Tensor] = []
+        with self._executor(forward, losses, spans) as executor, ExitStack() as stack:
+            executor.run(self._steps[: self._last_backward])
+            if around_last is not None:
+                stack.enter_context(around_last)
+            executor.run(self._steps[self._last_backward :])
         return losses
 
     @torch.no_grad()
     def evaluate(self, forward: Forward) -> list[Tensor]:
         """The forward passes alone; returns the losses, by micro-batch, on the last stage."""
         losses: list[Tensor] = []
-        with self._ended(self._forward_ops):
-            for op in self._forward_ops:
-                self._do(op, forward, losses, keep=False)
+        with self._executor(forward, losses, keep=False) as executor:
+            executor.run(self._forward_steps)
         return losses
+
+    @contextmanager
+    def _executor(
+        self, forward: Forward, losses: list[Tensor], spans: list[tuple[str, float, float]] | None = None, *,
+        keep: bool = True,
+    ) -> Iterator[Executor]:  # fmt: skip
+        """Around a list: messages begin and end with it; after a failure nothing is held and the lanes are ended."""
+        handlers: dict[str, Callable[[Step], None]] = {
+            "F": partial(self._do_F, forward, losses, keep),
+            "R": self._do_R, "B": self._do_B, "W": self._do_W,
+            **{f"send {of}": self._send for of in "FB"}, **{f"receive {of}": self._receive for of in "FB"},
+        }  # fmt: skip
+        guard = Guard(self.pipeline, f"stage {self.stage}", None, self._forget)
+        executor = Executor(handlers, guard, Context(spans))
+        steps = self._steps if keep else self._forward_steps
+        try:
+            if self.messages is not None:
+                self.messages.begin(step.op for step in steps)
+            yield executor
+            if self.messages is not None:
+                self.messages.end()
+        except BaseException:
+            self._forget()
+            if self.messages is not None:
+                self.messages.close()
+            raise
+
+    def _forget(self) -> None:
+        for held in (self._flights, self._weights, self._arrived, self._leaving):
+            held.clear()
 
     @property
     def _messages(self) -> Messages:
         assert self.messages is not None, "a message needs a neighbour"
         return self.messages
 
-    @contextmanager
-    def _ended(self, ops: tuple[Op, ...]) -> Iterator[None]:
-        """Around a list: messages begin and end with it; after a failure nothing is held and the lanes are ended."""
-        try:
-            if self.messages is not None:
-                self.messages.begin(ops)
-            yield
-            if self.messages is not None:
-                self.messages.end()
-        except BaseException:
-            for held in (self._flights, self._weights, self._arrived, self._leaving):
-                held.clear()
-            if self.messages is not None:
-                self.messages.close()
-            raise
+    def _send(self, step: Step) -> None:
+        self._messages.send(step.op, self._leaving.pop(step.place))
 
-    def _do(self, op: Op, forward: Forward, losses: list[Tensor], *, keep: bool = True) -> None:
-        place, start = (op.block, op.sub_batch), time.perf_counter()
-        if op.kind == "receive":
-            self._arrived[place] = self._messages.receive(op)
-        elif op.kind == "send":
-            self._messages.send(op, self._leaving.pop(place))
-        elif op.kind == "F":
-            with self._recomputing_under(op) if keep else nullcontext():
-                self._do_forward(place, forward, losses, keep)
-        elif op.kind == "R":
-            if op in self._early:
-                self._flights[place].calls.recompute()
-        elif op.kind == "W":
-            self._weights.pop(place).compute_weights()
-        else:
-            self._do_backward(place)
-        if self.spans is not None:
-            self.spans.append((str(op), start, time.perf_counter()))
+    def _receive(self, step: Step) -> None:
+        self._arrived[step.place] = self._messages.receive(step.op)
 
-    def _recomputing_under(self, op: Op) -> AbstractContextManager[None]:
-        again = self._under.get(op)
-        return nullcontext() if again is None else under_forward(self._flights[again].calls.recomputing())
-
-    def _do_forward(self, place: Place, forward: Forward, losses: list[Tensor], keep: bool) -> None:
+    def _do_F(self, forward: Forward, losses: list[Tensor], keep: bool, step: Step) -> None:  # noqa: N802
+        place, context = step.place, Context()
         x = self._arrived.pop(place, None)
+        piece = Piece([])  # its gradients go to the parameters, hooks included
         if x is not None and keep:
-            x.requires_grad_()
-        y, calls = forward(*place, x)
-        is_loss = place[0] == self._last_part
+            x = piece.input(x)
+        y = forward(*place, x, context)
+        is_loss = step.block == self._last_part
+        result = piece.output(y) if keep else y.detach()
         if keep:
-            # The edge alone: what was sent need not be kept for the backward pass.
-            gradient = torch.ones_like(y) if is_loss else None
-            self._flights[place] = _Flight(x, get_gradient_edge(y), gradient, calls)
+            gradient = torch.ones_like(result) if is_loss else None
+            self._flights[place] = _Flight(piece, gradient, context.calls)
         if is_loss:
-            losses.append(y.detach())
+            losses.append(result)
         else:
-            self._leaving[place] = y.detach()
+            self._leaving[place] = result
 
-    def _do_backward(self, place: Place) -> None:
+    def _do_R(self, step: Step) -> None:  # noqa: N802
+        self._flights[step.place].calls.recompute()
+
+    def _do_B(self, step: Step) -> None:  # noqa: N802
+        place = step.place
         flight = self._flights.pop(place)
         gradient = self._arrived.pop(place) if flight.gradient is None else flight.gradient
-        if self.pipeline.has_weight_passes:
-            flight.calls.put_weights_off()
+        if self._splits_weights:
+            flight.calls.defer_weights()
             self._weights[place] = flight.calls
-        torch.autograd.backward([flight.root], [gradient])
-        if flight.x is not None:
-            assert flight.x.grad is not None, "the input is what the part computes on"
-            self._leaving[place] = flight.x.grad
+        for found in flight.piece.backward([gradient]):
+            assert found is not None, "the input is what the part computes on"
+            self._leaving[place] = found
+
+    def _do_W(self, step: Step) -> None:  # noqa: N802
+        self._weights.pop(step.place).compute_weights()

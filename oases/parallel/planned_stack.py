@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from oases.execution.calls import Calls
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, group_size
 from oases.parallel.fsdp import Unit
 from oases.parallel.mesh import Mesh
@@ -46,9 +46,9 @@ class PlannedStack(nn.Module):
             made = {str(number): blocks(number, group) for number in range(first, first + segment.num_blocks)}
             self.blocks.update(made)
             stack = OverlappedStack(
-                made.values(), process_group=group, **{**options, "schedule": segment.generated()}
-            )
-            stack.first_block, stack.replica = first, self.mesh.replica(segment.tp)
+                made.values(), process_group=group, first_block=first, replica=self.mesh.replica(segment.tp),
+                **{**options, "schedule": segment.generated()},
+            )  # fmt: skip
             first += segment.num_blocks
             yield stack
 
@@ -70,28 +70,27 @@ class PlannedStack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[samples at the first degree, ...] -> [samples at the last degree, ...], through all that is here."""
         for chunk in range(len(self.chunks)):
-            x, _ = self.run(x, chunk)
+            x = self.run(x, chunk)
         return x
 
-    def run(self, x: Tensor, chunk: int) -> tuple[Tensor, Calls]:
-        """Through one of the parts that are run here; with it the calls of its stacks."""
-        part, calls = self.chunks[chunk], Calls()
+    def run(self, x: Tensor, chunk: int, context: Context | None = None) -> Tensor:
+        """Through one of the parts that are run here. context: that of its stacks' calls."""
+        part = self.chunks[chunk]
         degree = part.first_degree
         for segment, stack in zip(part.segments, self._stacks[chunk], strict=True):
-            x = stack(reshard(x, degree, segment.tp, self.mesh))
-            calls += stack.recent
+            x = stack(reshard(x, degree, segment.tp, self.mesh), context=context)
             degree = segment.tp
-        return x, calls
+        return x
 
     @property
     def calls(self) -> int:
         """Forward passes so far, as `OverlappedStack.calls`."""
         return max(stack.calls for stack in self.segments)
 
-    @calls.setter
-    def calls(self, calls: int) -> None:
+    def at_call(self, number: int) -> None:
+        """As `OverlappedStack.at_call`, of all segments."""
         for stack in self.segments:
-            stack.calls = calls
+            stack.at_call(number)
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Each segment's parameters and the ranks that hold the same ones."""
@@ -107,11 +106,12 @@ class PlannedStack(nn.Module):
                 group, gathering = self.mesh.data(segment.tp), self.mesh.weights(segment.tp)
                 if group is not None and gathering is not None and group_size(group) > 1:
                     numbers = range(stack.first_block, stack.first_block + segment.num_blocks)
-                    stack.units = [
+                    units = [
                         Unit(block, group, gathering, f"block {number}")
                         for number, block in zip(numbers, stack.blocks, strict=True)
                     ]
-                    found += stack.units
+                    stack.shard(units)
+                    found += units
         return found
 
     def compile_blocks(self, **options: Any) -> None:

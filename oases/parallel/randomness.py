@@ -9,8 +9,7 @@ whole batch, so they are those of the model that nobody cut.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,7 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from oases._C import generator_mark
+
 MethodName = Literal["partial", "prepare", "product", "combine"]
+Function = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class Extent:
     samples: int
     first_token: int = 0
     of_tokens: int = 0
+
+
+Extents = Callable[[int], Extent]
+"""The extent of what an op gets, by its sub-batch."""
 
 
 @dataclass
@@ -49,7 +55,10 @@ _drawing: ContextVar[_Draws | None] = ContextVar("oases_draws", default=None)
 class Randomness:
     """The streams of one call. seed: what rank 0's `torch.manual_seed` gave; call: counts the calls of a stack.
 
-    first_block, first_sample: where the stack's blocks begin in the model, and its samples in the batch.
+    active: whether anything may be drawn, in training. draws: by (block, method), whether it drew so far; kept by the
+    stack from call to call, because saving, seeding and restoring a generator costs more than a small op does, and
+    most blocks draw nothing. first_block, first_sample: where the stack's blocks begin in the model, and its samples
+    in the batch.
     """
 
     def __init__(
@@ -58,6 +67,7 @@ class Randomness:
         call: int,
         rank: int,
         device: torch.device,
+        draws: dict[tuple[int, MethodName], bool],
         *,
         active: bool,
         size: int = 1,
@@ -71,31 +81,65 @@ class Randomness:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._active = active
+        self.active = active
+        self._draws = draws
+        self._before: list[Tensor] = []
+        self._marks: list[int] = []
 
-    @contextmanager
-    def of(self, method: MethodName, block: int, sub_batch: int, extent: Extent) -> Iterator[None]:
-        """Draw from the stream of one op; the caller's own random state stays as it is."""
-        if not self._active:
-            yield
-            return
+    def begin(self) -> None:
+        """Before the ops of a forward pass: note the caller's own random state, which they leave as it is."""
+        if self.active:
+            self._before = [generator.get_state() for generator in self._generators]
+            self._marks = self._marked()
+
+    def run(self, method: MethodName, block: int, sub_batch: int, extent: Extents, function: Function) -> Tensor:
+        """Run one op of a forward pass, with a stream of its own if it draws; extent(sub_batch): what it gets.
+
+        One that has drawn nothing so far runs as it is. Should it draw this time, it is run again, with its stream.
+        """
+        if not self.active:
+            return function()
+        if self._draws.get((block, method)) is False:
+            result = function()
+            if self._marked() == self._marks:
+                return result
+            self._restore(self._before)
+        return self._isolated(method, block, sub_batch, extent(sub_batch), function)
+
+    def again(self, method: MethodName, block: int, sub_batch: int, extent: Extents, function: Function) -> Tensor:
+        """Run an op once more in the backward pass, with the numbers it drew before, if it drew any."""
+        if not self.active or not self._draws.get((block, method), True):
+            return function()
+        return self._isolated(method, block, sub_batch, extent(sub_batch), function)
+
+    def _isolated(self, method: MethodName, block: int, sub_batch: int, extent: Extent, function: Function) -> Tensor:
         # partial, and product, which is its second half, work on the rank's own heads and features.
         shared = method in ("combine", "prepare")
         place = "partial" if method == "product" else method
-        block += self._first_block
+        number = block + self._first_block
         extent = replace(extent, first_sample=self._first_sample + extent.first_sample)
-        text = repr((*self._key, place, block, sub_batch, 0 if shared else self._rank, self._first_sample))
+        text = repr((*self._key, place, number, sub_batch, 0 if shared else self._rank, self._first_sample))
         states = [generator.get_state() for generator in self._generators]
-        key = repr((*self._key, place, block))
-        token = _drawing.set(_Draws(key, self._rank, self._size, extent, shared))
+        draws = _Draws(repr((*self._key, place, number)), self._rank, self._size, extent, shared)
+        token = _drawing.set(draws)
         try:
             for generator in self._generators:
                 generator.manual_seed(hash_of(text))
-            yield
+            marks = self._marked()
+            result = function()
+            drew = draws.count > 0 or self._marked() != marks
+            self._draws[block, method] = drew or self._draws.get((block, method), False)
+            return result
         finally:
             _drawing.reset(token)
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
+            self._restore(states)
+
+    def _marked(self) -> list[int]:
+        return [generator_mark(generator) for generator in self._generators]
+
+    def _restore(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
 
 def whole_batch_mask(x: Tensor, keep: float, cut: int | Literal["whole", "unknown"]) -> Tensor | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -15,18 +14,18 @@ from torch import Tensor, nn
 
 from oases._C import OverlapScheduler
 from oases.errors import OverlapError
-from oases.execution.calls import Calls
-from oases.execution.delivery import Call, deliver
+from oases.execution.delivery import deliver
+from oases.execution.executor import Context
 from oases.execution.failure import watch_of
 from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
-from oases.execution.piece import Methods
 from oases.execution.wire import Scheduler, Silence, Wire
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
-from oases.parallel.blocks import Execution
+from oases.parallel.blocks import BlockProgram, Blocks
+from oases.parallel.call import CallOptions, StackCall, StackParameters, leaves_of
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import Unit
 from oases.parallel.inputs import BlockInputs, Inputs, differentiable
-from oases.parallel.randomness import Randomness, hash_of
+from oases.parallel.randomness import MethodName, Randomness, hash_of
 from oases.parallel.sub_batches import SubBatches, Tokens
 from oases.reporting import WHOLE_BATCH, report
 from oases.schedule import (
@@ -87,6 +86,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
     require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError where nothing overlaps.
     layer_of: each block's layer, in order; without, two blocks are one. Recomputation goes by layers, and so does
         `oases.report()`, which calls the stack by its `name`.
+    first_block, replica: of a stack that is a part of a model, or has a share of the batch: which, for its random
+        numbers.
     Input and output: [batch, ...], the same on every rank. What blocks read besides (a mask, a position bias) is
     given to a call as one `BlockInputs` per block. Gradients of sharded parameters (`shard_dims` of
     their module) stay this rank's; those of replicated ones are summed over the group where they are shares.
@@ -108,6 +109,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
         require_overlap: bool = False,
         layer_of: Sequence[int] | None = None,
         name: str = "",
+        first_block: int = 0,
+        replica: int = 0,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -134,23 +137,18 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.wire_dtype = wire_dtype
         self.small_batch = small_batch
         self.require_overlap = require_overlap or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
-        self.run_as(schedule, sub_batches, recompute)
         self.number = next(_numbers)
         """Counts the stacks of this process, so that errors and statistics can tell them apart."""
-        self.units: list[Unit] = []
-        """By block, where weights are sharded over data-parallel ranks (see `oases.parallel.fsdp`)."""
+        self.first_block, self._replica = first_block, replica
+        self._units: list[Unit] = []  # by block, where weights are sharded
         self._compiled: list[nn.Module] = []
-        self.first_block, self.replica = 0, 0
-        """Of a stack that is a part of a model, or has a share of the batch: which, for its random numbers."""
+        self._block_parameters: list[StackParameters] = []
+        self._programs: dict[int, BlockProgram] = {}  # by the id of the schedule, which they hold
+        self._draws: dict[tuple[int, MethodName], bool] = {}
         self._seed: int | None = None
-        self._agreed: set[tuple[Schedule, int]] = set()  # with the failures before
+        self._agreed: set[tuple[int, int]] = set()  # ids of programs, with the failures before
         self._calls = 0
-        self.recent = Calls()
-        """The latest call, for a pipeline that splits its passes up; none where it was made without gradients."""
-        self.spans: list[tuple[str, Any, Any]] | None = None
-        """Set to a list to have (op, start, end) of every compute op and wait appended, as `clock` gives them."""
-        self.clock: Callable[[], Any] = time.perf_counter
-        """What spans are taken with. An accelerator works behind the host: there, one that records an event."""
+        self.run_as(schedule, sub_batches, recompute)
 
     @property
     def label(self) -> str:
@@ -159,12 +157,16 @@ class OverlappedStack(HoldsGroup, nn.Module):
 
     @property
     def calls(self) -> int:
-        """Forward passes so far, which tell the streams of random numbers; set by a run that goes on."""
+        """Forward passes so far, which tell the streams of random numbers."""
         return self._calls
 
-    @calls.setter
-    def calls(self, calls: int) -> None:
-        self._calls = calls
+    def at_call(self, number: int) -> None:
+        """Have this many forward passes behind the next one; for a run that goes on."""
+        self._calls = number
+
+    def shard(self, units: Sequence[Unit]) -> None:
+        """Have the weights of the blocks gathered as the list needs them: a unit for each block."""
+        self._units = list(units)
 
     def run_as(
         self,
@@ -174,11 +176,13 @@ class OverlappedStack(HoldsGroup, nn.Module):
     ) -> None:
         """Change the schedule for the calls to come."""
         self._tunings: dict[str, Tuning] | None = None
+        self._programs = {}
+        self._agreed = set()
         # What takes the place of a schedule for batches too small for it.
-        self._by_tokens: dict[Schedule, Schedule] = {}
-        self._whole: dict[Schedule, Schedule] = {}
+        self._by_tokens: dict[int, Schedule] = {}  # by the id of the schedule
+        self._whole: dict[int, Schedule] = {}
         if isinstance(schedule, Schedule):
-            validate(schedule)
+            validate(schedule, "block")
             if schedule.num_blocks != len(self.blocks):
                 raise ValueError(
                     f"schedule '{schedule.name}' is for {schedule.num_blocks} blocks, the stack has "
@@ -200,12 +204,15 @@ class OverlappedStack(HoldsGroup, nn.Module):
     def _laid_out(self, schedule: Schedule) -> Schedule:
         return sequence_parallel(schedule) if self.sequence_parallel and self.tensor_parallel > 1 else schedule
 
-    def forward(self, x: Tensor, inputs: Sequence[BlockInputs] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, inputs: Sequence[BlockInputs] | None = None, *, context: Context | None = None
+    ) -> Tensor:
         """[batch, ...] -> [batch, ...].
 
-        inputs: what each block reads besides, one for each. Tensors among it that require grad get gradients: in
-        `partial` each rank has its share of them, in `combine` they are whole. ValueError where they do not fit the
-        blocks or the batch, or sub-batches are parts of the sequence.
+        inputs: further arguments of each block's methods, one for each block. Tensors among it that require grad get
+        gradients: in `partial` each rank has its share of them, in `combine` they are whole. context: spans to
+        record, a pipeline's handle of the call. ValueError where they do not fit the blocks or the batch, or
+        sub-batches are parts of the sequence.
         """
         refuse_capture(x)
         given = self._checked(inputs)
@@ -217,7 +224,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
             scheduler = scheduler_of(cast(ProcessGroup, self.process_group))
         if self.require_overlap and (tuning is None or tuning.choice is not None):
             self._require_overlap(self._schedule_for(x, given))
-        return self.run(x, scheduler, tuning, given)
+        return self.run(x, scheduler, tuning, given, context)
 
     def _checked(self, inputs: Sequence[BlockInputs] | None) -> Sequence[BlockInputs]:
         """The inputs, nothing where no block reads any."""
@@ -279,19 +286,19 @@ class OverlappedStack(HoldsGroup, nn.Module):
             return schedule
         if schedule.name != "oases" or not self._can_cut_tokens(x, parts, inputs):
             if self.small_batch == "whole" and x.shape[0] > 0:
-                if schedule not in self._whole:
+                if id(schedule) not in self._whole:
                     whole = self._generated("sync", 1, self._recomputed_layers(schedule))
-                    self._whole[schedule] = self._laid_out(whole)
-                return self._whole[schedule]
+                    self._whole[id(schedule)] = self._laid_out(whole)
+                return self._whole[id(schedule)]
             raise ValueError(
                 f"a batch of {x.shape[0]} cannot be cut into {parts} sub-batches; use a larger batch or fewer "
                 "sub_batches, let small_batch='whole' run it uncut, or with schedule='oases' let blocks that treat "
                 "tokens independently say token_wise = True to be cut along the sequence, which blocks with inputs "
                 "cannot be"
             )
-        if schedule not in self._by_tokens:
-            self._by_tokens[schedule] = self._along_sequence(parts, self._recomputed_layers(schedule))
-        return self._by_tokens[schedule]
+        if id(schedule) not in self._by_tokens:
+            self._by_tokens[id(schedule)] = self._along_sequence(parts, self._recomputed_layers(schedule))
+        return self._by_tokens[id(schedule)]
 
     def _agree(self, schedule: Schedule) -> None:
         """Before a schedule's first run: every rank must run the same list, or sums would mix; one seed for all."""
@@ -337,16 +344,20 @@ class OverlappedStack(HoldsGroup, nn.Module):
         scheduler: Scheduler,
         tuning: Tuning | None = None,
         inputs: Sequence[BlockInputs] = (),
+        context: Context | None = None,
     ) -> Tensor:
         """Forward with collectives by `scheduler`; `Silence()` measures the compute alone.
 
-        tuning: takes the time of this call's forward and backward pass. inputs: as for `forward`, or none at all.
+        tuning: takes the time of this call's forward and backward pass. inputs, context: as for `forward`.
         """
         schedule = self._schedule_for(x, inputs)
-        runs_whole = any(schedule is whole for whole in self._whole.values())
+        blocks = self._compiled or list(self.blocks)
+        parameters = self._parameters_of(blocks)
+        with_gradients = torch.is_grad_enabled() and (
+            x.requires_grad or any(each.trained for each in parameters) or bool(differentiable(inputs))
+        )
+        program = self._program_of(schedule, blocks)
         rank, size = group_rank(self.process_group), self.tensor_parallel
-        tracked = [x, *self.parameters(), *differentiable(inputs)]
-        with_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
         cut = SubBatches(x.shape, schedule, Tokens(rank, size) if schedule.sequence_parallel else Tokens())
         held = Inputs(inputs, cut, with_gradients=with_gradients)
         watch = None
@@ -354,43 +365,42 @@ class OverlappedStack(HoldsGroup, nn.Module):
             watch = watch_of(cast(ProcessGroup, self.process_group), scheduler, x.device)
             watch.check()
         failures = 0 if watch is None else watch.scheduler.failures
-        if (schedule, failures) not in self._agreed:
+        if (id(program), failures) not in self._agreed:
             self._agree(schedule)
-            self._agreed.add((schedule, failures))
+            self._agreed.add((id(program), failures))
         assert self._seed is not None
         self._calls += 1
-        blocks = self._compiled or list(self.blocks)
-        halves = [schedule.sequence_parallel and b > 0 and _is_halved(block) for b, block in enumerate(blocks)]
-        execution = Execution(
-            [Methods(block, halved=halved) for block, halved in zip(blocks, halves, strict=True)],
-            schedule,
-            Wire(scheduler, schedule, size, self.wire_dtype, self.label + WHOLE_BATCH * runs_whole, self.layer_of),
-            x,
-            differentiable=with_gradients,
-            randomness=Randomness(
-                self._seed,
-                self._calls,
-                rank,
-                x.device,
-                active=self.training,
-                size=size,
-                first_block=self.first_block,
-                first_sample=self.replica * x.shape[0],
-            ),
-            cut=cut,
-            inputs=held,
-            units=self.units,
-            watch=watch,
-            spans=self.spans,
-            clock=self.clock,
-        )
-        self.recent = Calls()
+        leaves = leaves_of(parameters, self._units) if with_gradients else []
+        randomness = Randomness(
+            self._seed, self._calls, rank, x.device, self._draws, active=self.training, size=size,
+            first_block=self.first_block, first_sample=self._replica * x.shape[0],
+        )  # fmt: skip
+        context = Context() if context is None else context
+        work = Blocks(
+            blocks, program, Wire(scheduler, size, self.wire_dtype), x, leaves, differentiable=with_gradients,
+            randomness=randomness, cut=cut, inputs=held,
+        )  # fmt: skip
+        options = CallOptions(scheduler, watch, context, tuning, self._units)
+        call = StackCall(program, work, parameters, options, differentiable=with_gradients)
         if not with_gradients:
-            return execution.run_forward()
-        call = Call(blocks, execution, scheduler, tuning, self.units)
-        self.recent = Calls([call])
+            return call.forward()
+        context.calls.add(call)
         return deliver(call, x)
 
+    def _parameters_of(self, blocks: Sequence[nn.Module]) -> list[StackParameters]:
+        """The blocks' parameters as they are now, looked at again where something has changed."""
+        if len(self._block_parameters) != len(blocks):
+            self._block_parameters = [StackParameters(block) for block in blocks]
+        elif not self._units:  # those that are sharded do not stand in their places between calls
+            for number, known in enumerate(self._block_parameters):
+                if not known.current:
+                    self._block_parameters[number] = StackParameters(blocks[number])
+        return self._block_parameters
 
-def _is_halved(block: nn.Module) -> bool:
-    return all(callable(getattr(block, name, None)) for name in ("prepare", "product"))
+    def _program_of(self, schedule: Schedule, blocks: Sequence[nn.Module]) -> BlockProgram:
+        program = self._programs.get(id(schedule))
+        if program is None:
+            whole = any(schedule is each for each in self._whole.values())
+            label = self.label + WHOLE_BATCH * whole
+            program = self._programs[id(schedule)] = BlockProgram(schedule, blocks, label, self.layer_of)
+        return program

@@ -52,7 +52,7 @@ class SubBatches:
         """The opposite of `split`."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=self._dim)
 
-    def whole_extent(self) -> Extent:
+    def whole_extent(self, s: int = 0) -> Extent:
         """Every sample and token, which an op gets whose block needs every token at once."""
         return Extent(0, self.batch)
 

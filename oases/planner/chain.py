@@ -15,10 +15,8 @@ from oases.plans.plan import generated
 from oases.plans.shape import ModelShape
 from oases.schedule import WHOLE
 from oases.simulator.engine import run
-from oases.simulator.hardware import Hardware
-from oases.simulator.lowering import lower
-from oases.simulator.program import Program
-from oases.simulator.stack import stack_costs
+from oases.simulator.hardware import Hardware, stack_costs
+from oases.simulator.lowering import program_of
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -181,5 +179,4 @@ class Runs:
         schedule = generated(name, 2 * layers, sub_batches, "full" if again else "none")
         kinds = [self.model.kind_of(b) for b in range(2 * layers)]
         costs = stack_costs(self.hardware, self.model, kinds, tp, samples, schedule)
-        forward, backward = lower(schedule, costs)
-        return run(Program("", (tuple(forward + backward),), {costs.link: costs.contention})).total_seconds
+        return run(program_of(schedule, costs)).total_seconds

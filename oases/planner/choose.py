@@ -12,7 +12,7 @@ from oases.planner.chain import Runs
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
 from oases.planner.search import SettingSearch
-from oases.planner.space import ONLY_EARLIER, Setting, Space, settings
+from oases.planner.space import Setting, Space, only_earlier, settings
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
@@ -213,7 +213,7 @@ def rank_plans(
         if search.least_seconds() > PRUNED * best:
             break
         setting = search.setting
-        alike = setting.pipeline in ONLY_EARLIER and replace(setting, pipeline="one_f_one_b") in nothing_again
+        alike = only_earlier(setting.pipeline) and replace(setting, pipeline="one_f_one_b") in nothing_again
         candidates = [] if alike else list(search.candidates(PRUNED * best))
         for plan in candidates:
             found[replace(plan, prediction=None)] = plan

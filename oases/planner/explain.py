@@ -10,6 +10,7 @@ from oases.planner.predict import LARGEST_PROGRAM, Predictor
 from oases.planner.recomputation import num_layers, recomputing
 from oases.plans.plan import Plan, Stage
 from oases.plans.shape import KINDS, ModelShape
+from oases.schedule.pipeline import name_of
 from oases.simulator.hardware import Hardware
 from oases.simulator.peaks import peak_flops
 from oases.simulator.timeline import Timeline
@@ -86,7 +87,7 @@ def _kind(plan: Plan, chosen: Plan) -> str:
     if len(plan.stages) != len(chosen.stages):
         return f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "no pipeline"
     if plan.pipeline != chosen.pipeline:
-        return f"pipeline {plan.pipeline}"
+        return f"pipeline {name_of(plan.pipeline)}"
     if plan.uniform_tp != chosen.uniform_tp:
         return f"tp {plan.uniform_tp} throughout" if plan.uniform_tp else "mixed degrees"
     if plan.micro_batches != chosen.micro_batches:

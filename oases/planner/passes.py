@@ -6,7 +6,7 @@ computes for the blocks below; those of a part whose last pass was earlier, from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -17,12 +17,10 @@ from oases.planner.pieces import OPTIMIZER, SENT, PartPieces, Piece, StagePieces
 from oases.plans.plan import BUCKET_BYTES, Part, Plan, Segment
 from oases.plans.shape import ModelShape
 from oases.schedule import Op
-from oases.schedule.pipeline import UNDER_FORWARD, early, last_pass
-from oases.schedule.under import under
-from oases.simulator.hardware import Hardware
+from oases.schedule.pipeline import read_stage
+from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.lowering import StagePasses, lower
 from oases.simulator.program import Compute, Contention, Instruction, Start, Wait
-from oases.simulator.stack import stack_costs
 
 _ADAM_BYTES = 28
 """Moved per fp32 parameter by the optimizer: reads weight, gradient and two moments, writes all but the gradient."""
@@ -52,7 +50,7 @@ class Lowered:
     the segment's list. Of a list without W, the backward pass computes them.
     """
 
-    forward: Tagged
+    forward: tuple[Instruction, ...]
     backward: Tagged
     weights: Tagged
 
@@ -65,32 +63,24 @@ class Lowered:
         schedule = segment.generated()
         kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
         costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule)
-        forward, backward = lower(schedule, costs, prefix)
-        ahead = 1 if costs.overhead[1] else 0
-        ops: list[Op | None] = [None] * len(backward)
-        ops[ahead : ahead + len(schedule.backward)] = schedule.backward
-        tagged = tuple(zip(backward, ops, strict=True))
-        put_off = [weights_apart and op is not None and op.kind == "W" for op in ops]
-        rest, weights = (
-            tuple(each for each, late in zip(tagged, put_off, strict=True) if late == wanted)
-            for wanted in (False, True)
-        )
-        head = len(forward) - len(schedule.forward)  # what it costs to begin
-        return Lowered(tuple(zip(forward, [None] * head + [*schedule.forward], strict=True)), rest, weights)
+        (steps,) = lower(schedule, costs, prefix)
+        forward = tuple(step.instruction for step in steps if not step.backward)
+        rest: list[tuple[Instruction, Op | None]] = []
+        weights: list[tuple[Instruction, Op | None]] = []
+        for step in steps[len(forward) :]:
+            late = weights_apart and step.op is not None and step.op.kind == "W"
+            (weights if late else rest).append((step.instruction, step.op))
+        return Lowered(forward, tuple(rest), tuple(weights))
 
     @cached_property
-    def recompute(self) -> Tagged:
+    def recompute(self) -> tuple[Instruction, ...]:
         """The ops R and RC, with the collectives that carry them."""
-        return tuple(each for each in self.backward if _again(each[1]))
+        return tuple(instruction for instruction, op in self.backward if _again(op))
 
     @cached_property
     def backward_after(self) -> Tagged:
         """What `recompute` leaves to the backward pass."""
         return tuple(each for each in self.backward if not _again(each[1]))
-
-
-def _untagged(instructions: Iterable[Instruction]) -> Iterator[tuple[Instruction, None]]:
-    return ((instruction, None) for instruction in instructions)
 
 
 def _again(op: Op | None) -> bool:
@@ -117,9 +107,8 @@ class StageModel:
         self.parts = plan.parts_of(number)
         self._lowered_of = lowered
         count, many = len(plan.stages), plan.micro_batches
-        self.early = early(plan.pipeline, count, many, number)
-        self.last = last_pass(plan.pipeline, many, number)
-        self.weights_apart = plan.pipeline == "zb_h1"
+        reading = read_stage(plan.pipeline, count, many, number)
+        self.early, self.last, self.weights_apart = reading.early, reading.last, reading.has_weights
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -131,7 +120,6 @@ class StageModel:
             self.model, plan.stages[self.number].segments, tuple(part.first_block % 2 for part in self.parts), ends,
             several, plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, plan.fsdp,
             embedding_segment(plan).tp, kind, bool(self.early), (part, m) in self.early,
-            plan.pipeline in UNDER_FORWARD,
         )  # fmt: skip
 
     def passes(self, part: Part, pieces: StagePieces | None = None) -> StagePasses:
@@ -140,7 +128,7 @@ class StageModel:
         if pieces is None:
             return StagePasses(
                 lambda m: self.forward(part, m), lambda m: self.backward(part, m), lambda m: self.recompute(part, m),
-                lambda m: self.weights(part, m), seconds, lambda again, m: self.forward_over(part, again, m),
+                lambda m: self.weights(part, m), seconds,
             )  # fmt: skip
         found = pieces.parts[self.parts.index(part)]
 
@@ -156,7 +144,6 @@ class StageModel:
 
         return StagePasses(
             lambda m: of("F", m), lambda m: of("B", m), lambda m: of("R", m), lambda m: of("W", m), seconds,
-            lambda again, m: found.over.instructions(f"F {part.number}.{m} over R {part.number}.{again}"),
         )  # fmt: skip
 
     def pieces(self, contention: Mapping[str, Contention]) -> StagePieces:
@@ -180,18 +167,16 @@ class StageModel:
 
     def _part_pieces(self, part: Part, contention: Mapping[str, Contention]) -> PartPieces:
         forward, backward = self.forward(part, 0), self._backward(part, 0, after=False, gradients=False)
-        recompute, backward_after, weights, over = Piece(), Piece(), Piece(), Piece()
+        recompute, backward_after, weights = Piece(), Piece(), Piece()
         if self.early:
-            again = [op for op, _ in self._recompute(part, 0)]
+            again = self._recompute(part, 0)
             recompute = Piece.of(contention, again, forward)
             after = self._backward(part, 0, after=True, gradients=False)
             backward_after = Piece.of(contention, after, forward + again)
-        if self.early and self.plan.pipeline in UNDER_FORWARD:
-            over = Piece.of(contention, self.forward_over(part, 0, 0))
         if self.weights_apart:
             weights = Piece.of(contention, self._weights(part, 0, gradients=False), forward + backward)
         first, then = Piece.of(contention, forward), Piece.of(contention, backward, forward)
-        return PartPieces(first, then, recompute, backward_after, weights, self._message_seconds(part), over)
+        return PartPieces(first, then, recompute, backward_after, weights, self._message_seconds(part))
 
     def _message_seconds(self, part: Part) -> float:
         num_bytes = self.model.unit_bytes(self.plan.samples(part.last_degree))
@@ -214,33 +199,24 @@ class StageModel:
 
     def forward(self, part: Part, m: int) -> list[Instruction]:
         """Of one micro-batch."""
-        return [instruction for instruction, _ in self._forward(part, m)]
-
-    def forward_over(self, part: Part, again: int, m: int) -> list[Instruction]:
-        """Of micro-batch m, with the recomputation of micro-batch `again` under it."""
-        return list(under(self._forward(part, m), self._recompute(part, again)))
-
-    def _forward(self, part: Part, m: int) -> Tagged:
         own = embedding_segment(self.plan).tp
         samples, prefix = self.plan.samples(own), self._prefix(m)
-
-        def tagged() -> Iterator[tuple[Instruction, Op | None]]:
-            if part.number == 0 and self.with_ends:
-                yield from _untagged(embedding(self.hardware, self.model, own, samples, prefix))
-            for index, segment in enumerate(part.segments):
-                if index:
-                    name = f"{prefix}{part.first_segment + index}"
-                    yield from _untagged(self._resharded(name, part.segments[index - 1].tp, segment.tp))
-                yield from self._lowered(part, index, m).forward
-            if self._is_last(part):
-                yield from _untagged(self._resharded(f"{prefix}head", part.last_degree, own))
-                yield from _untagged(head(self.hardware, self.model, own, samples, prefix, backward=False))
-
-        return tuple(tagged())
+        ops: list[Instruction] = []
+        if part.number == 0 and self.with_ends:
+            ops += embedding(self.hardware, self.model, own, samples, prefix)
+        for index, segment in enumerate(part.segments):
+            if index:
+                name = f"{prefix}{part.first_segment + index}"
+                ops += self._resharded(name, part.segments[index - 1].tp, segment.tp)
+            ops += self._lowered(part, index, m).forward
+        if self._is_last(part):
+            ops += self._resharded(f"{prefix}head", part.last_degree, own)
+            ops += head(self.hardware, self.model, own, samples, prefix, backward=False)
+        return ops
 
     def recompute(self, part: Part, m: int) -> list[Instruction]:
         """Of one micro-batch ahead of its backward pass; nothing of one whose backward pass does it itself."""
-        return [op for op, _ in self._recompute(part, m)] if (part.number, m) in self.early else []
+        return self._recompute(part, m) if (part.number, m) in self.early else []
 
     def backward(self, part: Part, m: int) -> list[Instruction]:
         """Of one micro-batch; the stage's last one starts the sums of the gradients."""
@@ -251,10 +227,10 @@ class StageModel:
         """The weight gradients of one micro-batch, where they are a pass of their own."""
         return self._weights(part, m, gradients=("W", part.number, m) == self.last)
 
-    def _recompute(self, part: Part, m: int) -> Tagged:
+    def _recompute(self, part: Part, m: int) -> list[Instruction]:
         # The first segment's R needs nothing that another makes; the last ones go backward first.
         order = reversed(range(len(part.segments)))
-        return tuple(each for index in order for each in self._lowered(part, index, m).recompute)
+        return [each for index in order for each in self._lowered(part, index, m).recompute]
 
     def _backward(self, part: Part, m: int, *, after: bool, gradients: bool) -> list[Instruction]:
         """after: the recomputation has been done."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from oases.schedule.pipeline import early, passes
+from oases.schedule.pipeline import passes, read_stage
 from oases.simulator.engine import run
 from oases.simulator.program import Compute, Contention, Instruction, Program, Start, Wait
 from oases.simulator.timeline import Timeline
@@ -59,8 +59,7 @@ class Piece:
 class PartPieces:
     """A part's passes. recompute: ahead of time; backward_after: what is left to the backward pass then.
 
-    message_seconds: of an activation, or a gradient, on its way to a neighbour. over: forward, with the recomputation
-    of another micro-batch under it.
+    message_seconds: of an activation, or a gradient, on its way to a neighbour.
     """
 
     forward: Piece
@@ -69,7 +68,6 @@ class PartPieces:
     backward_after: Piece = field(default_factory=Piece)
     weights: Piece = field(default_factory=Piece)
     message_seconds: float = 0.0
-    over: Piece = field(default_factory=Piece)
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,10 @@ class Course:
 
 
 def course(name: str, num_micro_batches: int, stages: Sequence[StagePieces]) -> Course:
-    """The course of the pipeline `name` over these stages, two micro-batches or more. Raises ScheduleError."""
+    """The course of a pipeline, by name or in its text form, over these stages. Raises ScheduleError.
+
+    Two micro-batches or more, so that the last pass of a stage is none that repeats.
+    """
     count, many = len(stages), num_micro_batches
     parts = count * len(stages[0].parts)
     # When each micro-batch's activation, and its gradient, arrives at each part; below 0: it has not been sent.
@@ -132,10 +133,9 @@ class _Clock:
     def __init__(self, name: str, count: int, num_micro_batches: int, number: int, stage: StagePieces) -> None:
         self._passes = passes(name, count, num_micro_batches, number)
         self._next = next(self._passes, None)
-        self._early = early(name, count, num_micro_batches, number)
+        self._early = read_stage(name, count, num_micro_batches, number).early
         self._pieces = {count * chunk + number: pieces for chunk, pieces in enumerate(stage.parts)}
         self._last = stage.last
-        self._over = False  # whether the next pass is an F over an R
         self._sent_forward = self._sent_backward = 0.0  # when each outgoing link has sent all it was given
         self._held = self.peak = stage.held
         self.now = 0.0
@@ -152,7 +152,7 @@ class _Clock:
             kind, part, m = self._next
             pieces = self._pieces[part]
             if kind == "F":
-                piece, arrival = pieces.over if self._over else pieces.forward, activations[part][m]
+                piece, arrival = pieces.forward, activations[part][m]
             elif kind == "B":
                 piece = pieces.backward_after if (part, m) in self._early else pieces.backward
                 arrival = gradients[part][m]
@@ -160,16 +160,11 @@ class _Clock:
                 piece, arrival = pieces.recompute if kind == "R" else pieces.weights, 0.0
             if arrival < 0:
                 return
-            following = next(self._passes, None)
-            self._over = kind == "R" and following is not None and following[0] == "F"
-            if self._over:
-                self._next = following
-                continue
             if arrival > self.now:
                 self.waited += arrival - self.now
                 self.now = arrival
-            self._next = following
-            if following is None:
+            self._next = next(self._passes, None)
+            if self._next is None:
                 piece = self._last
             self.peak = max(self.peak, self._held + piece.peak)
             self._held += piece.kept

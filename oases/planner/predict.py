@@ -10,10 +10,10 @@ from oases.planner.memory import stage_state_bytes
 from oases.planner.passes import Lowered, StageModel
 from oases.planner.pieces import OPTIMIZER, Course, StagePieces, course, peak_bytes
 from oases.plans.plan import Plan, Prediction
-from oases.schedule import generate_pipeline
+from oases.schedule.pipeline import resolve_pipeline
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware
-from oases.simulator.lowering import lower_pipeline
+from oases.simulator.lowering import lower
 from oases.simulator.program import Program
 from oases.simulator.timeline import Timeline
 
@@ -82,7 +82,7 @@ class Predictor:
 
     def program(self, plan: Plan, *, every_op: bool = False) -> Program:
         """The instructions of one optimizer step."""
-        pipeline = generate_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches)
+        pipeline = resolve_pipeline(plan.pipeline, len(plan.stages), plan.micro_batches)
         ops = (
             8
             * plan.model.num_blocks
@@ -97,10 +97,13 @@ class Predictor:
             )
             for part in plan.parts
         ]
-        ranks = lower_pipeline(pipeline, passes)
+        ranks = lower(pipeline, passes)
         return Program(
             plan.text(),
-            tuple((*rank, *stage.finish()) for rank, stage in zip(ranks, stages, strict=True)),
+            tuple(
+                (*(step.instruction for step in rank), *stage.finish())
+                for rank, stage in zip(ranks, stages, strict=True)
+            ),
             self.contention,
             tuple(stage_state_bytes(plan, number) for number in range(len(plan.stages))),
         )

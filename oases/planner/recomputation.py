@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from oases.errors import UsageError
 from oases.plans.plan import Plan, Stage
-from oases.schedule.pipeline import SHIFTED
+from oases.schedule.pipeline import enough, in_flight
 from oases.simulator.quantities import bytes_text
 
 PeakBytes = Callable[[Plan, int], float]
@@ -51,7 +51,7 @@ class Recomputation:
     def shares(self, num_stages: int, pipeline: str) -> tuple[float, ...] | None:
         """Of each stage's layers, to cut stages by; None where the memory says it."""
         if self.kind == "merak":
-            return merak_shares(num_stages, self.first_share, shifted=pipeline in SHIFTED)
+            return merak_shares(num_stages, self.first_share, shifted=is_shifted(pipeline, num_stages))
         return {"fits": None, "full": (1.0,) * num_stages}.get(self.kind, (0.0,) * num_stages)
 
     def applied(self, plan: Plan, budget: float, peak_bytes: PeakBytes) -> Plan:
@@ -69,6 +69,15 @@ class Recomputation:
             layers = self.layers if self.kind == "layers" else math.ceil(shares[number] * most - 1e-9)
             plan = recomputing(plan, number, layers)
         return plan
+
+
+def is_shifted(pipeline: str, num_stages: int) -> bool:
+    """Whether the stage before the last has as many micro-batches in flight as the one before it, by its list."""
+    if num_stages < 3:
+        return False
+    many = enough(pipeline, num_stages)
+    before, last_but_one, last = (in_flight(pipeline, num_stages, many, num_stages - n) for n in (3, 2, 1))
+    return before == last_but_one > last
 
 
 def merak_shares(num_stages: int, first_share: float, *, shifted: bool = False) -> tuple[float, ...]:

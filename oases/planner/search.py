@@ -67,7 +67,7 @@ class SettingSearch:
         """Less than a step takes whose stages take so long for the blocks of a micro-batch."""
         setting = self.setting
         # Passes W may fill all of the bubble that others leave.
-        fill = 0.0 if setting.pipeline == "zb_h1" else (setting.stages - 1) / setting.chunks
+        fill = 0.0 if setting.has_weights else (setting.stages - 1) / setting.chunks
         return max(setting.micro_batches * max(stages), (setting.micro_batches + fill) * sum(stages) / len(stages))
 
     def _least_of(self, chosen: Sequence[tuple[State, ...]]) -> float:

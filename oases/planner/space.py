@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, product
 from math import isqrt
 
 from oases.errors import UsageError
 from oases.plans.shape import ModelShape
 from oases.schedule import PIPELINES
-from oases.schedule.pipeline import SHIFTED, UNDER_FORWARD, chunks_of, early, in_flight
+from oases.schedule.pipeline import chunks_of, enough, in_flight, passes, read_stage
+from oases.schedule.schedule import Pass, StageReading
 from oases.simulator.hardware import Hardware
 
 MAX_STAGES = 64
 """Pipeline stages that a search looks at."""
 
 BEST_PIPELINES = (
-    "one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1", "recompute_under_forward",
-    "shifted_under_forward",
+    "one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1",
 )  # fmt: skip
 """Those that can win: gpipe and pre_recompute hold as much as one of these and take as long or longer."""
-ONLY_EARLIER = ("pre_recompute", "last_no_recompute", *UNDER_FORWARD)
-"""Those that are another one where nothing is computed again."""
-
 MOST_MICRO_BATCHES = 4096
 """Of one optimizer step, unless more are asked for."""
 RUNNABLE_DTYPES = ("float32",)
@@ -121,12 +119,39 @@ class Setting:
 
     def weights_waiting(self, stage: int) -> int:
         """Micro-batches whose backward pass a stage has done, but not their weight gradients."""
-        return min(stage, self.micro_batches) if self.pipeline == "zb_h1" else 0
+        return self._reading(stage).weights_waiting
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weight gradients are passes of their own."""
+        return self._reading(0).has_weights
 
     def recomputes_early(self, stage: int) -> bool:
         """Whether a stage ever holds a whole micro-batch that it recomputed ahead of its backward pass."""
-        # The number of micro-batches makes no difference where there are twice as many as stages.
-        return bool(early(self.pipeline, self.stages, min(self.micro_batches, 2 * self.stages), stage))
+        return bool(self._reading(stage).early)
+
+    def _reading(self, stage: int) -> StageReading:
+        few = min(self.micro_batches, enough(self.pipeline, self.stages))
+        return read_stage(self.pipeline, self.stages, few, stage)
+
+
+@lru_cache(maxsize=64)
+def only_earlier(pipeline: str) -> bool:
+    """Whether a pipeline is 1F1B where nothing is computed again: it differs in when that is done."""
+    if pipeline == "one_f_one_b" or chunks_of(pipeline) > 1:
+        return False
+
+    def found(name: str) -> list[list[Pass]]:
+        return [[each for each in passes(name, 4, 8, stage) if each[0] != "R"] for stage in range(4)]
+
+    return found(pipeline) == found("one_f_one_b")
+
+
+@lru_cache(maxsize=1024)
+def _too_much_in_flight(pipeline: str, num_stages: int) -> bool:
+    """Whether a stage that computes ahead of time holds more micro-batches for it than there are stages."""
+    readings = (read_stage(pipeline, num_stages, enough(pipeline, num_stages), stage) for stage in range(num_stages))
+    return any(each.early and each.in_flight > num_stages for each in readings)
 
 
 def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: int, space: Space) -> Iterator[Setting]:
@@ -166,10 +191,10 @@ def _pipelines(model: ModelShape, stages: int, micro_batches: int, space: Space)
         chunks = chunks_of(name)
         if chunks > 1 and (micro_batches % stages or model.layers < chunks * stages):
             continue
-        if name in ONLY_EARLIER and not space.recompute:
+        if only_earlier(name) and not space.recompute:
             continue
-        if name in SHIFTED and stages < 3:
-            continue  # there it has more in flight than last_no_recompute, and gains nothing
+        if _too_much_in_flight(name, stages):
+            continue  # last_no_recompute takes as long with less
         yield name
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from oases.errors import UsageError
 from oases.plans.shape import LARGEST, ModelShape
-from oases.schedule import GENERATORS, PIPELINES, Schedule, ScheduleError, generate, sequence_parallel
-from oases.schedule.pipeline import chunks_of, require_sizes
+from oases.schedule import GENERATORS, PIPELINES, Schedule, ScheduleError, generate, is_text, sequence_parallel
+from oases.schedule.pipeline import chunks_of, name_of, require_sizes
 
 VERSION = 1
 FORMAT = "oases plan"
@@ -113,7 +113,8 @@ class Plan:
     """Stages, micro-batches and what is sharded; `global_batch` samples make one optimizer step.
 
     zero: optimizer state is sharded over the data-parallel ranks. fsdp: so are weights and gradients; the planner
-    does not choose it, and predicts its memory but not the time of its gathers. pipeline: the pipeline's schedule.
+    does not choose it, and predicts its memory but not the time of its gathers. pipeline: the pipeline's schedule,
+    the name of a generator or the text of a list for as many stages and micro-batches.
     """
 
     model: ModelShape
@@ -136,8 +137,10 @@ class Plan:
                 raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
         if self.zero and self.fsdp:
             raise UsageError("plan: fsdp shards the optimizer's state, too; leave out zero")
-        if self.pipeline not in PLANNED:
-            raise UsageError(f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PLANNED)}")
+        if self.pipeline not in PLANNED and not is_text(self.pipeline):
+            raise UsageError(
+                f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PLANNED)}, and the text of a list"
+            )
         self._check_stages()
 
     def _check_stages(self) -> None:
@@ -152,8 +155,14 @@ class Plan:
             self._check_stage(stage, f"plan: stage {number}")
         if self.fsdp and all(segment.tp == self.stage_ranks for stage in self.stages for segment in stage.segments):
             raise UsageError(f"plan: fsdp needs replicas to shard over, and tp is {self.stage_ranks}; leave it out")
-        if chunks_of(self.pipeline) > 1:
-            self._check_parts(chunks_of(self.pipeline))
+        try:
+            if is_text(self.pipeline):
+                require_sizes(self.pipeline, len(self.stages), self.micro_batches)
+            chunks = chunks_of(self.pipeline)
+        except ScheduleError as error:
+            raise UsageError(f"plan: pipeline: {error}") from error
+        if chunks > 1:
+            self._check_parts(chunks)
 
     def _check_stage(self, stage: Stage, where: str) -> None:
         if not stage.segments:
@@ -163,7 +172,7 @@ class Plan:
 
     def _check_parts(self, chunks: int) -> None:
         if len(self.stages) == 1:
-            raise UsageError(f"plan: {self.pipeline} needs at least 2 stages, got 1; take one_f_one_b")
+            raise UsageError(f"plan: {name_of(self.pipeline)} needs at least 2 stages, got 1; take one_f_one_b")
         try:
             require_sizes(self.pipeline, len(self.stages), self.micro_batches, chunks)
         except ScheduleError as error:
@@ -171,8 +180,8 @@ class Plan:
         for number, stage in enumerate(self.stages):
             if len(stage.segments) % chunks:
                 raise UsageError(
-                    f"plan: stage {number} has {len(stage.segments)} segments; {self.pipeline} runs {chunks} parts "
-                    "of the model on each stage, so give a multiple of that, the first part's first"
+                    f"plan: stage {number} has {len(stage.segments)} segments; {name_of(self.pipeline)} runs "
+                    f"{chunks} parts of the model on each stage, so give a multiple of that, the first part's first"
                 )
 
     def _check(self, segment: Segment, where: str) -> None:
@@ -267,7 +276,7 @@ class Plan:
             names.append(f"{numbers}: {text}" if len(self.stages) > 1 else text)
             first += many
         counts = f"{self.micro_batches} micro-batch" + ("es" if self.micro_batches > 1 else "")
-        how = [self.pipeline] if len(self.stages) > 1 else []
+        how = [name_of(self.pipeline)] if len(self.stages) > 1 else []
         return "; ".join(
             [*names, counts, *how, *(["sharded optimizer"] if self.zero else []), *(["fsdp"] if self.fsdp else [])]
         )

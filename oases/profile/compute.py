@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oases.execution.clock import Clock
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
 from oases.execution.wire import Silence
 from oases.models.gpt import transformer_blocks
@@ -51,7 +52,6 @@ class BlockBench:
         self.clock = Clock(device)
         blocks = transformer_blocks(config.gpt(config.seed), group)
         self.stack = OverlappedStack(blocks, process_group=group).to(device, dtype)
-        self.stack.clock = self.clock.mark
         torch.manual_seed(config.seed)
         shape = (config.batch, config.sequence, config.hidden)
         self.x, self.grad = torch.randn(2, *shape, device=device, dtype=dtype)
@@ -111,19 +111,17 @@ class BlockBench:
         self.stack.run_as(schedule)
         self.stack.zero_grad()
         spans: list[tuple[str, Any, Any]] = []
-        self.stack.spans = spans
         x = self.x[:samples].clone().requires_grad_()
         dist.barrier()
         wall, own = time.perf_counter(), time.thread_time()
         marks = [self._mark()]
-        output: Tensor = self.stack.run(x, Silence(pretends=True))
+        output: Tensor = self.stack.run(x, Silence(pretends=True), context=Context(spans, self.clock.mark))
         marks.append(self._mark())
         output.backward(self.grad[:samples])
         marks.append(self._mark())
         self.clock.synchronize()
         self._wall += time.perf_counter() - wall
         self._own += time.thread_time() - own
-        self.stack.spans = None
         named = [(_op(text), start, end) for text, start, end in spans]
         return named, self.clock.seconds(*marks[:2]), self.clock.seconds(*marks[1:])
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, scheduler_of
 from oases.execution.wire import Scheduler, Silence
 from oases.models.gpt import transformer_blocks
@@ -55,7 +56,9 @@ class Layers(Protocol):
     shape: tuple[int, ...]
     description: dict[str, Any] | None
 
-    def run(self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None) -> Tensor:
+    def run(
+        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Tensor:
         """All layers on an activation, with collectives by `scheduler`; tuning: as `OverlappedStack.run` has it."""
 
 
@@ -72,9 +75,11 @@ class BuiltInLayers:
         self.number = config.layers
         self.shape: tuple[int, ...] = (config.batch, config.sequence, config.hidden)
 
-    def run(self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None) -> Tensor:
+    def run(
+        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Tensor:
         """All layers on an activation."""
-        return self.stack.run(x, scheduler, tuning)
+        return self.stack.run(x, scheduler, tuning, context=context)
 
 
 class OverlapBench:
@@ -137,12 +142,14 @@ class OverlapBench:
                 on_step(done)
         self.schedules["auto"] = self.tuning.choice
 
-    def step(self, name: str, scheduler: Scheduler, tuning: Tuning | None = None) -> Passes:
+    def step(
+        self, name: str, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Passes:
         """One forward and backward pass under a schedule; leaves the gradients in place."""
         self._run_as(name)
         self.stack.zero_grad()
         x = self.x.clone().requires_grad_()
-        forward = self._timed(lambda: self.layers.run(x, scheduler, tuning))
+        forward = self._timed(lambda: self.layers.run(x, scheduler, tuning, context))
         backward = self._timed(lambda: self._output.backward(self.grad))
         self._x_grad = x.grad
         return forward, backward
@@ -236,13 +243,11 @@ class OverlapBench:
     def timeline(self, name: str) -> Timeline:
         """One measured step under a schedule, over all ranks."""
         spans: list[tuple[str, float, float]] = []
-        self.stack.spans = spans
         self.scheduler.take_records()
         self.scheduler.set_recording(True)
         dist.barrier(group=self.group)
-        self.step(name, self.scheduler)
+        self.step(name, self.scheduler, context=Context(spans))
         self.scheduler.set_recording(False)
-        self.stack.spans = None
         records = [
             (record.label.split(" (")[0], record.issued, record.finished)
             for record in self.scheduler.take_records()

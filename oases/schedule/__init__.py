@@ -1,7 +1,9 @@
 """What runs when: schedules as plain data. Imports no torch."""
 
-from oases.schedule.ir import Op, Schedule, ScheduleError
-from oases.schedule.pipeline import PIPELINES, Pipeline, generate_pipeline, gpipe, one_f_one_b
+from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts, resolve_experts
+from oases.schedule.ops import OPS, Op, ScheduleError, Unit
+from oases.schedule.pipeline import PIPELINES, generate_pipeline, gpipe, one_f_one_b, resolve_pipeline
+from oases.schedule.schedule import Schedule
 from oases.schedule.sequence import along_sequence, sequence_parallel
 from oases.schedule.tensor import (
     GENERATORS,
@@ -16,31 +18,48 @@ from oases.schedule.tensor import (
     sub_pipelined,
     sync,
 )
-from oases.schedule.text import ScheduleSyntaxError, format_schedule, parse_schedule
+from oases.schedule.text import (
+    ScheduleSyntaxError,
+    format_schedule,
+    from_text,
+    is_text,
+    name_or_text,
+    parse_schedule,
+    read_schedule,
+)
 from oases.schedule.validate import validate, validate_ranks
 
 __all__ = [
+    "EXPERT_SCHEDULES",
     "GENERATORS",
+    "OPS",
     "PIPELINES",
     "WHOLE",
     "LayerOf",
     "Op",
-    "Pipeline",
     "Recompute",
     "Schedule",
     "ScheduleError",
     "ScheduleSyntaxError",
+    "Unit",
     "along_sequence",
     "cross_pass",
     "fine_grained",
     "format_schedule",
+    "from_text",
     "generate",
+    "generate_experts",
     "generate_pipeline",
     "gpipe",
+    "is_text",
+    "name_or_text",
     "oases",
     "one_f_one_b",
     "parse_schedule",
+    "read_schedule",
     "recomputed_layers",
+    "resolve_experts",
+    "resolve_pipeline",
     "sequence_parallel",
     "sub_pipelined",
     "sync",

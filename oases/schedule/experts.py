@@ -9,76 +9,18 @@ Source: Pro-Prophet (arXiv 2411.10003), section on the block-wise scheduler; Tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeAlias
 
-from oases.schedule.ir import BACKWARD, Experts, Op, ScheduleError, Transfer
-
-_CARRIERS = ("all_to_all", "share", "join", "split", "return")
-_TRANSFERS = _CARRIERS[1:]
+from oases.schedule.ops import Compute, Op, ScheduleError, Transfer
+from oases.schedule.schedule import Extent, Schedule
+from oases.schedule.text import from_text, is_text
+from oases.schedule.validate import validate
 
 
-@dataclass(frozen=True)
-class ExpertSchedule:
-    """The ops of one forward and backward pass over `num_blocks` blocks of experts, the same on every rank.
-
-    recompute: whether nothing but what came over the wire is kept, and E and N run again in the backward pass.
-    """
-
-    name: str
-    num_blocks: int
-    ops: tuple[Op, ...]
-    recompute: bool = False
-
-    def __iter__(self) -> Iterator[Op]:
-        return iter(self.ops)
-
-    def __len__(self) -> int:
-        return len(self.ops)
-
-    @cached_property
-    def forward(self) -> tuple[Op, ...]:
-        """The ops of the forward pass."""
-        return tuple(op for op in self.ops if not _in_backward(op))
-
-    @cached_property
-    def backward(self) -> tuple[Op, ...]:
-        """The ops of the backward pass, recomputation included."""
-        return tuple(op for op in self.ops if _in_backward(op))
-
-    @cached_property
-    def lines(self) -> dict[Op, int]:
-        """Where each op stands, counted from 1."""
-        return {op: line for line, op in enumerate(self.ops, start=1)}
-
-    @cached_property
-    def collectives(self) -> tuple[Op, ...]:
-        """The collectives, in the order in which every rank must issue them."""
-        return tuple(op for op in self.ops if op.kind in _CARRIERS)
-
-    @property
-    def copies(self) -> bool:
-        """Whether experts are computed elsewhere than at home."""
-        return any(op.kind == "share" for op in self.ops)
-
-
-def started_by(wait: Op) -> Op:
-    """The collective that a wait is for."""
-    if wait.of in _TRANSFERS:
-        return Op(wait.of, wait.block, wait.sub_batch)
-    return Op("all_to_all", wait.block, wait.sub_batch, wait.of)
-
-
-def _in_backward(op: Op) -> bool:
-    return (op.of or op.kind) in BACKWARD
-
-
-def _sent(kind: Experts, block: int) -> Op:
+def _sent(kind: Compute, block: int) -> Op:
     return Op("all_to_all", block, 0, kind)
 
 
-def _wait(kind: Experts | Transfer, block: int) -> Op:
+def _wait(kind: Compute | Transfer, block: int) -> Op:
     return Op("wait", block, 0, kind)
 
 
@@ -87,16 +29,13 @@ def _exposed(kind: Transfer, block: int) -> Iterator[Op]:
     yield _wait(kind, block)
 
 
-# --- generators ---
-
-
-def plain(num_blocks: int, recompute: bool = False) -> ExpertSchedule:
+def plain(num_blocks: int, recompute: bool = False) -> Schedule:
     """Expert parallelism as it is: every expert at home, nothing but tokens on the wire."""
     ops = [*_forward(num_blocks, _nothing), *_backward(num_blocks, recompute)]
-    return ExpertSchedule("plain", num_blocks, tuple(ops), recompute)
+    return _listed("plain", num_blocks, ops, recompute)
 
 
-def blocking(num_blocks: int, recompute: bool = False) -> ExpertSchedule:
+def blocking(num_blocks: int, recompute: bool = False) -> Schedule:
     """Copies travel right before they are needed, and their gradients right after: nothing hides them. (6)"""
 
     def trans(b: int) -> Iterator[Op]:
@@ -106,10 +45,10 @@ def blocking(num_blocks: int, recompute: bool = False) -> ExpertSchedule:
         yield from (*_exposed("split", b), *_exposed("return", b))
 
     ops = [*_forward(num_blocks, trans), *_backward(num_blocks, recompute, behind_experts=agg)]
-    return ExpertSchedule("blocking", num_blocks, tuple(ops), recompute)
+    return _listed("blocking", num_blocks, ops, recompute)
 
 
-def block_wise(num_blocks: int, recompute: bool = False) -> ExpertSchedule:
+def block_wise(num_blocks: int, recompute: bool = False) -> Schedule:
     """Pro-Prophet's: the copies of the next block travel under this one's N and E, their gradients under BE and BN.
 
     There the first part goes under E and what N can hide after it; here the parts are the two rounds, and the smaller
@@ -149,10 +88,15 @@ def block_wise(num_blocks: int, recompute: bool = False) -> ExpertSchedule:
             behind=at_the_end,
         ),
     ]  # fmt: skip
-    return ExpertSchedule("block_wise", num_blocks, tuple(ops), recompute)
+    return _listed("block_wise", num_blocks, ops, recompute)
 
 
-_Insert: TypeAlias = Callable[[int], Iterable[Op]]
+def _listed(name: str, num_blocks: int, ops: Iterable[Op], recompute: bool) -> Schedule:
+    extent: Extent = "full" if recompute else "none"
+    return Schedule(name, num_blocks, 1, tuple(ops), extent, unit="experts")
+
+
+_Insert = Callable[[int], Iterable[Op]]
 """What a list has besides at some place of each block, given its number."""
 
 
@@ -178,7 +122,7 @@ def _backward(
 ) -> Iterator[Op]:
     """Recomputation needs nothing from the wire, so it hides the ways of the gradients."""
 
-    def again(kind: Experts, b: int) -> list[Op]:
+    def again(kind: Compute, b: int) -> list[Op]:
         return [Op(kind, b, 0)] if recompute else []
 
     yield from (*again("RN", num_blocks), Op("BN", num_blocks, 0))
@@ -188,82 +132,30 @@ def _backward(
         yield from (*before_non_experts(b), Op("BN", b, 0), *behind(b))
 
 
-EXPERT_SCHEDULES: dict[str, Callable[[int, bool], ExpertSchedule]] = {
+EXPERT_SCHEDULES: dict[str, Callable[[int, bool], Schedule]] = {
     function.__name__: function for function in (plain, blocking, block_wise)
 }
 
 
-def generate_experts(name: str, num_blocks: int, recompute: bool = False) -> ExpertSchedule:
+def generate_experts(name: str, num_blocks: int, recompute: bool = False) -> Schedule:
     """The named schedule, validated. Raises ScheduleError for an unknown name and for no block."""
     if name not in EXPERT_SCHEDULES:
         raise ScheduleError(f"unknown schedule of experts {name!r}; known are {', '.join(EXPERT_SCHEDULES)}")
     if num_blocks < 1:
         raise ScheduleError(f"{name} needs at least 1 block of experts, got {num_blocks}")
     schedule = EXPERT_SCHEDULES[name](num_blocks, recompute)
-    validate_experts(schedule)
+    validate(schedule)
     return schedule
 
 
-# --- validation ---
+def resolve_experts(schedule: str, num_blocks: int, recompute: bool = False) -> Schedule:
+    """The list of a schedule of experts, given by name or in its text form. ScheduleError for one that cannot be.
 
-
-def needs(op: Op, schedule: ExpertSchedule) -> list[Op]:
-    """The ops that must come before `op`: the data it reads."""
-    b = op.block
-    again = schedule.recompute
-    table: dict[str, list[Op]] = {
-        "N": [_wait("E", b - 1)] if b else [],
-        "P": [Op("N", b, 0)],
-        "E": [_wait("N", b), *([_wait("join", b)] if schedule.copies else [])],
-        "RN": [Op("N", b, 0)],
-        "RE": [Op("E", b, 0)],
-        "BN": [Op("N", schedule.num_blocks, 0), *([_wait("BE", b)] if b < schedule.num_blocks else [])],
-        "BE": [_wait("BN", b + 1)],
-        "share": [],
-        "join": [_wait("share", b)],
-        "split": [Op("BE", b, 0)],
-        "return": [_wait("split", b)],
-    }
-    if op.kind in ("BN", "BE") and again:
-        table[op.kind].append(Op("RN" if op.kind == "BN" else "RE", b, 0))
-    if op.kind == "all_to_all":
-        return [Op(op.of, b, 0)] if op.of is not None else []
-    return [started_by(op)] if op.kind == "wait" else table[op.kind]
-
-
-def required(schedule: ExpertSchedule) -> Iterator[Op]:
-    """The ops that the list must hold for the step to be whole."""
-    n = schedule.num_blocks
-    yield from (Op(kind, b, 0) for kind in ("N", "BN") for b in range(n + 1))
-    yield from (Op(kind, b, 0) for kind in ("E", "P", "BE") for b in range(n))
-    if schedule.recompute:
-        yield from (Op("RN", b, 0) for b in range(n + 1))
-        yield from (Op("RE", b, 0) for b in range(n))
-    if schedule.copies:
-        yield from (_wait(kind, b) for kind in ("join", "return") for b in range(n))  # type: ignore[arg-type]
-
-
-def validate_experts(schedule: ExpertSchedule) -> None:
-    """Raise ScheduleError, naming op and line, unless every rank can run `schedule` to the end."""
-    done: dict[Op, int] = {}
-    for line, op in enumerate(schedule, start=1):
-        _require_possible(op, f"op {line} ({op})", schedule, done)
-        done[op] = line
-    for op in required(schedule):
-        if op not in done:
-            raise ScheduleError(f"'{op}' is missing: the step would not be whole without it")
-    waited = {started_by(op) for op in schedule if op.kind == "wait"}
-    for op in schedule.collectives:
-        if op not in waited:
-            raise ScheduleError(f"op {done[op]} ({op}) is never waited for")
-
-
-def _require_possible(op: Op, where: str, schedule: ExpertSchedule, done: dict[Op, int]) -> None:
-    behind = (op.of or op.kind) in ("N", "RN", "BN")  # of which there is one more
-    if not 0 <= op.block < schedule.num_blocks + behind or op.sub_batch:
-        raise ScheduleError(f"{where}: the schedule has {schedule.num_blocks} blocks of experts, counted from 0")
-    if op in done:
-        raise ScheduleError(f"{where}: done twice, first as op {done[op]}")
-    for need in needs(op, schedule):
-        if need not in done:
-            raise ScheduleError(f"{where}: its input is missing; '{need}' must come before it")
+    recompute: of a named one; a text says it itself.
+    """
+    if not is_text(schedule):
+        return generate_experts(schedule, num_blocks, recompute)
+    found = from_text(schedule, "experts")
+    if found.num_blocks != num_blocks:
+        raise ScheduleError(f"the list {found.name} is for {found.num_blocks} blocks, and there are {num_blocks}", 0)
+    return found

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from oases.schedule.ir import Op, Schedule
+from oases.schedule.ops import Op
+from oases.schedule.schedule import Schedule
 from oases.schedule.tensor import LayerOf, Recompute, extent_of, received, recomputed_blocks, started
 from oases.schedule.validate import needs, validate
 
@@ -24,6 +25,7 @@ def sequence_parallel(schedule: Schedule) -> Schedule:
     """
     if schedule.sequence_parallel:
         return schedule
+    validate(schedule)
     naive = replace(schedule, ops=tuple(_gathered(schedule)))
     moved = replace(naive, ops=tuple(_balanced(naive)))
     validate(moved)
@@ -46,28 +48,33 @@ def _gathered(schedule: Schedule) -> Iterator[Op]:
             yield Op("BC", b, s)
             yield Op("all_gather", b, s, "BC")
             yield Op("wait", b, s, "BC")
-        yield replace(op, kind="reduce_scatter") if op.kind == "all_reduce" else op
+        yield op._replace(kind="reduce_scatter") if op.kind == "all_reduce" else op
         if op.kind == "C" or (op.kind == "RC" and (b + 1, s) in schedule.remade_inputs):
             yield Op("all_gather", b, s, op.kind)
     yield from ending
 
 
 def _balanced(schedule: Schedule) -> list[Op]:
+    """Each op between the halves, with its gather, in the middle of the compute before it that needs it not.
+
+    What moves, moves by as many ops as hid the all-reduce, so the whole takes time in proportion to the list.
+    """
     ops = list(schedule.ops)
+    at = {op: place for place, op in enumerate(ops)}
     border = len(schedule.forward)
     for gather in [op for op in ops if op.kind == "all_gather"]:
-        end = ops.index(gather)
-        begin = ops.index(gather.carried)
+        end, begin = at[gather], at[gather.carried]
         if begin and ops[begin - 1].kind == "wait":
             begin -= 1
         group = ops[begin : end + 1]
         inputs = [need for op in group for need in needs(op, schedule) if need not in group]
-        earliest = max([border if gather.in_backward else 0, *(ops.index(need) + 1 for need in inputs)])
-        heavy = [i for i in range(earliest, begin) if ops[i].kind in _HEAVY]
+        earliest = max([border if gather.in_backward else 0, *(at[need] + 1 for need in inputs)])
+        heavy = [place for place in range(earliest, begin) if ops[place].kind in _HEAVY]
         hidden_before = (len(heavy) + 1) // 2
         if hidden_before < len(heavy):
             to = heavy[hidden_before]
             ops[to : end + 1] = group + ops[to:begin]
+            at.update((ops[place], place) for place in range(to, end + 1))
     return ops
 
 

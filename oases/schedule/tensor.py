@@ -13,7 +13,8 @@ from functools import partial
 from itertools import groupby
 from typing import Literal
 
-from oases.schedule.ir import Compute, Op, Schedule, ScheduleError
+from oases.schedule.ops import Compute, Op, ScheduleError
+from oases.schedule.schedule import Extent, Schedule
 from oases.schedule.validate import validate
 
 Recompute = Literal["none", "full"] | int
@@ -173,7 +174,7 @@ def recomputed_blocks(num_blocks: int, recompute: Recompute, layer_of: LayerOf =
     return frozenset(b for layer in layers[:count] for b in layer)
 
 
-def extent_of(again: frozenset[int], num_blocks: int) -> Literal["none", "some", "full"]:
+def extent_of(again: frozenset[int], num_blocks: int) -> Extent:
     """In a word, how many of the blocks are computed again."""
     return "none" if not again else "full" if len(again) == num_blocks else "some"
 

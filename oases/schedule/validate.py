@@ -1,166 +1,358 @@
-"""Proves that a schedule can run: every input there, every wait after its start, all ranks in one order."""
+"""Proves that a schedule can run: every input there, every wait after its start, no rank that waits for ever."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from oases.schedule.ir import STARTS, Collective, Compute, Op, Schedule, ScheduleError
+from oases.schedule.ops import OPS, STARTS, TRANSFERS, Compute, Kind, Op, ScheduleError, Transfer, Unit, crossing
+from oases.schedule.schedule import Schedule
 
 _ONCE: tuple[str, ...] = ("F", "R", "B", "W")
 """The ops that a joint block runs once for all sub-batches."""
+_BEHIND = ("N", "RN", "BN")
+"""Of these there is one more than blocks of experts."""
+SORTS: dict[Unit, str] = {
+    "block": "tensor-parallel blocks", "experts": "blocks of experts", "stage": "pipeline stages",
+}  # fmt: skip
+"""In words what each sort of list schedules."""
+_PARTIAL = frozenset({"F", "R", "B"})
+_SUMS = "the result of {of} is whole; only F, R and B leave partial sums"
+_MESSAGES = "only the results of F and B go to another stage"
+_CARRIES = {
+    "all_reduce": _SUMS,
+    "reduce_scatter": _SUMS,
+    "all_gather": "only C, RC and BC make parts of the sequence, to be gathered",
+    "all_to_all": "only N, E, BN and BE make tokens to be sent, or their gradients",
+    "send": _MESSAGES,
+    "receive": _MESSAGES,
+}
+"""By collective, what it says where it is given a result that it cannot carry."""
+
+
+# --- what an op reads ---
 
 
 def needs(op: Op, schedule: Schedule) -> list[Op]:
-    """The ops that must come before `op`: the data it reads."""
-    b, s = op.block, op.sub_batch
-    if op.kind in STARTS:
-        return [_made_by(op.carried, schedule)]
-    if op.kind == "wait":
-        return [schedule.starts.get(op.carried) or Op("all_reduce", b, s, op.of)]
-    if op.kind == "C":
-        return [Op("wait", b, s, "F")]
-    if op.kind == "RC":
-        return [Op("wait", b, s, "R")]
-    if op.kind == "W":
-        return [Op("B", b, s)]
-    everyone = range(schedule.num_sub_batches) if b in schedule.joint else [s]
-    gathered = schedule.sequence_parallel
-    if op.kind == "F":
-        before = [Op("wait", b - 1, each, "C") if gathered else Op("C", b - 1, each) for each in everyone]
-        return before if b > 0 else []
-    if op.kind == "R":  # its input was kept, unless an RC made it again first
-        remade = gathered and (b, s) in schedule.remade_inputs
-        return [Op("F", b, s)] + ([Op("wait", b - 1, s, "RC")] if remade else [])
-    again = schedule.recomputed
-    if op.kind == "B":
-        apart = {Op("BC", b, each) for each in everyone} & schedule.backward_set
-        recomputed = [Op("R", b, s)] if ("R", b, s) in again else []
-        if apart or gathered or b in schedule.joint:
-            return recomputed + [Op("wait", b, s, "BC") if gathered else Op("BC", b, each) for each in everyone]
-        return [
-            *_combined_backward_needs(b, s, schedule)[:1],
-            *recomputed,
-            *_combined_backward_needs(b, s, schedule)[1:],
-        ]
-    return _combined_backward_needs(b, s, schedule)
+    """The ops that must come before `op` in its rank's list: the data it reads."""
+    kind, b, s, _ = op
+    found: list[Op] = []
+    for read in OPS[kind].reads[schedule.unit]:
+        if read.when and not _holds(read.when, read.kind, b, s, schedule):
+            continue
+        if read.kind == "of":
+            found.append(_made_by(op.carried, schedule))
+        elif read.kind == "start":
+            found.append(schedule.starts.get(op.carried) or _start_of(op))
+        elif not read.arrived:
+            source = "RC" if read.kind == "RC|C" and ("RC", b, s) in schedule.recomputed else read.kind
+            found.append(Op("C" if source == "RC|C" else source, b + read.block, s))  # type: ignore[arg-type]
+        elif 0 <= b + read.block < _count(read.kind, schedule):
+            if schedule.unit == "stage":
+                found.append(Op("receive", b, s, read.kind))  # type: ignore[arg-type]
+                continue
+            at_once = b in schedule.joint and kind in _ONCE
+            for each in range(schedule.num_sub_batches) if at_once else (s,):
+                found.append(_arrival(read.kind, b + read.block, each, schedule))
+    return found
+
+
+def _holds(when: str, kind: str, b: int, s: int, schedule: Schedule) -> bool:
+    if when == "listed":
+        return (kind, b, s) in schedule.recomputed
+    if when == "remade":
+        return (b, s) in schedule.remade_inputs
+    if when == "copied":
+        return schedule.copies
+    apart = schedule.sequence_parallel or b in schedule.joint or Op("BC", b, s) in schedule.backward_set
+    return apart == (when == "apart")
+
+
+def _arrival(kind: str, b: int, s: int, schedule: Schedule) -> Op:
+    """The op that leaves a result where another one can read it: the wait for what carries it, if something does."""
+    carried = schedule.unit == "experts" or kind in _PARTIAL or schedule.sequence_parallel
+    return Op("wait", b, s, kind) if carried else Op(kind, b, s)  # type: ignore[arg-type]
+
+
+def _count(kind: str, schedule: Schedule) -> int:
+    return schedule.num_blocks + (schedule.unit == "experts" and kind in _BEHIND)
+
+
+def _start_of(wait: Op) -> Op:
+    if wait.of in TRANSFERS:
+        return wait.carried._replace(kind=wait.of, of=None)
+    carrier: Kind = "all_to_all" if wait.of in ("N", "E", "BN", "BE") else "all_reduce"
+    return wait._replace(kind=carrier)
 
 
 def _made_by(op: Op, schedule: Schedule) -> Op:
     """The op that makes what `op` stands for: a joint block makes every sub-batch's part at once."""
-    joint = op.block in schedule.joint and op.kind in _ONCE
-    return Op(op.kind, op.block, 0) if joint else op
-
-
-def _combined_backward_needs(b: int, s: int, schedule: Schedule) -> list[Op]:
-    """What the backward of C reads: its graph, kept or made again, and the gradient of the next block's input."""
-    combined = Op("RC" if ("RC", b, s) in schedule.recomputed else "C", b, s)
-    return [combined] + ([Op("wait", b + 1, s, "B")] if b < schedule.num_blocks - 1 else [])
+    return op._replace(sub_batch=0) if op.block in schedule.joint and op.kind in _ONCE else op
 
 
 def required(schedule: Schedule) -> Iterator[Op]:
     """The ops that the list must hold for the step to be whole."""
+    places = [(b, s) for b in range(schedule.num_blocks) for s in range(schedule.num_sub_batches)]
+    if schedule.unit == "stage":
+        kinds: tuple[Compute, ...] = ("F", "B", "W") if schedule.has_weight_passes else ("F", "B")
+        yield from (Op(kind, b, s) for b, s in places for kind in kinds)
+        return
+    if schedule.unit == "experts":
+        n, again = schedule.num_blocks, schedule.recompute == "full"
+        both: list[Compute] = ["N", "BN", *(["RN"] if again else [])]  # type: ignore[list-item]
+        yield from (Op(kind, b, 0) for kind in both for b in range(n + 1))
+        both = ["E", "P", "BE", *(["RE"] if again else [])]  # type: ignore[list-item]
+        yield from (Op(kind, b, 0) for kind in both for b in range(n))
+        moved: tuple[Transfer, ...] = ("join", "return") if schedule.copies else ()
+        yield from (Op("wait", b, 0, kind) for kind in moved for b in range(n))
+        return
     gathered = schedule.sequence_parallel
-    reduce: Collective = "reduce_scatter" if gathered else "all_reduce"
-    kinds: list[tuple[Compute | Collective, Compute | None]] = [
-        ("F", None),
-        (reduce, "F"),
-        ("wait", "F"),
-        ("C", None),
-    ]
+    reduce: Kind = "reduce_scatter" if gathered else "all_reduce"
+    pairs: list[tuple[Kind, Compute | None]] = [("F", None), (reduce, "F"), ("wait", "F"), ("C", None)]
     if gathered:
-        kinds += [("all_gather", "C"), ("wait", "C")]
+        pairs += [("all_gather", "C"), ("wait", "C")]
     if schedule.backward:
-        kinds += [("BC", None), ("all_gather", "BC"), ("wait", "BC")] if gathered else []
-        kinds += [("B", None), (reduce, "B"), ("wait", "B")]
-    for b in range(schedule.num_blocks):
-        for s in range(schedule.num_sub_batches):
-            for kind, of in kinds:
-                if s == 0 or kind not in _ONCE or b not in schedule.joint:
-                    yield Op(kind, b, s, of)
+        pairs += [("BC", None), ("all_gather", "BC"), ("wait", "BC")] if gathered else []
+        pairs += [("B", None), (reduce, "B"), ("wait", "B")]
+    for b, s in places:
+        for each, of in pairs:
+            if s == 0 or each not in _ONCE or b not in schedule.joint:
+                yield Op(each, b, s, of)
 
 
-def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError, naming op and line, unless every rank can run `schedule` to the end."""
-    if schedule.num_blocks < 1 or schedule.num_sub_batches < 1:
+# --- any list ---
+
+
+def validate(schedule: Schedule, unit: Unit | None = None) -> None:
+    """Raise ScheduleError, naming op and line, unless every rank can run `schedule` to the end.
+
+    unit: the sort of list that is asked for; None for any.
+    """
+    if unit is not None and schedule.unit != unit:
         raise ScheduleError(
-            f"a schedule needs at least 1 block and 1 sub-batch, got {schedule.num_blocks} and "
-            f"{schedule.num_sub_batches}"
+            f"{schedule.name} is a list of {SORTS[schedule.unit]}; here one of {SORTS[unit]} is asked for", 0
         )
-    _require_one_kind_of_cut(schedule)
+    _require_sizes(schedule)
     done: dict[Op, int] = {}
     backward_since: int | None = None
-    for line, op in enumerate(schedule, start=1):
-        _require_possible(op, f"op {line} ({op})", schedule, done)
-        if op.in_backward:
+    ordered = schedule.unit != "stage"  # stages go forward and backward in turn
+    for line, op in enumerate(schedule.ops, start=1):
+        _require_possible(op, line, schedule, done)
+        if ordered and op.in_backward:
             backward_since = backward_since or line
         elif backward_since is not None:
             raise ScheduleError(
                 f"op {line} ({op}): a forward op after the backward pass began with op {backward_since}; the "
-                "loss needs the whole forward pass first"
+                "loss needs the whole forward pass first",
+                line,
             )
         done[op] = line
-    _require_recompute_as_said(schedule)
     for op in required(schedule):
         if op not in done:
             raise ScheduleError(f"'{op}' is missing: the step would not be whole without it")
+    _require_recompute_as_said(schedule)
+    if schedule.unit == "stage":
+        _require_messages(schedule)
+    else:
+        _require_waits(schedule)
+
+
+def _require_sizes(schedule: Schedule) -> None:
+    if schedule.num_blocks < 1 or schedule.num_sub_batches < 1:
+        raise ScheduleError(
+            f"a schedule needs at least 1 block and 1 sub-batch, got {schedule.num_blocks} and "
+            f"{schedule.num_sub_batches}",
+            0,
+        )
+    stages, whole = schedule.num_stages, schedule.unit == "stage"
+    if stages < 1 or schedule.num_blocks % stages or (stages > 1 and not whole):
+        raise ScheduleError(f"{schedule.num_blocks} parts of a model cannot be cut into {stages} pipeline stages", 0)
+    if schedule.unit == "experts" and schedule.num_sub_batches > 1:
+        raise ScheduleError(
+            f"a schedule of experts runs the batch whole, got {schedule.num_sub_batches} sub-batches", 0
+        )
+    if schedule.unit != "block" and (schedule.joint or schedule.along != "batch"):
+        raise ScheduleError("only tensor-parallel blocks have joint blocks or sub-batches along=sequence", 0)
+    if schedule.joint and schedule.along != "sequence":
+        raise ScheduleError("joint blocks are for sub-batches along=sequence; samples are independent", 0)
+    if schedule.joint and not max(schedule.joint) < schedule.num_blocks:
+        raise ScheduleError(f"joint block {max(schedule.joint)} is beyond the {schedule.num_blocks} blocks", 0)
+    if schedule.along == "sequence" and schedule.sequence_parallel:
+        raise ScheduleError("sub-batches along=sequence cannot be sequence-parallel besides; cut the batch", 0)
+    if schedule.joint and any(kind == "RC" for kind, _, _ in schedule.recomputed):
+        raise ScheduleError("op RC cannot be in a list with joint blocks: what C made is kept there", 0)
 
 
 def _require_recompute_as_said(schedule: Schedule) -> None:
-    blocks = schedule.recomputed_blocks
-    extent = "none" if not blocks else "full" if len(blocks) == schedule.num_blocks else "some"
-    if extent != schedule.recompute and schedule.backward:
-        raise ScheduleError(
-            f"the header says recompute={schedule.recompute}, but the list holds "
-            + (f"ops R of {len(blocks)} of {schedule.num_blocks} blocks" if blocks else "no op R")
-        )
+    extent = schedule.extent
+    if extent == schedule.recompute and (extent != "some" or schedule.unit != "experts"):
+        return
+    if schedule.unit == "block" and not schedule.backward:
+        return
+    kind = "RN and RE" if schedule.unit == "experts" else "R"
+    found, whole, what = len(schedule.recomputed_blocks), schedule.num_blocks, "blocks"
+    if schedule.unit == "stage":
+        found, whole, what = len(schedule.recomputed), whole * schedule.num_sub_batches, "passes"
+    raise ScheduleError(
+        f"the header says recompute={schedule.recompute}, but the list holds "
+        + (f"ops {kind} of {found} of {whole} {what}" if found else f"no op {kind}"),
+        0,
+    )
 
 
-def _require_one_kind_of_cut(schedule: Schedule) -> None:
-    if schedule.joint and schedule.along != "sequence":
-        raise ScheduleError("joint blocks are for sub-batches along=sequence; samples are independent")
-    if schedule.joint and not max(schedule.joint) < schedule.num_blocks:
-        raise ScheduleError(f"joint block {max(schedule.joint)} is beyond the {schedule.num_blocks} blocks")
-    if schedule.along == "sequence" and schedule.sequence_parallel:
-        raise ScheduleError("sub-batches along=sequence cannot be sequence-parallel besides; cut the batch")
-    if schedule.joint and any(kind == "RC" for kind, _, _ in schedule.recomputed):
-        raise ScheduleError("op RC cannot be in a list with joint blocks: what C made is kept there")
-
-
-def _require_possible(op: Op, where: str, schedule: Schedule, done: dict[Op, int]) -> None:
+def _require_possible(op: Op, line: int, schedule: Schedule, done: dict[Op, int]) -> None:
     """Raise ScheduleError unless `op` can run after the ops in `done` (op -> line)."""
-    if not (0 <= op.block < schedule.num_blocks and 0 <= op.sub_batch < schedule.num_sub_batches):
+    if schedule.unit not in OPS[op.kind].reads:
+        raise ScheduleError(f"op {line} ({op}): {op.kind} is no op of {SORTS[schedule.unit]}", line)
+    if not (0 <= op.block < _count(op.of or op.kind, schedule) and 0 <= op.sub_batch < schedule.num_sub_batches):
+        sizes = {
+            "block": f"{schedule.num_blocks} blocks and {schedule.num_sub_batches} sub-batches",
+            "experts": f"{schedule.num_blocks} blocks of experts and 1 sub-batch",
+            "stage": f"{schedule.num_blocks} parts of the model and {schedule.num_sub_batches} micro-batches",
+        }[schedule.unit]
+        raise ScheduleError(f"op {line} ({op}): the schedule has {sizes}, counted from 0", line)
+    if OPS[op.kind].stream == "link":
+        _require_meaning(op, line, schedule)
+    elif op.of is not None:
+        raise ScheduleError(f"op {line} ({op}): {op.kind} carries nothing, so it is of no other op", line)
+    if op.sub_batch and op.kind in _ONCE and op.block in schedule.joint:
         raise ScheduleError(
-            f"{where}: the schedule has {schedule.num_blocks} blocks and {schedule.num_sub_batches} "
-            "sub-batches, counted from 0"
+            f"op {line} ({op}): block {op.block} is joint, so its {op.kind} runs once, as sub-batch 0", line
         )
-    _require_meaning(op, where, schedule)
     if op in done:
-        raise ScheduleError(f"{where}: done twice, first as op {done[op]}")
+        raise ScheduleError(f"op {line} ({op}): done twice, first as op {done[op]}", line)
+    _require_inputs(op, line, schedule, done)
+
+
+def _require_inputs(op: Op, line: int, schedule: Schedule, done: dict[Op, int]) -> None:
     for need in needs(op, schedule):
         if need in done:
             continue
+        where = f"op {line} ({op})"
         if need.kind == "wait" and schedule.starts.get(need.carried) in done:
-            raise ScheduleError(f"{where}: uses the result of {need.carried} before '{need}'")
+            raise ScheduleError(f"{where}: uses the result of {need.carried} before '{need}'", line)
         if op.kind == "wait":
-            raise ScheduleError(f"{where}: waits for a collective that was not started by '{need}'")
-        raise ScheduleError(f"{where}: its input is missing; '{need}' must come before it")
+            raise ScheduleError(f"{where}: waits for a collective that was not started by '{need}'", line)
+        raise ScheduleError(f"{where}: its input is missing; '{need}' must come before it", line)
 
 
-def _require_meaning(op: Op, where: str, schedule: Schedule) -> None:
-    """Raise ScheduleError for a collective of what needs none, or a part of what runs whole."""
-    if op.kind in STARTS and schedule.starts[op.carried] != op:
+def _require_meaning(op: Op, line: int, schedule: Schedule) -> None:
+    """Raise ScheduleError for a collective, a message or a wait that is about nothing that travels."""
+    where, kind, of = f"op {line} ({op})", op.kind, op.of
+    if kind in TRANSFERS:
+        if of is not None:
+            raise ScheduleError(f"{where}: {kind} carries parameters of copies, no op's result", line)
+        return
+    if of is None or (of not in OPS) or schedule.unit not in OPS[of].reads:
+        raise ScheduleError(f"{where}: '{kind}' must name the op whose result it carries", line)
+    if kind in STARTS and schedule.starts[op.carried] != op:
         raise ScheduleError(
-            f"{where}: the result of {op.carried} is carried twice, besides by {schedule.starts[op.carried]}"
+            f"{where}: the result of {op.carried} is carried twice, besides by {schedule.starts[op.carried]}", line
         )
-    if op.kind in ("all_reduce", "reduce_scatter") and op.of not in ("F", "R", "B"):
-        raise ScheduleError(f"{where}: the result of {op.of} is whole; only F, R and B leave partial sums")
-    if op.kind == "all_gather" and op.of not in ("C", "RC", "BC"):
-        raise ScheduleError(f"{where}: only C, RC and BC make parts of the sequence, to be gathered")
-    if op.kind == "all_reduce" and schedule.sequence_parallel:
-        raise ScheduleError(f"{where}: the list is sequence-parallel, so sums are scattered; use reduce_scatter")
-    if op.kind in _ONCE and op.sub_batch and op.block in schedule.joint:
-        raise ScheduleError(f"{where}: block {op.block} is joint, so its {op.kind} runs once, as sub-batch 0")
+    carrier = "send" if kind == "receive" else kind
+    if kind != "wait" and carrier not in OPS[of].carried_by:
+        raise ScheduleError(f"{where}: {_CARRIES[kind].format(of=of)}", line)
+    if kind == "all_to_all" and (of, op.block) in (("N", schedule.num_blocks), ("BN", 0)):
+        raise ScheduleError(f"{where}: no experts are behind {op.carried} that its result could go to", line)
+    if kind == "all_reduce" and schedule.sequence_parallel:
+        raise ScheduleError(
+            f"{where}: the list is sequence-parallel, so sums are scattered; use reduce_scatter", line
+        )
+
+
+def _require_waits(schedule: Schedule) -> None:
+    """Raise ScheduleError for a collective whose end nobody waits for."""
+    waited = {schedule.starts[op.carried] for op in schedule.ops if op.kind == "wait"}
+    for op in schedule.collectives:
+        if op not in waited:
+            line = schedule.lines[op]
+            raise ScheduleError(f"op {line} ({op}) is never waited for", line)
+
+
+# --- pipelines ---
+
+
+def lanes(schedule: Schedule) -> dict[tuple[int, int, str], tuple[list[Op], list[Op]]]:
+    """The messages of a pipeline by (stage that sends, stage that receives, F or B): its sends, its receives.
+
+    Each in the order of its stage's list.
+    """
+    found: dict[tuple[int, int, str], tuple[list[Op], list[Op]]] = {}
+    for op in schedule.ops:
+        if op.kind in ("send", "receive"):
+            here, there = op.block % schedule.num_stages, crossing(op).block % schedule.num_stages
+            ends = (here, there) if op.kind == "send" else (there, here)
+            assert op.of is not None
+            found.setdefault((*ends, op.of), ([], []))[op.kind == "receive"].append(op)
+    return found
+
+
+def _require_messages(schedule: Schedule) -> None:
+    """Raise ScheduleError unless every message has two ends, lanes keep their order, and no stage waits for ever."""
+    lines, last = schedule.lines, schedule.num_blocks - 1
+    before = 0
+    for line, op in enumerate(schedule.ops, start=1):
+        stage = op.block % schedule.num_stages
+        if stage < before:
+            raise ScheduleError(
+                f"op {line} ({op}): it is of stage {stage}, behind ops of stage {before}; sort ops by stage",
+                line,
+            )
+        before = stage
+        if op.kind not in ("send", "receive"):
+            continue
+        other = crossing(op)
+        if not 0 <= other.block <= last:
+            raise ScheduleError(
+                f"op {line} ({op}): the model has {schedule.num_blocks} parts, so there is no part {other.block} to "
+                f"{'send to' if op.kind == 'send' else 'receive from'}",
+                line,
+            )
+        if other not in lines:
+            missing = "nobody receives" if op.kind == "send" else "nobody sends"
+            raise ScheduleError(f"op {line} ({op}): {missing} it; '{other}' is missing", line)
+    for (source, target, of), (sent, received) in lanes(schedule).items():
+        for one, other in zip(sent, received, strict=True):
+            if crossing(one) != other:
+                what = "activations" if of == "F" else "gradients"
+                raise ScheduleError(
+                    f"op {lines[other]} ({other}): stage {target} waits for {other} where {crossing(one)} comes "
+                    f"first; {what} of stage {source} arrive in the order in which they are sent",
+                    lines[other],
+                )
+    _require_progress(schedule)
+
+
+def _require_progress(schedule: Schedule) -> None:
+    """Raise ScheduleError where stages wait for each other's messages for ever."""
+    at = [0] * schedule.num_stages
+    sent: set[Op] = set()
+    moved = True
+    while moved:
+        moved = False
+        for stage, ops in enumerate(schedule.stages):
+            begin = at[stage]
+            while at[stage] < len(ops):
+                op = ops[at[stage]]
+                if op.kind == "receive" and crossing(op) not in sent:
+                    break
+                if op.kind == "send":
+                    sent.add(op)
+                at[stage] += 1
+            moved = moved or at[stage] > begin
+    for stage, ops in enumerate(schedule.stages):
+        if at[stage] < len(ops):
+            op = ops[at[stage]]
+            line, other = schedule.lines[op], crossing(op).block % schedule.num_stages
+            stuck = schedule.stages[other][at[other]]
+            raise ScheduleError(
+                f"op {line} ({op}): stage {stage} waits for it for ever, because stage {other}, which is to send it, "
+                f"waits at op {schedule.lines[stuck]} ({stuck})",
+                line,
+            )
+
+
+# --- several ranks ---
 
 
 def validate_ranks(schedules: Sequence[Schedule]) -> None:
@@ -172,7 +364,7 @@ def validate_ranks(schedules: Sequence[Schedule]) -> None:
         try:
             validate(schedule)
         except ScheduleError as error:
-            raise ScheduleError(f"rank {rank}: {error}") from error
+            raise ScheduleError(f"rank {rank}: {error}", error.op_line) from error
         pairs = zip_longest(schedules[0].collectives, schedule.collectives)
         for position, (first, other) in enumerate(pairs, start=1):
             if first != other:

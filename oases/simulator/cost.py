@@ -95,3 +95,66 @@ class StackCosts:
     def bytes_of(self, block: int) -> BlockBytes:
         """Memory of a block, nothing where it is not known."""
         return self.sizes[block] if self.sizes else BlockBytes()
+
+
+@dataclass(frozen=True)
+class ExpertSeconds:
+    """What a block of experts takes, and the N in front of it, in seconds, each op on its slowest rank.
+
+    All ranks wait for one another at every all-to-all, so the slowest one of each op sets the pace.
+    non_expert, experts: forward. backward: of both, in forward passes. all_to_all: tokens' way, one of four. share,
+    join: of the copies' parameters; their gradients take as long in split and return. search: for a placement.
+    ValueError for what is negative.
+    """
+
+    non_expert: float
+    experts: float
+    all_to_all: float
+    share: float = 0.0
+    join: float = 0.0
+    search: float = 0.0
+    backward: float = 2.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if not getattr(self, item.name) >= 0:
+                raise ValueError(f"{item.name} must be at least 0 seconds, got {getattr(self, item.name)}")
+
+    @cached_property
+    def by_kind(self) -> Mapping[str, float]:
+        """Seconds by the kind of op."""
+        return {
+            "N": self.non_expert, "RN": self.non_expert, "BN": self.backward * self.non_expert,
+            "E": self.experts, "RE": self.experts, "BE": self.backward * self.experts, "P": self.search,
+            "all_to_all": self.all_to_all, "share": self.share, "join": self.join, "split": self.join,
+            "return": self.share,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertCosts:
+    """What one rank pays for each op of a schedule of experts.
+
+    blocks: of the experts, in order. behind: forward pass of the N behind the last of them.
+    """
+
+    blocks: tuple[ExpertSeconds, ...]
+    behind: float = 0.0
+    link: str = "link"
+
+    @staticmethod
+    def by_kind(schedule: Schedule, seconds: Mapping[str, float]) -> ExpertCosts:
+        """Every block alike: seconds by N, E, P, all_to_all, share and join, 0 for what is not named."""
+        of = seconds.get
+        block = ExpertSeconds(
+            of("N", 0.0), of("E", 0.0), of("all_to_all", 0.0), of("share", 0.0), of("join", 0.0), of("P", 0.0)
+        )
+        return ExpertCosts((block,) * schedule.num_blocks, block.non_expert)
+
+    def seconds(self, op: Op) -> float:
+        """Seconds of a compute op or a collective."""
+        if op.of == "BN":  # the gradients of what the block before sent
+            return self.blocks[op.block - 1].all_to_all
+        if op.block == len(self.blocks):
+            return self.behind * (self.blocks[-1].backward if op.kind == "BN" else 1.0)
+        return self.blocks[op.block].by_kind[op.kind]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Set
+from itertools import chain
 from typing import Any
 
 from oases.simulator.program import Compute, Contention, Instruction, Program, Receive, Send, Start, Wait
@@ -47,6 +49,8 @@ class _Rank:
         self._held = held
         self._bytes = program.held[number] if program.held else 0
         self._note(0.0)
+        self._entered = -1  # side by side: the last instruction that was begun, when, and compute left of it
+        self._begun = self._left = 0.0
 
     def run(self, messages: dict[str, float]) -> None:
         """Go on until the end or a message that is not in `messages` (name -> arrival), and add those sent."""
@@ -134,14 +138,17 @@ class _Rank:
 
     def _wait(self, wait: Wait) -> None:
         begin = self.now
-        if wait.name not in self._ended and wait.name not in self._flying:
-            raise DeadlockError(f"rank {self.number}: waits for {wait.name!r}, which was not started")
+        self._require_started(wait)
         while wait.name in self._flying:
             self._pass()
         if wait.frees:
             self._bytes -= wait.frees
             self._note(self.now)
         self._stood("wait", wait.name, begin)
+
+    def _require_started(self, wait: Wait) -> None:
+        if wait.name not in self._ended and wait.name not in self._flying:
+            raise DeadlockError(f"rank {self.number}: waits for {wait.name!r}, which was not started")
 
     def _send(self, send: Send, messages: dict[str, float]) -> None:
         if send.name in messages:
@@ -167,20 +174,130 @@ class _Rank:
     def _note(self, now: float) -> None:
         self._held.append(Held(self.number, now, self._bytes))
 
+    # --- side by side with other ranks, event by event ---
 
-def run(program: Program) -> Timeline:
-    """Simulate one step. Raises DeadlockError where a rank could not go on."""
+    def pass_what_ends(self, messages: dict[str, float]) -> bool:
+        """Pass every instruction that takes no more time; whether there was any."""
+        begin = self.position
+        while self.position < len(self.instructions):
+            at = self.instructions[self.position]
+            if self._entered < self.position:
+                self._entered, self._begun = self.position, self.now
+                self._enter(at, messages)
+            if not self._ends(at, messages):
+                break
+            self._leave(at)
+            self.position += 1
+        return self.position > begin
+
+    def _enter(self, at: Instruction, messages: dict[str, float]) -> None:
+        if isinstance(at, Compute):
+            self._left = at.seconds
+            self._hold(at.allocates)
+        elif isinstance(at, Start):
+            self._start(at)
+        elif isinstance(at, Send):
+            self._send(at, messages)
+        elif isinstance(at, Wait):
+            self._require_started(at)
+
+    def _ends(self, at: Instruction, messages: dict[str, float]) -> bool:
+        if isinstance(at, Compute):
+            return self._left <= _ENDED * at.seconds
+        if isinstance(at, Wait):
+            return at.name not in self._flying
+        return not isinstance(at, Receive) or messages.get(at.name, math.inf) <= self.now
+
+    def _leave(self, at: Instruction) -> None:
+        if isinstance(at, Compute):
+            self._hold(-at.frees)
+            self._spans.append(Span(self.number, "compute", at.name, self._begun, self.now))
+        elif isinstance(at, Wait):
+            self._hold(-at.frees)
+            self._stood("wait", at.name, self._begun)
+        elif isinstance(at, Receive):
+            self._stood("receive", at.name, self._begun)
+
+    def _hold(self, change: int) -> None:
+        if change:
+            self._bytes += change
+            self._note(self.now)
+
+    def on(self, shared: Set[str]) -> Iterable[str]:
+        """The shared links on which it has something."""
+        return (link.name for link in self._busy if link.name in shared)
+
+    def next_event(self, sharers: Mapping[str, int], messages: dict[str, float]) -> float:
+        """Seconds until something of its own ends or arrives; infinite where nothing will."""
+        at = self.stuck_at
+        steps = [link.left * self._slowness(link, sharers) for link in self._busy]
+        if isinstance(at, Compute):
+            steps.append(self._left * self._compute_slowness)
+        elif isinstance(at, Receive) and at.name in messages:
+            steps.append(messages[at.name] - self.now)
+        return max(0.0, min(steps)) if steps else math.inf
+
+    def advance(self, step: float, sharers: Mapping[str, int]) -> None:
+        """Let so many seconds pass, in which nothing ends before their end."""
+        done = [step / self._slowness(link, sharers) for link in self._busy]
+        if isinstance(self.stuck_at, Compute):
+            self._left -= step / self._compute_slowness
+        self._progress(step, done)
+
+    @property
+    def _compute_slowness(self) -> float:
+        return max([1.0, *(link.contention.compute for link in self._busy)])
+
+    def _slowness(self, link: _Link, sharers: Mapping[str, int]) -> float:
+        contended = link.contention.link if isinstance(self.stuck_at, Compute) else 1.0
+        return contended * sharers.get(link.name, 1)
+
+
+def run(program: Program, shared: Set[str] = frozenset()) -> Timeline:
+    """Simulate one step. Raises DeadlockError where a rank could not go on.
+
+    shared: links that all ranks of the program put their collectives on together. Seconds of a collective are those
+    that it takes while no other rank is on the link; of n ranks that are, each goes on at an n-th of the pace.
+    """
     spans: list[Span] = []
     held: list[Held] = []
     ranks = [_Rank(number, program, spans, held) for number in range(len(program.ranks))]
+    if shared:
+        _run_side_by_side(ranks, shared)
+    else:
+        _run_one_by_one(ranks)
+    return Timeline(program.name, tuple(spans), tuple(held))
+
+
+def _run_one_by_one(ranks: list[_Rank]) -> None:
+    """Each as far as it comes: fast, and right as long as no rank slows another down but by a message."""
     messages: dict[str, float] = {}
     waiting = ranks
     while waiting:
         before = [rank.position for rank in waiting]
         for rank in waiting:
             rank.run(messages)
-        if before == [rank.position for rank in waiting] and any(rank.stuck_at for rank in waiting):
-            stuck = next(rank for rank in waiting if rank.stuck_at)
-            raise DeadlockError(f"rank {stuck.number} waits for the message {stuck.stuck_at!r}, which nobody sends")
+        if before == [rank.position for rank in waiting]:
+            _require_end(waiting)
         waiting = [rank for rank in waiting if rank.stuck_at is not None]
-    return Timeline(program.name, tuple(spans), tuple(held))
+
+
+def _run_side_by_side(ranks: list[_Rank], shared: Set[str]) -> None:
+    """All of them from event to event: what is on a shared link at once gets a like part of it."""
+    messages: dict[str, float] = {}
+    while True:
+        while sum([rank.pass_what_ends(messages) for rank in ranks]):
+            pass
+        sharers = Counter(chain.from_iterable(rank.on(shared) for rank in ranks))
+        step = min(rank.next_event(sharers, messages) for rank in ranks)
+        if step == math.inf:
+            break
+        for rank in ranks:
+            rank.advance(step, sharers)
+    _require_end(ranks)
+
+
+def _require_end(ranks: list[_Rank]) -> None:
+    stuck = next((rank for rank in ranks if rank.stuck_at is not None), None)
+    if stuck is not None:
+        raise DeadlockError(f"rank {stuck.number} waits for the message {stuck.stuck_at!r}, which nobody sends")

@@ -1,33 +1,31 @@
-"""Turns schedules into programs: each op becomes an instruction with the seconds and bytes of a cost model."""
+"""Turns schedules into programs: each op becomes instructions with the seconds and bytes of a cost model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from typing import NamedTuple
 
-from oases.schedule import Op, Pipeline, Schedule
-from oases.schedule.ir import STARTS
-from oases.simulator.cost import StackCosts
-from oases.simulator.program import Compute, Instruction, Receive, Send, Start, Wait
+from oases.schedule import Op, Schedule
+from oases.schedule.ops import STARTS
+from oases.simulator.cost import ExpertCosts, StackCosts
+from oases.simulator.program import Compute, Instruction, Program, Receive, Send, Start, Wait
 
 
-def lower(schedule: Schedule, costs: StackCosts, prefix: str = "") -> tuple[list[Instruction], list[Instruction]]:
-    """The forward and the backward pass of a tensor-parallel schedule as one rank's instructions.
+class Step(NamedTuple):
+    """An instruction, and the op that it comes from; None where a stack is entered or left."""
 
-    prefix: told apart by it are the collectives of several stacks, or of several passes, in one program.
-    """
-    pass_ = _Lowering(schedule, costs, prefix)
-    return list(pass_.forward()), list(pass_.backward())
+    instruction: Instruction
+    op: Op | None
+    backward: bool
 
 
 @dataclass(frozen=True)
 class StagePasses:
-    """What one stage of a pipeline does for a micro-batch, given its number: instructions of its passes.
+    """What one part of the model on a pipeline stage does for a micro-batch, given its number: its instructions.
 
-    recompute, weights: of ops R and W of their own. over: of an F of the second micro-batch with the first one's R
-    under it, if not one after the other. message_seconds: of an activation, or a gradient, on its way to the next
-    stage.
+    recompute, weights: of ops R and W of their own. message_seconds: of an activation, or a gradient, on its way to
+    the next stage.
     """
 
     forward: Callable[[int], Sequence[Instruction]]
@@ -35,79 +33,94 @@ class StagePasses:
     recompute: Callable[[int], Sequence[Instruction]] = lambda m: ()
     weights: Callable[[int], Sequence[Instruction]] = lambda m: ()
     message_seconds: float = 0.0
-    over: Callable[[int, int], Sequence[Instruction]] | None = None
 
     @staticmethod
-    def by_kind(stage: int, seconds: Mapping[str, float]) -> StagePasses:
+    def by_kind(part: int, seconds: Mapping[str, float]) -> StagePasses:
         """Each pass a single piece of compute: seconds by F, R, B, W and send, 0 for what is not named."""
 
         def compute(kind: str) -> Callable[[int], Sequence[Instruction]]:
-            return lambda m: (Compute(f"{kind} {stage}.{m}", seconds.get(kind, 0.0)),)
+            return lambda m: (Compute(f"{kind} {part}.{m}", seconds.get(kind, 0.0)),)
 
         return StagePasses(compute("F"), compute("B"), compute("R"), compute("W"), seconds.get("send", 0.0))
 
 
-def lower_pipeline(pipeline: Pipeline, stages: Sequence[StagePasses]) -> tuple[tuple[Instruction, ...], ...]:
-    """Every stage's instructions. stages: the passes of each part of the model, in its order."""
-    return tuple(tuple(_lower_stage(ops, stages)) for ops in pipeline.stages)
+Costs = StackCosts | ExpertCosts | Sequence[StagePasses]
+"""Of tensor-parallel blocks, of blocks of experts, or of the parts of a model on pipeline stages, in their order."""
 
 
-def _lower_stage(ops: Sequence[Op], parts: Sequence[StagePasses]) -> Iterator[Instruction]:
-    under: Op | None = None  # an R that the next F runs over
-    for op, after in zip_longest(ops, ops[1:]):
-        passes = parts[op.block]
-        does = {"F": passes.forward, "B": passes.backward, "R": passes.recompute, "W": passes.weights}
-        if op.kind == "receive":
-            sender = op.block - 1 if op.of == "F" else op.block + 1
-            yield Receive(f"{op.of} {sender}.{op.sub_batch}")
-        elif op.kind == "send":
-            link = "to the next stage" if op.of == "F" else "to the stage before"
-            yield Send(str(op.carried), passes.message_seconds, link)
-        elif op.kind == "R" and after is not None and after.kind == "F" and passes.over is not None:
-            under = op
-        elif under is not None:
-            assert passes.over is not None, "who told it apart"
-            yield from passes.over(under.sub_batch, op.sub_batch)
-            under = None
-        else:
-            yield from does[op.kind](op.sub_batch)
+def lower(schedule: Schedule, costs: Costs, prefix: str = "") -> tuple[tuple[Step, ...], ...]:
+    """The instructions of each rank that differs: of a pipeline one of each stage, else one.
+
+    prefix: told apart by it are the collectives of several stacks, or of several passes, in one program. ValueError
+    for costs of another sort of list, or of another number of blocks.
+    """
+    if isinstance(costs, StackCosts):
+        _require("block", len(costs.times), schedule)
+        return (tuple(_of_blocks(schedule, costs, prefix)),)
+    if isinstance(costs, ExpertCosts):
+        _require("experts", len(costs.blocks), schedule)
+        return (tuple(Step(_of_experts(op, schedule, costs, prefix), op, op.in_backward) for op in schedule),)
+    _require("stage", len(costs), schedule)
+    return tuple(
+        tuple(Step(each, op, op.in_backward) for op in ops for each in _of_stage(op, costs[op.block]))
+        for ops in schedule.stages
+    )
 
 
-class _Lowering:
-    def __init__(self, schedule: Schedule, costs: StackCosts, prefix: str) -> None:
-        self._schedule = schedule
-        self._costs = costs
-        self._prefix = prefix
-        self._held = _Memory(schedule, costs)
+def program_of(schedule: Schedule, costs: Costs) -> Program:
+    """One step of a list under its costs."""
+    ranks = tuple(tuple(step.instruction for step in steps) for steps in lower(schedule, costs))
+    return Program(schedule.name, ranks, {costs.link: costs.contention} if isinstance(costs, StackCosts) else {})
 
-    def forward(self) -> Iterator[Instruction]:
-        yield from self._overhead("enter", self._costs.overhead[0])
-        yield from map(self._lowered, self._schedule.forward)
 
-    def backward(self) -> Iterator[Instruction]:
-        if self._schedule.backward:
-            yield from self._overhead("enter backward", self._costs.overhead[1])
-            yield from map(self._lowered, self._schedule.backward)
-            # The gradient of the stack's input is the caller's.
-            handed = self._schedule.num_sub_batches * self._costs.bytes_of(0).unit
-            yield from [Compute(f"{self._prefix}leave", 0.0, 0, handed)] if handed else []
+def _require(unit: str, blocks: int, schedule: Schedule) -> None:
+    if unit != schedule.unit or blocks != schedule.num_blocks:
+        raise ValueError(
+            f"{schedule.name} has {schedule.num_blocks} blocks of sort {schedule.unit!r}, got costs of {blocks} of "
+            f"sort {unit!r}"
+        )
 
-    def _overhead(self, name: str, seconds: float) -> Iterator[Instruction]:
-        if seconds:
-            yield Compute(self._prefix + name, seconds)
 
-    def _lowered(self, op: Op) -> Instruction:
+def _of_stage(op: Op, part: StagePasses) -> Sequence[Instruction]:
+    if op.kind == "receive":
+        sender = op.block - 1 if op.of == "F" else op.block + 1
+        return (Receive(f"{op.of} {sender}.{op.sub_batch}"),)
+    if op.kind == "send":
+        link = "to the next stage" if op.of == "F" else "to the stage before"
+        return (Send(str(op.carried), part.message_seconds, link),)
+    passes = {"F": part.forward, "B": part.backward, "R": part.recompute, "W": part.weights}
+    return passes[op.kind](op.sub_batch)
+
+
+def _of_experts(op: Op, schedule: Schedule, costs: ExpertCosts, prefix: str) -> Instruction:
+    if op.kind == "wait":
+        return Wait(f"{prefix}{schedule.starts[op.carried]}")
+    if op.kind in STARTS:
+        return Start(f"{prefix}{op}", costs.link, costs.seconds(op))
+    return Compute(f"{prefix}{op}", costs.seconds(op))
+
+
+def _of_blocks(schedule: Schedule, costs: StackCosts, prefix: str) -> Iterator[Step]:
+    held = _Memory(schedule, costs)
+
+    def of(op: Op) -> Instruction:
         if op.kind in STARTS:
-            return Start(self._ticket(op), self._costs.link, self._costs.collectives.get(op.kind, 0.0))
+            return Start(f"{prefix}{op}", costs.link, costs.collectives.get(op.kind, 0.0))
         if op.kind == "wait":
-            return Wait(self._ticket(self._schedule.starts[op.carried]))
-        times = self._costs.times[op.block]
-        times_run = self._schedule.num_sub_batches if op.block in self._schedule.joint and op.kind in "FRBW" else 1
-        allocates, frees = (times_run * each for each in self._held.of(op))
-        return Compute(self._prefix + str(op), times_run * times.of(op, self._schedule), allocates, frees)
+            return Wait(f"{prefix}{schedule.starts[op.carried]}")
+        times_run = schedule.num_sub_batches if op.block in schedule.joint and op.kind in "FRBW" else 1
+        allocates, frees = (times_run * each for each in held.of(op))
+        return Compute(f"{prefix}{op}", times_run * costs.times[op.block].of(op, schedule), allocates, frees)
 
-    def _ticket(self, start: Op) -> str:
-        return f"{self._prefix}{start}"
+    for backward, ops in enumerate((schedule.forward, schedule.backward)):
+        if costs.overhead[backward] and ops:
+            name = f"{prefix}enter backward" if backward else f"{prefix}enter"
+            yield Step(Compute(name, costs.overhead[backward]), None, bool(backward))
+        for op in ops:
+            yield Step(of(op), op, bool(backward))
+    handed = schedule.num_sub_batches * costs.bytes_of(0).unit  # the gradient of the stack's input is the caller's
+    if schedule.backward and handed:
+        yield Step(Compute(f"{prefix}leave", 0.0, 0, handed), None, True)
 
 
 class _Memory:

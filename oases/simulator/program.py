@@ -6,8 +6,8 @@ schedule of the IR, and any whole plan, comes down to one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 
@@ -80,3 +80,20 @@ class Program:
 
     def __len__(self) -> int:
         return sum(map(len, self.ranks))
+
+
+def replicated(program: Program, replicas: int, shared: Set[str]) -> Program:
+    """All replicas of the program's ranks, each a collective later than the one before.
+
+    Alike, and begun at once, they would stay in step for ever, all sending and then all computing; what runs on
+    machines does not, and one that is ahead sends while another computes. How far ahead makes little difference.
+    """
+    first = next((op for ops in program.ranks for op in ops if isinstance(op, Start) and op.link in shared), None)
+    later = 0.0 if first is None else first.seconds
+
+    def of(replica: int, ops: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        begun = (Compute(f"replica {replica} begins", replica * later),) if replica else ()
+        return (*begun, *(replace(op, name=f"replica {replica} {op.name}") for op in ops))
+
+    ranks = tuple(of(replica, ops) for replica in range(replicas) for ops in program.ranks)
+    return replace(program, ranks=ranks, held=program.held * replicas)

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig
-from oases.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, parse_schedule, validate
+from oases.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, read_schedule
 from oases.train.tokenizer import BYTES
 
 
@@ -79,7 +79,7 @@ class ModelOptions:
 
         NAME@N is the named schedule with N sub-batches in place of `sub_batches`. layer_of: each block's layer; None
         where a layer is two blocks.
-        UsageError where there is neither or the batch is too small; ScheduleError for a bad text.
+        UsageError where there is neither or the batch is too small; ScheduleError for a bad list.
         """
         plain, _, count = name.partition("@")
         num_blocks = 2 * self.layers if layer_of is None else len(layer_of)
@@ -90,20 +90,9 @@ class ModelOptions:
                 self._require_batch(sub_batches)
             schedule = generate(plain, num_blocks, sub_batches, recompute, layer_of)
         elif Path(name).is_file():
-            try:
-                schedule = parse_schedule(Path(name).read_text(encoding="utf-8"))
-            except UnicodeDecodeError as error:
-                raise UsageError(f"schedule file {name!r} is not UTF-8 text: {error.reason}") from error
-            if schedule.num_blocks != num_blocks:
-                raise UsageError(
-                    f"schedule file {name!r} is for {schedule.num_blocks} blocks; {self.layers} layers have "
-                    f"{num_blocks}"
-                )
+            schedule = read_schedule(name, "block", num_blocks=num_blocks)
             if schedule.along == "batch":
                 self._require_batch(schedule.num_sub_batches)
-            validate(schedule)
-            if not schedule.backward:
-                raise UsageError(f"schedule file {name!r} has no backward pass, which training needs")
         else:
             raise UsageError(
                 f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}, auto to choose by measuring, "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oases.execution.calls import Calls
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
 from oases.models.gpt import GPT
 from oases.parallel.average import GradientAverage
@@ -50,9 +50,9 @@ class TrainedStage:
         return self._everywhere(self.run.evaluate(self._forward(batches)))
 
     def _forward(self, batches: MicroBatches) -> Forward:
-        def forward(part: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor, Calls]:
-            y, calls = self.model.run_part(part, x, *batches[micro_batch])
-            return (y / len(batches) if y.dim() == 0 else y), calls
+        def forward(part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
+            y = self.model.run_part(part, x, *batches[micro_batch], context)
+            return y / len(batches) if y.dim() == 0 else y
 
         return forward
 

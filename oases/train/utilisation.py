@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from oases.execution.clock import synchronize
 from oases.execution.group import ProcessGroup, group_size
-from oases.parallel.autotune import synchronize
 from oases.parallel.collectives import all_reduce
 from oases.simulator.peaks import peak_flops
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from oases import OverlappedStack
+from oases.execution.executor import Context
 from oases.models import TimedBlock, TimedSeconds
 from oases.schedule import GENERATORS
 
@@ -53,16 +54,16 @@ def check(group=None, times=no_time, size=4, shape=(BATCH, 3, 2), tokens=None, *
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
     x, loss_weight = batch(shape)
     stack = OverlappedStack(made(times, rank, size, tokens=tokens), process_group=group, **options)
-    stack.spans = []
+    spans = []
     given = x.clone().requires_grad_()
-    out = stack(given)
+    out = stack(given, context=Context(spans))
     (out * loss_weight).sum().backward()
     expected, grad, weight_grads = reference(ranks, x, loss_weight, size)
     assert torch.equal(out, expected)
     assert torch.equal(given.grad, grad)
     for block, weight_grad in zip(stack.blocks, weight_grads[rank], strict=True):
         assert torch.equal(block.weight.grad, weight_grad)
-    return stack.schedule, stack.spans
+    return stack.schedule, spans
 
 
 def check_all_schedules():

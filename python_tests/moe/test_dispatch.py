@@ -8,13 +8,13 @@ from test_moe_layer import random_placement
 
 from oases.execution.group import scheduler_of
 from oases.moe.dispatch import (
+    AllToAll,
     RoutingError,
-    Voyage,
     combined,
     dispatch,
+    dispatch_plan,
     exchange_counts,
     grouped,
-    itinerary,
     permuted,
     start_combine,
     ungrouped,
@@ -39,7 +39,7 @@ def test_itineraries_of_all_ranks_fit(seed):
     experts = devices * int(generator.integers(1, 4))
     counts = generator.integers(0, 4, (experts, devices))
     placement = random_placement(experts, devices, seed)
-    plans = [itinerary(counts, placement, rank, torch.device("cpu")) for rank in range(devices)]
+    plans = [dispatch_plan(counts, placement, rank, torch.device("cpu")) for rank in range(devices)]
     for rank, plan in enumerate(plans):
         assert plan.received == [other.sent[rank] for other in plans]
         assert sum(plan.sent) == counts[:, rank].sum()
@@ -65,7 +65,7 @@ def test_itineraries_of_all_ranks_fit(seed):
 @pytest.mark.parametrize("tokens", [0, 1, 33])
 def test_permuted_and_combined_are_each_others_inverse(dtype, capacity, tokens):
     x, routing = routing_of(0, tokens, 4, 2, capacity, dtype)
-    plan = itinerary(routing.counts.numpy()[:, None], random_placement(4, 1, 0), 0, torch.device("cpu"))
+    plan = dispatch_plan(routing.counts.numpy()[:, None], random_placement(4, 1, 0), 0, torch.device("cpu"))
     rows, source = permuted(x, routing, plan)
     assert len(rows) == routing.counts.sum()
     flat = routing.experts.flatten()
@@ -91,14 +91,14 @@ def travel(tokens, experts, top_k, capacity, seed):
     assert demand.slots.tolist() == [top_k * number for number in tokens]
     assert (demand.dropped > 0) == (capacity is not None)
     placement = random_placement(experts, size, seed)
-    plan = itinerary(demand.counts, placement, rank, x.device)
+    plan = dispatch_plan(demand.counts, placement, rank, x.device)
     scheduler = scheduler_of(group)
     scheduler.reset_totals()
     rows = dispatch(x, routing, plan, group, "test").wait()
     number = torch.tensor(plan.held).repeat_interleave(torch.tensor(plan.rows))[:, None] + 1.0
-    voyage, coming = start_combine(rows * number, plan, group, "test")
+    exchange, coming = start_combine(rows * number, plan, group, "test")
     source = dispatch(x.detach(), routing, plan, group, "again")
-    back = voyage.arrive(coming)
+    back = exchange.arrive(coming)
     y = combined(back, source.source, routing)
     source.wait()
     kept = 1 if routing.kept is None else routing.kept
@@ -134,14 +134,14 @@ def overlap():
 
         @staticmethod
         def backward(ctx, grad):
-            order.append("between" if voyage._under_way is not None else "not between")
+            order.append("between" if exchange._under_way is not None else "not between")
             return grad
 
-    voyage = Voyage(dist.group.WORLD, [1, 2 - rank], [1, 2 - (1 - rank)] if rank == 0 else [2, 1], "test")
+    exchange = AllToAll(dist.group.WORLD, [1, 2 - rank], [1, 2 - (1 - rank)] if rank == 0 else [2, 1], "test")
     x = torch.randn(3 - rank, 4, requires_grad=True)
-    pending = voyage.depart(x)
+    pending = exchange.depart(x)
     between = Noted.apply(x)
-    y = voyage.arrive(pending)
+    y = exchange.arrive(pending)
     (y.sum() + between.sum()).backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 2))
     return order, len(y)
@@ -170,7 +170,7 @@ def test_what_one_rank_finds_all_raise(four_ranks):
 
 def test_groups_of_rows_and_back():
     counts = np.array([[2, 1], [0, 3]])
-    plan = itinerary(counts, random_placement(2, 2, 3), 1, torch.device("cpu"))
+    plan = dispatch_plan(counts, random_placement(2, 2, 3), 1, torch.device("cpu"))
     rows = torch.randn(sum(plan.received), 3, requires_grad=True)
     torch.testing.assert_close(ungrouped(grouped(rows, plan), plan), rows)
     assert torch.autograd.gradcheck(lambda x: grouped(x, plan), rows.double())

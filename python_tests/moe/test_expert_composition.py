@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from test_expert_stack import HIDDEN, made
 
-from oases.execution.calls import Calls
 from oases.moe.stack import ExpertStack
 from oases.parallel.average import GradientAverage
 from oases.parallel.mesh import Mesh
@@ -53,9 +52,9 @@ def check_stages(name, placement, recompute):
     messages = Messages(pipeline, mesh, [1])
     run = StageRun(pipeline, mesh.stage, messages)
 
-    def forward(part, m, x):
-        y = stack(sample(m, rank, ranks) if x is None else x)
-        return (y.square().mean() / MICRO_BATCHES if part == STAGES - 1 else y), Calls()
+    def forward(part, m, x, context):
+        y = stack(sample(m, rank, ranks) if x is None else x, context=context)
+        return y.square().mean() / MICRO_BATCHES if part == STAGES - 1 else y
 
     own = {id(p) for block in blocks for p in block.experts.experts.parameters()}
     average = GradientAverage([([p for p in stack.parameters() if id(p) not in own], group)])

@@ -1,9 +1,7 @@
 """Passes that are split up: recomputation ahead of the gradient and weight gradients behind it change no bit."""
 
 import gc
-import itertools
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ import torch.distributed as dist
 from test_execution import Dropping
 from test_stack import WIDTH, Mlp, PlainProducts, make_stack, plain_blocks
 
-from oases.parallel.under import under_forward
+from oases.execution.executor import Context
 from oases.schedule import GENERATORS
 
 
@@ -25,14 +23,15 @@ def gradients(kind, schedule, recompute, *, early=False, weights_late=False, seq
     inputs = [torch.randn(4, 4, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(number)]
     outputs, calls = [], []
     for x in inputs:
-        outputs.append(stack(x))
-        calls.append(stack.recent)
+        context = Context()
+        outputs.append(stack(x, context=context))
+        calls.append(context.calls)
     for y, call in zip(outputs, calls, strict=True):
         if early:
             call.recompute()
             call.recompute()
         if weights_late:
-            call.put_weights_off()
+            call.defer_weights()
         y.square().sum().backward()
         call.recompute()
     for call in calls:
@@ -68,41 +67,6 @@ def test_splitting_passes_of_parts_of_a_sequence_up(two_ranks, schedule):
     two_ranks.run(check_split, Mlp, schedule, "full", True)
 
 
-def gradients_under(kind, schedule, recompute):
-    """Of three calls, each but the first with the recomputation of the one before under it; and what ran when."""
-    torch.manual_seed(7)
-    group = dist.group.WORLD if dist.is_initialized() else None
-    stack = make_stack(plain_blocks(6), group, kind, schedule=schedule, recompute=recompute)
-    stack.spans = []
-    inputs = [torch.randn(4, 4, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    waiting, calls = None, None
-    for x in inputs:
-        with nullcontext() if calls is None else under_forward(calls.recomputing()):
-            y = stack(x)
-        if waiting is not None:
-            waiting.square().sum().backward()
-        waiting, calls = y, stack.recent
-    waiting.square().sum().backward()
-    return [x.grad for x in inputs] + [p.grad for p in stack.parameters()], [name for name, _, _ in stack.spans]
-
-
-def check_under(kind, schedule, recompute):
-    alone = gradients(kind, schedule, recompute, number=3)
-    under, ops = gradients_under(kind, schedule, recompute)
-    assert all(torch.equal(a, b) for a, b in zip(alone, under, strict=True))
-    return ops
-
-
-@pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass", "sub_pipelined_2"])
-def test_recomputing_under_a_forward_pass_changes_no_bit(two_ranks, schedule):
-    for recompute in ("none", 1, "full"):
-        ops = two_ranks.run(check_under, Mlp, schedule, recompute)[0]
-    second = ops[ops.index("F 0.0", 1) :]
-    before_waits = [one for one, op in itertools.pairwise(second) if op.startswith("wait F")]
-    assert any(op[0] == "R" for op in before_waits)
-    two_ranks.run(check_under, Dropping, schedule, "full")
-
-
 def kept_bytes(recompute, *, early):
     """Bytes that graphs keep between forward and backward pass, beyond parameters; and those of block inputs."""
     stack = make_stack(plain_blocks(4), None, schedule="oases", recompute=recompute)
@@ -113,12 +77,13 @@ def kept_bytes(recompute, *, early):
         return tensor
 
     x = torch.randn(4, 8, WIDTH, dtype=torch.float64, requires_grad=True)
+    context = Context()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = stack(x)
+        y = stack(x, context=context)
         if early:
-            stack.recent.recompute()
-    execution = y.grad_fn.call.execution
-    held = [*execution._x.values(), *execution._h.values()]
+            context.calls.recompute()
+    work = y.grad_fn.call._work
+    held = [*work._x.values(), *work._h.values()]
     for parameter in stack.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(kept.values()), sum(t.untyped_storage().nbytes() for t in held)
@@ -134,16 +99,19 @@ def test_recomputed_early_it_keeps_what_no_recomputation_keeps():
 
 def test_a_handle_keeps_no_tensor():
     stack = make_stack(plain_blocks(2), None, schedule="oases", recompute="full")
-    y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
-    execution = y.grad_fn.call.execution
-    call, alive = stack.recent, weakref.ref(execution)
-    del y, execution
-    gc.collect()
-    assert alive() is None
-    call.recompute()
+    context = Context()
+    y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64), context=context)
+    alive = weakref.ref(y.grad_fn.call)
+    gc.disable()
+    try:
+        del y
+        assert alive() is None, "no circle keeps a call until the garbage collector comes"
+    finally:
+        gc.enable()
+    context.calls.recompute()
     with torch.no_grad():
-        stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
-    stack.recent.recompute()
+        stack(torch.randn(4, 3, WIDTH, dtype=torch.float64), context=context)
+    context.calls.recompute()
 
 
 class Fails(Mlp):
@@ -165,9 +133,10 @@ def test_what_fails_early_names_its_op(two_ranks):
 
 def fails_early():
     stack = make_stack(plain_blocks(2), dist.group.WORLD, Fails, schedule="sync", recompute="full")
-    y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
+    context = Context()
+    y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64), context=context)
     with pytest.raises(RuntimeError) as caught:
-        stack.recent.recompute()
+        context.calls.recompute()
     del y
     return str(caught.value)
 
@@ -177,11 +146,12 @@ def test_hooks_of_weights_fire_when_they_are_computed():
     fired = []
     for name, parameter in stack.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-    y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
-    stack.recent.put_weights_off()
+    context = Context()
+    y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64), context=context)
+    context.calls.defer_weights()
     y.sum().backward()
-    put_off = {name for name, _ in stack.named_parameters() if ".up." in name or name.endswith("down.weight")}
-    assert all(stack.get_parameter(name).grad is None for name in put_off)
+    deferred = {name for name, _ in stack.named_parameters() if ".up." in name or name.endswith("down.weight")}
+    assert all(stack.get_parameter(name).grad is None for name in deferred)
     fired.clear()  # autograd calls them for a gradient that is not there, too
-    stack.recent.compute_weights()
-    assert sorted(fired) == sorted(put_off)
+    context.calls.compute_weights()
+    assert sorted(fired) == sorted(deferred)

@@ -7,6 +7,7 @@ with dropout on. It shares with the stack only where random numbers come from.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -106,15 +107,13 @@ class Halved(Mlp):
 
 def reference(blocks, x, grad):
     """Output and gradients of one process that knows nothing of schedules."""
-    randomness = Randomness(SEED, 1, 0, x.device, active=True)
-    extent = Extent(0, x.shape[0])
+    randomness = Randomness(SEED, 1, 0, x.device, {}, active=True)
+    whole = Extent(0, x.shape[0])
     x = x.clone().requires_grad_()
     out = x
     for b, block in enumerate(blocks):
-        with randomness.of("partial", b, 0, extent):
-            y = block.partial(out)
-        with randomness.of("combine", b, 0, extent):
-            out = block.combine(out, y)
+        y = randomness.run("partial", b, 0, lambda s: whole, partial(block.partial, out))
+        out = randomness.run("combine", b, 0, lambda s: whole, partial(block.combine, out, y))
     out.backward(grad)
     return (
         out.detach(),

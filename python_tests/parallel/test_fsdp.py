@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 from oases.execution.group import scheduler_of
 from oases.models.gpt import GPT, GPTConfig
+from oases.parallel.blocks import BlockProgram
 from oases.parallel.fsdp import Gathers
 from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan, Segment, Stage
@@ -36,15 +38,22 @@ class Note:
             self._notes.append(f"free {self._block}")
 
 
+def program_of(schedule, halved=False):
+    program = BlockProgram(schedule, [nn.Identity()] * BLOCKS, "stack 0", None)
+    program.halved = [halved] * BLOCKS
+    return program
+
+
 def notes_of(schedule, halved=False):
     notes = []
-    gathers = Gathers([Note(block, notes) for block in range(BLOCKS)], [halved] * BLOCKS)
-    for ops in (schedule.forward, schedule.backward):
-        gathers.begin(ops)
-        for op in ops:
-            gathers.before(op)
-            notes.append(str(op))
-            gathers.after(op)
+    gathers = Gathers([Note(block, notes) for block in range(BLOCKS)])
+    program = program_of(schedule, halved)
+    keys = {step.key for step in (*program.forward, *program.backward)}
+    handlers = gathers.around(dict.fromkeys(keys, lambda step: notes.append(step.text)), program, lambda block: None)
+    for steps in (program.forward, program.backward):
+        gathers.begin(steps)
+        for step in steps:
+            handlers[step.key](step)
     return [note for note in notes if "all" not in note and "wait" not in note and "scatter" not in note]
 
 
@@ -72,9 +81,18 @@ def test_each_pass_gathers_each_block_once(name, again, along):
 def test_after_a_failure_nothing_stays_whole():
     notes = []
     units = [Note(block, notes) for block in range(BLOCKS)]
-    gathers, ops = Gathers(units, [False] * BLOCKS), generate("oases", BLOCKS, 2).forward
-    gathers.begin(ops)
-    gathers.before(ops[0])
+    gathers, program = Gathers(units), program_of(generate("oases", BLOCKS, 2))
+    put = []
+
+    def fail(step):
+        assert units[0].whole
+        assert put == [0]
+        raise ValueError
+
+    handlers = gathers.around({"F": fail}, program, put.append)
+    gathers.begin(program.forward)
+    with pytest.raises(ValueError, match=r"^$"):
+        handlers["F"](program.forward[0])
     assert units[0].whole
     gathers.forget()
     assert not any(unit.whole for unit in units)
@@ -113,8 +131,8 @@ def check_one_step():
     assert not any(name.endswith("sharded gradients") for name in counts(mesh.data(1))), "earlier micro-batches send"
     gathered = counts(mesh.weights(1))
     started = []
-    first = model.stack.segments[0].units[0]
-    last = model.stack.segments[0].units[-1]
+    first = model.stack.segments[0]._units[0]
+    last = model.stack.segments[0]._units[-1]
     first.parameters["up.weight" if "up.weight" in first.parameters else "qkv.weight"].register_hook(
         lambda _: started.append(([bucket.sent is not None for bucket in average._buckets], in_memory(last)))
     )
@@ -128,7 +146,7 @@ def check_one_step():
     assert not any(started[0][1]), "its weights are freed by then"
     now = counts(mesh.weights(1))
     assert all(now[f"block {b}, gathered weights"] == gathered[f"block {b}, gathered weights"] + 2 for b in range(4))
-    for unit in [model.ends, *model.stack.segments[0].units]:
+    for unit in [model.ends, *model.stack.segments[0]._units]:
         assert not any(in_memory(unit))
         assert all(parameter.grad is None for parameter in unit.parameters.values())
         assert all(shard.grad is not None for shard in unit.shards.values())

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oases
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack
 from oases.errors import OverlapError
+from oases.execution.executor import Context
 from oases.execution.group import scheduler_of
 from oases.parallel.linear import shard
 from oases.parallel.sharding import sharded_parameters
@@ -184,10 +185,10 @@ def check_order_of_delivery():
     """The last block's sharded gradients are handed over before the first block's backward has run."""
     stack = make_stack(plain_blocks(3), dist.group.WORLD)
     seen = []
-    stack.blocks[2].up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(len(stack.spans)))
-    stack.spans = []
-    stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
-    first_block = [i for i, (op, _, _) in enumerate(stack.spans) if op.startswith("B 0.")]
+    context = Context([])
+    stack.blocks[2].up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(len(context.spans)))
+    stack(torch.randn(4, 3, WIDTH, dtype=torch.float64), context=context).sum().backward()
+    first_block = [i for i, (op, _, _) in enumerate(context.spans) if op.startswith("B 0.")]
     assert seen[0] < first_block[0]
 
 

@@ -1,4 +1,6 @@
-"""Linears whose weight gradients are put off: both layouts of the weight against plain autograd."""
+"""Linears whose weight gradients are deferred: both layouts of the weight against plain autograd."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -6,7 +8,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from oases import OverlappedStack
-from oases.execution.weight_gradient import PutOff, linear, putting_off
+from oases.execution.weight_gradient import DeferredGradients, Leaves, deferring, linear
+
+
+@contextmanager
+def deferral(leaves):
+    """Linears in here note the gradients of these stand-ins."""
+    deferred = DeferredGradients(leaves)
+    deferred.begin(False)
+    token = deferring.set(deferred)
+    yield deferred
+    deferring.reset(token)
 
 
 def operands(transposed):
@@ -23,24 +35,25 @@ def test_gradients_in_the_layout_of_the_weight(transposed, with_bias):
     expected = x @ (weight if transposed else weight.t()) + (bias if with_bias else 0)
     wanted = [x, weight, bias] if with_bias else [x, weight]
     x_grad, *gradients = torch.autograd.grad(expected, wanted, grads[0] + grads[1])
-    put_off = PutOff(wanted[1:])
-    with putting_off(put_off):
-        results = [linear(x, weight, bias if with_bias else None, transposed=transposed) for _ in grads]
+    leaves = Leaves([parameter.detach().requires_grad_() for parameter in wanted[1:]])
+    weight, *biases = leaves.stand_ins
+    bias = biases[0] if with_bias else None
+    with deferral(leaves) as deferred:
+        results = [linear(x, weight, bias, transposed=transposed) for _ in grads]
     torch.testing.assert_close(results[0], expected)
     found = [
         torch.autograd.grad(result, [x, weight], grad, allow_unused=True)
         for result, grad in zip(results, grads, strict=True)
     ]
-    assert all(early is None for _, early in found), "the weight gradient is put off"
+    assert all(early is None for _, early in found), "the weight gradient is deferred"
     torch.testing.assert_close(found[0][0] + found[1][0], x_grad)
-    sums = {}
-    put_off.add_to(sums)
-    for parameter, gradient in zip(wanted[1:], gradients, strict=True):
-        torch.testing.assert_close(sums[id(parameter)], gradient)
+    deferred.compute()
+    for found, gradient in zip(leaves.take(False), gradients, strict=True):
+        torch.testing.assert_close(found, gradient)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_outside_of_putting_off_autograd_computes_it(transposed):
+def test_outside_of_a_deferral_autograd_computes_it(transposed):
     x, weight, bias = operands(transposed)
     linear(x, weight, bias, transposed=transposed).sum().backward()
     assert weight.grad.shape == weight.shape
@@ -50,13 +63,14 @@ def test_outside_of_putting_off_autograd_computes_it(transposed):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_last_product_may_be_left_out(transposed):
     x, weight, bias = operands(transposed)
-    put_off = PutOff([weight, bias])
-    with putting_off(put_off):
+    leaves = Leaves([weight, bias])
+    weight, bias = leaves.stand_ins
+    with deferral(leaves) as deferred:
         first = linear(x, weight, bias, transposed=transposed)
-    put_off.forget_unless_last(first)
-    with putting_off(put_off, skip_last=True):
+        deferred.end(first)
+        deferred.begin(True)
         skipped = linear(x, weight, bias, transposed=transposed)
-    put_off.forget()
+        deferred.end()
     assert skipped.shape == first.shape
     assert skipped.untyped_storage().nbytes() == x.element_size(), "nobody computed it"
     grad = torch.randn_like(first)

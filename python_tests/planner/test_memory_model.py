@@ -10,11 +10,10 @@ from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
 from oases.simulator import simulate
 from oases.simulator.engine import run
-from oases.simulator.hardware import Device, Hardware
+from oases.simulator.hardware import Device, Hardware, stack_costs
 from oases.simulator.links import LinkModel
 from oases.simulator.lowering import lower
 from oases.simulator.program import Program
-from oases.simulator.stack import stack_costs
 
 SCHEDULES = ("sync", "fine_grained", "cross_pass", "oases")
 LINK = LinkModel(1e-5, 1e9)
@@ -44,7 +43,8 @@ def predicted(recompute):
         costs = stack_costs(HARDWARE, model, KINDS * 4, 2, 4, schedule)
         timeline = simulate(schedule, costs)
         unit = model.unit_bytes(4)
-        forward = run(Program(name, (tuple(lower(schedule, costs)[0]),)))
+        (steps,) = lower(schedule, costs)
+        forward = run(Program(name, (tuple(step.instruction for step in steps if not step.backward),)))
         found[name] = (forward.held[-1].num_bytes - unit, timeline.peak_bytes(0))  # kept: the output apart
     return found
 

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Stage, predict
 from oases.planner.memory import stage_state_bytes
 from oases.plans.plan import PLANNED
 from oases.plans.shape import ModelShape
+from oases.schedule import Op, format_schedule, generate_pipeline
 from oases.simulator.cluster import cluster_called
 from oases.simulator.program import Contention
 
@@ -121,7 +123,7 @@ def test_memory_is_state_and_activations():
 
 @pytest.mark.parametrize("name", ["sync", "fine_grained", "cross_pass", "oases", "sub_pipelined_1", "sub_pipelined"])
 @pytest.mark.parametrize("layers", [0, 1, 2])
-@pytest.mark.parametrize("pipeline", ["one_f_one_b", "shifted_critical_path", "zb_h1", "recompute_under_forward"])
+@pytest.mark.parametrize("pipeline", ["one_f_one_b", "shifted_critical_path", "zb_h1"])
 def test_a_step_frees_what_it_allocates(name, layers, pipeline):
     stages = [[(4, 2, name, 2, layers)]] * 2
     plan = plan_of(*stages, micro_batches=4, batch=32, pipeline=pipeline)
@@ -145,7 +147,41 @@ def test_recomputing_early_sends_what_the_backward_pass_would(name):
         return sorted((span.rank, span.lane, span.name) for span in spans if not span.waiting)
 
     assert ops("shifted_critical_path") == ops("pre_recompute") == ops("one_f_one_b")
-    assert ops("shifted_under_forward") == ops("one_f_one_b")
+
+
+@pytest.mark.parametrize("name", ["last_no_recompute", "shifted_critical_path", "zb_h1", "interleaved"])
+def test_a_pipeline_in_text_form_is_predicted_by_its_list(name):
+    """Its name may lie: what is split, computed ahead of time and kept is read off the list."""
+    stages = [[(4, 2, "oases", 2, 2)]] * 3 + [[(4, 2, "oases", 2, 0)]]
+    if name == "interleaved":
+        stages = [[(4, 2, "oases", 2, 2), (4, 2, "oases", 2, 0)]] * 2
+    sizes = {"world": 2 * len(stages), "micro_batches": 4, "batch": 16, "model": LAYERS}
+    text = format_schedule(generate_pipeline(name, len(stages), 4)).replace(name, "one_f_one_b", 1)
+    named, written = (plan_of(*stages, **sizes, pipeline=each) for each in (name, text))
+    predictor = Predictor(cluster())
+    assert predictor.course(written) == predictor.course(named)
+    assert predictor.timeline(written, every_op=True).spans == predictor.timeline(named, every_op=True).spans
+    assert "one_f_one_b" in written.text()
+    assert Plan.from_json(written.to_json()) == written
+    with pytest.raises(UsageError, match=r"plan: pipeline: the list one_f_one_b is of . stages and 4 micro-batches"):
+        plan_of(*stages, **{**sizes, "micro_batches": 2}, pipeline=text)
+    with pytest.raises(UsageError, match=r"plan: pipeline: op \d+ \(receive F"):
+        plan_of(*stages, **sizes, pipeline=text.replace("send F 0.1\n", ""))
+
+
+def test_a_pipeline_of_nobodys_making_is_predicted():
+    """1F1B in which the first stage puts its weight gradients off to the end, which then hide nothing."""
+    plain = generate_pipeline("zb_h1", 2, 4, False)
+    first = [op for op in plain.stages[0] if op.kind != "W"]
+    late = replace(plain, name="late", ops=(*first, *(Op("W", 0, m) for m in range(4)), *plain.stages[1]))
+    stages = [[(8, 2, "oases", 2, 0)]] * 2
+    sizes = {"world": 4, "micro_batches": 4, "batch": 16, "model": LAYERS}
+    predictor = Predictor(cluster())
+    courses = [
+        predictor.course(plan_of(*stages, **sizes, pipeline=each)) for each in ("zb_h1", format_schedule(late))
+    ]
+    assert courses[1].peak_bytes[0] > courses[0].peak_bytes[0]
+    assert courses[1].peak_bytes[1] == courses[0].peak_bytes[1]
 
 
 def test_predicted_steps_are_the_closed_forms_of_merak():

@@ -5,8 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from oases.schedule import Op, ScheduleError
-from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts, started_by, validate_experts
+from oases.schedule import (
+    EXPERT_SCHEDULES,
+    Op,
+    ScheduleError,
+    format_schedule,
+    generate_experts,
+    parse_schedule,
+    validate,
+)
 
 CASES = list(itertools.product(EXPERT_SCHEDULES, (1, 2, 5), (False, True)))
 
@@ -24,13 +31,14 @@ def test_a_list_is_whole(name, blocks, recompute):
         {} if name == "plain" else dict.fromkeys(("share", "join", "split", "return"), blocks)
     )
     assert (*schedule.forward, *schedule.backward) == schedule.ops
+    assert parse_schedule(format_schedule(schedule)) == schedule
 
 
 def between(schedule, start):
     """The compute ops under a collective."""
     ops = list(schedule)
     begin = ops.index(start)
-    end = next(at for at, op in enumerate(ops) if op.kind == "wait" and started_by(op) == start)
+    end = next(at for at, op in enumerate(ops) if op.kind == "wait" and schedule.starts[op.carried] == start)
     return [str(op) for op in ops[begin:end] if op.kind in ("N", "E", "BN", "BE", "RN", "RE", "P")]
 
 
@@ -61,14 +69,17 @@ def test_no_op_can_be_left_out_or_come_too_early(name):
     schedule = generate_experts(name, 2, True)
     for at, op in enumerate(schedule.ops):
         rest = schedule.ops[:at] + schedule.ops[at + 1 :]
-        with pytest.raises(ScheduleError, match=r"must come before it|is missing|never waited for"):
-            validate_experts(replace(schedule, ops=rest))
+        with pytest.raises(
+            ScheduleError,
+            match=r"must come before it|is missing|never waited for|before 'wait|not started|header says",
+        ):
+            validate(replace(schedule, ops=rest))
         with pytest.raises(ScheduleError, match="done twice"):
-            validate_experts(replace(schedule, ops=(*schedule.ops, op)))
+            validate(replace(schedule, ops=(*schedule.ops, op)))
     with pytest.raises(ScheduleError, match=r"op 1 \(E 0\.0\): its input is missing; 'wait N 0\.0'"):
-        validate_experts(replace(schedule, ops=(Op("E", 0, 0), *schedule.ops)))
+        validate(replace(schedule, ops=(Op("E", 0, 0), *schedule.ops)))
     with pytest.raises(ScheduleError, match="2 blocks of experts"):
-        validate_experts(replace(schedule, ops=(Op("E", 2, 0), *schedule.ops)))
+        validate(replace(schedule, ops=(Op("E", 2, 0), *schedule.ops)))
 
 
 def test_what_there_is_no_schedule_of():

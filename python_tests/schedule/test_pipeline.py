@@ -1,11 +1,30 @@
 """Pipeline schedules: every pass once, in an order that runs, with as much in flight as the papers say."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from oases.schedule import PIPELINES, ScheduleError, generate_pipeline
-from oases.schedule.pipeline import KEEPS_LAST, early, in_flight, interleaved, last_pass, passes, turns, zb_h1
+from oases.schedule import (
+    PIPELINES,
+    Op,
+    ScheduleError,
+    format_schedule,
+    generate,
+    generate_pipeline,
+    parse_schedule,
+    validate,
+)
+from oases.schedule.pipeline import (
+    chunks_of,
+    in_flight,
+    interleaved,
+    name_of,
+    passes,
+    read_stage,
+    resolve_pipeline,
+    zb_h1,
+)
 from oases.simulator import simulate
 
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 7)))
@@ -15,6 +34,7 @@ CASES = [
     for sizes in SIZES
     if name != "interleaved" or not sizes[1] % sizes[0]
 ]
+KEEPS_LAST = ("last_no_recompute", "shifted_critical_path")
 MERAK = ("one_f_one_b", "pre_recompute", "last_no_recompute", "shifted_critical_path")
 
 
@@ -23,7 +43,9 @@ MERAK = ("one_f_one_b", "pre_recompute", "last_no_recompute", "shifted_critical_
 def test_every_pass_once_and_every_message_at_both_ends(name, stages, micro_batches, recompute):
     pipeline = generate_pipeline(name, stages, micro_batches, recompute)
     assert pipeline.num_stages == len(pipeline.stages) == stages
-    parts, sent, received = stages * pipeline.chunks, [], []
+    validate(pipeline)
+    assert parse_schedule(format_schedule(pipeline)) == pipeline
+    parts, sent, received = pipeline.num_blocks, [], []
     for stage, ops in enumerate(pipeline.stages):
         mine = range(stage, parts, stages)
         kinds = "FB" + "R" * pipeline.recomputes(stage) + "W" * pipeline.has_weight_passes
@@ -95,16 +117,22 @@ def test_passes_are_those_of_the_lists(name, stages, micro_batches):
         inside = {one for one, after in pairs if one[0] == "R" and after == ("B", *one[1:])}
         found = list(passes(name, stages, micro_batches, stage))
         assert found == [each for each in listed if each not in inside]
-        assert early(name, stages, micro_batches, stage) == {each[1:] for each in found if each[0] == "R"}
-        assert found[-1] == last_pass(name, micro_batches, stage)
+        reading = read_stage(name, stages, micro_batches, stage)
+        assert reading == pipeline.readings[stage]
+        assert reading.early == {each[1:] for each in found if each[0] == "R"}
+        assert found[-1] == reading.last
+        assert reading.has_weights == (name == "zb_h1")
+        if micro_batches >= stages:
+            assert reading.weights_waiting == (min(stage, micro_batches) if name == "zb_h1" else 0)
 
 
 def test_one_forward_one_backward():
-    passes = [f"{kind}{m}" for kind, m in turns("one_f_one_b", 3, 4, 0)]
-    assert passes == ["F0", "F1", "F2", "B0", "F3", "B1", "B2", "B3"]
-    passes = ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
-    assert [f"{kind}{m}" for kind, m in turns("one_f_one_b", 3, 4, 2)] == passes
-    assert [f"{kind}{m}" for kind, m in turns("gpipe", 3, 2, 1)] == ["F0", "F1", "B1", "B0"]
+    def found(name, micro_batches, stage):
+        return [f"{kind}{m}" for kind, _, m in passes(name, 3, micro_batches, stage)]
+
+    assert found("one_f_one_b", 4, 0) == ["F0", "F1", "F2", "B0", "F3", "B1", "B2", "B3"]
+    assert found("one_f_one_b", 4, 2) == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
+    assert found("gpipe", 2, 1) == ["F0", "F1", "B1", "B0"]
 
 
 def test_what_there_is_no_pipeline_of():
@@ -117,3 +145,79 @@ def test_what_there_is_no_pipeline_of():
     for sizes in ((0, 1), (1, 0)):
         with pytest.raises(ScheduleError, match="at least 1 stage and 1 micro-batch, got"):
             generate_pipeline("gpipe", *sizes)
+
+
+def without(schedule, *texts):
+    return replace(schedule, ops=tuple(op for op in schedule if str(op) not in texts))
+
+
+def moved(schedule, text, before):
+    ops = [op for op in schedule if str(op) != text]
+    at = next(place for place, op in enumerate(ops) if str(op) == before)
+    ops[at:at] = [op for op in schedule if str(op) == text]
+    return replace(schedule, ops=tuple(ops))
+
+
+PLAIN, SPLIT = generate_pipeline("one_f_one_b", 2, 3), generate_pipeline("zb_h1", 2, 3, False)
+TWICE = generate_pipeline("interleaved", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (without(PLAIN, "send F 0.1"), r"op \d+ \(receive F 1.1\): nobody sends it; 'send F 0.1' is missing"),
+        (without(PLAIN, "receive B 0.1"), r"\(B 0.1\): its input is missing; 'receive B 0.1' must come before it"),
+        (without(PLAIN, "receive B 0.1", "R 0.1", "B 0.1"), "'B 0.1' is missing: the step would not be whole"),
+        (without(PLAIN, "F 0.1"), r"\(send F 0.1\): its input is missing; 'F 0.1' must come before it"),
+        (without(PLAIN, "R 0.1"), "the header says recompute=full, but the list holds ops R of 5 of 6 passes"),
+        (without(SPLIT, "W 1.2"), "'W 1.2' is missing"),
+        (moved(SPLIT, "W 1.0", "B 1.0"), r"\(W 1.0\): its input is missing; 'B 1.0' must come before it"),
+        (moved(PLAIN, "R 0.0", "F 0.0"), r"op 1 \(R 0.0\): its input is missing; 'F 0.0'"),
+        (moved(PLAIN, "B 0.0", "R 0.0"), r"\(B 0.0\): its input is missing; 'R 0.0' must come before it"),
+        (
+            moved(PLAIN, "send F 0.2", "send F 0.1"),
+            r"\(send F 0.2\): its input is missing; 'F 0.2' must come before it",
+        ),
+        (
+            moved(moved(PLAIN, "F 0.2", "F 0.1"), "send F 0.2", "F 0.1"),
+            r"op \d+ \(receive F 1.1\): stage 1 waits for receive F 1.1 where receive F 1.2 comes first",
+        ),
+        (
+            moved(PLAIN, "receive B 0.0", "F 0.0"),
+            r"op 1 \(receive B 0.0\): stage 0 waits for it for ever, because stage 1, which is to send it, waits at "
+            r"op \d+ \(receive F 1.0\)",
+        ),
+        (replace(PLAIN, ops=(*PLAIN.ops, Op("F", 0, 3))), r"2 parts of the model and 3 micro-batches"),
+        (replace(PLAIN, ops=(*PLAIN.ops, Op("B", 1, 0))), r"\(B 1.0\): done twice, first as op"),
+        (replace(PLAIN, ops=(*PLAIN.ops, Op("send", 1, 0, "F"))), "there is no part 2 to send to"),
+        (replace(PLAIN, ops=(*PLAIN.ops, Op("C", 1, 0))), "C is no op of pipeline stages"),
+        (replace(PLAIN, ops=(*PLAIN.ops, Op("send", 1, 0, "R"))), "only the results of F and B go to another stage"),
+        (
+            replace(PLAIN, ops=(*PLAIN.stages[1], *PLAIN.stages[0])),
+            "of stage 0, behind ops of stage 1; sort ops by stage",
+        ),
+        (replace(PLAIN, num_stages=3), "2 parts of a model cannot be cut into 3 pipeline stages"),
+        (without(TWICE, "F 2.1"), r"\(send F 2.1\): its input is missing"),
+    ],
+)
+def test_what_cannot_run_is_named(schedule, message):
+    with pytest.raises(ScheduleError, match=message):
+        validate(schedule)
+
+
+def test_a_pipeline_is_read_off_its_text_as_off_its_name():
+    for name, stages, micro_batches in (("zb_h1", 3, 4), ("shifted_critical_path", 4, 8), ("interleaved", 2, 4)):
+        text = format_schedule(generate_pipeline(name, stages, micro_batches))
+        assert name_of(text) == name_of(name) == name
+        assert chunks_of(text) == chunks_of(name)
+        assert resolve_pipeline(text, stages, micro_batches) == resolve_pipeline(name, stages, micro_batches)
+        for stage in range(stages):
+            assert read_stage(text, stages, micro_batches, stage) == read_stage(name, stages, micro_batches, stage)
+            both = (list(passes(each, stages, micro_batches, stage)) for each in (text, name))
+            assert next(both) == next(both)
+        with pytest.raises(ScheduleError, match=f"the list {name} is of {stages} stages and {micro_batches} micro"):
+            resolve_pipeline(text, stages + 1, micro_batches)
+    with pytest.raises(
+        ScheduleError, match="a list of tensor-parallel blocks; here one of pipeline stages is asked for"
+    ):
+        resolve_pipeline(format_schedule(generate("oases", 2, 2)), 2, 2)

@@ -1,5 +1,6 @@
 """Schedules over the sequence: counts, order, and what their validation refuses."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -100,3 +101,11 @@ def without(schedule, text):
 def test_what_cannot_run_is_named(schedule, message):
     with pytest.raises(ScheduleError, match=message):
         validate(schedule)
+
+
+def test_long_lists_take_time_in_proportion():
+    """Where every move of an op searches the list, this takes ten seconds."""
+    begin = time.perf_counter()
+    cut = sequence_parallel(generate("oases", 192, 4, "full"))
+    assert time.perf_counter() - begin < 2.0
+    assert len(cut) == 192 * 4 * 14

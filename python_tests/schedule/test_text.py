@@ -2,7 +2,24 @@
 
 import pytest
 
-from oases.schedule import GENERATORS, ScheduleSyntaxError, format_schedule, generate, parse_schedule
+from oases.schedule import (
+    GENERATORS,
+    PIPELINES,
+    Schedule,
+    ScheduleError,
+    ScheduleSyntaxError,
+    format_schedule,
+    from_text,
+    generate,
+    generate_experts,
+    generate_pipeline,
+    is_text,
+    name_or_text,
+    parse_schedule,
+    read_schedule,
+    resolve_experts,
+    sequence_parallel,
+)
 
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
@@ -32,6 +49,13 @@ HEADER = "schedule x blocks=1 sub_batches=1\n"
         (HEADER + "F", 2, 2, "expected BLOCK.SUB_BATCH, e.g. 3.1, got the end of the line"),
         (HEADER + "F 0", 2, 3, "expected BLOCK.SUB_BATCH, e.g. 3.1, got '0'"),
         (HEADER + "F 0.-1", 2, 3, "got '0.-1'"),
+        ("pipeline x blocks=1", 1, 1, "expected the header 'pipeline NAME stages=N micro_batches=N [chunks=N]'"),
+        ("pipeline x stages=0 micro_batches=2", 1, 1, "at least 1 stage"),
+        ("experts x blocks=1 recompute=some", 1, 1, "expected the header 'experts NAME blocks=N"),
+        ("experts x blocks=1\nF 0.0", 2, 1, "unknown op 'F'; known are N, P, E,"),
+        ("experts x blocks=1\nwait F 0.0", 2, 6, "'wait' carries a compute op (N,"),
+        ("experts x blocks=1\nshare N 0.0", 2, 7, "expected BLOCK.SUB_BATCH, e.g. 3.0, got 'N'"),
+        ("pipeline x stages=1 micro_batches=1\nwait F 0.0", 2, 1, "unknown op 'wait'; known are F, R, B, W, send"),
         (HEADER + "\nall_reduce 0.0", 3, 12, "'all_reduce' carries a compute op"),
         (HEADER + "wait", 2, 5, "expected the op whose result 'wait' carries"),
         (HEADER + "F 0.0 0.1", 2, 7, "nothing may follow the op, got '0.1'"),
@@ -43,3 +67,80 @@ def test_syntax_errors(text, line, column, message):
     assert (caught.value.line, caught.value.column) == (line, column)
     assert message in str(caught.value)
     assert f"line {line}, column {column}" in str(caught.value)
+
+
+LISTS = {
+    "block": sequence_parallel(generate("oases", 2, 2, "full")),
+    "experts": generate_experts("block_wise", 2, True),
+    "stage": generate_pipeline("interleaved", 2, 2),
+}
+SIZES = {
+    "block": ({"num_blocks": 2}, {"num_blocks": 3}, "for 2 blocks, and there are 3"),
+    "experts": ({"num_blocks": 2}, {"num_blocks": 4}, "for 2 blocks, and there are 4"),
+    "stage": (
+        {"num_stages": 2, "num_sub_batches": 2, "num_blocks": 4},
+        {"num_stages": 2, "num_sub_batches": 8},
+        "for 2 micro-batches, and there are 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("unit", LISTS)
+def test_a_file_of_each_sort(tmp_path, unit):
+    path, (sizes, others, message) = tmp_path / "list.txt", SIZES[unit]
+    lines = format_schedule(LISTS[unit]).splitlines()
+    commented = ["# by hand", "", *(f"{line}  # {number}" for number, line in enumerate(lines))]
+    path.write_text("\n".join(commented))
+    assert read_schedule(path, unit) == read_schedule(str(path), unit, **sizes) == LISTS[unit]
+    with pytest.raises(ScheduleError, match=rf"schedule file '.*list.txt', line 3: it is {message}"):
+        read_schedule(path, unit, **others)
+    for other in LISTS:
+        if other != unit:
+            with pytest.raises(ScheduleError, match=r"line 3: .* is a list of .*; here one of .* is asked for"):
+                read_schedule(path, other)
+
+    for end in range(3, len(commented)):
+        path.write_text("\n".join(commented[:end]))
+        with pytest.raises(ScheduleError, match=r"list\.txt', line \d+"):
+            read_schedule(path, unit)
+    path.write_text("\n".join([*commented[:-9], commented[-9][:1]]))
+    with pytest.raises(ScheduleError, match=rf"line {len(commented) - 8}, column \d+: "):
+        read_schedule(path, unit)
+    path.write_text("\n".join([*commented[:3], commented[-1], *commented[3:-1]]))
+    with pytest.raises(ScheduleError, match=rf"line 4: op 1 \({lines[-1]}\): "):
+        read_schedule(path, unit)
+
+
+def test_experts_by_name_and_by_text():
+    made = generate_experts("blocking", 3, True)
+    assert resolve_experts("blocking", 3, True) == resolve_experts(format_schedule(made), 3) == made
+    with pytest.raises(ScheduleError, match="for 3 blocks, and there are 4"):
+        resolve_experts(format_schedule(made), 4)
+
+
+def test_a_name_or_the_text_of_a_file(tmp_path):
+    made = generate_pipeline("zb_h1", 2, 4, False)
+    path = tmp_path / "mine.txt"
+    path.write_text("# mine\n" + format_schedule(made))
+    assert name_or_text("zb_h1", PIPELINES, "stage", num_stages=3) == "zb_h1"
+    text = name_or_text(str(path), PIPELINES, "stage", num_stages=2, num_sub_batches=4)
+    assert is_text(text)
+    assert from_text(text, "stage") == from_text(text, None) == made
+    with pytest.raises(ScheduleError, match=r"mine.txt', line 2: it is for 2 stages, and there are 3"):
+        name_or_text(str(path), PIPELINES, "stage", num_stages=3)
+    with pytest.raises(
+        ScheduleError, match=r"'nosuch' is unknown; known are gpipe, .*, and the path of a list's text"
+    ):
+        name_or_text("nosuch", PIPELINES, "stage")
+    path.write_text(format_schedule(Schedule("x", 2, 2, generate("oases", 2, 2).forward)))
+    with pytest.raises(ScheduleError, match=r"where the file ends: it has no backward pass, which training needs"):
+        name_or_text(str(path), PIPELINES, "block")
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    with pytest.raises(ScheduleError, match="cannot be read: No such file"):
+        read_schedule(tmp_path / "none", "block")
+    path = tmp_path / "bytes"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ScheduleError, match="is not UTF-8 text"):
+        read_schedule(path, "stage")

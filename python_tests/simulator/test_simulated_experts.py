@@ -2,14 +2,14 @@
 
 import pytest
 
-from oases.schedule.experts import generate_experts
-from oases.simulator.engine import run
-from oases.simulator.experts import ExpertSeconds, lower_experts
+from oases.schedule import generate, generate_experts
+from oases.simulator import simulate
+from oases.simulator.cost import ExpertCosts, ExpertSeconds
 
 
 def seconds(name, block, blocks=12, recompute=False):
     schedule = generate_experts(name, blocks, recompute)
-    return run(lower_experts(schedule, [block] * blocks, behind=block.non_expert)).total_seconds
+    return simulate(schedule, ExpertCosts((block,) * blocks, block.non_expert)).total_seconds
 
 
 @pytest.mark.parametrize("transfer", [0.0, 0.5, 1.5, 6.0])
@@ -33,7 +33,22 @@ def test_the_search_is_hidden_and_recomputation_hides_ways():
 
 
 def test_wrong_sizes_and_times():
-    with pytest.raises(ValueError, match="has 2 blocks of experts, got seconds of 1"):
-        lower_experts(generate_experts("plain", 2), [ExpertSeconds(1.0, 1.0, 1.0)])
+    costs = ExpertCosts((ExpertSeconds(1.0, 1.0, 1.0),))
+    with pytest.raises(ValueError, match="has 2 blocks of sort 'experts', got costs of 1 of sort 'experts'"):
+        simulate(generate_experts("plain", 2), costs)
+    with pytest.raises(ValueError, match="has 1 blocks of sort 'block', got costs of 1 of sort 'experts'"):
+        simulate(generate("sync", 1, 1), costs)
     with pytest.raises(ValueError, match="all_to_all must be at least 0 seconds, got -1"):
         ExpertSeconds(1.0, 1.0, -1.0)
+
+
+def test_seconds_by_kind_are_costs_of_equal_blocks():
+    schedule = generate_experts("block_wise", 4, True)
+    block = ExpertSeconds(1.0, 2.0, 0.7, share=0.5, join=0.8, search=0.1)
+    by_kind = {"N": 1.0, "E": 2.0, "all_to_all": 0.7, "share": 0.5, "join": 0.8, "P": 0.1}
+    found = simulate(schedule, by_kind)
+    assert found.spans == simulate(schedule, ExpertCosts((block,) * 4, 1.0)).spans
+    assert {span.lane for span in found.spans} == {"compute", "link"}
+    text = found.text(80)
+    assert "rank 0 compute" in text
+    assert "E" in text

@@ -1,0 +1,154 @@
+"""One call of a stack: the two passes of its list, with stand-ins in the place of its blocks' parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from oases.execution.executor import Context, Executor, Handlers, Program, Step
+from oases.execution.failure import Guard, Watch
+from oases.execution.piece import BlockParameters, Leaves
+
+Put = Callable[[int], None]
+"""Puts a block's stand-ins into its modules."""
+
+
+class Work(Protocol):
+    """The work of a list's ops on one call's tensors. leaves: the stand-ins of each block's parameters."""
+
+    leaves: list[Leaves]
+
+    def handlers(self) -> Handlers:
+        """The work of each op, by `Step.key`."""
+
+    def output(self) -> Tensor:
+        """The output, once every op of the forward pass has run."""
+
+    def begin_backward(self, grad: Tensor) -> None:
+        """Take the gradient of the output."""
+
+    def forget(self) -> None:
+        """Let go of every tensor."""
+
+
+class Gathering(Protocol):
+    """Weights that lie in shards, gathered around the ops that read them."""
+
+    def around(self, handlers: Handlers, program: Program, put: Put) -> Handlers:
+        """Handlers that have the weights gathered before, and released after; `put` follows each gather."""
+
+    def begin(self, steps: Iterable[Step]) -> None:
+        """Before a list."""
+
+    def sharded(self, block: int) -> Collection[str]:
+        """The names of a block's parameters that lie in shards."""
+
+    def forget(self) -> None:
+        """After a failure: free all that is whole."""
+
+
+class Call:
+    """The passes of one call. Subclasses say in `finish_block` and `finish` how gradients are handed over.
+
+    gathering: None where weights lie whole on every rank. AGAIN: kinds of ops that compute again.
+    """
+
+    AGAIN: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(
+        self, name: str, program: Program, work: Work, parameters: Sequence[BlockParameters], *,
+        watch: Watch | None, context: Context, gathering: Gathering | None, differentiable: bool,
+        unanimous: tuple[type[Exception], ...] = (),
+    ) -> None:  # fmt: skip
+        self.num_blocks = len(parameters)
+        self.output: Tensor | None = None
+        self._name, self._program, self._work, self._parameters = name, program, work, parameters
+        self._differentiable = differentiable
+        self._guard = Guard(program.schedule, program.label, watch, self._forget, unanimous)
+        self._gathering = gathering
+        handlers = work.handlers()
+        if gathering is not None:
+            handlers = gathering.around(handlers, program, partial(_put, parameters, work.leaves))
+        self._executor = Executor(handlers, self._guard, context)
+        self._backward, self._ends = program.backward, program.ends
+        self._position = 0
+        self._begun = False
+
+    def forward(self) -> Tensor:
+        """Run the forward pass."""
+        steps = self._program.forward
+        with self._guard, self._stand_ins(range(self.num_blocks)), torch.set_grad_enabled(self._differentiable):
+            if self._gathering is not None:
+                self._gathering.begin(steps)
+            self._executor.run(steps)
+            self._guard.doing = "the output"
+            return self._work.output()
+
+    def begin(self, grad: Tensor) -> None:
+        """Begin the backward pass. RuntimeError for a second one."""
+        if self._begun:
+            raise RuntimeError(
+                f"the backward pass of this {self._name} call was run already; its graphs are freed as it goes, so "
+                "call the stack again for a second backward pass"
+            )
+        self._begun = True
+        self._work.begin_backward(grad)
+        if self._gathering is not None:
+            self._gathering.begin(self._backward[self._position :])
+
+    def recompute(self) -> None:
+        """Compute again now, with the collectives that this sends, in the list's order; for a pipeline."""
+        rest = self._backward[self._position :]
+        again = [step for step in rest if (step.op.of or step.op.kind) in self.AGAIN]
+        if not again:
+            return
+        left = tuple(step for step in rest if (step.op.of or step.op.kind) not in self.AGAIN)
+        self._backward = self._backward[: self._position] + left
+        self._ends = self._program.ends_of(self._backward)
+        if self._gathering is not None:
+            self._gathering.begin(again)
+        with self._guard:
+            self._run(again)
+
+    def _run_to(self, end: int) -> None:
+        begin, self._position = self._position, max(end, self._position)
+        self._run(self._backward[begin : self._position])
+
+    def _run(self, steps: Sequence[Step]) -> None:
+        """Part of the backward pass. What is computed again reads parameters, by their stand-ins."""
+        again: set[int] = set()
+        if self._program.schedule.recomputed:
+            again = {block for step in steps if step.op.kind in self.AGAIN for block in self._program.reads(step.op)}
+        with torch.enable_grad(), self._stand_ins(again):
+            self._executor.run(steps)
+
+    @contextmanager
+    def _stand_ins(self, blocks: Iterable[int]) -> Iterator[None]:
+        """Have the stand-ins stand in the modules of these blocks."""
+        if not self._differentiable:
+            yield
+            return
+        gathering = self._gathering
+        try:
+            for block in blocks if gathering is None else ():  # else they are put where weights arrive
+                _put(self._parameters, self._work.leaves, block)
+            yield
+        finally:
+            for block in blocks if gathering is None else range(self.num_blocks):
+                self._parameters[block].put_back(() if gathering is None else gathering.sharded(block))
+
+    def _forget(self) -> None:
+        """After a failure: let go of every tensor."""
+        self._work.forget()
+        if self._gathering is not None:
+            self._gathering.forget()
+
+
+def _put(parameters: Sequence[BlockParameters], leaves: Sequence[Leaves], block: int) -> None:
+    if leaves:  # a call without gradients has none
+        parameters[block].put(leaves[block].stand_ins)

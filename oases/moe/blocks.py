@@ -1,0 +1,521 @@
+"""The ops of blocks of experts on real tensors: the work of N, E, P, RN, RE, BN and BE, and of all that travels.
+
+N b and E b are pieces of the autograd graph, so the backward pass runs in the order of the list instead of
+autograd's, and what travels starts and ends where the list has it. Names as in `oases.schedule.experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from oases._C import generator_mark
+from oases.execution.call import Call
+from oases.execution.executor import Context, Program, Step
+from oases.execution.failure import Watch
+from oases.execution.group import ProcessGroup, group_rank
+from oases.execution.piece import BlockParameters, Leaves, Piece, method_of
+from oases.moe.dispatch import (
+    AllToAll,
+    Demand,
+    DispatchPlan,
+    RoutingError,
+    combined,
+    dispatch_plan,
+    grouped,
+    permuted,
+    ungrouped,
+)
+from oases.moe.layer import OverlappedMoE
+from oases.moe.recomputation import Pass, Setting
+from oases.moe.router import Routing
+from oases.moe.transfer import Transfer
+from oases.parallel.fsdp import Gathers, Unit
+from oases.schedule import Op
+
+
+class ExpertBlock(Protocol):
+    """A block of a stack of experts: its layers in front of the experts, and behind.
+
+    before(x) -> (x, h): h is the input of the experts; x goes past them. after(x, y) -> the block's output, y the
+    experts' output for h. Shapes: [..., hidden], y as h.
+    """
+
+    experts: OverlappedMoE
+
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See above."""
+
+    def after(self, x: Tensor, y: Tensor) -> Tensor:
+        """See above."""
+
+
+class ExpertProgram(Program):
+    """The steps of a schedule of experts. N b, E b and, behind the experts, N b + 1 read block b's parameters."""
+
+    def reads(self, op: Op) -> Sequence[int]:
+        """The block in front of the experts and the one behind them; the experts' own are never sharded."""
+        if op.kind not in ("N", "RN", "BN"):
+            return ()
+        return [block for block in (op.block, op.block - 1) if 0 <= block < self.schedule.num_blocks]
+
+    def makes_gradients(self, op: Op) -> Sequence[int]:
+        """Those of both blocks that N lies between; of experts once their copies' gradients are at home."""
+        if op.kind == "BN":
+            return [block for block in (op.block, op.block - 1) if 0 <= block < self.schedule.num_blocks]
+        return (op.block,) if op.kind == "BE" or (op.kind == "wait" and op.of == "return") else ()
+
+
+class ExpertParameters(BlockParameters):
+    """A block's parameters, and the numbers of those of its experts, in the order of their `weights`."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        layer: OverlappedMoE = block.experts  # type: ignore[assignment]
+        self.experts = [numbers[id(weight)] for weight in layer.experts.weights.given]
+
+
+class RandomStates:
+    """The random states that pieces began with, for their recomputation; copied only where something has drawn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._states: list[Tensor] = []
+        self._marks: list[int] | None = None
+
+    def now(self) -> list[Tensor]:
+        """The states of all generators."""
+        marks = [generator_mark(generator) for generator in self._generators]
+        if marks != self._marks:
+            self._marks, self._states = marks, [generator.get_state() for generator in self._generators]
+        return self._states
+
+    def replayed(self, states: list[Tensor], function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Call `function` with the numbers drawn after these states; the caller's own stay as they are."""
+        kept = [generator.get_state() for generator in self._generators]
+        self._set(states)
+        try:
+            return function()
+        finally:
+            self._set(kept)
+
+    def _set(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(eq=False)
+class _Run:
+    """One N or E of the pass: its piece, or all it takes to record it. random: None where nothing was drawn."""
+
+    function: Function
+    inputs: tuple[Tensor, ...]
+    leaves: list[Leaves]
+    shapes: list[torch.Size]
+    piece: Piece | None = None
+    random: list[Tensor] | None = None
+
+
+@dataclass(eq=False)
+class _State:
+    """A block on its way through the pass."""
+
+    setting: Setting
+    opened: Pass | None
+    routing: Routing | None = None
+    demand: Demand | None = None
+    plan: DispatchPlan | None = None
+    source: Tensor | None = None
+    shape: torch.Size | None = None
+    transfer: Transfer | None = None
+    copies: list[Tensor] | None = None
+    own: list[Tensor] | None = None
+    dispatch: AllToAll | None = None
+    combine: AllToAll | None = None
+    # Of the forward pass, then their gradients: past the experts, weights of the choice, tokens or their results.
+    between: list[Tensor | None] = field(default_factory=list)
+
+
+class ExpertBlocks:
+    """The data of one call on its way from op to op.
+
+    leaves: of each block, its stand-ins. gradient_scale: times the experts' gradients, which at home are the sum over
+    all tokens of the group.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], program: ExpertProgram, group: ProcessGroup | None, x: Tensor,
+        leaves: list[Leaves], parameters: Sequence[ExpertParameters], *, differentiable: bool, gradient_scale: float,
+    ) -> None:  # fmt: skip
+        self._program, self._group, self._differentiable = program, group, differentiable
+        self._recompute = program.schedule.recompute != "none" and differentiable
+        self._gradient_scale = gradient_scale
+        self._before = [method_of(block, "before") for block in blocks]
+        self._after = [method_of(block, "after") for block in blocks]
+        self._layers: list[OverlappedMoE] = [block.experts for block in blocks]  # type: ignore[misc]
+        self._last = len(blocks)
+        self.leaves, self._parameters = leaves, parameters
+        self._random = RandomStates(x.device)
+        tokens = x.numel() // x.shape[-1]
+        self._states = [_State(*layer.begin(tokens)) for layer in self._layers]
+        for layer, state in zip(self._layers, self._states, strict=True):
+            if program.schedule.copies and state.setting.placement.moved:
+                assert group is not None, "one device has no copies"
+                state.transfer = Transfer(layer.experts.weights, state.setting.placement, group, layer.name)
+        self._runs: dict[tuple[str, int], _Run] = {}
+        self._ends: list[Tensor | None] = [x]
+        """The input, the output, the gradient of the one and then of the other."""
+        self._gradients: dict[int, list[Tensor]] = {}  # of experts, by block
+
+    def handlers(self) -> dict[str, Callable[[Step], None]]:
+        """The work of each op, by `Step.key`."""
+        return {
+            "N": self._do_N, "E": self._do_E, "P": self._do_P, "RN": self._again, "RE": self._again,
+            "BN": self._do_BN, "BE": self._do_BE,
+            "all_to_all N": self._send_N, "wait N": self._wait_N, "all_to_all E": self._send_E,
+            "wait E": self._wait_E, "all_to_all BN": self._send_BN, "wait BN": self._wait_BN,
+            "all_to_all BE": self._send_BE, "wait BE": self._wait_BE,
+            "share": self._share, "wait share": _arrives_later, "join": self._join, "wait join": self._wait_join,
+            "split": self._split, "wait split": _arrives_later, "return": self._return,
+            "wait return": self._wait_return,
+        }  # fmt: skip
+
+    def output(self) -> Tensor:
+        """The output of the last block."""
+        for state in self._states:
+            if state.opened is not None:
+                state.opened.done = True
+        (output,) = self._ends
+        assert output is not None
+        self._ends = []
+        return output
+
+    def begin_backward(self, grad: Tensor) -> None:
+        """Take the gradient of the output."""
+        for state in self._states:
+            if state.opened is not None:
+                state.opened.closed = True
+        self._ends = [grad]
+
+    def input_gradient(self) -> Tensor | None:
+        """The gradient of the input."""
+        (grad,) = self._ends
+        return grad
+
+    def gradients_of(self, block: int) -> list[Tensor | None]:
+        """A block's gradients by number, once they are whole."""
+        found = self.leaves[block].take(False)
+        for number, gradient in zip(self._parameters[block].experts, self._gradients.pop(block), strict=True):
+            found[number] = gradient
+        return found
+
+    def forget(self) -> None:
+        """Let go of every tensor."""
+        for held in (self._states, self._runs, self._ends, self._gradients, self.leaves):
+            held.clear()
+
+    # --- pieces ---
+
+    def _run(
+        self, kind: str, block: int, function: Function, inputs: Sequence[Tensor | None], around: range
+    ) -> tuple[Tensor, ...]:
+        """Run an N or an E; without a graph where it is computed again or nobody asks for gradients.
+
+        around: the blocks whose parameters it reads.
+        """
+        given = tuple(each for each in inputs if each is not None)
+        if not self._differentiable:
+            return function(*given)
+        leaves = [self.leaves[number] for number in around if 0 <= number < self._last]
+        run = self._runs[kind, block] = _Run(function, given, leaves, [each.shape for each in given])
+        if not self._recompute:
+            return self._recorded(run)
+        states, before = self._random.now(), self._random.now()
+        with torch.no_grad():
+            results = function(*given)
+        run.random = states if self._random.now() is not before else None
+        return tuple(each.detach() for each in results)
+
+    def _recorded(self, run: _Run) -> tuple[Tensor, ...]:
+        run.piece = Piece(run.leaves)
+        results = run.function(*map(run.piece.input, run.inputs))
+        run.inputs = ()
+        return tuple(run.piece.output(each) for each in results)
+
+    def _again(self, step: Step) -> None:
+        run = self._runs[step.key[1:], step.block]
+        if run.random is None:
+            self._recorded(run)
+        else:
+            self._random.replayed(run.random, lambda: self._recorded(run))
+
+    def _backward(self, kind: str, block: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        piece = self._runs.pop((kind, block)).piece
+        assert piece is not None, "computed again before"
+        found: list[Tensor | None] = piece.backward(list(gradients))
+        return found
+
+    # --- forward ---
+
+    def _do_N(self, step: Step) -> None:  # noqa: N802
+        b = step.block
+        inputs, held = self._ends, b
+        if b:
+            before = self._states[b - 1]
+            inputs, before.between = before.between, []
+        results = self._run("N", b, lambda *given: self._non_expert(held, *given), inputs, range(b - 1, b + 1))
+        if b == self._last:
+            self._ends = list(results)
+        else:
+            self._ends = []
+            self._states[b].between = list(results)
+
+    def _non_expert(self, b: int, *given: Tensor) -> tuple[Tensor, ...]:
+        x = self._behind(b - 1, *given) if b else given[0]
+        if b == self._last:
+            return (x,)
+        state, layer = self._states[b], self._layers[b]
+        x, h = self._before[b](x)
+        state.shape = h.shape
+        flat = h.reshape(-1, h.shape[-1])
+        routing, demand = layer.routed(flat, state.setting, state.demand)
+        if state.demand is None:
+            state.demand = demand
+            state.plan = dispatch_plan(demand.counts, state.setting.placement, group_rank(self._group), x.device)
+        assert state.plan is not None
+        tokens = layer.share(flat)
+        rows, state.source = permuted(tokens, routing, state.plan)
+        state.routing = replace(routing, weights=routing.weights.detach())
+        shared = layer.shared_of(tokens)
+        if shared is not None:  # past the experts, and added to their results
+            x = x + layer.whole(shared, len(flat)).view(h.shape)
+        return x, routing.weights, rows
+
+    def _behind(self, b: int, x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+        state = self._states[b]
+        assert state.routing is not None
+        assert state.source is not None
+        assert state.shape is not None
+        y = combined(rows, state.source, replace(state.routing, weights=weights))
+        found: Tensor = self._after[b](x, self._layers[b].whole(y, state.shape[:-1].numel()).view(state.shape))
+        return found
+
+    def _do_P(self, step: Step) -> None:  # noqa: N802
+        state = self._states[step.block]
+        assert state.demand is not None
+        assert state.routing is not None
+        assert state.plan is not None
+        if state.opened is not None:
+            sent = 0 if state.transfer is None else state.transfer.bytes
+            self._layers[step.block].observe(state.opened, state.demand, state.routing, state.plan, sent)
+
+    def _do_E(self, step: Step) -> None:  # noqa: N802
+        b = step.block
+        state = self._states[b]
+        rows = state.between.pop()
+        own = [weight.detach() for weight in self._layers[b].experts.weights.given]
+        inputs = [rows, *own, *(state.copies or [])]
+        state.between += self._run("E", b, lambda *given: self._experts(b, *given), inputs, range(0))
+        state.copies = None
+
+    def _experts(self, b: int, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        plan, layer = self._states[b].plan, self._layers[b]
+        assert plan is not None
+        form = layer.experts.weights
+        number = len(form.given)
+        rows = grouped(rows, plan)
+        own, others = plan.rows[: plan.own], plan.rows[plan.own :]
+        at_home, copied = rows.split([sum(own), sum(others)])
+        found = [layer.compute(at_home, own, form.like(weights[:number]))]
+        if others:
+            found.append(layer.compute(copied, others, form.like(weights[number:])))
+        return (ungrouped(torch.cat(found), plan),)
+
+    # --- copies ---
+
+    def _share(self, step: Step) -> None:
+        transfer = self._states[step.block].transfer
+        if transfer is not None:
+            transfer.scatter(self._layers[step.block].experts.weights.given)
+
+    def _join(self, step: Step) -> None:
+        transfer = self._states[step.block].transfer
+        if transfer is not None:
+            transfer.exchange()
+
+    def _wait_join(self, step: Step) -> None:
+        state = self._states[step.block]
+        if state.transfer is not None:
+            state.copies = state.transfer.finish()
+
+    def _split(self, step: Step) -> None:
+        state = self._states[step.block]
+        if state.transfer is not None:
+            assert state.copies is not None
+            state.transfer.reduce(state.copies)
+            state.copies = None
+
+    def _return(self, step: Step) -> None:
+        transfer = self._states[step.block].transfer
+        if transfer is not None:
+            transfer.gather()
+
+    def _wait_return(self, step: Step) -> None:
+        state = self._states[step.block]
+        assert state.own is not None
+        if state.transfer is not None:
+            state.transfer.collect(state.own)
+        self._whole(step.block)
+
+    def _whole(self, b: int) -> None:
+        """The gradients of the experts at home are whole."""
+        state = self._states[b]
+        assert state.own is not None
+        gradients, state.own = self._layers[b].summed_over_tensor_ranks(state.own), None
+        if self._gradient_scale != 1.0:
+            torch._foreach_mul_(gradients, self._gradient_scale)
+        self._gradients[b] = gradients
+
+    # --- backward ---
+
+    def _do_BN(self, step: Step) -> None:  # noqa: N802
+        b = step.block
+        gradients = self._ends if b == self._last else self._states[b].between
+        found = self._backward("N", b, gradients)
+        if b < self._last:
+            self._states[b].between = []
+        if b == 0:
+            self._ends = found
+            return
+        self._ends = []
+        self._states[b - 1].between = found
+
+    def _do_BE(self, step: Step) -> None:  # noqa: N802
+        b = step.block
+        state, form, (_, *shapes) = self._states[b], self._layers[b].experts.weights, self._runs["E", b].shapes
+        rows, *gradients = self._backward("E", b, [state.between.pop()])
+        state.between.append(rows)
+        # Of an expert without tokens zeros, of a rank without copies nothing.
+        every = [
+            form.up.new_zeros(shape) if gradient is None else gradient.contiguous()
+            for shape, gradient in zip(shapes, gradients, strict=True)
+        ]
+        number = len(form.given)
+        state.own, state.copies = every[:number], every[number:]
+        if not self._program.schedule.copies:
+            self._whole(b)
+
+    # --- tokens ---
+
+    def _send_N(self, step: Step) -> None:  # noqa: N802
+        state, name = self._states[step.block], self._layers[step.block].name
+        assert state.plan is not None
+        state.dispatch = AllToAll(self._group, state.plan.sent, state.plan.received, f"dispatch of {name}")
+        _send(state, state.dispatch)
+
+    def _wait_N(self, step: Step) -> None:  # noqa: N802
+        state = self._states[step.block]
+        _receive(state, state.dispatch)
+
+    def _send_E(self, step: Step) -> None:  # noqa: N802
+        state, name = self._states[step.block], self._layers[step.block].name
+        assert state.plan is not None
+        state.combine = AllToAll(self._group, state.plan.received, state.plan.sent, f"combine of {name}")
+        _send(state, state.combine)
+
+    def _wait_E(self, step: Step) -> None:  # noqa: N802
+        state = self._states[step.block]
+        _receive(state, state.combine)
+
+    def _send_BN(self, step: Step) -> None:  # noqa: N802
+        state = self._states[step.block - 1]
+        if state.between[-1] is None:
+            raise RuntimeError(
+                f"block {step.block - 1}: after(x, y) does not depend on y; return a value that uses it"
+            )
+        _send(state, state.combine, back=True)
+
+    def _wait_BN(self, step: Step) -> None:  # noqa: N802
+        state = self._states[step.block - 1]
+        _receive(state, state.combine)
+
+    def _send_BE(self, step: Step) -> None:  # noqa: N802
+        state = self._states[step.block]
+        _send(state, state.dispatch, back=True)
+
+    def _wait_BE(self, step: Step) -> None:  # noqa: N802
+        state = self._states[step.block]
+        _receive(state, state.dispatch)
+
+
+def _arrives_later(step: Step) -> None:
+    """The op that sends on what arrives here waits for it."""
+
+
+def _send(state: _State, exchange: AllToAll | None, *, back: bool = False) -> None:
+    assert exchange is not None
+    rows = state.between[-1]
+    assert rows is not None
+    if exchange.travels:
+        exchange.start(rows, back=back)
+
+
+def _receive(state: _State, exchange: AllToAll | None) -> None:
+    assert exchange is not None
+    if exchange.travels:
+        state.between[-1] = exchange.finish()
+
+
+class ExpertCall(Call):
+    """A call of an ExpertStack, as `execution.delivery` and a pipeline use it."""
+
+    AGAIN = frozenset({"RN", "RE"})
+
+    def __init__(
+        self, program: ExpertProgram, work: ExpertBlocks, parameters: Sequence[ExpertParameters],
+        units: Sequence[Unit], *, watch: Watch | None, context: Context, differentiable: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            "ExpertStack", program, work, parameters, watch=watch, context=context,
+            gathering=Gathers(units) if units else None, differentiable=differentiable, unanimous=(RoutingError,),
+        )  # fmt: skip
+        self._blocks, self._units = work, units
+
+    def entry_tensors(self) -> list[Tensor]:
+        """None: every parameter is its block's."""
+        return []
+
+    def block_tensors(self, block: int) -> list[Tensor]:
+        """The parameters of a block that require gradients."""
+        parameters = self._parameters[block]
+        tensors = parameters.whole(self._units[block].parameters if self._units else None)
+        return [tensors[number] for number in parameters.trained]
+
+    def finish_block(self, block: int) -> list[Tensor | None]:
+        """Run to the end of `block`; the gradients of `block_tensors(block)`."""
+        with self._guard:
+            self._run_to(self._ends[block])
+            gradients = self._blocks.gradients_of(block)
+            return [gradients[number] for number in self._parameters[block].trained]
+
+    def finish(self) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Run the rest; the gradient of the input."""
+        with self._guard:
+            self._run_to(len(self._backward))
+            return self._blocks.input_gradient(), []
+
+    def defer_weights(self) -> None:
+        """Lists of experts have no W: B computes every gradient."""
+
+    def compute_weights(self) -> None:
+        """Nothing was left out."""

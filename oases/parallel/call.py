@@ -1,0 +1,194 @@
+"""One call of a stack: its executor, and the hand-over of parameter gradients block by block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oases.execution.call import Call
+from oases.execution.clock import synchronize
+from oases.execution.executor import Context
+from oases.execution.failure import Watch
+from oases.execution.piece import BlockParameters, Leaves
+from oases.execution.wire import Scheduler, Silence
+from oases.parallel.autotune import Tuning
+from oases.parallel.blocks import BlockProgram, Blocks
+from oases.parallel.fsdp import Gathers, Unit
+from oases.parallel.sharding import sharded_parameters
+from oases.schedule import ScheduleError
+
+
+class StackParameters(BlockParameters):
+    """A block's parameters, and which of them are cut over the tensor-parallel group.
+
+    sharded, replicated: numbers of those that require gradients.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        cut = {id(parameter) for _, parameter, _ in sharded_parameters(block)}
+        self.sharded = [number for number in self.trained if id(self.parameters[number]) in cut]
+        self.replicated = [number for number in self.trained if id(self.parameters[number]) not in cut]
+
+
+@dataclass
+class CallOptions:
+    """The call's surroundings: how its collectives go, who is told of a failure, what takes its time.
+
+    tuning: takes the time of its forward and backward pass, where a choice of schedule is being made. units: by
+    block, where weights are sharded over data-parallel ranks; nothing where none are.
+    """
+
+    scheduler: Scheduler
+    watch: Watch | None
+    context: Context
+    tuning: Tuning | None = None
+    units: Sequence[Unit] = ()
+
+
+class StackCall(Call):
+    """A call of an OverlappedStack, as `execution.delivery` and a pipeline use it."""
+
+    AGAIN = frozenset({"R", "RC"})
+
+    def __init__(
+        self, program: BlockProgram, work: Blocks, parameters: Sequence[StackParameters], options: CallOptions,
+        *, differentiable: bool,
+    ) -> None:  # fmt: skip
+        if differentiable and not program.backward:
+            raise ScheduleError(
+                f"schedule '{program.schedule.name}' has no backward pass, and gradients were asked for"
+            )
+        super().__init__(
+            "OverlappedStack", program, work, parameters, watch=options.watch, context=options.context,
+            gathering=Gathers(options.units) if options.units else None, differentiable=differentiable,
+        )  # fmt: skip
+        self._blocks, self._cut = work, parameters
+        self._scheduler, self._units = options.scheduler, options.units
+        tuning = options.tuning
+        self._tuning = None if tuning is None or tuning.choice is not None else tuning
+        self._seconds = 0.0
+        # Of the block finished last: its gradients by number, and the all-reduce of its replicated ones.
+        self._shares: list[Tensor | None] = []
+        self._whole: list[Tensor | None] = []
+        self._pending: tuple[Any, Tensor, list[int]] | None = None
+
+    # --- the nodes of the outer graph ---
+
+    def entry_tensors(self) -> list[Tensor]:
+        """Replicated parameters of the first block, and differentiable inputs."""
+        return self._chosen(0, self._cut[0].replicated) + self._blocks.inputs.tensors
+
+    def block_tensors(self, block: int) -> list[Tensor]:
+        """The parameters whose gradients the block's node returns.
+
+        Replicated ones come one node later than sharded ones: their small all-reduce has that long to end.
+        """
+        sharded = self._chosen(block, self._cut[block].sharded)
+        above = block + 1
+        return sharded if above == self.num_blocks else sharded + self._chosen(above, self._cut[above].replicated)
+
+    def forward(self) -> Tensor:
+        """Run the forward pass, timed where a choice of schedule is being made."""
+        if self._tuning is None:
+            return super().forward()
+        synchronize(self._blocks.device)
+        self._seconds -= time.perf_counter()
+        output = super().forward()
+        synchronize(self._blocks.device)
+        self._seconds += time.perf_counter()
+        return output
+
+    def begin(self, grad: Tensor) -> None:
+        """Begin the backward pass. RuntimeError for a second one."""
+        if self._tuning is not None:
+            synchronize(grad.device)
+            self._seconds -= time.perf_counter()
+        super().begin(grad)
+
+    def finish_block(self, block: int) -> list[Tensor | None]:
+        """Run to the end of `block`; the gradients of `block_tensors(block)`."""
+        guard, parameters, above = self._guard, self._cut[block], block + 1
+        with guard:
+            self._run_to(self._ends[block])
+            guard.doing = f"the gradients of block {block}"
+            replicated = self._summed(above) if above < self.num_blocks else []
+            shares, whole = self._blocks.gradients_of(block)
+            held = [number for number in parameters.replicated if shares[number] is not None]
+            if held and not (isinstance(self._scheduler, Silence) and not self._scheduler.pretends):
+                flat = torch.cat([shares[number].flatten() for number in held])  # type: ignore[union-attr]
+                label = f"replicated gradients of block {block}"
+                self._pending = (self._scheduler.all_reduce(flat, label), flat, held)
+            self._shares, self._whole = shares, whole
+            if block == self._blocks.inputs.lowest_reader:  # the rest of the backward pass hides these sums
+                self._blocks.inputs.start_sums(self._scheduler, "gradients of block inputs")
+            return [self._gradient(number) for number in parameters.sharded] + replicated
+
+    def finish(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Run the rest; the gradients of `x` and of `entry_tensors()`."""
+        with self._guard:
+            self._run_to(len(self._backward))
+            self._guard.doing = "the gradient of the input"
+            grad = self._blocks.input_gradient()
+            others = self._summed(0) + self._blocks.inputs.gradients(self._scheduler)
+        if self._tuning is not None:
+            synchronize(grad.device)
+            self._tuning.note(self._seconds + time.perf_counter())
+        return grad, others
+
+    # --- for a pipeline, which splits the backward pass ---
+
+    def defer_weights(self) -> None:
+        """Leave W out of the backward pass; `compute_weights` does its work."""
+        self._blocks.keep_deferred = True
+
+    def compute_weights(self) -> None:
+        """After a backward pass without W: add its weight gradients to the parameters', hooks included."""
+        with self._guard:
+            for block in reversed(range(self.num_blocks)):
+                self._guard.doing = f"the weight gradients of block {block}"
+                found = self._blocks.weights_of(block)
+                for number in self._cut[block].replicated:
+                    gradient = found[number]
+                    if gradient is not None:
+                        label = f"replicated gradients of block {block}"
+                        self._scheduler.wait(self._scheduler.all_reduce(gradient, label))
+                numbers = [number for number, gradient in enumerate(found) if gradient is not None]
+                if numbers:
+                    torch.autograd.backward(self._chosen(block, numbers), [found[number] for number in numbers])
+
+    # --- inside ---
+
+    def _summed(self, block: int) -> list[Tensor | None]:
+        """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks."""
+        if self._pending is not None:
+            ticket, flat, numbers = self._pending
+            self._pending = None
+            self._scheduler.wait(ticket)
+            sizes = [self._shares[number].numel() for number in numbers]  # type: ignore[union-attr]
+            for number, part in zip(numbers, flat.split(sizes), strict=True):
+                self._shares[number] = part.view_as(self._shares[number])  # type: ignore[arg-type]
+        return [self._gradient(number) for number in self._cut[block].replicated]
+
+    def _chosen(self, block: int, numbers: Sequence[int]) -> list[Tensor]:
+        parameters, unit = self._cut[block], self._units[block] if self._units else None
+        tensors = parameters.whole(None if unit is None else unit.parameters)
+        return [tensors[number] for number in numbers]
+
+    def _gradient(self, number: int) -> Tensor | None:
+        share, whole = self._shares[number], self._whole[number]
+        if share is None or whole is None:
+            return whole if share is None else share
+        return share + whole
+
+
+def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[Unit]) -> list[Leaves]:
+    """Each block's stand-ins, of whole weights where they are sharded."""
+    if not units:
+        return [Leaves(each.parameters) for each in parameters]
+    return [Leaves(each.whole(unit.parameters)) for each, unit in zip(parameters, units, strict=True)]

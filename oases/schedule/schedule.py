@@ -1,0 +1,240 @@
+"""A schedule is data: the ops of one training step in issue order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Literal
+
+from oases.schedule.ops import STARTS, TRANSFERS, Op, Unit
+
+Place = tuple[int, int]
+"""(block, sub-batch); in a pipeline (part of the model, micro-batch)."""
+Extent = Literal["none", "some", "full"]
+_AGAIN = ("R", "RC", "RN", "RE")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ops of one forward and backward pass over `num_blocks` blocks, in issue order.
+
+    Every rank of the group runs the same list; of a pipeline, every rank of a stage that stage's ops.
+    unit: what is scheduled.
+        block       tensor-parallel blocks. along: what sub-batches are parts of, the samples, or the tokens of a
+                    batch too small to cut. In the latter case the blocks in `joint` need every token at once: their
+                    F, R, B and W run once, as sub-batch 0, for all of them.
+        experts     blocks of experts, and what lies between them: N 0, E 0, N 1, ..., N n
+        stage       a pipeline: `num_blocks` parts of the model, of which stage s has s, s + num_stages, ...;
+                    sub-batches are micro-batches. Ops stand stage after stage.
+    recompute: what the backward pass computes again: of no block ("none"), of some, or of every one ("full").
+    """
+
+    name: str
+    num_blocks: int
+    num_sub_batches: int
+    ops: tuple[Op, ...]
+    recompute: Extent = "none"
+    along: Literal["batch", "sequence"] = "batch"
+    joint: frozenset[int] = frozenset()
+    unit: Unit = "block"
+    num_stages: int = 1
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops)
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    # --- any list ---
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[str, int, int]]:
+        """(kind, block, sub-batch) of every R, RC, RN and RE: what the backward pass computes again."""
+        return frozenset((op.kind, op.block, op.sub_batch) for op in self.ops if op.kind in _AGAIN)
+
+    @cached_property
+    def recomputed_blocks(self) -> frozenset[int]:
+        """The blocks that are computed again."""
+        return frozenset(block for kind, block, _ in self.recomputed if kind in ("R", "RE"))
+
+    @cached_property
+    def extent(self) -> Extent:
+        """What the ops compute again, which `recompute` is to say."""
+        if self.unit == "stage":
+            found, whole = len(self.recomputed), self.num_blocks * self.num_sub_batches
+        elif self.unit == "experts":
+            found, whole = len(self.recomputed), 2 * self.num_blocks + 1
+        else:
+            found, whole = len(self.recomputed_blocks), self.num_blocks
+        return "none" if not found else "full" if found == whole else "some"
+
+    @cached_property
+    def forward(self) -> tuple[Op, ...]:
+        """The ops of the forward pass."""
+        return tuple(op for op in self.ops if not op.in_backward)
+
+    @cached_property
+    def backward(self) -> tuple[Op, ...]:
+        """The ops of the backward pass, recomputation included."""
+        return tuple(op for op in self.ops if op.in_backward)
+
+    @cached_property
+    def backward_set(self) -> frozenset[Op]:
+        """The ops of the backward pass, without their order."""
+        return frozenset(self.backward)
+
+    @cached_property
+    def lines(self) -> dict[Op, int]:
+        """Where each op stands, counted from 1."""
+        return {op: line for line, op in enumerate(self.ops, start=1)}
+
+    @cached_property
+    def collectives(self) -> tuple[Op, ...]:
+        """The collectives, in the order in which every rank must issue them."""
+        return tuple(op for op in self.ops if op.kind in STARTS)
+
+    @cached_property
+    def starts(self) -> dict[Op, Op]:
+        """The collective that a wait ends, by `carried` of both: the op whose result it carries."""
+        return {op.carried: op for op in self.collectives if op.of is not None or op.kind in TRANSFERS}
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether any compute runs between the start of a collective and its wait."""
+        flying: set[Op] = set()
+        for op in self.ops:
+            if op.kind in STARTS:
+                flying.add(op.carried)
+            elif op.kind == "wait":
+                flying.discard(op.carried)
+            elif flying and op.kind not in ("C", "RC", "BC"):
+                return True
+        return False
+
+    @cached_property
+    def has_weight_passes(self) -> bool:
+        """Whether weight gradients are ops of their own, W."""
+        return any(op.kind == "W" for op in self.ops)
+
+    # --- tensor-parallel blocks ---
+
+    @cached_property
+    def remade_inputs(self) -> frozenset[Place]:
+        """(block, sub-batch) whose input an RC makes again before R needs it: the forward pass need not keep it."""
+        made: set[Place] = set()
+        remade: set[Place] = set()
+        for op in self.ops:
+            if op.kind == "RC":
+                made.add((op.block + 1, op.sub_batch))
+            elif op.kind == "R" and (op.block, op.sub_batch) in made:
+                remade.add((op.block, op.sub_batch))
+        return frozenset(remade)
+
+    @cached_property
+    def sequence_parallel(self) -> bool:
+        """Whether each rank holds its part of the sequence between the blocks."""
+        return any(op.kind in ("reduce_scatter", "all_gather") for op in self.ops)
+
+    def all_reduces_per_layer(self) -> float:
+        """All-reduces per transformer layer (two blocks) and sub-batch, counted from the list.
+
+        With sequence parallelism a reduce-scatter and an all-gather, which send as much, count as one.
+        """
+        halves = sum(2 if op.kind == "all_reduce" else 1 for op in self.collectives)
+        return halves / (self.num_blocks * self.num_sub_batches)
+
+    # --- experts ---
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether experts are computed elsewhere than at home."""
+        return any(op.kind == "share" for op in self.ops)
+
+    # --- pipelines ---
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model that each stage has."""
+        return self.num_blocks // self.num_stages
+
+    @cached_property
+    def stages(self) -> tuple[tuple[Op, ...], ...]:
+        """Each stage's ops; every rank of a stage runs the same."""
+        found: list[list[Op]] = [[] for _ in range(self.num_stages)]
+        for op in self.ops:
+            found[op.block % self.num_stages].append(op)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def readings(self) -> tuple[StageReading, ...]:
+        """What each stage's list says of the stage."""
+        return tuple(StageReading.of(ops) for ops in self.stages)
+
+    def in_flight(self, stage: int) -> int:
+        """Most micro-batches, of any of its parts, whose forward pass is done and whose backward pass is not."""
+        return self.readings[stage].in_flight
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether a stage keeps no graph of its forward passes."""
+        return any(op.kind == "R" for op in self.stages[stage])
+
+
+Pass = tuple[Literal["F", "R", "B", "W"], int, int]
+"""A pass, its part of the model and its micro-batch. R: recomputation ahead of time. What is computed again right
+before its backward pass is part of that."""
+
+
+def passes_of(ops: Sequence[Op]) -> Iterator[Pass]:
+    """The passes of a stage's list, in order."""
+    for op, after in zip_longest(ops, ops[1:]):
+        inside = op.kind == "R" and after == ("B", op.block, op.sub_batch, None)
+        if op.kind in ("F", "R", "B", "W") and not inside:
+            yield op.kind, op.block, op.sub_batch
+
+
+@dataclass(frozen=True)
+class StageReading:
+    """What a planner reads off the passes of one pipeline stage.
+
+    early: (part, micro-batch) that the stage recomputes ahead of its backward pass, before the gradient is there.
+    in_flight: most micro-batches, of any of its parts, between the forward and the backward pass. weights_waiting:
+    most micro-batches whose weight gradients wait while another pass begins. has_weights: whether these are passes of
+    their own. last: the pass that ends its work, behind which no gradient is added to any more.
+    """
+
+    early: frozenset[Place]
+    in_flight: int
+    weights_waiting: int
+    has_weights: bool
+    last: Pass
+
+    @staticmethod
+    def of(ops: Sequence[Op]) -> StageReading:
+        """Of a stage's list."""
+        return StageReading.of_passes(passes_of(ops))
+
+    @staticmethod
+    def of_passes(passes: Iterator[Pass]) -> StageReading:
+        """Of a stage's passes, of which there is at least one."""
+        early: set[Place] = set()
+        flying = most = backward = weights = waiting = 0
+        last: Pass | None = None
+        for last in passes:
+            kind = last[0]
+            if kind == "F":
+                flying += 1
+                if flying > most:
+                    most = flying
+            elif kind == "B":
+                flying -= 1
+            elif kind == "R":
+                early.add(last[1:])
+            if kind == "W":
+                weights += 1
+            else:
+                waiting = max(waiting, backward - weights)
+                backward += kind == "B"
+        assert last is not None, "a stage has passes"
+        return StageReading(frozenset(early), most, waiting if weights else 0, weights > 0, last)
