@@ -22,7 +22,7 @@ from oases.autotp.program import Form, Kind, Program
 from oases.autotp.splitter import ABSENT
 from oases.autotp.watch import Watch
 from oases.execution.group import ProcessGroup
-from oases.parallel.inputs import BlockInputs
+from oases.parallel.batch import BlockInputs
 from oases.parallel.stack import OverlappedStack
 
 

@@ -33,7 +33,7 @@ from oases.execution.group import ProcessGroup
 from oases.launch.ranks import RankOptions, run_ranks
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
-from oases.parallel.inputs import BlockInputs
+from oases.parallel.batch import BlockInputs
 from oases.terminal import progress, table
 from oases.testbed import Backend
 from oases.train.config import option, settings

@@ -21,7 +21,7 @@ from oases.execution.group import ProcessGroup
 from oases.execution.wire import Scheduler
 from oases.graph.trace.configuration import configuration, configured_model, read_configuration, sample_inputs
 from oases.parallel.autotune import Tuning
-from oases.parallel.inputs import BlockInputs
+from oases.parallel.batch import BlockInputs
 from oases.profile.config import DTYPES
 from oases.train.config import require_bytes
 

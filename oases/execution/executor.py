@@ -7,12 +7,15 @@ spans, the clock and failures are dealt with here, once.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
+from weakref import WeakMethod, ref
 
-from oases.execution.calls import Calls
-from oases.execution.failure import Guard
+from oases.errors import UsageError
+from oases.execution.failure import FailedRankError, Failure, Watch, error_of, is_out_of_memory, lost_a_rank
 from oases.schedule import Op, Schedule
 from oases.schedule.ops import STARTS
 
@@ -78,6 +81,56 @@ Handlers = Mapping[str, Callable[[Step], None]]
 """What each op does, by `Step.key`."""
 
 
+class Splittable(Protocol):
+    """A call of a stack whose backward pass can be split."""
+
+    def recompute(self) -> None:
+        """Compute again now, before the gradient is there; the backward pass then leaves it out."""
+
+    def defer_weights(self) -> None:
+        """Before the backward pass: let it leave out the weight gradients that its W ops would compute."""
+
+    def compute_weights(self) -> None:
+        """After such a backward pass: add the weight gradients to those of the parameters."""
+
+
+class Calls:
+    """Calls of stacks whose passes are split up: what they recompute, and their weight gradients.
+
+    They are held weakly and live as long as their graphs, so this keeps no tensor; but for weight gradients that were
+    deferred, which it keeps until they are computed. All ranks of the stacks' groups must do the same at the same
+    point.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], Splittable | None]] = []
+        self._waiting: list[Splittable] = []
+
+    def add(self, call: Splittable) -> None:
+        """A call that was made, in the order of the forward pass."""
+        self._calls.append(ref(call))
+
+    def recompute(self) -> None:
+        """Compute again now, with the collectives that this sends. A second time there is nothing left to do."""
+        for call in self._backwards():
+            call.recompute()
+
+    def defer_weights(self) -> None:
+        """Before the backward pass: let it leave out the weight gradients that its W ops would compute."""
+        self._waiting = self._backwards()
+        for call in self._waiting:
+            call.defer_weights()
+
+    def compute_weights(self) -> None:
+        """After a backward pass that left them out: add the weight gradients to those of the parameters."""
+        for call in self._waiting:
+            call.compute_weights()
+        self._waiting = []
+
+    def _backwards(self) -> list[Splittable]:
+        return [call for held in reversed(self._calls) if (call := held()) is not None]
+
+
 @dataclass
 class Context:
     """One call's surroundings, which its stack cannot know.
@@ -90,6 +143,75 @@ class Context:
     spans: list[tuple[str, Any, Any]] | None = None
     clock: Callable[[], Any] = time.perf_counter
     calls: Calls = field(default_factory=Calls)
+
+
+class Guard:
+    """Around the ops of one call of a stack: what they raise is raised on every rank, with the op's place.
+
+    watch: None for a group of one, where only what runs out of memory is given its place. forget: lets go of the
+    call's tensors, so that others can use their memory. unanimous: errors that all ranks raise by themselves. A
+    UsageError stays what it is on the rank that raises it.
+    """
+
+    def __init__(
+        self, schedule: Schedule, label: str, watch: Watch | None, forget: Callable[[], None],
+        unanimous: tuple[type[Exception], ...] = (),
+    ) -> None:  # fmt: skip
+        self.doing: Op | str = "the start of the call"
+        """The op under way; set by who runs it."""
+        self._schedule = schedule
+        self._label = label
+        self._watch = watch
+        self._unanimous = unanimous
+        self._forget_weakly = WeakMethod(forget)  # strongly, the call would live until the garbage collector comes
+        self._failures = 0
+
+    def __enter__(self) -> None:
+        self._failures = self._watch.scheduler.failures if self._watch is not None else 0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, FailedRankError):
+            return
+        watch = self._watch
+        if watch is not None and watch.scheduler.failures != self._failures:  # the scheduler stopped this rank
+            self._forget()
+            raise watch.error() from error
+        if lost_a_rank(error):
+            return  # that is no op's failure
+        if isinstance(error, self._unanimous):
+            self._forget()
+            return
+        failure = self._described(error, watch.rank if watch is not None else 0)
+        if watch is None and not failure.out_of_memory:
+            return  # nobody else to tell: the block's own error says it best
+        self._forget()
+        if failure.out_of_memory:
+            traceback.clear_frames(trace)  # they hold tensors, too
+        broken = watch.fail(failure) if watch is not None else ""
+        if isinstance(error, UsageError):
+            return
+        raise error_of(failure, broken, watch.size if watch is not None else 1) from error
+
+    def _forget(self) -> None:
+        forget = self._forget_weakly()
+        if forget is not None:
+            forget()
+
+    def _described(self, error: Exception, rank: int) -> Failure:
+        schedule, op = self._schedule, self.doing
+        where = f"{op} ({self._label}, schedule {schedule.name})"
+        if isinstance(op, Op):
+            line = f"line {schedule.lines[op]} of {schedule.name}"
+            where = f"{op} ({self._label}, {line}: block {op.block}, sub-batch {op.sub_batch})"
+        out_of_memory = is_out_of_memory(error)
+        remedy = ""
+        if out_of_memory:
+            more = "" if schedule.recompute == "full" else "recompute='full', "
+            remedy = f"; use {more}more than {schedule.num_sub_batches} sub_batches, or a smaller batch"
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        return Failure(rank, where, f"{type(error).__name__}: {first_line}", remedy, out_of_memory)
 
 
 class Executor:

@@ -24,14 +24,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod, finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -39,7 +37,6 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_of
-from oases.schedule import Op, Schedule
 
 _INTERVAL_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0
@@ -79,7 +76,8 @@ class FailedRankMemoryError(FailedRankError, torch.OutOfMemoryError):
     """The same where memory ran out, so that `except torch.OutOfMemoryError` catches it on every rank."""
 
 
-def _error_of(failure: Failure, broken: str, size: int) -> FailedRankError:
+def error_of(failure: Failure, broken: str, size: int) -> FailedRankError:
+    """The error that every rank of a group of this size raises. broken: why the group was aborted, "" if not."""
     text = str(failure)
     if broken:
         text += f". The process group was aborted ({broken}): make it anew, or start the run again"
@@ -153,7 +151,7 @@ class Watch:
     def error(self) -> FailedRankError:
         """For a rank that was stopped: the error of the rank that failed."""
         assert self.failure is not None, "the thread has read it before it halted the scheduler"
-        return _error_of(self.failure, self._broken, self.size)
+        return error_of(self.failure, self._broken, self.size)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{self._settled}/{name}"
@@ -289,75 +287,6 @@ def _innermost(store: dist.Store) -> dist.Store:
     return store
 
 
-class Guard:
-    """Around the ops of one call of a stack: what they raise is raised on every rank, with the op's place.
-
-    watch: None for a group of one, where only what runs out of memory is given its place. forget: lets go of the
-    call's tensors, so that others can use their memory. unanimous: errors that all ranks raise by themselves. A
-    UsageError stays what it is on the rank that raises it.
-    """
-
-    def __init__(
-        self, schedule: Schedule, label: str, watch: Watch | None, forget: Callable[[], None],
-        unanimous: tuple[type[Exception], ...] = (),
-    ) -> None:  # fmt: skip
-        self.doing: Op | str = "the start of the call"
-        """The op under way; set by who runs it."""
-        self._schedule = schedule
-        self._label = label
-        self._watch = watch
-        self._unanimous = unanimous
-        self._forget_weakly = WeakMethod(forget)  # strongly, the call would live until the garbage collector comes
-        self._failures = 0
-
-    def __enter__(self) -> None:
-        self._failures = self._watch.scheduler.failures if self._watch is not None else 0
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, FailedRankError):
-            return
-        watch = self._watch
-        if watch is not None and watch.scheduler.failures != self._failures:  # the scheduler stopped this rank
-            self._forget()
-            raise watch.error() from error
-        if lost_a_rank(error):
-            return  # that is no op's failure
-        if isinstance(error, self._unanimous):
-            self._forget()
-            return
-        failure = self._described(error, watch.rank if watch is not None else 0)
-        if watch is None and not failure.out_of_memory:
-            return  # nobody else to tell: the block's own error says it best
-        self._forget()
-        if failure.out_of_memory:
-            traceback.clear_frames(trace)  # they hold tensors, too
-        broken = watch.fail(failure) if watch is not None else ""
-        if isinstance(error, UsageError):
-            return
-        raise _error_of(failure, broken, watch.size if watch is not None else 1) from error
-
-    def _forget(self) -> None:
-        forget = self._forget_weakly()
-        if forget is not None:
-            forget()
-
-    def _described(self, error: Exception, rank: int) -> Failure:
-        schedule, op = self._schedule, self.doing
-        where = f"{op} ({self._label}, schedule {schedule.name})"
-        if isinstance(op, Op):
-            line = f"line {schedule.lines[op]} of {schedule.name}"
-            where = f"{op} ({self._label}, {line}: block {op.block}, sub-batch {op.sub_batch})"
-        out_of_memory = is_out_of_memory(error)
-        remedy = ""
-        if out_of_memory:
-            more = "" if schedule.recompute == "full" else "recompute='full', "
-            remedy = f"; use {more}more than {schedule.num_sub_batches} sub_batches, or a smaller batch"
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        return Failure(rank, where, f"{type(error).__name__}: {first_line}", remedy, out_of_memory)
-
-
 @contextmanager
 def told(watch: Watch | None, where: str, unanimous: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     """What is raised inside, on one rank, is raised on every rank of the group, which all are here or will be.
@@ -381,7 +310,7 @@ def told(watch: Watch | None, where: str, unanimous: tuple[type[BaseException], 
         broken = watch.fail(failure)
         if isinstance(error, UsageError):
             raise
-        raise _error_of(failure, broken, watch.size) from error
+        raise error_of(failure, broken, watch.size) from error
 
 
 def lost_a_rank(error: Exception) -> bool:

@@ -31,6 +31,7 @@ class HoldsGroup:
     """A module's process group, held by name: a module alive at exit must not keep a destroyed group's threads."""
 
     _group_name = ""
+    _group_rank = 0
     tensor_parallel = 1
     """The group's size."""
 
@@ -41,7 +42,7 @@ class HoldsGroup:
 
     @process_group.setter
     def process_group(self, group: ProcessGroup | None) -> None:
-        self._group_name = group_name(group)
+        self._group_name, self._group_rank = group_name(group), group_rank(group)
         self.tensor_parallel = group_size(group)
 
 

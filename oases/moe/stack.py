@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.execution.delivery import deliver
+from oases.execution.call import deliver
 from oases.execution.executor import Context
 from oases.execution.failure import told, watch_of
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, refuse_capture, scheduler_of
@@ -85,6 +85,10 @@ class ExpertStack(HoldsGroup, nn.Module):
         self._compiled: list[nn.Module] = []
         self._units: list[Unit] = []
         self._known: list[ExpertParameters] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles begin without what is known of this process's parameters."""
+        return {**self.__dict__, "_known": None}
 
     @property
     def _layers(self) -> list[OverlappedMoE]:

@@ -21,9 +21,8 @@ from oases.execution.executor import Place, Program, Step
 from oases.execution.piece import Leaves, Piece, method_of, recorded
 from oases.execution.weight_gradient import DeferredGradients, deferring
 from oases.execution.wire import Flight, Wire
-from oases.parallel.inputs import Inputs
+from oases.parallel.batch import Inputs, SubBatches
 from oases.parallel.randomness import MethodName, Randomness
-from oases.parallel.sub_batches import SubBatches
 from oases.schedule import Op, Schedule
 
 _NO_CHANGE = nullcontext()

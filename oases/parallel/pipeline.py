@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oases.execution.calls import Calls
-from oases.execution.executor import Context, Executor, Place, Step
-from oases.execution.failure import Guard
+from oases.execution.executor import Calls, Context, Executor, Guard, Place, Step
 from oases.execution.piece import Piece
 from oases.parallel.messages import Messages
 from oases.schedule import Schedule

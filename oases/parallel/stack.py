@@ -14,19 +14,18 @@ from torch import Tensor, nn
 
 from oases._C import OverlapScheduler
 from oases.errors import OverlapError
-from oases.execution.delivery import deliver
+from oases.execution.call import deliver
 from oases.execution.executor import Context
-from oases.execution.failure import watch_of
-from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, refuse_capture, resolve, scheduler_of
+from oases.execution.failure import Watch, watch_of
+from oases.execution.group import HoldsGroup, ProcessGroup, refuse_capture, resolve
 from oases.execution.wire import Scheduler, Silence, Wire
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
+from oases.parallel.batch import BlockInputs, Inputs, SubBatches, Tokens, differentiable, refuse_mixing
 from oases.parallel.blocks import BlockProgram, Blocks
 from oases.parallel.call import CallOptions, StackCall, StackParameters, leaves_of
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import Unit
-from oases.parallel.inputs import BlockInputs, Inputs, differentiable
 from oases.parallel.randomness import MethodName, Randomness, hash_of
-from oases.parallel.sub_batches import SubBatches, Tokens
 from oases.reporting import WHOLE_BATCH, report
 from oases.schedule import (
     Recompute,
@@ -41,28 +40,6 @@ from oases.schedule import (
 )
 
 _numbers = itertools.count()
-_CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
-
-
-def _refuse_mixing(blocks: nn.ModuleList) -> None:
-    """Raise ValueError for layers whose result for one sample depends on the others: cut batches would change it.
-
-    These are batch norms, mixtures of experts that drop tokens beyond a capacity, and what says so of itself by an
-    attribute `mixes_samples`.
-    """
-    for name, module in blocks.named_modules():
-        why = None
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            why = "mixes the samples of a batch"
-        elif getattr(module, "mixes_samples", False):
-            why = "says that it mixes the samples of a batch (mixes_samples)"
-        elif any(getattr(module, attribute, None) is not None for attribute in _CAPACITIES):
-            why = "drops tokens beyond a capacity that all samples of a batch share"
-        if why is not None:
-            raise ValueError(
-                f"block module '{name}' ({type(module).__name__}) {why}, so sub-batches would change its result; use "
-                "a norm per sample, such as LayerNorm, and experts without a capacity"
-            )
 
 
 class OverlappedStack(HoldsGroup, nn.Module):
@@ -131,7 +108,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.layer_of = None if layer_of is None else tuple(layer_of)
         self.name = name
         self.process_group = resolve(process_group)
-        _refuse_mixing(self.blocks)
+        refuse_mixing(self.blocks)
         adopt_dropouts(self.blocks)
         self.sequence_parallel = sequence_parallel
         self.wire_dtype = wire_dtype
@@ -148,6 +125,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self._seed: int | None = None
         self._agreed: set[tuple[int, int]] = set()  # ids of programs, with the failures before
         self._calls = 0
+        self._watch: Watch | None = None
         self.run_as(schedule, sub_batches, recompute)
 
     @property
@@ -167,6 +145,17 @@ class OverlappedStack(HoldsGroup, nn.Module):
     def shard(self, units: Sequence[Unit]) -> None:
         """Have the weights of the blocks gathered as the list needs them: a unit for each block."""
         self._units = list(units)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles begin without what is known of this process's groups, parameters and lists."""
+        caches: dict[str, Any] = {
+            "_watch": None,
+            "_block_parameters": [],
+            "_programs": {},
+            "_by_tokens": {},
+            "_whole": {},
+        }
+        return {**self.__dict__, **caches, "_agreed": set()}
 
     def run_as(
         self,
@@ -214,14 +203,15 @@ class OverlappedStack(HoldsGroup, nn.Module):
         record, a pipeline's handle of the call. ValueError where they do not fit the blocks or the batch, or
         sub-batches are parts of the sequence.
         """
-        refuse_capture(x)
+        if x.is_cuda:
+            refuse_capture(x)
         given = self._checked(inputs)
         tuning = self._tuning(x, given) if self._tunings is not None else None
         if tuning is not None:
             self.schedule = tuning.current
         scheduler: Scheduler = Silence()
         if self.tensor_parallel > 1:
-            scheduler = scheduler_of(cast(ProcessGroup, self.process_group))
+            scheduler = OverlapScheduler.of(self._group_name)
         if self.require_overlap and (tuning is None or tuning.choice is not None):
             self._require_overlap(self._schedule_for(x, given))
         return self.run(x, scheduler, tuning, given, context)
@@ -357,13 +347,12 @@ class OverlappedStack(HoldsGroup, nn.Module):
             x.requires_grad or any(each.trained for each in parameters) or bool(differentiable(inputs))
         )
         program = self._program_of(schedule, blocks)
-        rank, size = group_rank(self.process_group), self.tensor_parallel
+        rank, size = self._group_rank, self.tensor_parallel
         cut = SubBatches(x.shape, schedule, Tokens(rank, size) if schedule.sequence_parallel else Tokens())
         held = Inputs(inputs, cut, with_gradients=with_gradients)
         watch = None
         if isinstance(scheduler, OverlapScheduler):
-            watch = watch_of(cast(ProcessGroup, self.process_group), scheduler, x.device)
-            watch.check()
+            watch = self._watched(scheduler, x.device)
         failures = 0 if watch is None else watch.scheduler.failures
         if (id(program), failures) not in self._agreed:
             self._agree(schedule)
@@ -386,6 +375,16 @@ class OverlappedStack(HoldsGroup, nn.Module):
             return call.forward()
         context.calls.add(call)
         return deliver(call, x)
+
+    def _watched(self, scheduler: OverlapScheduler, device: torch.device) -> Watch:
+        """The group's watch. Raises another rank's failure, if this one has not heard of it yet."""
+        if self._watch is None or self._watch.scheduler is not scheduler:
+            self._watch = watch_of(cast(ProcessGroup, self.process_group), scheduler, device)
+        try:
+            scheduler.check()
+        except RuntimeError as error:
+            raise self._watch.error() from error
+        return self._watch
 
     def _parameters_of(self, blocks: Sequence[nn.Module]) -> list[StackParameters]:
         """The blocks' parameters as they are now, looked at again where something has changed."""

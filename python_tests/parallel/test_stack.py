@@ -1,6 +1,7 @@
 """The executor against the unsplit model: outputs, gradients, hooks, for every schedule, degree and split."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -379,3 +380,15 @@ def check_whole_overlaps_nothing():
 
 def test_a_batch_run_whole_is_no_overlap(two_ranks):
     two_ranks.run(check_whole_overlaps_nothing)
+
+
+def test_a_stack_that_ran_can_be_copied():
+    stack = make_stack(plain_blocks(2), None)
+    x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    expected = stack(x)
+    copied, loaded = copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))
+    for other in (copied, loaded):
+        torch.testing.assert_close(other(x), expected)
+        other(x).sum().backward()
+        assert all(p.grad is not None for p in other.parameters())
+    assert all(p.grad is None for p in stack.parameters())

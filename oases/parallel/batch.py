@@ -1,21 +1,105 @@
-"""What blocks read besides the activation: masks, tables, position biases, an encoder's states, programs.
+"""One batch cut up: its sub-batches, this rank's part of the sequence, and the blocks' inputs besides the activation.
 
-The values belong to a call and not to a block: another forward pass may run before this one's backward pass, and
-what is recomputed reads them again. A tensor that many blocks read gets one gradient: the sum over blocks and
-sub-batches, and over the ranks of what came from before the blocks' sums.
+Inputs (masks, tables, position biases, an encoder's states, programs) belong to a call and not to a block: another
+forward pass may run before this one's backward pass, and recomputation reads them again. A tensor that many blocks
+read gets one gradient: the sum over blocks and sub-batches, and over the ranks of what came from before their sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from oases.execution.piece import Leaves
 from oases.execution.wire import Scheduler
-from oases.parallel.sub_batches import SubBatches
+from oases.parallel.randomness import Extent
+from oases.schedule import Schedule
+
+_CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
+
+
+def refuse_mixing(blocks: nn.ModuleList) -> None:
+    """Raise ValueError for layers whose result for one sample depends on the others: cut batches would change it.
+
+    These are batch norms, mixtures of experts that drop tokens beyond a capacity, and what says so of itself by an
+    attribute `mixes_samples`.
+    """
+    for name, module in blocks.named_modules():
+        why = None
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            why = "mixes the samples of a batch"
+        elif getattr(module, "mixes_samples", False):
+            why = "says that it mixes the samples of a batch (mixes_samples)"
+        elif any(getattr(module, attribute, None) is not None for attribute in _CAPACITIES):
+            why = "drops tokens beyond a capacity that all samples of a batch share"
+        if why is not None:
+            raise ValueError(
+                f"block module '{name}' ({type(module).__name__}) {why}, so sub-batches would change its result; use "
+                "a norm per sample, such as LayerNorm, and experts without a capacity"
+            )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """This rank's part of the sequence under sequence parallelism: the `rank`-th of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of [batch, tokens, ...], a view."""
+        return whole if self.size == 1 else whole.chunk(self.size, dim=1)[self.rank]
+
+
+class SubBatches:
+    """The sub-batches that `schedule` cuts an input of `shape`, [batch, tokens, ...], into: samples, or tokens.
+
+    tokens: what this rank holds between the blocks. The first sub-batches are longer by one where it does not divide.
+    """
+
+    def __init__(self, shape: Sequence[int], schedule: Schedule, tokens: Tokens) -> None:
+        self._shape = tuple(shape)
+        self._dim = 0 if schedule.along == "batch" else 1
+        self.tokens = tokens
+        self.number = schedule.num_sub_batches
+        short, longer = divmod(self._shape[self._dim], self.number)
+        self.sizes = [short + (s < longer) for s in range(self.number)]
+        """Length of each along the dimension that is cut."""
+
+    @property
+    def batch(self) -> int:
+        """The samples of the whole batch."""
+        return self._shape[0]
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """The sub-batches of a tensor as long as the input along the dimension that is cut; views."""
+        return whole.split(self.sizes, dim=self._dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The opposite of `split`."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=self._dim)
+
+    def whole_extent(self, s: int = 0) -> Extent:
+        """Every sample and token, which an op gets whose block needs every token at once."""
+        return Extent(0, self.batch)
+
+    def extent(self, s: int) -> Extent:
+        """What the tensors of sub-batch `s` hold inside a block."""
+        first = sum(self.sizes[:s])
+        if self._dim:
+            return Extent(0, self.batch, first, self._shape[1])
+        return Extent(first, self.sizes[s])
+
+    def extent_between(self, s: int) -> Extent:
+        """What this rank's tensors of sub-batch `s` hold between the blocks."""
+        rank, size = self.tokens.rank, self.tokens.size
+        if size == 1:
+            return self.extent(s)
+        return replace(self.extent(s), first_token=rank * (self._shape[1] // size), of_tokens=self._shape[1])
 
 
 @dataclass(frozen=True)

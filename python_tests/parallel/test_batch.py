@@ -12,7 +12,7 @@ from torch import nn
 import oases
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack
 from oases.execution.group import group_rank, group_size, scheduler_of
-from oases.parallel.inputs import BlockInputs
+from oases.parallel.batch import BlockInputs
 from oases.parallel.linear import shard
 from oases.parallel.sharding import sharded_parameters
 from oases.schedule import along_sequence
