@@ -1,4 +1,4 @@
-// Kernels of sparse gradients beside plain loops: medians, NaN in them, sketches, peeling, bitmaps.
+// Kernels of sparse gradients beside plain loops: medians, NaN in them, sketches, bitmaps.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,7 +10,6 @@
 #include "bitmap_kernels.h"
 #include "hashing.h"
 #include "medians.h"
-#include "peel_kernels.h"
 #include "sketch_kernels.h"
 
 namespace {
@@ -79,23 +78,6 @@ TEST_P(SparseWidths, SketchesAreThoseOfPlainLoops) {
       EXPECT_EQ(found[i * n + c], each[1]);
     }
   }
-}
-
-TEST_P(SparseWidths, ValuesArePeeledInOrder) {
-  // Two keys: the first is alone in its cell, the second shares its own with the first.
-  const int64_t n = GetParam();
-  const std::vector<float> values = normal(2 * n, 2);
-  std::vector<float> sums(2 * n), found(2 * n);
-  for (int64_t c = 0; c < n; ++c) {
-    sums[c] = values[c];
-    sums[n + c] = values[c] + values[n + c];
-  }
-  const int64_t by_round[] = {0, 1}, owners[] = {0, 1}, starts[] = {0, 1}, ends[] = {1, 3},
-                entries[] = {0, 2, 3};
-  const oases::PeelGraph graph{2, n, by_round, owners, starts, ends, entries};
-  oases::cpu::peel_values(sums.data(), graph, 0, 1, found.data());
-  oases::cpu::peel_values(sums.data(), graph, 1, 2, found.data());
-  for (int64_t i = 0; i < 2 * n; ++i) EXPECT_NEAR(found[i], values[i], 1e-6);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, SparseWidths, ::testing::Values(1, 3, 8, 127, 128, 129, 300));

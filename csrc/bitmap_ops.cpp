@@ -44,8 +44,8 @@ Tensor bitmap_pack_meta(const Tensor& x) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(oases, library) {
-  // The number of rows is known only when the bits are counted: oases.kernels.bitmap says so to the tracer.
-  library.set_python_module("oases.kernels.bitmap");
+  // The number of rows is known only when the bits are counted: oases.kernels.sparse says so to the tracer.
+  library.set_python_module("oases.kernels.sparse");
   library.def("bitmap_pack(Tensor x) -> Tensor");
   library.def("bitmap_unpack(Tensor bits, SymInt rows) -> Tensor");
 }

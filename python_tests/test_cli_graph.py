@@ -122,7 +122,7 @@ def test_a_configuration_that_cannot_be_is_refused(config, capsys, changes, said
     [
         (["--global-batch", "8"], "leave out --global-batch"),
         (["--hidden", "8", "--explain"], "leave out --hidden, --explain"),
-        (["--objective", "published"], "leave out --objective"),
+        (["--objective", "published"], "oases_objective.py in the source tree; leave it out"),
         (["--balance", "time"], "give --stages N"),
         (["--stages", "0"], "--stages must be at least 1, got 0"),
         (["--stages", "99"], "99 stages cannot be cut"),

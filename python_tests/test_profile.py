@@ -21,8 +21,7 @@ from oases.parallel import OverlappedStack
 from oases.plans.shape import KINDS, ModelShape
 from oases.profile.compute import apart
 from oases.profile.config import ProfileConfig
-from oases.profile.groups import Probe, ranks_per_node
-from oases.profile.links import TRIES, LinkBench, fitted_link, sizes
+from oases.profile.links import TRIES, LinkBench, Probe, fitted_link, ranks_per_node, sizes
 from oases.profile.run import Surroundings, run_profile
 from oases.schedule import Op, generate
 from oases.simulator.cost import BlockTimes

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from oases.autotp.block import value_of
 from oases.autotp.conduct import Conduct
 from oases.autotp.experts import stand_in
 from oases.autotp.export import UnsplittableError, leaves, twin_of
-from oases.autotp.kinds import kinds_of
 from oases.autotp.layers import LayerList, as_one_layer, made_up_inputs, observe
-from oases.autotp.mesh import placed, require_layers
 from oases.autotp.operations import Place
-from oases.autotp.ownership import cut_parameters
 from oases.autotp.pretrained import WholeSaving
-from oases.autotp.program import Form, Kind, Program
-from oases.autotp.report import LayersReport, PartitionReport
-from oases.autotp.requirements import require_alike, require_cuttable
+from oases.autotp.program import Form, Kind, Program, kinds_of
+from oases.autotp.report import LayersReport, PartitionReport, compared
+from oases.autotp.requirements import placed, require_alike, require_cuttable, require_layers
 from oases.autotp.runner import Layer, Runner
 from oases.autotp.spec import ParallelSpec
-from oases.autotp.tp_plan import compared
 from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
-from oases.autotp.watch import modes_of
+from oases.autotp.watch import Watch, modes_of
 from oases.autotp.weights import load_weights
-from oases.autotp.whole import WholeForward
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup
+from oases.execution.group import ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.mesh import Mesh
+from oases.parallel.sharding import Cut
 from oases.plans.plan import Plan
 from oases.schedule import Schedule
 
@@ -199,3 +197,73 @@ def _require_divisible(kinds: list[tuple[str, Kind]], place: Place) -> None:
             f"the tensor-parallel degree {place.ranks} does not divide these numbers of heads or features: "
             f"{', '.join(wrong)}; degrees that fit this model: {', '.join(map(str, fits))}"
         )
+
+
+class WholeForward:
+    """The forward of one layer, by its kind's programs."""
+
+    def __init__(self, module: nn.Module, kind: Kind, path: str) -> None:
+        self.module = module
+        self.kind = kind
+        self._watch = Watch(module, path)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's author has it."""
+        found, tree = leaves(args, kwargs)
+        device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
+        form = Form.of(found, tree, self._watch.modes())
+        program = self.kind.program(form, found, tree, None, device)
+        run, names = program.module()
+        exported = program.exported
+        inputs = dict(zip(exported.inputs, found, strict=True))
+        result = run(*(value_of(name, program, self.module, inputs, device) for name in names))
+        return pytree.tree_unflatten(result, exported.result)
+
+
+def cut_parameters(roots: Iterable[tuple[nn.Module, Mapping[str, Cut]]], group: ProcessGroup | None) -> None:
+    """Replace parameters by this rank's parts of them, in every module of all roots that holds them.
+
+    roots: modules, each with its cuts by the parameter's name in it. What several modules share they go on sharing.
+    Each owner says so by the instance's `shard_dims`, `shard_segments`, `tensor_parallel` and the group's name.
+    Parameters on meta stay there. UsageError, with nothing changed, where one is needed in two ways.
+    """
+    roots = list(roots)
+    wanted: dict[int, tuple[nn.Parameter, Cut | None, str]] = {}
+    for root, cuts in roots:
+        mine = {id(root.get_parameter(name)): cut for name, cut in cuts.items()}
+        for name, parameter in root.named_parameters():
+            cut = mine.get(id(parameter))
+            _, other, elsewhere = wanted.setdefault(id(parameter), (parameter, cut, name))
+            if other != cut:
+                raise UsageError(
+                    f"{name} is shared by layers that need it cut in different ways ({elsewhere}: {other}, {name}: "
+                    f"{cut}, None is whole); give spec=ParallelSpec(replicate=('*.{name}', '*.{elsewhere}'))"
+                )
+    made = {key: part_of(whole, cut, group) for key, (whole, cut, _) in wanted.items() if cut is not None}
+    for root, _ in roots:
+        for module in root.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(parameter) in made:
+                    _, cut, _ = wanted[id(parameter)]
+                    assert cut is not None
+                    setattr(module, name, made[id(parameter)])
+                    declare(module, name, cut, group)
+
+
+def part_of(parameter: nn.Parameter, cut: Cut, group: ProcessGroup | None) -> nn.Parameter:
+    """A parameter of this rank's part, in memory of its own."""
+    whole: Tensor = parameter.detach()
+    part = cut.take(whole, group_rank(group), group_size(group)).clone(memory_format=torch.contiguous_format)
+    made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)  # what others wrote on it: optimizers' groups are told by attributes
+    return made
+
+
+def declare(module: nn.Module, name: str, cut: Cut, group: ProcessGroup | None) -> None:
+    """Have a module say that its parameter `name` is cut over a group."""
+    for attribute, value in (("shard_dims", cut.dim), ("shard_segments", cut.segments)):
+        if attribute not in vars(module):
+            setattr(module, attribute, dict(getattr(module, attribute, {})))
+        getattr(module, attribute)[name] = value
+    setattr(module, "_group_name", group_name(group))  # noqa: B010
+    setattr(module, "tensor_parallel", group_size(group))  # noqa: B010

@@ -13,12 +13,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from oases.autotp.buffers import is_pretrained
-from oases.autotp.gathering import Wire, gathered
+from oases.autotp.gathering import Wire, gathered, is_pretrained
 from oases.autotp.holdings import Holding, holdings, together
-from oases.autotp.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, resolve
+from oases.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
 
 WRITTEN = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"

@@ -6,24 +6,29 @@ communication takes a given share of the compute measured before.
 
 from __future__ import annotations
 
+import datetime
 import platform
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.console import RenderableType
 
-from oases.bench.config import OverlapConfig
-from oases.bench.overlap import run_overlap_bench
+from oases.bench.harness import BenchConfig, Benchmark, Ranks
+from oases.bench.overlap import OverlapBenchConfig, run_overlap_bench
 from oases.errors import UsageError
 from oases.kernels import permute
 from oases.kernels.norm import bias_dropout_residual_norm
-from oases.kernels.sketch import sketch_encode
+from oases.kernels.sparse import sketch_encode
 from oases.launch.ranks import RankOptions, run_ranks
+from oases.terminal import console
 from oases.testbed import Backend
+from oases.train.config import option
 
 Result = dict[str, Any]
 GPT_1B3: dict[str, Any] = {
@@ -104,12 +109,13 @@ def chunked_product() -> Result:
 
 def hidden(ratio: float) -> Result:
     """The overlap benchmark where communication takes `ratio` of the compute."""
-    config = OverlapConfig(**GPT_1B3)
-    probe = run_ranks(run_overlap_bench, (replace(config, schedules="sync", iterations=3), False), _ranks(1e12))
+    config, around = OverlapBenchConfig(**GPT_1B3), Ranks(TENSOR_PARALLEL)
+    first = replace(config, schedules="sync", iterations=3)
+    probe = run_ranks(run_overlap_bench, (first, around, False), _ranks(1e12))
     reduced = 2 * 2 * config.layers * config.batch * config.sequence * config.hidden * torch.bfloat16.itemsize
     sent = 2 * (TENSOR_PARALLEL - 1) / TENSOR_PARALLEL * reduced
     bandwidth = sent / (ratio * probe["compute_seconds"])
-    result: Result = run_ranks(run_overlap_bench, (config, False), _ranks(bandwidth))
+    result: Result = run_ranks(run_overlap_bench, (config, around, False), _ranks(bandwidth))
     return result | {"bandwidth": bandwidth}
 
 
@@ -121,12 +127,20 @@ def _beside(copy: float, moved: int, time: float) -> Result:
     return {"seconds": time, "bytes_per_second": moved / time, "of_copy": moved / time / copy}
 
 
-def run_gpu_bench(on_step: Callable[[str], None]) -> Result:
-    """Everything, in this process. on_step(what) is called before each part. UsageError without a GPU."""
+@dataclass(frozen=True)
+class GpuBenchConfig(BenchConfig):
+    """Where the result goes."""
+
+    report: str | None = option(None, "write a dated Markdown report there")
+
+
+def run_gpu_bench(config: GpuBenchConfig, shows: bool) -> Result:
+    """Everything, in this process. UsageError without a GPU."""
     if not torch.cuda.is_available():
         raise UsageError("this benchmark measures a GPU, and this torch sees none; run it where there is one")
     if dist.is_initialized():
         raise UsageError("this benchmark makes its own groups; start it without torchrun")
+    on_step: Callable[[object], None] = console.print if shows else lambda what: None
     on_step("copy bandwidth")
     copy = copy_bandwidth()
     result: Result = {"machine": machine(), "copy_bytes_per_second": copy}
@@ -141,6 +155,8 @@ def run_gpu_bench(on_step: Callable[[str], None]) -> Result:
     for name, measure in parts.items():
         on_step(name)
         result[name] = measure()
+    if config.report is not None:
+        Path(config.report).write_text(markdown(result))
     return result
 
 
@@ -156,8 +172,9 @@ def machine() -> dict[str, str]:
     }
 
 
-def markdown(result: Result, date: str) -> str:
-    """The dated report."""
+def markdown(result: Result) -> str:
+    """The report, dated today."""
+    date = datetime.date.today().isoformat()
     lines = [
         f"# One GPU, {date}",
         "",
@@ -184,3 +201,18 @@ def markdown(result: Result, date: str) -> str:
                 f"{row['of_ideal']:.2f} of the ideal |"
             ]
     return "\n".join(lines) + "\n"
+
+
+def shown(result: Result) -> Iterator[RenderableType]:
+    """The report."""
+    yield markdown(result)
+
+
+BENCHMARK = Benchmark(
+    "gpu",
+    "one GPU: kernels beside its copy bandwidth, and what a simulated link leaves exposed",
+    GpuBenchConfig(),
+    run_gpu_bench,
+    shown,
+    size=None,
+)

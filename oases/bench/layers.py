@@ -1,12 +1,12 @@
-"""The layers that a benchmark times: those of the built-in GPT, or of a model as its author wrote it."""
+"""Layers of a model as its author wrote it, for the overlap benchmark."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -15,52 +15,18 @@ from torch import Tensor, nn
 from oases.autotp import parallelize
 from oases.autotp.export import leaves
 from oases.autotp.runner import Runner
-from oases.bench.config import DTYPES, OverlapConfig
 from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
 from oases.execution.wire import Scheduler
-from oases.graph.trace.configuration import configuration, configured_model, read_configuration
-from oases.graph.trace.samples import sample_inputs
-from oases.models.gpt import transformer_blocks
-from oases.parallel import OverlappedStack
+from oases.graph.trace.configuration import configuration, configured_model, read_configuration, sample_inputs
 from oases.parallel.autotune import Tuning
 from oases.parallel.batch import BlockInputs
+from oases.profile.config import DTYPES
 from oases.train.config import require_bytes
 
-
-class Layers(Protocol):
-    """What an overlap benchmark asks of them. number: of layers. shape: of an activation, [batch, ...]."""
-
-    stack: OverlappedStack
-    number: int
-    shape: tuple[int, ...]
-    description: dict[str, Any] | None
-
-    def run(
-        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
-    ) -> Tensor:
-        """All layers on an activation, with collectives by `scheduler`; tuning: as `OverlappedStack.run` has it."""
-
-
-class BuiltInLayers:
-    """The layers of the built-in GPT."""
-
-    description: dict[str, Any] | None = None
-
-    def __init__(self, config: OverlapConfig, group: ProcessGroup) -> None:
-        blocks = transformer_blocks(config.gpt(config.seed), group)
-        self.stack = OverlappedStack(blocks, process_group=group).to(
-            torch.device(config.device), DTYPES[config.dtype]
-        )
-        self.number = config.layers
-        self.shape: tuple[int, ...] = (config.batch, config.sequence, config.hidden)
-
-    def run(
-        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
-    ) -> Tensor:
-        """All layers on an activation."""
-        return self.stack.run(x, scheduler, tuning, context=context)
+if TYPE_CHECKING:
+    from oases.bench.overlap import OverlapBenchConfig
 
 
 class UneditedLayers:
@@ -71,7 +37,7 @@ class UneditedLayers:
     where the layers cannot be cut or are not one list.
     """
 
-    def __init__(self, config: OverlapConfig, group: ProcessGroup) -> None:
+    def __init__(self, config: OverlapBenchConfig, group: ProcessGroup) -> None:
         data = _resized(read_configuration(Path(str(config.model)), "--model"), config.layers)
         torch.manual_seed(config.seed)
         model = configured_model(data, config.dtype, device="cpu").to(config.device).eval()
@@ -123,7 +89,7 @@ class UneditedLayers:
         return calls
 
 
-def of_model(config: OverlapConfig, given: Sequence[str], degree: int) -> OverlapConfig:
+def of_model(config: OverlapBenchConfig, given: Collection[str], degree: int) -> OverlapBenchConfig:
     """A benchmark of the layers of `config.model`, with that model's sizes.
 
     given: the options that were given and not left at their defaults. --layers takes the place of the configuration's
@@ -179,7 +145,7 @@ def _resized(data: dict[str, Any], layers: int) -> dict[str, Any]:
     return {**data, name: layers}
 
 
-def _inputs(model: nn.Module, config: OverlapConfig) -> dict[str, Any]:
+def _inputs(model: nn.Module, config: OverlapBenchConfig) -> dict[str, Any]:
     """Random data of the shapes that the model takes."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     vocabulary = getattr(embedding, "num_embeddings", 2)

@@ -8,42 +8,39 @@ the groups of each axis; the simulator knows them and the waits, and nothing els
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch.distributed as dist
+from rich.console import RenderableType
 
-from oases.bench.plans import emulated_blocks
+from oases.bench.harness import Benchmark, Ranks, Result, agreed, first_rank, interleave, over
 from oases.bench.stage_peers import PEERS, StagePeer, parse_peers
-from oases.bench.stages import PlannedSteps
+from oases.bench.stages import EmulatedConfig, PlannedSteps, stages_table
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
-from oases.launch.ranks import require_agreement
 from oases.parallel.mesh import Mesh
 from oases.planner.predict import Predictor
 from oases.plans.check import check
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.profile.config import ProfileConfig
-from oases.profile.groups import Probe
-from oases.profile.links import LinkBench
+from oases.profile.links import LinkBench, Probe
 from oases.schedule import ScheduleError
 from oases.schedule.pipeline import chunks_of, generate_pipeline
 from oases.simulator.engine import run
-from oases.simulator.hardware import Device, Hardware
+from oases.simulator.hardware import Hardware
 from oases.simulator.links import LinkModel
 from oases.simulator.program import replicated
 from oases.simulator.timeline import Timeline
 from oases.terminal import progress
-from oases.train.config import option, settings
+from oases.train.config import option
 
 AXES = ("data", "pipeline", "tensor")
 _REFERENCE = "one_f_one_b/sync"
 
 
 @dataclass(frozen=True)
-class NodesBenchConfig:
+class NodesBenchConfig(EmulatedConfig):
     """The model, how it is cut, and the device that its compute is emulated for."""
 
     contestants: str = option(
@@ -57,36 +54,32 @@ class NodesBenchConfig:
     stages: int = option(2, "pipeline stages")
     tensor: int = option(2, "tensor-parallel degree")
     across: str = option("tensor", f"the axis whose ranks are on different nodes: {', '.join(AXES)}")
-    hidden: int = option(256, "width of the model, features")
-    layers: int = option(4, "transformer layers")
-    sequence: int = option(128, "tokens per sample")
     samples: int = option(4, "samples of a micro-batch on a replica; overlapped schedules cut them in two")
     micro_batches: int = option(8, "micro-batches of a step")
     keep: bool = option(False, "keep all activations; else every layer is computed again")
     flops: float = option(4e9, "FLOP/s of the emulated device")
     iterations: int = option(3, "interleaved repetitions")
 
-    def model(self) -> ModelShape:
-        """Its shape. UsageError for one that cannot be."""
-        if not 1e6 <= self.flops <= 1e15:
-            raise UsageError(f"--flops must be between 1e6 and 1e15, got {self.flops}")
-        for name in ("data", "stages", "tensor", "hidden", "layers", "sequence", "samples", "iterations"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        return ModelShape(self.hidden, self.layers, max(1, self.hidden // 64), self.sequence, vocabulary=256)
-
     @property
     def world(self) -> int:
         """Ranks."""
         return self.data * self.stages * self.tensor
 
-    def text(self) -> str:
-        """How the ranks are cut, in words."""
-        cut = f"{self.data} replicas x {self.stages} stages x tp {self.tensor}"
-        return f"{cut}, {self.across} parallelism across the nodes:"
+    def prepared(self, ranks: Ranks) -> NodesBenchConfig:
+        """As `BenchConfig`."""
+        self.check(ranks.size, ranks.nodes)
+        return self
+
+    def described(self) -> str:
+        """As `BenchConfig`."""
+        return (
+            f"{self.data} replicas x {self.stages} stages x tp {self.tensor}, {self.across} parallelism across the "
+            "nodes: {1}; compute is emulated, what is sent is sent"
+        )
 
     def check(self, ranks: int, nodes: int) -> None:
         """Everything that can be known before any rank starts."""
+        self.require_least(1, "data", "stages", "tensor", "samples", "iterations")
         if ranks != self.world:
             raise UsageError(
                 f"--data {self.data} x --stages {self.stages} x --tensor {self.tensor} are {self.world} ranks, and "
@@ -188,14 +181,13 @@ def predicted(plan: Plan, predictor: Predictor, tensor_across: bool) -> Timeline
     return replace(run(program, shared), who="stage")
 
 
-def run_nodes_bench(config: NodesBenchConfig, nodes: int, show_progress: bool) -> dict[str, Any]:
-    """Measure on the default group, whose ranks are spread over `nodes` nodes; to be called by every rank."""
-    require_agreement(settings(config))
-    visible = show_progress and dist.get_rank() == 0
+def run_nodes_bench(config: NodesBenchConfig, ranks: Ranks, shows: bool) -> Result:
+    """Measure on the default group, whose ranks are spread over the nodes; to be called by every rank."""
+    named, nodes = agreed(config), ranks.nodes
     plans, order = config.plans(config.world // nodes), config.order(nodes)
     mesh = Mesh.of(next(iter(plans.values())), order=order)
     pairs = _pipeline_groups(config, order)
-    hardware = measured_axes(config, nodes, mesh, pairs, visible)
+    hardware = measured_axes(config, nodes, mesh, pairs, shows and first_rank())
     predictor = Predictor(hardware, stack_only=True)
     # Parts of a message are joined over tensor-parallel links: a gain only where those are the faster ones.
     split = config.across == "pipeline"
@@ -206,25 +198,15 @@ def run_nodes_bench(config: NodesBenchConfig, nodes: int, show_progress: bool) -
     }
     peaks = {name: contestant.peak_bytes() for name, contestant in ours.items()}  # and a warm-up
     for peer in peers.values():
-        peer.step()
-        peer.seconds.clear()
-    with progress("steps", config.iterations, visible) as advance:
-        for done in range(1, config.iterations + 1):
-            for contestant in ours.values():
-                contestant.step()
-            for peer in peers.values():
-                peer.step()
-            advance(done)
+        peer.warm_up()
+    interleave([*ours.values(), *peers.values()], config.iterations, "steps", shows)
     shared = config.across == "tensor"
     rows = {name: each.row(peaks[name], predicted(each.plan, predictor, shared)) for name, each in ours.items()}
-    found = {name: peer.row() for name, peer in peers.items()}
-    base = rows.get(_REFERENCE)
-    for row in (*rows.values(), *found.values()):
-        if base is not None:
-            row["speedup"] = base["step_seconds"] / row["step_seconds"]
+    others = {name: peer.row() for name, peer in peers.items()}
+    over(rows.get(_REFERENCE), (*rows.values(), *others.values()))
     names = {stride: name for name, stride in _strides(config).items()}
     links = {names[stride]: [asdict(sample) for sample in link.samples] for stride, link in hardware.axes.items()}
-    return {"config": settings(config) | {"nodes": nodes}, "schedules": rows, "peers": found, "links": links}
+    return {"config": named | {"nodes": nodes}, "schedules": rows, "peers": others, "links": links}
 
 
 def _strides(config: NodesBenchConfig) -> dict[str, int]:
@@ -279,8 +261,23 @@ def measured_axes(
                     rate *= config.data
                 axes[_strides(config)[name]] = LinkModel(0.0, rate, samples=tuple(samples))
             advance(done)
-    device = Device("emulated", 1 << 34, {"float32": config.flops}, config.flops / 4, 2e-4)
     some = next(iter(axes.values()))
-    across = _strides(config)[config.across]
-    found = AxisHardware("emulated", device, config.world // nodes, some, some, axes=axes, across=across)
-    return replace(found, blocks=emulated_blocks(found, model))
+    plain = config.hardware(config.world // nodes, some, some)
+    known = {item.name: getattr(plain, item.name) for item in fields(Hardware)}
+    return AxisHardware(**known, axes=axes, across=_strides(config)[config.across])
+
+
+def shown(result: Result) -> Iterator[RenderableType]:
+    """A row per contestant, peers below."""
+    yield stages_table(result, "pipeline/tensor")
+
+
+BENCHMARK = Benchmark(
+    "nodes",
+    "a step over several nodes in all three ways of cutting, beside torch's own",
+    NodesBenchConfig(),
+    run_nodes_bench,
+    shown,
+    size=8,
+    nodes=2,
+)

@@ -1,347 +1,283 @@
-"""What a schedule hides: its step beside compute alone and communication alone, interleaved in one run.
-
-Ideal = max(compute, communication) of the forward pass + the same of the backward pass: the forward pass ends
-before the backward pass begins, so nothing that sends as much can beat it. Share of ideal = ideal / step; hidden
-share = (sync - step) / (sync - ideal).
-"""
+"""What schedules hide on this machine: each beside compute alone, communication alone, peers and predictions."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from rich.console import RenderableType
 
-from oases.bench.config import DTYPES, OverlapConfig
-from oases.bench.layers import BuiltInLayers, Layers, UneditedLayers
-from oases.bench.memory import StepMemory, formula_units, measure_memory
-from oases.bench.peers import make_peer
-from oases.execution.executor import Context
-from oases.execution.group import ProcessGroup, scheduler_of
-from oases.execution.wire import Scheduler, Silence
-from oases.launch.ranks import require_agreement
-from oases.parallel.autotune import Tuning, candidates, label, labelled
-from oases.parallel.statistics import names_op
-from oases.schedule import Recompute, Schedule
-from oases.simulator.timeline import Timeline, from_measurements
-from oases.terminal import progress
-from oases.train.config import settings
-
-Passes = tuple[float, float]
-"""Seconds of the forward and of the backward pass."""
+from oases.bench.harness import BenchConfig, Benchmark, Ranks, Result, agreed, first_rank, milliseconds, off
+from oases.bench.layers import UneditedLayers, of_model
+from oases.bench.peers import make_peer, parse_peers, require_peer
+from oases.errors import UsageError
+from oases.execution.group import ProcessGroup
+from oases.plans.shape import KINDS, ModelShape
+from oases.profile.config import OverlapConfig
+from oases.profile.overlap import BuiltInLayers, Layers, OverlapBench, measure_together
+from oases.schedule import Schedule
+from oases.simulator import simulate
+from oases.simulator.drawing import Section, draw_timelines, write_page
+from oases.simulator.hardware import Hardware, stack_costs
+from oases.simulator.hardware_file import read_hardware
+from oases.simulator.timeline import Timeline
+from oases.terminal import percent, progress, table
+from oases.train.config import option
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is found out about a schedule before it is timed. unit: bytes of the stack's input on one rank."""
+class OverlapBenchConfig(OverlapConfig, BenchConfig):
+    """One overlap benchmark: a stack of transformer layers, forward and backward."""
 
-    schedule: Schedule
-    gradient_error: float
-    all_reduces_per_layer: float
-    memory: StepMemory
-    unit: int
+    model: str | None = option(
+        None, "time the layers of this unedited model instead: a config.json of transformers, or a folder with one"
+    )
+    beside_gpt: bool = option(False, "with --model: the built-in GPT of its sizes besides, in the same run")
+    peers: str = option("none", "who else runs: all, none, or some of torch, megatron, domino joined by commas")
+    simulate: str | None = option(None, "predict every step too, from this profile")
+    html: str | None = option(None, "with --simulate: draw measured and predicted steps there")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_peers(self.peers)  # names the unknown one
+        if self.beside_gpt and self.model is None:
+            raise UsageError("--beside-gpt runs the built-in GPT beside a model; give it with --model")
 
-class OverlapBench:
-    """The stack, its inputs and the contestants of one benchmark, on one rank of `group`."""
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """The peers asked for."""
+        return parse_peers(self.peers, self.batch, self.recompute)
 
-    def __init__(self, config: OverlapConfig, group: ProcessGroup) -> None:
-        self.config = config
-        self.group = group
-        self.scheduler = scheduler_of(group)
-        self.layers: Layers = (BuiltInLayers if config.model is None else UneditedLayers)(config, group)
-        self.stack = self.layers.stack
-        layer_of = self.stack.layer_of
-        self.communication_cpu: list[float] = []
-        """Seconds that all threads of this process computed during each `communicate`."""
-        self.tuning: Tuning | None = None
-        """Of "auto", where it is asked for."""
-        self.facts: dict[str, Facts] = {}
-        if "auto" in config.names:
-            recompute = cast(Recompute, config.recompute)
-            joint = self.stack.joint_blocks
-            among = candidates(len(self.stack.blocks), config.batch, "auto", "auto", recompute, joint, layer_of)
-            # A choice kept from an earlier run would say nothing about this one.
-            self.tuning = Tuning(labelled(among), group, "", has_off=True, keep=False)
-        named = {name: config.contestant(name, layer_of) for name in config.names if name != "auto"}
-        self.schedules = {
-            name: self.tuning.current if self.tuning and name == "auto" else named[name][0] for name in config.names
-        }
-        """By name. "auto" is a candidate until `choose` has been called."""
-        self.wire_dtypes = {name: dtype for name, (_, dtype) in named.items()}
-        # The least compute there is, with no product recomputed only for an all-reduce: the batch whole or
-        # cut, whichever is faster on this machine. The ideal takes the faster.
-        self._alone = {
-            "compute alone": config.resolve_schedule("fine_grained", layer_of),
-            "compute alone, cut": config.resolve_schedule(f"oases@{min(config.sub_batches, config.batch)}", layer_of),
-        }
-        made_of = (config.gpt(config.seed), list(self.stack.blocks), group, config.recompute)
-        self.peers = {name: make_peer(name, *made_of) for name in config.peer_names}
-        torch.manual_seed(config.seed)
-        device, dtype = torch.device(config.device), DTYPES[config.dtype]
-        self.x, self.grad = torch.randn(2, *self.layers.shape, device=device, dtype=dtype)
-
-    def choose(self, on_step: Callable[[int], None] | None = None) -> None:
-        """Run the candidates of "auto" in turns, as the first steps of a training run would, until it has chosen."""
-        if self.tuning is None:
-            return
-        done = 0
-        while self.tuning.choice is None:
-            self.schedules["auto"] = self.tuning.current
-            self.step("auto", self.scheduler, self.tuning)
-            done += 1
-            if on_step is not None:
-                on_step(done)
-        self.schedules["auto"] = self.tuning.choice
-
-    def step(
-        self, name: str, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
-    ) -> Passes:
-        """One forward and backward pass under a schedule; leaves the gradients in place."""
-        self._run_as(name)
-        self.stack.zero_grad()
-        x = self.x.clone().requires_grad_()
-        forward = self._timed(lambda: self.layers.run(x, scheduler, tuning, context))
-        backward = self._timed(lambda: self._output.backward(self.grad))
-        self._x_grad = x.grad
-        return forward, backward
-
-    def _run_as(self, name: str) -> None:
-        self.stack.run_as(self._alone[name] if name in self._alone else self.schedules[name])
-        self.stack.wire_dtype = self.wire_dtypes.get(name)
-
-    def peer_step(self, name: str) -> Passes:
-        """One forward and backward pass of a peer."""
-        peer = self.peers[name]
-        peer.zero_grad()
-        x = self.x.clone().requires_grad_()
-        forward = self._timed(lambda: peer(x))
-        backward = self._timed(lambda: self._output.backward(self.grad))
-        self._x_grad = x.grad
-        return forward, backward
-
-    def communicate(self) -> Passes:
-        """The all-reduces of `sync` without compute: one after another, as a link carries them."""
-        count = len(self.stack.blocks)
-        tensors = [torch.ones_like(self.x) for _ in range(2 * count)]
-
-        def reduce(some: list[Tensor]) -> None:
-            for ticket in [self.scheduler.all_reduce(tensor, "alone") for tensor in some]:
-                self.scheduler.wait(ticket)
-
-        busy = time.process_time()
-        passes = self._timed(lambda: reduce(tensors[:count])), self._timed(lambda: reduce(tensors[count:]))
-        self.communication_cpu.append(time.process_time() - busy)
-        return passes
-
-    def _timed(self, work: Callable[[], Any]) -> float:
-        self._synchronize()
-        start = time.perf_counter()
-        self._output = work()
-        self._synchronize()
-        return time.perf_counter() - start
-
-    def _synchronize(self) -> None:
-        if self.x.is_cuda:
-            torch.cuda.synchronize()
-
-    def gradients(self, name: str) -> list[Tensor]:
-        """Gradients of the input and of every parameter under a schedule."""
-        self.step(name, self.scheduler)
-        assert self._x_grad is not None
-        return [self._x_grad, *(p.grad.clone() for p in self.stack.parameters() if p.grad is not None)]
-
-    def gradient_error(self, name: str, reference: list[Tensor]) -> float:
-        """Largest difference to `reference`, each tensor relative to its largest entry, over all ranks."""
-        pairs = zip(self.gradients(name), reference, strict=True)
-        error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().cpu()
-        dist.all_reduce(error, dist.ReduceOp.MAX, group=self.group)
-        return float(error)
-
-    def require_equal(self, peer: str, x_grad: Tensor) -> None:
-        """Raise RuntimeError where a peer's gradient of the input is not `x_grad`: then it did other work."""
-        self.peer_step(peer)
-        assert self._x_grad is not None
-        error = float((self._x_grad - x_grad).abs().max() / x_grad.abs().max())
-        if not error < 1e-3:
-            raise RuntimeError(
-                f"the peer {peer!r} computes something else: its gradient of the input differs by {error:.1e}; leave "
-                "it out of --peers and install the versions in requirements-peers.txt"
+    def prepared(self, ranks: Ranks) -> OverlapBenchConfig:
+        """With the sizes of the model."""
+        config = self
+        if self.model is not None:
+            if self.simulate is not None:
+                raise UsageError(f"--simulate {self.simulate} knows the built-in GPT alone; leave it out, or --model")
+            config = of_model(self, ranks.given, ranks.size)
+        config.check(ranks.size)
+        if self.simulate is not None:
+            require_predictable(config, read_hardware(Path(self.simulate)), ranks.size)
+        elif self.html is not None:
+            raise UsageError(
+                f"--html {self.html} draws measured steps beside predicted ones; give --simulate PROFILE"
             )
+        return config
 
-    def wire_all_reduces_per_layer(self, name: str) -> float:
-        """All-reduces per layer and sub-batch, counted on the wire during one step."""
-        self.scheduler.reset_totals()
-        self.step(name, self.scheduler)
-        count = sum(t.count for label, t in self.scheduler.totals().items() if names_op(label))
-        schedule = self.schedules[name]
-        halves = 2 if schedule.sequence_parallel else 1  # a reduce-scatter and an all-gather are an all-reduce
-        return count / (halves * self.layers.number * schedule.num_sub_batches)
-
-    def memory(self, name: str) -> StepMemory:
-        """What one step under a schedule holds, on the rank that holds most."""
-        self._run_as(name)
-        self.stack.zero_grad()
-        mine = measure_memory(
-            # The input is made here, so that it counts: the first block keeps it, as every other its own.
-            lambda: self.layers.run(self.x.clone().requires_grad_(), Silence(pretends=True)),
-            lambda output: output.backward(self.grad),
-            self.x.device,
-        )
-        most = torch.tensor([mine.kept, mine.peak])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        return StepMemory(int(most[0]), int(most[1]))
-
-    def timeline(self, name: str) -> Timeline:
-        """One measured step under a schedule, over all ranks."""
-        spans: list[tuple[str, float, float]] = []
-        self.scheduler.take_records()
-        self.scheduler.set_recording(True)
-        dist.barrier(group=self.group)
-        self.step(name, self.scheduler, context=Context(spans))
-        self.scheduler.set_recording(False)
-        records = [
-            (record.label.split(" (")[0], record.issued, record.finished)
-            for record in self.scheduler.take_records()
-            if names_op(record.label)
-        ]
-        everyone: list[Any] = [None] * self.scheduler.size
-        dist.all_gather_object(everyone, (spans, records), group=self.group)
-        return from_measurements(name, everyone)
-
-    def contestants(self) -> dict[str, Callable[[], Passes]]:
-        """What takes turns, by name. Chooses first, if "auto" is among it, and finds out the `facts`."""
-        self.choose()
-        reference = self.gradients("sync")
-        errors = {name: self.gradient_error(name, reference) for name in self.schedules}
-        counts = {name: self.wire_all_reduces_per_layer(name) for name in self.schedules}
-        memory = {name: self.memory(name) for name in self.schedules}
-        self.facts = {
-            name: Facts(schedule, errors[name], counts[name], memory[name], self.x.nbytes)
-            for name, schedule in self.schedules.items()
-        }
-        found: dict[str, Callable[[], Passes]] = {
-            "compute alone": lambda: self.step("compute alone", Silence()),
-            "compute alone, cut": lambda: self.step("compute alone, cut", Silence()),
-            "communication alone": self.communicate,
-        }
-        for name in self.schedules:
-            found[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
-        for name in self.peers:
-            self.require_equal(name, reference[0])
-            found[f"peer {name}"] = lambda name=name: self.peer_step(name)  # type: ignore[misc]
-        return found
-
-    def result(self, times: dict[str, list[Passes]]) -> dict[str, Any]:
-        """What the benchmark says of its contestants' times; see `summarize`."""
-        found = summarize(self.config, self.scheduler.size, times, self.facts)
-        found["communication_cpu_seconds"] = statistics.median(self.communication_cpu)
-        return found if self.layers.description is None else found | {"model": self.layers.description}
-
-    def measure(self, on_iteration: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """Run all contestants interleaved; return the result as described in `summarize`."""
-        return measure_together([self], on_iteration)[0]
+    def check(self, degree: int) -> None:
+        """Raise UsageError for what cannot run on so many ranks."""
+        if self.model is None or self.beside_gpt:
+            self.require_ranks(degree)
+        elif degree < 2:
+            raise UsageError(f"--tp {degree} communicates nothing, so there is nothing to hide; give at least 2")
+        for name in self.names:
+            # Of how many blocks a model's layers are, the ranks will know.
+            if name != "auto" and not (self.model is not None and Path(name).is_file()):
+                self.require_divisible(name, degree)
+        for name in self.peer_names:
+            require_peer(name, self.batch, self.recompute)
 
 
-def measure_together(
-    benches: Sequence[OverlapBench], on_iteration: Callable[[int], None] | None = None
-) -> list[dict[str, Any]]:
-    """Run the contestants of benchmarks of one group interleaved; return the result of each."""
-    contestants = [bench.contestants() for bench in benches]
-    times: list[dict[str, list[Passes]]] = [{name: [] for name in each} for each in contestants]
-    for iteration in range(benches[0].config.iterations):
-        for bench, named, taken in zip(benches, contestants, times, strict=True):
-            for name, run in named.items():
-                dist.barrier(group=bench.group)
-                passes = torch.tensor(run(), dtype=torch.float64)
-                dist.all_reduce(passes, dist.ReduceOp.MAX, group=bench.group)  # the slowest rank's time
-                taken[name].append((float(passes[0]), float(passes[1])))
-        if on_iteration is not None:
-            on_iteration(iteration + 1)
-    return [bench.result(taken) for bench, taken in zip(benches, times, strict=True)]
+@dataclass(frozen=True)
+class Beside:
+    """One step of a schedule as it was measured, over all ranks, and as it is predicted of any of them."""
+
+    name: str
+    measured: Timeline
+    predicted: Timeline
 
 
-def summarize(
-    config: OverlapConfig,
-    degree: int,
-    times: dict[str, list[Passes]],
-    facts: dict[str, Facts],
-) -> dict[str, Any]:
-    """Medians and shares; seconds, bytes. `hidden` is null where sync is ideal already: nothing is left to hide."""
-
-    def median(name: str) -> tuple[float, float, float]:
-        forward, backward = zip(*times[name], strict=True)
-        total = statistics.median(f + b for f, b in times[name])
-        return statistics.median(forward), statistics.median(backward), total
-
-    communication = median("communication alone")
-    compute = min((median("compute alone"), median("compute alone, cut")), key=lambda passes: passes[2])
-    ideal = max(compute[0], communication[0]) + max(compute[1], communication[1])
-    sync = median("sync")[2]
-    schedules: dict[str, dict[str, Any]] = {}
-    for name, fact in facts.items():
-        forward, backward, step = median(name)
-        schedules[name] = {
-            "step_seconds": step,
-            "forward_seconds": forward,
-            "backward_seconds": backward,
-            "speedup": sync / step,
-            "hidden": (sync - step) / (sync - ideal) if sync > ideal else None,
-            "of_ideal": ideal / step,
-            "all_reduces_per_layer": fact.all_reduces_per_layer,
-            "max_relative_gradient_error": fact.gradient_error,
-            "kept_bytes": fact.memory.kept,
-            "kept_units": fact.memory.kept / (fact.unit * config.layers),
-            "peak_bytes": fact.memory.peak,
-            "formula_units": formula_units(fact.schedule),
-        }
-        if name == "auto":
-            schedules[name]["chosen"] = label(fact.schedule)
-            schedules[name]["slower_than_sync"] = step / sync
-    peers = {}
-    for name in config.peer_names:
-        forward, backward, step = median(f"peer {name}")
-        peers[name] = {"step_seconds": step, "forward_seconds": forward, "backward_seconds": backward}
-    return {
-        "config": settings(config) | {"tp": degree},
-        "compute_seconds": compute[2],
-        "communication_seconds": communication[2],
-        "ideal_seconds": ideal,
-        "schedules": schedules,
-        "peers": peers,
-    }
-
-
-def run_overlap_bench(config: OverlapConfig, show_progress: bool) -> dict[str, Any]:
+def run_overlap_bench(config: OverlapBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group; to be called by every rank."""
-    require_agreement(settings(config))
+    named = agreed(config)
     group = dist.group.WORLD
     assert group is not None
-    bench = OverlapBench(config, group)
-    if not config.beside_gpt:
-        return measured(bench, show_progress)
-    gpt = OverlapBench(replace(config, model=None, beside_gpt=False), group)
-    found, beside = _measured([bench, gpt], show_progress)
-    for name, row in found["schedules"].items():
-        row["speedup_over_gpt"] = row["speedup"] / beside["schedules"][name]["speedup"]
-    return found | {"gpt": beside}
+    benches = [bench_of(config, group)]
+    if config.beside_gpt:
+        benches.append(bench_of(replace(config, model=None, beside_gpt=False), group))
+    results = measured(benches, shows)
+    for result in results:
+        result["config"] |= {name: named[name] for name in ("model", "beside_gpt", "peers")}
+    found = results[0]
+    if config.beside_gpt:
+        found["gpt"] = results[1]
+        for name, row in found["schedules"].items():
+            row["speedup_over_gpt"] = row["speedup"] / results[1]["schedules"][name]["speedup"]
+    if config.simulate is not None:
+        hardware = read_hardware(Path(config.simulate))
+        steps = beside_predictions(benches[0], found, hardware)
+        found["config"]["profile"] = hardware.name
+        if config.html is not None and first_rank():
+            write_comparison(Path(config.html), found, steps, hardware)
+    return found
 
 
-def measured(bench: OverlapBench, show_progress: bool) -> dict[str, Any]:
-    """The result of a benchmark, with progress shown on the first rank."""
-    return _measured([bench], show_progress)[0]
+def bench_of(config: OverlapBenchConfig, group: ProcessGroup) -> OverlapBench:
+    """The measurement of a configuration, with its layers and peers."""
+    layers: Layers = (BuiltInLayers if config.model is None else UneditedLayers)(config, group)
+    sizes, blocks = config.gpt(config.seed), list(layers.stack.blocks)
+    peers = {name: make_peer(name, sizes, blocks, group, config.recompute) for name in config.peer_names}
+    plain = OverlapConfig(**{item.name: getattr(config, item.name) for item in fields(OverlapConfig)})
+    return OverlapBench(plain, group, layers, peers)
 
 
-def _measured(benches: Sequence[OverlapBench], show_progress: bool) -> list[dict[str, Any]]:
-    visible = show_progress and dist.get_rank() == 0
+def measured(benches: Sequence[OverlapBench], shows: bool) -> list[Result]:
+    """The results of benchmarks of one group, interleaved, with progress shown on the first rank."""
+    visible = shows and first_rank()
     for bench in benches:
         if bench.tuning is not None and bench.tuning.choice is None:
             with progress("choosing", bench.tuning.num_steps, visible) as advance:
                 bench.choose(advance)
     with progress("measuring", benches[0].config.iterations, visible) as advance:
         return measure_together(benches, advance)
+
+
+def model_of(config: OverlapConfig) -> ModelShape:
+    """The stack that is run."""
+    return ModelShape(config.hidden, config.layers, config.heads, config.sequence, dtype=config.dtype)
+
+
+def predicted(config: OverlapConfig, schedule: Schedule, hardware: Hardware, tp: int) -> Timeline:
+    """One step of a schedule, as the simulator says."""
+    model = model_of(config)
+    kinds = [model.kind_of(block) for block in range(model.num_blocks)]
+    return simulate(schedule, stack_costs(hardware, model, kinds, tp, config.batch, schedule))
+
+
+def require_predictable(config: OverlapConfig, hardware: Hardware, tp: int) -> None:
+    """Raise UsageError where nothing can be predicted, before any rank starts."""
+    for name in config.names:
+        if name != "auto" and config.contestant(name)[1] is not None:
+            raise UsageError(
+                f"schedule {name!r} sends another type than it computes in, which is not simulated; leave out its "
+                "suffix, or --simulate"
+            )
+    for kind in KINDS:
+        hardware.block_times(model_of(config), kind, tp, config.batch)
+
+
+def beside_predictions(bench: OverlapBench, result: Result, hardware: Hardware) -> list[Beside]:
+    """Add `predicted_seconds` to every schedule of a result; return the steps. To be called by every rank."""
+    steps = []
+    for name, schedule in bench.schedules.items():
+        found = predicted(bench.config, schedule, hardware, dist.get_world_size())
+        row = result["schedules"][name]
+        row["predicted_seconds"] = found.total_seconds
+        row["prediction_error"] = found.total_seconds / row["step_seconds"] - 1
+        spans = tuple(replace(span, lane="link") if span.lane != "compute" else span for span in found.spans)
+        steps.append(Beside(name, bench.timeline(name), replace(found, spans=spans, held=())))
+    return steps
+
+
+PREDICTION_COLUMNS = ("schedule", "measured", "predicted", "error")
+
+
+def prediction_rows(result: Result) -> list[tuple[str, ...]]:
+    """A row for each schedule, of PREDICTION_COLUMNS."""
+    return [
+        (
+            name,
+            milliseconds(row["step_seconds"]),
+            milliseconds(row["predicted_seconds"]),
+            off(row["prediction_error"]),
+        )
+        for name, row in result["schedules"].items()
+    ]
+
+
+def write_comparison(path: Path, result: Result, steps: Sequence[Beside], hardware: Hardware) -> None:
+    """A page with a row and two timelines for every schedule, all to one time scale."""
+    config = result["config"]
+    timelines = []
+    for step in steps:
+        timelines += [
+            replace(step.measured, name=f"{step.name}, measured"),
+            replace(step.predicted, name=f"{step.name}, predicted", who="predicted rank"),
+        ]
+    write_page(
+        path,
+        title="Measured and predicted steps",
+        subtitle=f"{config['layers']} layers of width {config['hidden']}, batch {config['batch']} x "
+        f"{config['sequence']}, {config['tp']} ranks; predicted from the profile {hardware.name}",
+        header=PREDICTION_COLUMNS,
+        rows=prediction_rows(result),
+        sections=[
+            Section(
+                "Where the time goes",
+                "One measured step, which need not be the median one, and below it the predicted one. Orange: an "
+                "all-reduce is on the link. Pale: the compute stands still for it. Names are BLOCK.SUB-BATCH. Drag "
+                "to zoom, hover for names and times.",
+                draw_timelines(timelines),
+            )
+        ],
+    )
+
+
+def shown(result: Result) -> Iterator[RenderableType]:
+    """The schedules, and predicted beside measured steps."""
+    yield table(_COLUMNS, _rows(result), title=_TITLE, below=_below(result))
+    if "profile" in result["config"]:
+        yield table(PREDICTION_COLUMNS, prediction_rows(result), title="predicted beside measured")
+
+
+_TITLE = "forward + backward of the stack, medians of one interleaved run"
+_COLUMNS = (
+    "schedule",
+    "step",
+    "against sync",
+    "hidden",
+    "of ideal",
+    "ARs per layer",
+    "gradient error",
+    "kept",
+    "peak",
+)
+
+
+def _rows(result: Result) -> Iterator[tuple[str, ...]]:
+    for name, row in result["schedules"].items():
+        formula = row["formula_units"]
+        yield (
+            name, milliseconds(row["step_seconds"]), f"{row['speedup']:.2f} x", percent(row["hidden"]),
+            percent(row["of_ideal"]), f"{row['all_reduces_per_layer']:g}",
+            f"{row['max_relative_gradient_error']:.1e}",
+            f"{row['kept_units']:.2f}" + ("" if formula is None else f" ({formula})"),
+            f"{row['peak_bytes'] / 1e6:.1f} MB",
+        )  # fmt: skip
+    for name, row in result.get("gpt", {}).get("schedules", {}).items():
+        shares = percent(row["hidden"]), percent(row["of_ideal"])
+        yield f"gpt {name}", milliseconds(row["step_seconds"]), f"{row['speedup']:.2f} x", *shares
+    sync = result["schedules"]["sync"]["step_seconds"]
+    for name, row in result["peers"].items():
+        yield name, milliseconds(row["step_seconds"]), f"{sync / row['step_seconds']:.2f} x"
+
+
+def _below(result: Result) -> str:
+    alone, sent = milliseconds(result["compute_seconds"]), milliseconds(result["communication_seconds"])
+    lines = [
+        f"compute alone {alone}, communication alone {sent} ({milliseconds(result['communication_cpu_seconds'])} of "
+        f"it on the CPU), ideal {milliseconds(result['ideal_seconds'])}",
+        f"communication / compute {result['communication_over_compute']:.2f}",
+        "kept: for the backward pass, in sequence x batch x hidden per layer; in brackets by the paper's formula",
+    ]
+    model: dict[str, Any] | None = result.get("model")
+    if model is not None:
+        lines.append(f"the {model['layers']} layers {model['list']} of an unedited {model['class']}")
+    if "gpt" in result:
+        shares = (f"{name} {row['speedup_over_gpt']:.3f}" for name, row in result["schedules"].items())
+        lines.append(f"speed-up over the built-in GPT's of its sizes: {', '.join(shares)}")
+    if "auto" in result["schedules"]:
+        lines.append(f"auto chose {result['schedules']['auto']['chosen']}")
+    return "\n".join(lines)
+
+
+BENCHMARK = Benchmark(
+    "overlap",
+    "schedules beside compute alone and communication alone, interleaved",
+    OverlapBenchConfig(),
+    run_overlap_bench,
+    shown,
+)

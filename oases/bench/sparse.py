@@ -9,29 +9,88 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import RenderableType
 
-from oases.bench.sparse_config import SparseBenchConfig
-from oases.bench.sparse_kernels import nonzeros_per_second
+from oases.bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, worst
 from oases.bench.sparse_modes import Contestant, parse_modes
-from oases.bench.words import write_words
-from oases.bench.workloads import Batch, ClickWorkload, LanguageWorkload, Workload
-from oases.terminal import progress
+from oases.bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload, Workload, write_words
+from oases.errors import UsageError
+from oases.kernels.sparse import bitmap_unpack
+from oases.sparse.gradient import DenseRows
+from oases.sparse.sketch import Sketch
+from oases.terminal import percent, progress, table
+from oases.train.config import option
 
 WARM_UP = 4
 """Steps before those that count: buckets are built anew after the first, and PowerSGD starts with the third."""
+ROWS, WIDTH = 32768, 128
+"""Of the gradient that kernels are timed with."""
+
+
+@dataclass(frozen=True)
+class SparseBenchConfig(BenchConfig):
+    """What is trained, and how its gradients are averaged."""
+
+    workload: str = option("lstm", "lstm (words) or dlrm (clicks)")
+    modes: str = option(
+        "ddp,ddp_sparse,fp16,powersgd,packed,gather,sketch,sketch_without_feedback,auto,auto_lossy",
+        "ways of averaging, joined by commas; also: dense",
+    )
+    data: str | None = option(None, "text whose words are learnt, a file or folder (default: Python's own source)")
+    stored: str = option("sparse", "how embeddings store gradients for our modes: sparse or dense")
+    vocabulary: int = option(32768, "words, or rows of each table")
+    width: int = option(128, "of embeddings and hidden layers")
+    tables: int = option(4, "of the recommender")
+    batch: int = option(16, "samples per step and rank")
+    sequence: int = option(20, "words per sample")
+    negatives: int = option(512, "words that a target is told apart from")
+    cells: float = option(0.25, "cells of sketches for each non-zero")
+    rows: int = option(1, "of sketches: 1, 3 or 5")
+    powersgd_rank: int = option(4, "of PowerSGD's matrices")
+    bucket_mb: float = option(25.0, "largest size of DDP's buckets")
+    steps: int = option(10, "timed steps of each mode; 0: none")
+    train_steps: int = option(50, "steps that are trained before losses are compared; 0: none")
+    kernels: bool = option(False, "time the kernels on one core too")
+    learning_rate: float = option(0.1, "of Adagrad")
+    seeds: int = option(1, "trainings of each mode")
+    seed: int = option(0, "of the first training")
+
+    def __post_init__(self) -> None:
+        parse_modes(self.modes)
+        for name, allowed in (("workload", ("lstm", "dlrm")), ("stored", ("sparse", "dense")), ("rows", (1, 3, 5))):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"--{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        self.require_least(
+            1, "vocabulary", "width", "tables", "batch", "sequence", "negatives", "powersgd_rank", "seeds"
+        )
+        self.require_least(0, "steps", "train_steps", "seed")
+        for name in ("cells", "bucket_mb", "learning_rate"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
+
+    def prepared(self, ranks: Ranks) -> SparseBenchConfig:
+        """As `BenchConfig`."""
+        if ranks.size < 2:
+            raise UsageError(f"--tp {ranks.size} averages nothing; give at least 2 data-parallel ranks")
+        return self
+
+    def described(self) -> str:
+        """As `BenchConfig`."""
+        return "{} data-parallel ranks {}"
 
 
 class SparseBench:
     """One benchmark on one rank."""
 
-    def __init__(self, config: SparseBenchConfig, workload: Workload, show_progress: bool) -> None:
-        self.config, self.workload, self.shows = config, workload, show_progress
+    def __init__(self, config: SparseBenchConfig, workload: Workload, shows: bool) -> None:
+        self.config, self.workload, self.shows = config, workload, shows and first_rank()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.names = parse_modes(config.modes)
 
@@ -50,7 +109,7 @@ class SparseBench:
         seconds: dict[str, list[float]] = {name: [] for name in self.names}
         wire: dict[str, list[int]] = {name: [] for name in self.names}
         rounds = WARM_UP + self.config.steps
-        with progress("rounds", rounds, self.shows and self.rank == 0) as advance:
+        with progress("rounds", rounds, self.shows) as advance:
             for step in range(rounds):
                 batch = self.workload.batch(self.config.seed, step, self.rank)
                 first = step % len(found)  # what came before may have left a link's burst or a cache behind
@@ -60,13 +119,13 @@ class SparseBench:
                     dist.barrier()
                     before, start = _loopback_bytes(), time.perf_counter()
                     _step(contestant, optimizer, batch)
-                    taken = torch.tensor(time.perf_counter() - start)
+                    taken = time.perf_counter() - start
                     contestant.count()
                     dist.barrier()
                     sent = _loopback_bytes() - before
-                    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+                    (taken,) = worst([taken])
                     if step >= WARM_UP:
-                        seconds[contestant.name].append(float(taken))
+                        seconds[contestant.name].append(taken)
                         wire[contestant.name].append(sent)
                 advance(step + 1)
         result = {}
@@ -87,7 +146,7 @@ class SparseBench:
         """Validation losses after the training, by mode, one for each seed."""
         losses: dict[str, list[float]] = {name: [] for name in self.names}
         total, done = self.config.seeds * len(self.names), 0
-        with progress("trainings", total, self.shows and self.rank == 0) as advance:
+        with progress("trainings", total, self.shows) as advance:
             for seed in range(self.config.seed, self.config.seed + self.config.seeds):
                 for name in self.names:
                     contestant, optimizer = self._contestant(name, seed)
@@ -120,8 +179,8 @@ def _loopback_bytes() -> int:
     return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
-def run_sparse_bench(config: SparseBenchConfig, shaped: bool, show_progress: bool) -> dict[str, Any]:
-    """On every rank. shaped: the loopback carries nothing but these ranks' traffic."""
+def run_sparse_bench(config: SparseBenchConfig, ranks: Ranks, shows: bool) -> Result:
+    """Measure on the default group; to be called by every rank."""
     with tempfile.TemporaryDirectory() as folder:
         words = [str(Path(folder) / "words.npy"), ""]
         if config.workload == "lstm":
@@ -131,17 +190,88 @@ def run_sparse_bench(config: SparseBenchConfig, shaped: bool, show_progress: boo
         workload: Workload = (
             LanguageWorkload(config, Path(words[0])) if config.workload == "lstm" else ClickWorkload(config)
         )
-        bench = SparseBench(config, workload, show_progress)
+        bench = SparseBench(config, workload, shows)
         modes: dict[str, dict[str, Any]] = {
             name: {"bytes_per_step": None, "step_seconds": None, "validation_loss": None} for name in bench.names
         }
         for part in (bench.timed() if config.steps else {}, bench.learnt() if config.train_steps else {}):
             for name, row in part.items():
                 modes[name] |= row
-        if not shaped:
+        if not ranks.shaped:  # the loopback carries more than these ranks' traffic
             for row in modes.values():
                 row.pop("loopback_bytes_per_step", None)
         dist.barrier()
         speeds = nonzeros_per_second(cells=config.cells) if config.kernels and bench.rank == 0 else None
         described = asdict(config) | {"ranks": bench.ranks, "words": words[1]}
         return {"config": described, "modes": modes, "nonzeros_per_second": speeds}
+
+
+def nonzeros_per_second(share: float = 0.25, cells: float = 0.25) -> dict[str, float]:
+    """Speed of one core by mode, encoding and decoding together, the best of several runs.
+
+    share: of the rows that are used, in a gradient of 32768 rows of 128 numbers. cells: of sketches, per non-zero.
+    "scan": the bitmap of a dense-stored gradient alone, which reads every number; an embedding with sparse=True needs
+    none.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gradient = torch.zeros(ROWS, WIDTH)
+    union = torch.randperm(ROWS)[: round(share * ROWS)].sort().values
+    gradient[union] = torch.randn(len(union), WIDTH)
+    held = DenseRows(gradient, in_place=True)
+    bits = held.bits()
+    values = held.gather(union)
+
+    def sketched(rows: int) -> Callable[[], object]:
+        sketch = Sketch.sized(len(union), rows, cells, 0)
+        return lambda: held.put(union, sketch.decode(sketch.encode(union, values), union))
+
+    works: dict[str, Callable[[], object]] = {
+        "packed": lambda: held.put(union, held.gather(bitmap_unpack(bits, ROWS)).div_(2)),
+        "scan": lambda: DenseRows(gradient, in_place=True).bits(),
+        "sketch, 1 row": sketched(1),
+        "sketch, 3 rows": sketched(3),
+        "sketch, 5 rows": sketched(5),
+    }
+    found = {name: len(union) * WIDTH / min(_seconds(work) for _ in range(7)) for name, work in works.items()}
+    torch.set_num_threads(threads)
+    return found
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+_COLUMNS = ("mode", "MB/step", "of them tables", "tables less", "step", "faster", "validation loss")
+
+
+def shown(result: Result) -> Iterator[RenderableType]:
+    """A row per way of averaging, the speed of kernels below."""
+    modes = result["modes"]
+    beside = modes.get("ddp", {})
+    rows = []
+    for mode, row in modes.items():
+        cells = ["-"] * 5
+        if row["step_seconds"] is not None:
+            sent = row["table_bytes_per_step"]
+            cells[:2] = f"{row['bytes_per_step'] / 1e6:.2f}", f"{sent / 1e6:.2f}"
+            cells[3] = milliseconds(row["step_seconds"])
+            if beside:
+                cells[2] = percent(1 - sent / beside["table_bytes_per_step"])
+                cells[4] = f"{beside['step_seconds'] / row['step_seconds']:.2f}x"
+        loss = row["validation_loss"]
+        rows.append((mode, *cells, "-" if loss is None else f"{loss:.4f}"))
+    yield table(_COLUMNS, rows, title=result["config"]["words"] or "clicks of generated Zipf categories")
+    for name, speed in (result["nonzeros_per_second"] or {}).items():
+        yield f"{name}: {speed / 1e6:.0f} million non-zeros per second, encoded and decoded on one core"
+
+
+BENCHMARK = Benchmark(
+    "sparse",
+    "training with large embeddings: what each way of averaging sends and learns",
+    SparseBenchConfig(),
+    run_sparse_bench,
+    shown,
+)

@@ -17,7 +17,6 @@ OURS: dict[str, dict[str, Any]] = {
     "dense": {"mode": "dense"},
     "packed": {"mode": "packed"},
     "gather": {"mode": "gather"},
-    "peel": {"mode": "peel"},
     "sketch": {"mode": "sketch"},
     "sketch_without_feedback": {"mode": "sketch", "error_feedback": False},
     "auto": {"mode": "auto"},

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from oases.bench.plans import timed_block
-from oases.bench.stages import timed_step
+from oases.bench.harness import timed_step
+from oases.bench.stages import timed_block
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank
 from oases.models.timed import TimedBlock
@@ -136,6 +136,11 @@ class TorchPipeline:
         """One step, timed as ours."""
         self.seconds.append(timed_step(self.backward))
         self.module.zero_grad()
+
+    def warm_up(self) -> None:
+        """A step that does not count."""
+        self.step()
+        self.seconds.clear()
 
     def row(self) -> dict[str, Any]:
         """What is said of it."""

@@ -174,8 +174,7 @@ def _write(options: argparse.Namespace, schedule: Schedule, timeline: Timeline, 
         return
     if len(timeline.spans) > MOST_SPANS:
         raise UsageError(f"--html: {len(timeline.spans)} spans are more than a page shows; give --trace")
-    from oases.simulator.drawing import draw_timelines
-    from oases.simulator.page import Section, write_page
+    from oases.simulator.drawing import Section, draw_timelines, write_page
 
     rows: Sequence[dict[str, Any]] = result["ranks"]
     names = ("busy_seconds", "exposed_seconds", "bubble_seconds")

@@ -12,7 +12,7 @@ from oases.cli.options import add_options, command, configured, require_writable
 
 def add(commands: Any) -> None:
     """Add it to the command line."""
-    from oases.bench.loads import LoadsConfig
+    from oases.moe.loads import LoadsConfig
 
     loads = command(
         commands, "loads", "compare placements of experts over loads that oases train --record-loads wrote"
@@ -24,8 +24,8 @@ def add(commands: Any) -> None:
 
 
 def _loads(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.bench.loads import HEADER, LoadsConfig, compared, table_rows, write_loads
-    from oases.terminal import Table, console
+    from oases.moe.loads import HEADER, LoadsConfig, compared, table_rows, write_loads
+    from oases.terminal import console, table
 
     require_writable("--html", options.html)
     result = compared(options.trace, configured(LoadsConfig, options))
@@ -33,12 +33,7 @@ def _loads(options: argparse.Namespace, given: Sequence[str]) -> None:
         f"{result['steps']} steps of {result['layers']} layers: {result['experts']} experts on {result['devices']} "
         "ranks; seconds are modelled, a mean over the steps", soft_wrap=True,
     )  # fmt: skip
-    table = Table()
-    for name in HEADER:
-        table.add_column(name, justify="left" if name == HEADER[0] else "right")
-    for row in table_rows(result):
-        table.add_row(*row)
-    console.print(table)
+    console.print(table(HEADER, table_rows(result)))
     if options.html is not None:
         write_loads(Path(options.html), result)
         console.print(f"drawn in {options.html}", soft_wrap=True)

@@ -106,9 +106,13 @@ def configured(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any
 
 
 def behind_link(
-    options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False, ranks: int | None = None
-) -> str:
-    """Go behind the link asked for; returns how the ranks, by default --tp many, are joined, in words."""
+    options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False, ranks: int | None = None,
+    script: str | None = None,
+) -> str:  # fmt: skip
+    """Go behind the link asked for; returns how the ranks, by default --tp many, are joined, in words.
+
+    script: the file that was started with the arguments `given`; None: the command `oases`.
+    """
     rate, nodes = options.link, options.nodes
     if nodes != 1:
         _check_nodes(options, options.tp if ranks is None else ranks)
@@ -125,7 +129,7 @@ def behind_link(
         )
     reason = testbed.why_impossible(rate, nodes)
     if reason is None:
-        testbed.relaunch(rate, given, nodes)
+        testbed.relaunch(rate, given, nodes, script)
     if not or_simulate or nodes != 1:  # a simulated link knows no nodes
         raise UsageError(f"{asked} cannot be had here: {reason}; or leave out {asked.replace(f' {rate}', '')}")
     print(f"oases: no shaped link here: {reason}. Going on over a simulated link.", file=sys.stderr)

@@ -3,25 +3,133 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from oases.cli.graph import add_graph, require_no_graph, show_graph
 from oases.cli.options import command, require_writable, write_json
-from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, published_rows
+from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
 from oases.errors import UsageError
 from oases.planner.choose import rank_plans
+from oases.planner.explain import Rival, Throughput, throughput
 from oases.planner.memory import usable_bytes
-from oases.planner.objective import published_plan
 from oases.planner.predict import Predictor
 from oases.planner.space import Space
 from oases.planner.sweep import Problem, as_data, sweep
 from oases.plans.check import require_trainable
-from oases.plans.plan import Plan
+from oases.plans.plan import Plan, Segment
 from oases.plans.shape import ModelShape
+from oases.schedule.pipeline import name_of
 from oases.simulator.hardware import Hardware
+from oases.simulator.quantities import bytes_text, count_text, rate_text, seconds_text
+
+MOST_ROWS = 12
+"""Stages beyond which neighbours that run alike share a row."""
+
+
+def plan_table(plan: Plan, capacity: int) -> Table:
+    """A row for every segment: which blocks, cut and scheduled how, and what each stage holds."""
+    table = Table()
+    for name in ("stage", "blocks", "tp x dp", "schedule", "sub-batches", "recomputed layers", "memory"):
+        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
+    for numbers in _alike(plan):
+        for at, (block, segment) in enumerate(_placed(plan, numbers[0])):
+            first, one = at == 0, len(numbers) == 1
+            named = f"{numbers[0]}" if one else f"{numbers[0]}-{numbers[-1]}"
+            degrees = f"{segment.tp} x {plan.stage_ranks // segment.tp}"
+            table.add_row(
+                named if first else "", _blocks(segment, block, one), degrees,
+                segment.schedule, str(segment.generated().num_sub_batches), _again(segment),
+                _memory(plan, numbers, capacity) if first else "",
+            )  # fmt: skip
+    return table
+
+
+def _placed(plan: Plan, number: int) -> Iterator[tuple[int, Segment]]:
+    """The segments of a stage, each with its first block."""
+    for part in plan.parts_of(number):
+        block = part.first_block
+        for segment in part.segments:
+            yield block, segment
+            block += segment.num_blocks
+
+
+def title(plan: Plan) -> str:
+    """The model, the devices and how the batch is cut."""
+    stages = f"{len(plan.stages)} pipeline stages ({name_of(plan.pipeline)}), " if len(plan.stages) > 1 else ""
+    micro = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
+    return (
+        f"{plan.model.name} ({count_text(plan.model.num_parameters)} parameters, {plan.model.dtype}) on "
+        f"{plan.world} devices: {stages}{micro} of {plan.global_batch // plan.micro_batches} samples"
+        f"{', optimizer sharded' if plan.zero else ''}"
+    )
+
+
+def _blocks(segment: Segment, first: int, one: bool) -> str:
+    return f"{first}-{first + segment.num_blocks - 1}" if one else f"{segment.num_blocks} each"
+
+
+def _again(segment: Segment) -> str:
+    layers = (segment.num_blocks + 1) // 2
+    return f"{segment.recomputed_layers} of {layers}" if segment.recomputed_layers else "none"
+
+
+def _alike(plan: Plan) -> Iterator[list[int]]:
+    """Stages of one row: each alone, or neighbours with the same segments where there are many."""
+    stages = range(len(plan.stages))
+    if len(plan.stages) <= MOST_ROWS:
+        yield from ([number] for number in stages)
+        return
+    yield from (list(run) for _, run in groupby(stages, key=lambda number: plan.stages[number]))
+
+
+def _memory(plan: Plan, numbers: Sequence[int], capacity: int) -> str:
+    if plan.prediction is None:
+        return "-"
+    most = max(plan.prediction.memory_bytes[number] for number in numbers)
+    return bytes_text(most) + ("" if most <= capacity else " !")
+
+
+def figures(plan: Plan, hardware: Hardware, capacity: int) -> Iterator[str]:
+    """What is predicted, a line each."""
+    found = plan.prediction
+    assert found is not None
+    rates = throughput(plan, hardware)
+    yield f"step {seconds_text(found.step_seconds)}, {rate_text(rates.tokens_per_second)} tokens/s, " + (
+        f"{rate_text(rates.samples_per_second)} samples/s"
+    )
+    yield f"exposed communication {_share(rates.exposed)}, pipeline bubbles {_share(rates.bubble)}" + _utilised(rates)
+    most = max(found.memory_bytes)
+    share = most / capacity
+    verdict = "" if share <= 1 else ": it does not fit"
+    yield f"memory {bytes_text(most)} of {bytes_text(capacity)} that may be filled ({100 * share:.0f} %){verdict}"
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _utilised(rates: Throughput) -> str:
+    return "" if rates.utilisation is None else f", model FLOPs utilisation {_share(rates.utilisation)}"
+
+
+def rivals_table(rivals: Sequence[Rival], chosen: Plan) -> Table:
+    """The best of the other plans, and where each loses."""
+    assert chosen.prediction is not None
+    table = Table(title="why: the best plans of other kinds", title_justify="left", show_lines=True)
+    for name in ("kind", "plan", "step", "what it loses"):
+        table.add_column(name, justify="right" if name == "step" else "left", overflow="fold")
+    for rival in rivals:
+        assert rival.plan.prediction is not None
+        slower = rival.plan.prediction.step_seconds / chosen.prediction.step_seconds
+        step = f"{seconds_text(rival.plan.prediction.step_seconds)} ({slower:.2f} x)"
+        table.add_row(rival.kind, rival.plan.text(), step, rival.loses(chosen))
+    return table
 
 
 def add(commands: Any) -> None:
@@ -34,10 +142,7 @@ def add(commands: Any) -> None:
     add_limits(plan)
     add_graph(plan)
     plan.add_argument("--explain", action="store_true", help="show the best plans of other kinds and what they lose")
-    plan.add_argument(
-        "--objective", choices=("simulated", "published"), default="simulated",
-        help="what is made small: the simulated step, or the Oases paper's own formula (default: simulated)",
-    )  # fmt: skip
+    plan.add_argument("--objective", help=argparse.SUPPRESS)  # of 0.1.0
     plan.add_argument(
         "--sweep", metavar="DIR",
         help="instead of one plan: step time against link speed, degree and model size, as pictures and JSON there",
@@ -77,10 +182,15 @@ def searched(
 
 
 def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.cli.strategy import figures, plan_table, rivals_table, title
+    from oases.cli.plan import figures, plan_table, rivals_table, title
     from oases.planner.explain import rivals
     from oases.terminal import console
 
+    if options.objective not in (None, "simulated"):
+        raise UsageError(
+            f"--objective {options.objective}: plans by the paper's own formula are made by "
+            "benchmarks/papers/oases_objective.py in the source tree; leave it out"
+        )
     if options.graph is not None:
         show_graph(options)
         return
@@ -88,25 +198,10 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
     require_trainable(model)
     space = space_of(options)
-    if options.objective == "published":
-        _refuse_published(options)
     if options.sweep is not None:
         _sweep(options, Problem(model, hardware, world, batch, options.memory, space))
         return
-    if options.objective == "published":
-        predictor = Predictor(hardware)
-        choice = published_plan(
-            model, hardware, world, batch, budget=options.memory, degrees=options.degrees or (),
-            rows=published_rows(options.profile),
-        )  # fmt: skip
-        plans = [predictor.with_prediction(choice.plan)]
-        uniform = ", ".join(f"tp {tp} {1e3 * seconds:.1f} ms" for tp, seconds in choice.uniform_seconds.items())
-        console.print(
-            f"by the published objective {1e3 * choice.seconds:.1f} ms a step, solved in {choice.solve_seconds:.2f} s"
-            f"; one degree throughout, whether it fits or not: {uniform}", soft_wrap=True,
-        )  # fmt: skip
-    else:
-        plans, predictor = searched(model, hardware, world, batch, options.memory, space)
+    plans, predictor = searched(model, hardware, world, batch, options.memory, space)
     best, capacity = plans[0], usable_bytes(hardware, options.memory)
     console.print(title(best), soft_wrap=True)
     console.print(plan_table(best, capacity))
@@ -121,17 +216,9 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
         )
 
 
-def _refuse_published(options: argparse.Namespace) -> None:
-    """The published objective knows none of these."""
-    names = ("micro_batches", "pipelines", "no_recompute", "no_zero", "explain", "sweep")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    if given:
-        raise UsageError(f"--objective published has no say in {', '.join(given)}; leave it out")
-
-
 def _sweep(options: argparse.Namespace, problem: Problem) -> None:
     """Pictures and numbers of a sweep, in a folder that is made if it is not there."""
-    from oases.planner.curves import write_curves, write_png
+    from oases.planner.sweep import write_curves, write_png
     from oases.terminal import console, progress
 
     folder = Path(options.sweep)

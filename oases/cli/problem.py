@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from oases.errors import UsageError
 from oases.plans.shape import ELEMENT_BYTES, LARGEST, MODELS, ModelShape, model_called
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware
-from oases.simulator.published import is_published
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZES = ("hidden", "layers", "heads")
@@ -90,12 +87,6 @@ def model_of(options: argparse.Namespace) -> ModelShape:
             f"which model? {', '.join(missing)} is missing; give it, or --model with one of {', '.join(MODELS)}"
         )
     return ModelShape(**given)
-
-
-def published_rows(profile: str | None) -> list[dict[str, Any]]:
-    """The rows of a profile that is a file of published block times; none of any other."""
-    data = json.loads(Path(profile).read_text(encoding="utf-8")) if profile is not None else {}
-    return data["rows"] if is_published(data) else []
 
 
 def cluster_of(options: argparse.Namespace, world: int | None = None) -> tuple[Hardware, int]:

@@ -74,9 +74,9 @@ def add(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.cli import demo
     from oases.launch.ranks import run_ranks
     from oases.terminal import console
-    from oases.train import demo
     from oases.train.config import TrainConfig
     from oases.train.plan import Run
 
@@ -167,7 +167,8 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
 
 def _show(result: dict[str, Any], config: TrainConfig) -> None:
     """What a training run came to."""
-    from oases.terminal import comparison_table, console, percent
+    from oases.terminal import console, percent
+    from oases.train.metrics import comparison_table
 
     unit = "byte" if config.tokenizer is None else "token"
     console.print(

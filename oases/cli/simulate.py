@@ -13,13 +13,13 @@ from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan import searched, space_of
 from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
+from oases.planner.chain import Runs
+from oases.planner.explain import throughput
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
 from oases.planner.recomputation import Recomputation
-from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch, part_blocks
 from oases.planner.space import Setting, Space
-from oases.planner.throughput import throughput
 from oases.plans.plan import PLANNED, Plan, Segment, Stage, read_plan
 from oases.plans.shape import ModelShape
 from oases.schedule import GENERATORS, WHOLE, ScheduleError, name_or_text
@@ -89,7 +89,7 @@ def add(commands: Any) -> None:
 
 
 def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.cli.strategy import figures, plan_table, title
+    from oases.cli.plan import figures, plan_table, title
     from oases.terminal import console
 
     for name in ("html", "trace"):
@@ -206,7 +206,7 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
 
 
 def _print_timeline(plan: Plan, predictor: Predictor) -> None:
-    from oases.planner.excerpt import excerpt
+    from oases.planner.explain import excerpt
     from oases.terminal import console
 
     blocks = plan.model.num_blocks * plan.micro_batches
@@ -219,10 +219,9 @@ def _print_timeline(plan: Plan, predictor: Predictor) -> None:
 
 
 def _write_page(path: Path, plan: Plan, predictor: Predictor, hardware: Hardware, capacity: int) -> str:
-    from oases.cli.strategy import title
-    from oases.planner.excerpt import excerpt
-    from oases.simulator.drawing import draw_timelines
-    from oases.simulator.page import Section, write_page
+    from oases.cli.plan import title
+    from oases.planner.explain import excerpt
+    from oases.simulator.drawing import Section, draw_timelines, write_page
 
     timeline, left_out = excerpt(predictor, plan, PAGE_SPANS)
     found, rates = predictor.course(plan), throughput(plan, hardware)
@@ -248,7 +247,7 @@ def _write_page(path: Path, plan: Plan, predictor: Predictor, hardware: Hardware
 
 
 def _write_trace(path: Path, plan: Plan, predictor: Predictor, hardware: Hardware, capacity: int) -> str:
-    from oases.planner.excerpt import excerpt
+    from oases.planner.explain import excerpt
     from oases.simulator.timeline import trace_json
 
     timeline, left_out = excerpt(predictor, plan, TRACE_SPANS)

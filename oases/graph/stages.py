@@ -11,8 +11,7 @@ from itertools import accumulate, pairwise
 
 from oases.errors import UsageError
 from oases.graph.layer_graph import LayerGraph, Node
-from oases.graph.part import Part, Value, crossing
-from oases.graph.shards import clean_borders, units
+from oases.graph.part import Part, Value, clean_borders, crossing, units
 from oases.simulator.hardware import Device, Hardware
 
 BALANCES = ("time", "parameters", "uniform")

@@ -1,6 +1,10 @@
 """Starts the ranks of a run by torchrun's own API, and ends them with a message that says what happened.
 
 Outside torchrun a command starts its own ranks; under torchrun each process is one of them already.
+
+A rank whose collective failed or took too long calls the roll. Ranks that live say what they wait for, even while
+their main thread is stuck inside a collective; those that do not answer are gone. Between calls the thread costs one
+look at the store per interval.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,11 +23,74 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.launch.agents import RankFailedError, die_with_parent, launch
-from oases.launch.rollcall import RollCall
 from oases.testbed import Backend, Nodes
+
+_INTERVAL_SECONDS = 0.5
+
+
+class RollCall:
+    """Answers roll-calls for `rank` of `size` until stopped, over a connection of its own.
+
+    waiting_for: what the rank's main thread waits for, "" while it computes.
+    """
+
+    def __init__(self, rank: int, size: int, waiting_for: Callable[[], str]) -> None:
+        self.rank = rank
+        self.size = size
+        self._waiting_for = waiting_for
+        # A launcher may start the ranks again over the same store.
+        self._call = f"oases/roll-call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="oases-roll-call", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def call(self, patience_seconds: float = 3.0) -> dict[int, str | None]:
+        """Call the roll; return what every other rank waits for ("": it computes), None for those that are gone.
+
+        Empty where the store is gone, too.
+        """
+        answers: dict[int, str | None] = {rank: None for rank in range(self.size) if rank != self.rank}
+        try:
+            store = _connect()
+            store.set(self._call, str(self.rank))
+            end = time.monotonic() + patience_seconds
+            while None in answers.values() and time.monotonic() < end:
+                time.sleep(0.05)
+                for rank, answer in answers.items():
+                    if answer is None and store.check([f"{self._call}/{rank}"]):
+                        answers[rank] = store.get(f"{self._call}/{rank}").decode().removeprefix("here ")
+        except (RuntimeError, OSError):  # the store went down with the rank that held it
+            return {}
+        return answers
+
+    def _answer(self) -> None:
+        try:
+            store = _connect()
+            while not self._stop.wait(_INTERVAL_SECONDS):
+                if store.check([self._call]):
+                    # "here": the store would wait for ever for an empty value.
+                    store.set(f"{self._call}/{self.rank}", f"here {self._waiting_for()}")
+                    return
+        except (RuntimeError, OSError):
+            return  # no store, no roll-call: the launcher is gone
+
+
+def _connect() -> TCPStore:
+    # The default group's client would do, were it not locked while another thread uses it.
+    return TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False,
+        timeout=timedelta(seconds=5),
+    )  # fmt: skip
+
 
 _RESTARTS = "OASES_RESTARTS"
 """Of the ranks' environment: how often `run_ranks` has started them again."""

@@ -45,12 +45,6 @@ class Placement:
         """The experts that are copied."""
         return tuple(expert for expert, devices in enumerate(self.copies) if devices)
 
-    @property
-    def most_copies(self) -> int:
-        """Copies on the device that has most."""
-        held = [device for devices in self.copies for device in devices]
-        return int(np.bincount(held, minlength=1).max())
-
 
 def described(method: str, counts: Integers, costs: Costs, chosen: Chosen) -> Placement:
     """The placement with these routes and copies, and what it costs."""

@@ -1,16 +1,14 @@
 """Replication in the manner of DeepSeek's EPLB: the busiest expert gets one more replica, then replicas are packed.
 
-`rebalance` is the whole algorithm on its own: nodes, devices and slots, every expert anywhere. `replicated` is what
-a `Placement` takes of it: an expert's home stays, because its optimizer state is there, and further replicas are
-packed into the slots that the devices have besides.
+An expert's home stays, because its optimizer state is there, and further replicas are packed into the slots that the
+devices have besides.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from oases.errors import UsageError
 from oases.moe.assignment import Chosen, Integers, at_home, homes
 from oases.moe.costs import Costs
 
@@ -51,62 +49,6 @@ def replicated(counts: Integers, costs: Costs, slots: int) -> Chosen:
             routes[expert, device] = least
             tokens[least] += int(counts[expert, device])
     return routes, copies
-
-
-def rebalance(loads: ArrayLike, num_replicas: int, num_groups: int, num_nodes: int, num_devices: int) -> Integers:
-    """EPLB: which expert each physical slot holds, [layer, slot], slots of a device side by side.
-
-    loads: [layer, expert]. num_groups: of experts that a router picks together; where the nodes divide them, whole
-    groups are packed to nodes and replicas are made within a node. UsageError for sizes that do not divide.
-    """
-    found = np.atleast_2d(np.asarray(loads, dtype=np.float64))
-    experts = found.shape[1]
-    for what, number, by in (("replicas", num_replicas, num_devices), ("devices", num_devices, num_nodes),
-                             ("experts", experts, num_groups)):  # fmt: skip
-        if by < 1 or number % by:
-            raise UsageError(f"rebalance: {number} {what} do not divide by {by}")
-    if num_replicas < experts:
-        raise UsageError(f"rebalance: {num_replicas} replicas are fewer than {experts} experts")
-    if num_groups % num_nodes:
-        num_groups = num_nodes = 1  # groups cannot stay whole: one node holds all
-    return np.stack([_of_layer(layer, num_replicas, num_groups, num_nodes, num_devices) for layer in found])
-
-
-def _of_layer(loads: Loads, num_replicas: int, num_groups: int, num_nodes: int, num_devices: int) -> Integers:
-    size = len(loads) // num_groups
-    packs = _packed(loads.reshape(num_groups, size).sum(1), num_nodes)
-    slots: list[Integers] = []
-    for groups in packs:
-        mine = (np.array(groups)[:, None] * size + np.arange(size)).ravel()  # this node's experts
-        holds, number = _grown(loads[mine], num_replicas // num_nodes)
-        share = (loads[mine] / number)[holds]
-        slots += [mine[holds[pack]] for pack in _packed(share, num_devices // num_nodes)]
-    return np.concatenate(slots)
-
-
-def _packed(weights: Loads, packs: int) -> list[list[int]]:
-    """Items, the heaviest first, each to the lightest pack that is not full; all packs have equally many."""
-    most = len(weights) // packs
-    found: list[list[int]] = [[] for _ in range(packs)]
-    if most == 1:
-        return [[item] for item in range(packs)]
-    total = [0.0] * packs
-    for item in np.argsort(-weights, kind="stable").tolist():
-        pack = min((p for p in range(packs) if len(found[p]) < most), key=total.__getitem__)
-        found[pack].append(item)
-        total[pack] += float(weights[item])
-    return found
-
-
-def _grown(loads: Loads, num_replicas: int) -> tuple[Integers, Integers]:
-    """(expert of each replica: first one of each, then the further ones as they were made; replicas per expert)."""
-    number = np.ones(len(loads), dtype=np.int64)
-    holds = list(range(len(loads)))
-    for _ in range(num_replicas - len(loads)):
-        busiest = int(np.argmax(loads / number))
-        holds.append(busiest)
-        number[busiest] += 1
-    return np.array(holds), number
 
 
 def _replicas(loads: Loads, num_replicas: int, most: int) -> Integers:

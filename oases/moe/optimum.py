@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -22,14 +21,6 @@ GAP = 1e-3
 """Share by which what it calls the best may be above the best."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    """What no placement's seconds are below. solved: it is the optimum's seconds, to `GAP`."""
-
-    seconds: float
-    solved: bool
-
-
 def optimum(counts: Integers, costs: Costs, slots: int) -> Chosen:
     """Routes and copies. slots: copies that a device may hold.
 
@@ -41,34 +32,18 @@ def optimum(counts: Integers, costs: Costs, slots: int) -> Chosen:
             f"the optimum for {experts} experts on {devices} devices takes too long; method='prophet' finds a "
             f"placement for any, and up to {MOST} experts x devices x devices can be solved"
         )
-    programme = _Whole(counts, costs, slots)
+    programme = WholeProgramme(counts, costs, slots)
     result = programme.solve(SECONDS)
     if result.status != 0:
         raise UsageError(f"the optimum was not found in {SECONDS:.0f} s ({result.message}); take a smaller case")
     return programme.chosen(result.x)
 
 
-def bound(
-    counts: Integers, costs: Costs, slots: int, *, seconds: float, below: float = np.inf, whole: bool = False
-) -> Bound:
-    """How good a placement can be at best, found in so many seconds.
+class Programme:
+    """A mixed-integer programme: variables by name, rows as they are added.
 
-    below: the seconds of a placement that is known, which spares HiGHS all that is above. whole: as placements are,
-    all of a device's tokens for an expert go to one device; else they may be divided, which is at most as slow as the
-    best placement and found much sooner. UsageError for costs with nodes.
+    A maximum is what all rows of its name are at most.
     """
-    programme = (_Whole if whole else _Divided)(counts, costs, slots)
-    if np.isfinite(below):
-        programme.at_least(-below * (1 + 1e-6) / programme.unit, (-1.0, programme.of("total")))
-    result = programme.solve(seconds)
-    if result.status == 2:  # nothing is below, so that is the best
-        return Bound(below, True)
-    lowest = getattr(result, "mip_dual_bound", None)
-    return Bound(max(0.0, float(lowest or 0.0)) * programme.unit, result.status == 0)
-
-
-class _Programme:
-    """Variables by name, rows as they are added. A maximum is what all rows of its name are at most."""
 
     def __init__(self, counts: Integers, costs: Costs, slots: int) -> None:
         if costs.devices_per_node:
@@ -226,7 +201,7 @@ class _Programme:
         self.at_least(fixed, (1, total), *parts)
 
 
-class _Whole(_Programme):
+class WholeProgramme(Programme):
     """Each device's tokens for an expert go to its home or to one that has a copy."""
 
     def _tokens(self) -> None:
@@ -255,33 +230,3 @@ class _Whole(_Programme):
         held = [[d for d in self.others(expert) if x[self.of("copy", expert, d)] > 0.5]
                 for expert in range(self.experts)]  # fmt: skip
         return routes.astype(np.int64), held
-
-
-class _Divided(_Programme):
-    """Of each expert's tokens a device computes some of its own, and some of all others'."""
-
-    def _tokens(self) -> None:
-        size = self.costs.token_bytes / self.costs.bandwidth
-        total = self.counts.sum(1).astype(float)
-        for expert in range(self.experts):
-            parts = []
-            for device in range(self.devices):
-                own, rest = self.of("own", expert, device), self.of("rest", expert, device)
-                parts += [(1.0, own), (1.0, rest)]
-                mine = float(self.counts[expert, device])
-                if device == self.home[expert]:
-                    self.at_least(-mine, (-1.0, own))
-                    continue
-                copy = self.of("copy", expert, device)
-                self.at_least(0, (mine, copy), (-1.0, own))
-                self.at_least(0, (float(total[expert]), copy), (-1.0, own), (-1.0, rest))
-            self.equal(float(total[expert]), *parts)
-        for device in range(self.devices):
-            kept = [(1.0, self.of("own", e, device)) for e in range(self.experts)]
-            foreign = [(1.0, self.of("rest", e, device)) for e in range(self.experts)]
-            self.at_most("tokens", self.costs.token_seconds, kept + foreign)
-            self.at_most("wire", size, foreign)
-            away = [(-1.0, at) for _, at in kept]
-            sent = float(self.counts[:, device].sum())
-            self.at_most("wire", size, away, sent)
-            self.at_most("wire", self.costs.token_bytes / self.both_ways, foreign + away, sent)

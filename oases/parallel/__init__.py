@@ -10,7 +10,7 @@ from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.parallel.loss import parallel_cross_entropy
 from oases.parallel.sharding import sharded_parameters
 from oases.parallel.stack import OverlappedStack
-from oases.parallel.statistics import Report, report
+from oases.reporting import Report, report
 
 if TYPE_CHECKING:
     from oases.parallel.styles import OverlappedColwiseParallel, OverlappedRowwiseParallel

@@ -22,7 +22,7 @@ from torch import Tensor
 from oases.execution.clock import Clock
 from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
 from oases.parallel.mesh import Mesh
-from oases.parallel.statistics import Row
+from oases.reporting import Row
 from oases.schedule import Op, Schedule, validate
 from oases.schedule.ops import crossing
 

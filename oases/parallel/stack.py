@@ -26,7 +26,7 @@ from oases.parallel.call import CallOptions, StackCall, StackParameters, agreed,
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import Unit
 from oases.parallel.randomness import MethodName, Randomness
-from oases.parallel.statistics import WHOLE_BATCH, report
+from oases.reporting import WHOLE_BATCH, report
 from oases.schedule import (
     Recompute,
     Schedule,

@@ -9,9 +9,8 @@ from typing import Any
 from oases.errors import UsageError
 from oases.graph.layer_graph import LayerGraph
 from oases.graph.shape import shape_of_graph
-from oases.planner.choose import rank_plans
+from oases.planner.choose import NoPlanError, rank_plans
 from oases.planner.predict import Predictor
-from oases.planner.refusal import NoPlanError
 from oases.planner.space import Space
 from oases.plans.check import require_trainable
 from oases.plans.plan import Plan, Prediction, Segment, Stage

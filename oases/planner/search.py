@@ -14,12 +14,11 @@ from itertools import groupby
 import numpy as np
 
 from oases.planner.balance import StageLoad, balanced
-from oases.planner.chain import Chain
+from oases.planner.chain import Chain, Run, Runs
 from oases.planner.ends import ends_seconds
 from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes
 from oases.planner.predict import Predictor
 from oases.planner.programme import InfeasibleError, Solution, solve
-from oases.planner.runs import Run, Runs
 from oases.planner.space import Setting
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import KINDS, BlockKind

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.bench.config import DTYPES
 from oases.execution.clock import Clock
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
@@ -20,8 +19,8 @@ from oases.execution.wire import Silence
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.plans.shape import KINDS
-from oases.profile.config import ProfileConfig
-from oases.profile.groups import slowest, slowest_of
+from oases.profile.config import DTYPES, ProfileConfig
+from oases.profile.links import slowest, slowest_of
 from oases.schedule import Op, Schedule, generate, validate
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import MeasuredBlock, MeasuredOverhead

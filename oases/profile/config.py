@@ -1,23 +1,33 @@
-"""What a profile is asked to measure."""
+"""Configurations of measurements: of a profile, and of the schedules of one stack."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from oases.bench.config import DTYPES
+import torch
+
 from oases.errors import UsageError
-from oases.train.config import ModelOptions, option, require_device, require_memory, require_seed
+from oases.schedule import LayerOf, Schedule, sequence_parallel
+from oases.train.config import (
+    WIRE_DTYPES,
+    ModelOptions,
+    option,
+    require_device,
+    require_memory,
+    require_seed,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
-class ProfileConfig(ModelOptions):
-    """Block shapes and sizes of sub-batches. `layers` are those of the stack that is measured, not of a model."""
+class StackOptions(ModelOptions):
+    """Sizes of a stack of transformer layers that is timed, and where it runs."""
 
     hidden: int = option(768, "width of the model, features")
-    layers: int = option(3, "transformer layers of the stack that is measured; 3 show the middle one")
+    layers: int = option(3, "transformer layers")
     sequence: int = option(256, "tokens per sample")
-    batch: int = option(8, "largest sub-batch to measure, samples; 1, 2, 4, ... up to it are measured")
-    degrees: str = option("", "tensor-parallel degrees of the blocks, joined by commas, e.g. 1,2,4; default: --tp")
     iterations: int = option(5, "repetitions; medians are reported")
     seed: int = option(0, "seed of weights and inputs")
     device: str = option("cpu", "cpu or cuda")
@@ -31,6 +41,15 @@ class ProfileConfig(ModelOptions):
         require_device(self.device)
         if self.dtype not in DTYPES:
             raise UsageError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class ProfileConfig(StackOptions):
+    """Block shapes and sizes of sub-batches. `layers` are those of the stack that is measured, not of a model."""
+
+    layers: int = option(3, "transformer layers of the stack that is measured; 3 show the middle one")
+    batch: int = option(8, "largest sub-batch to measure, samples; 1, 2, 4, ... up to it are measured")
+    degrees: str = option("", "tensor-parallel degrees of the blocks, joined by commas, e.g. 1,2,4; default: --tp")
 
     def tensor_parallel(self, ranks: int) -> tuple[int, ...]:
         """The degrees asked for, in order. UsageError for one that `ranks` ranks cannot form groups of."""
@@ -65,3 +84,61 @@ class ProfileConfig(ModelOptions):
             self.require_degree(degree)
         if self.device == "cpu":
             require_memory(self, ranks)
+
+
+@dataclass(frozen=True)
+class OverlapConfig(StackOptions):
+    """Schedules of a stack of transformer layers, forward and backward."""
+
+    batch: int = option(4, "samples per step")
+    schedules: str = option(
+        "sync,oases",
+        "schedules to compare, by name (oases@4: four sub-batches; oases:bfloat16: sums sent in that type; "
+        "oases:sequence: sequence-parallel; auto: chosen by measuring) or path, joined by commas",
+    )
+    iterations: int = option(7, "interleaved repetitions; medians are reported")
+
+    @property
+    def names(self) -> list[str]:
+        """The schedules asked for, `sync` among them: the others are measured against it."""
+        names = [name.strip() for name in self.schedules.split(",") if name.strip()]
+        return names if "sync" in names else ["sync", *names]
+
+    def contestant(self, name: str, layer_of: LayerOf = None) -> tuple[Schedule, torch.dtype | None]:
+        """The schedule called `name` and the type its sums are sent in: NAME[@N][:sequence][:bfloat16], or a path.
+
+        layer_of: each block's layer; None where a layer is two blocks.
+        """
+        plain, *suffixes = [name] if Path(name).is_file() else name.split(":")
+        resolved, dtype = self.schedule_or_auto(plain, layer_of), None
+        if resolved == "auto":
+            raise UsageError(f"unknown schedule {name!r}; auto takes no suffix")
+        schedule = resolved
+        for suffix in suffixes:
+            if suffix == "sequence":
+                schedule = sequence_parallel(schedule)
+            elif WIRE_DTYPES.get(suffix) is not None:
+                dtype = WIRE_DTYPES[suffix]
+            else:
+                known = ", ".join(["sequence", *(key for key, value in WIRE_DTYPES.items() if value is not None)])
+                raise UsageError(f"schedule {name!r}: unknown {suffix!r}; what may follow a colon is {known}")
+        return schedule, dtype
+
+    def require_ranks(self, degree: int) -> None:
+        """Raise UsageError unless so many ranks can run every schedule of the built-in GPT."""
+        if degree < 2:
+            raise UsageError(f"--tp {degree} communicates nothing, so there is nothing to hide; give at least 2")
+        self.require_degree(degree)
+        if self.device == "cpu":
+            require_memory(self, degree)
+        for name in self.names:
+            if name != "auto":
+                self.require_divisible(name, degree)
+
+    def require_divisible(self, name: str, degree: int) -> None:
+        """Raise UsageError where a schedule cuts the sequence over the ranks and they do not divide it."""
+        if self.contestant(name)[0].sequence_parallel and self.sequence % degree:
+            raise UsageError(
+                f"schedule {name!r} cuts the sequence over the ranks, and {self.sequence} tokens do not divide "
+                f"by --tp {degree}; give a --sequence that does"
+            )

@@ -14,7 +14,7 @@ from torch import Tensor
 from oases.execution.group import ProcessGroup, scheduler_of
 from oases.execution.wire import Silence
 from oases.profile.compute import BlockBench
-from oases.profile.groups import slowest
+from oases.profile.links import slowest
 from oases.schedule import generate
 from oases.simulator.program import Contention
 

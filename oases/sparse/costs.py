@@ -8,14 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from oases.kernels.bitmap import bitmap_pack
-from oases.sparse.accounting import Reduction
+from oases.kernels.sparse import bitmap_pack
 from oases.sparse.gradient import DenseRows
-from oases.sparse.peel import MARGIN, table_cells
-from oases.sparse.peel import decode as peel_decode
-from oases.sparse.peel import encode as peel_encode
 from oases.sparse.sketch import Sketch
-from oases.sparse.wire import Wire
+from oases.sparse.wire import Reduction, Wire
 
 LONG_ENOUGH = 0.05
 """Seconds of a collective from which on it tells the link's rate, past what a shaper lets burst."""
@@ -46,8 +42,8 @@ class Costs:
     """Of this group of ranks, the same on each.
 
     latency: seconds of a collective of next to nothing. byte_seconds: per byte that a rank sends. scan_seconds: per
-    number that a bitmap is made of; packed_seconds, sketch_seconds and peel_seconds: per non-zero of the union,
-    to encode and decode.
+    number that a bitmap is made of; packed_seconds and sketch_seconds: per non-zero of the union, to encode and
+    decode.
     """
 
     latency: float
@@ -55,7 +51,6 @@ class Costs:
     scan_seconds: float
     packed_seconds: float
     sketch_seconds: float
-    peel_seconds: float
 
     def seconds(self, mode: str, task: Task, wire: Wire, sketch_cells: int = 0) -> float:
         """Predicted for one tensor: from nothing to the result, bitmap included."""
@@ -71,13 +66,11 @@ class Costs:
         rows = {
             "packed": task.union * task.row_bytes,
             "sketch": sketch_cells * task.width * 4,
-            "peel": table_cells(round(MARGIN * task.union)) * task.width * 4,
         }[mode]
-        phases = 1 if mode == "peel" else 2
-        each = {"packed": self.packed_seconds, "sketch": self.sketch_seconds, "peel": self.peel_seconds}[mode]
+        each = {"packed": self.packed_seconds, "sketch": self.sketch_seconds}[mode]
         sent = wire.united_bytes((task.rows + 7) // 8) + wire.reduced_bytes(rows)
         scan = self.scan_seconds * task.rows * task.width
-        return phases * self.latency + self.byte_seconds * sent + scan + each * nonzeros
+        return 2 * self.latency + self.byte_seconds * sent + scan + each * nonzeros
 
 
 def measure(wire: Wire, device: torch.device, sketch_rows: int) -> Costs:
@@ -101,14 +94,13 @@ def _sent(wire: Wire, tensor: torch.Tensor) -> float:
 
 
 def _work(device: torch.device, sketch_rows: int) -> list[float]:
-    """Seconds per number of the bitmap, and per non-zero of packed, sketch and peel."""
+    """Seconds per number of the bitmap, and per non-zero of packed and sketch."""
     rows, used, width = _SAMPLE
     gradient = torch.zeros(rows, width, device=device)
     gradient[:: rows // used] = 1.0
     held = DenseRows(gradient, in_place=True)
     union, values = held.own()
     sketch = Sketch.sized(used, sketch_rows, 0.5, 0)
-    cells = table_cells(used)
 
     def best(work: Callable[[], object]) -> float:
         return min(_timed(work, device) for _ in range(3))
@@ -118,7 +110,6 @@ def _work(device: torch.device, sketch_rows: int) -> list[float]:
         best(lambda: bitmap_pack(gradient)) / (rows * width),
         best(lambda: held.put(union, held.gather(union).div_(1))) / nonzeros,
         best(lambda: held.put(union, sketch.decode(sketch.encode(union, values), union))) / nonzeros,
-        best(lambda: peel_decode(peel_encode(union, values, cells, 0), union, 0)) / nonzeros,
     ]
 
 

@@ -10,17 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oases.kernels.bitmap import bitmap_unpack
-from oases.sparse.accounting import Reduction
+from oases.kernels.sparse import bitmap_unpack
 from oases.sparse.costs import Costs, Task
 from oases.sparse.gradient import Rows
-from oases.sparse.peel import MARGIN, table_cells
-from oases.sparse.peel import decode as peel_decode
-from oases.sparse.peel import encode as peel_encode
 from oases.sparse.sketch import Sketch
-from oases.sparse.wire import Sending, Wire, or_of
+from oases.sparse.wire import Reduction, Wire, or_of
 
-MODES = ("auto", "dense", "packed", "gather", "sketch", "peel")
+MODES = ("auto", "dense", "packed", "gather", "sketch")
 GATHERED_RANKS = 8
 """Up to so many ranks, auto has every rank's bitmap, and not their union alone, to know what a gather would send."""
 LEAST_CELLS = 0.25
@@ -136,15 +132,14 @@ class Exchange:
         with self._encoding():
             every = settings.mode == "gather" or (settings.mode == "auto" and self.wire.world <= GATHERED_RANKS)
             early = self._ahead()
-            if early == "gather":
+            if early:
                 uniting = self.wire.gather(self._beside_bits(memory.largest), found)
             else:
                 uniting = (self.wire.gather if every else self.wire.unite)(self.rows.bits(), found)
-        sums = self._peel_table(self._cells_ahead()) if early == "peel" else None
         yield
         bits = uniting.wait()
         with self._encoding():
-            if early == "gather":
+            if early:
                 bits, self._early = self._apart(bits)
             if every:
                 self._supports = [bitmap_unpack(one, self.rows.rows) for one in bits]
@@ -154,13 +149,9 @@ class Exchange:
         count = found.union = memory.union = union.shape[0]
         found.phases = 1
         if count == 0:
-            found.mode = "peel" if sums is not None else "packed" if settings.mode == "auto" else settings.mode
+            found.mode = "packed" if settings.mode == "auto" else settings.mode
             yield
-            if sums is not None:
-                sums.wait()
             return self.rows.put(union, torch.empty(0, self.rows.width, dtype=self.rows.dtype, device=union.device))
-        if sums is not None:
-            return (yield from self._peel(union, sums))
         return (yield from self._after_union(union))
 
     def _after_union(self, union: Tensor) -> Steps:
@@ -174,8 +165,6 @@ class Exchange:
             return (yield from self._sketch(union))
         if mode == "gather":
             return (yield from self._gather(union))
-        if mode == "peel":
-            return (yield from self._peel(union, self._peel_table(table_cells(count))))
         return (yield from self._packed(union))
 
     def _sized(self, count: int) -> Sketch:
@@ -200,11 +189,6 @@ class Exchange:
             asked = settings.cells_per_nonzero
             if cells >= count and (asked is None or asked < 1):
                 return "packed", "the table would be no smaller than the packed rows"
-        if settings.mode == "peel":
-            if self.rows.dtype == torch.float64:
-                return "packed", "peeling adds in float32, too short for float64"
-            if table_cells(count) >= rows:
-                return "packed", "the table would be no smaller than the dense gradient"
         return settings.mode, ""
 
     def _cheapest(self, lossless: tuple[str, ...], largest: int, early: int = 0) -> str:
@@ -217,25 +201,16 @@ class Exchange:
             options["sketch"] = self._predicted("sketch", task, sketch.cells)
         return min(options, key=lambda mode: options[mode])
 
-    def _ahead(self) -> str:
-        """The mode whose rows or table go beside the bitmap, sized by the last step's rows, or empty."""
+    def _ahead(self) -> bool:
+        """Whether the rows of a gather go beside the bitmap, as many as the fullest rank had in the last step."""
         memory, mode = self.memory, self.settings.mode
-        if mode not in ("peel", "gather", "auto") or not memory.union:
-            return ""
+        if mode not in ("gather", "auto") or not memory.union or not memory.largest:
+            return False
         if self._if_sparse and 2 * memory.union > self.rows.rows:
-            return ""
-        allowed = [one for one in ("peel", "gather") if mode in (one, "auto")]
-        if "peel" in allowed and (self.rows.dtype == torch.float64 or self._cells_ahead() >= self.rows.rows):
-            allowed.remove("peel")
-        if not memory.largest and "gather" in allowed:
-            allowed.remove("gather")
-        if mode == "auto" and allowed:
-            cheapest = self._cheapest(("dense", "packed", *allowed), memory.largest, memory.largest)
-            return cheapest if cheapest in allowed else ""
-        return allowed[0] if allowed else ""
-
-    def _cells_ahead(self) -> int:
-        return table_cells(round(MARGIN * (self.memory.union or 0)))
+            return False
+        return mode == "gather" or (
+            self._cheapest(("dense", "packed", "gather"), memory.largest, memory.largest) == "gather"
+        )
 
     def _beside_bits(self, early: int) -> Tensor:
         """The bitmap and the first rows of this rank, zeros where it has fewer, as bytes."""
@@ -252,11 +227,6 @@ class Exchange:
         size = (self.rows.rows + 7) // 8
         values = messages[:, -(-size // ALIGNED) * ALIGNED :].view(self.rows.dtype)
         return messages[:, :size], values.unflatten(1, (-1, self.rows.width))
-
-    def _peel_table(self, cells: int) -> Sending:
-        with self._encoding():
-            table = peel_encode(*self.rows.own(), cells, self._seed)
-        return self.wire.sum(table, self.found)
 
     def _dense(self) -> Steps:
         self.found.mode = "dense"
@@ -308,18 +278,6 @@ class Exchange:
                 if late is not None and len(support) > early:
                     total.index_add_(0, places[early:], late[rank, : len(support) - early])
             return self.rows.put(union, self._after(total))
-
-    def _peel(self, union: Tensor, sending: Sending) -> Steps:
-        self.found.mode = "peel"
-        yield
-        sums = sending.wait()
-        with self._decoding():
-            # NaN and infinity would spread to the rows that share their cells.
-            finite = bool(sums.isfinite().all())
-            values = peel_decode(sums, union, self._seed) if finite else None
-            if values is not None:
-                return self.rows.put(union, (values / self.wire.world).to(self.rows.dtype))
-        return self._packed_instead(union, "the table did not peel" if finite else "NaN or infinity")
 
     def _sketch(self, union: Tensor) -> Steps:
         sketch, memory = self._sized(union.shape[0]), self.memory

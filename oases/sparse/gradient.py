@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from oases.kernels.bitmap import bitmap_pack, bitmap_unpack
-from oases.kernels.peel import pack_values
+from oases.kernels.sparse import bitmap_pack, bitmap_unpack
 
 PACKED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -150,3 +149,20 @@ def rows_of(gradient: Tensor, in_place: bool = False) -> Rows:
     if gradient.layout != torch.strided:
         raise ValueError(f"gradients must be dense or sparse COO, got {gradient.layout}; convert it")
     return DenseRows(gradient, in_place)
+
+
+def pack_values(support: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Lay the values of one rank out in the order of all keys, ready to be summed over the ranks.
+
+    support: int64 [s], ascending; keys: int64 [m], all of them in support; values: [m, n]. Returns [s, n] of the
+    dtype of values, zero where this rank has no value. Values of one key are added up, on CUDA in no fixed order;
+    where keys come once each, it is deterministic. ValueError for a key that is not in support; to know, a CUDA call
+    waits for the device.
+    """
+    places = torch.searchsorted(support, keys)
+    known = places < support.shape[0]
+    if support.shape[0]:
+        known &= support[places.clamp(max=support.shape[0] - 1)] == keys
+    if not bool(known.all()):
+        raise ValueError(f"key {int(keys[~known][0])} is not in the support")
+    return values.new_zeros(support.shape[0], values.shape[1]).index_add_(0, places, values)

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.sparse.accounting import Reduction
 from oases.sparse.exchange import Exchange, Memory, Steps
 from oases.sparse.reducer import S2Reducer
-from oases.sparse.wire import Sending
+from oases.sparse.wire import Reduction, Sending
 
 LEAST_ROWS = 1024
 """Rows from which on a dense-stored weight matrix is looked at for rows that are zero."""

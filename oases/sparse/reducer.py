@@ -2,8 +2,7 @@
 
 After S2 Reducer (arXiv 2110.02140): a bitmap says which rows are used, and these alone are sent, squeezed into a
 count sketch. Beside the paper's sketch there are two modes without its error: `packed` sends the used rows as they
-are, and `peel` (arXiv 2402.07529) sends a table out of which they come exactly, in the same phase as the bitmap.
-`gather` sends every rank's rows to every rank, which is least where ranks are few and use different rows.
+are, and `gather` sends every rank's rows to every rank, which is least where ranks are few and use different rows.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from oases.sections import register
-from oases.sparse.accounting import Account, Reduction, Report
+from oases.reporting import register
 from oases.sparse.costs import Costs, measure
 from oases.sparse.exchange import MODES, Exchange, Memory, Settings, Steps
 from oases.sparse.gradient import rows_of
-from oases.sparse.wire import Wire
+from oases.sparse.wire import Account, Reduction, Report, Wire
 
 SKETCH_ROWS = (1, 3, 5)
 
@@ -28,7 +26,7 @@ SKETCH_ROWS = (1, 3, 5)
 class S2Reducer:
     """Averages sparse gradients over the ranks of a process group (None: the default group).
 
-    mode: "dense", "packed", "gather", "peel" (all exact), "sketch" (lossy) or "auto", which chooses for each tensor
+    mode: "dense", "packed", "gather" (all exact), "sketch" (lossy) or "auto", which chooses for each tensor
     in each step, by bytes, the link's rate and the kernels' speed, both measured at its first gradient: among the
     exact ones, and sketch where cells_per_nonzero says how lossy it may be. rows: of the sketch, 1, 3 or 5.
     cells_per_nonzero: cells of the whole sketch for each number in rows that any rank uses, above 0 (None: 0.25);

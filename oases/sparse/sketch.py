@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from oases.kernels.sketch import sketch_decode, sketch_encode
+from oases.kernels.sparse import sketch_decode, sketch_encode
 
 GAUSSIAN_MEDIAN = {1: 1.0, 3: 0.4487, 5: 0.2868}
 """The variance of the median of so many normal numbers of variance 1."""

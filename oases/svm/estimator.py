@@ -94,7 +94,7 @@ class NonconvexSVC(LinearClassifier):
     intercept_ : [1] or [classes]
     classes_ : the labels, sorted
     objective_ : the minimum found; one for each class where there are more than two
-    primal_residual_, dual_residual_ : see `oases.svm.certificate.residuals`; the largest of all problems
+    primal_residual_, dual_residual_ : see `oases.svm.solver.residuals`; the largest of all problems
     multipliers_ : [1 or classes, n], of the rows, which prove that the point is stationary
     n_iter_ : steps taken; the largest number of all problems
     """

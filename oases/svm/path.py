@@ -13,9 +13,8 @@ from sklearn.base import BaseEstimator
 from oases.svm.design import Design
 from oases.svm.estimator import MAX_ITER
 from oases.svm.penalties import Floats, Penalty
-from oases.svm.polish import Point, Polish, lower, multipliers_at_zero, point_at_zero
+from oases.svm.polish import Point, Polish, improved, lower, multipliers_at_zero, point_at_zero
 from oases.svm.problems import Problems
-from oases.svm.search import improved
 from oases.svm.solver import Solution, certified
 from oases.svm.vertex import Budget
 

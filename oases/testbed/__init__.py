@@ -3,6 +3,7 @@
 from oases.testbed.backend import Backend
 from oases.testbed.link import (
     INSIDE,
+    Nodes,
     command_behind,
     environment_behind,
     inside,
@@ -11,7 +12,6 @@ from oases.testbed.link import (
     why_impossible,
     with_nodes,
 )
-from oases.testbed.nodes import Nodes
 
 __all__ = [
     "INSIDE",

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.table import Table
 
 from oases.execution.clock import synchronize
 from oases.execution.group import ProcessGroup, group_size
@@ -22,6 +23,7 @@ from oases.parallel.collectives import all_reduce
 from oases.plans.plan import Plan, Prediction
 from oases.simulator.peaks import peak_flops
 from oases.simulator.quantities import rate_text, seconds_text
+from oases.terminal import table
 from oases.train.balance import StepBalance
 from oases.train.meter import StepParts
 
@@ -242,3 +244,13 @@ class Reporter:
             "prediction": None if comparison is None else comparison.parts,
             "balance": None if self.trainer.balance is None else self.trainer.balance.summary(),
         }
+
+
+def comparison_table(parts: dict[str, Row]) -> Table:
+    """A training run's step by parts, as its plan predicted it and as it was measured."""
+    rows = []
+    for name, row in parts.items():
+        seconds = (row["predicted_seconds"], row["measured_seconds"])
+        texts = ("-" if each is None else f"{1e3 * each:.1f} ms" for each in seconds)
+        rows.append((name, *texts, "-" if row["ratio"] is None else f"{row['ratio']:.2f}"))
+    return table(("part", "predicted", "measured", "ratio"), rows, title="the predicted step over the measured one")

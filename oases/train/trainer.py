@@ -20,8 +20,8 @@ from oases.parallel.average import GradientAverage
 from oases.parallel.fsdp import ShardedAverage
 from oases.parallel.gradients import clip_grad_norm
 from oases.parallel.mesh import Mesh
-from oases.parallel.statistics import Report, report
 from oases.plans.plan import Plan
+from oases.reporting import Report, report
 from oases.train.alarm import Alarm
 from oases.train.balance import Balance
 from oases.train.checkpoint.files import load, random_streams, save

@@ -5,7 +5,7 @@ import torch
 from partitioned import KINDS, build
 from torch import nn
 
-from oases.autotp.buffers import materialize_buffers
+from oases.autotp.gathering import materialize_buffers
 from oases.errors import UsageError
 
 

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import oases
 import oases.errors
-from oases.bench.memory import measure_memory
 from oases.plans.plan import Experts, Plan, Segment, Stage
 from oases.plans.shape import ModelShape
+from oases.profile.memory import measure_memory
 
 
 def one_step(name, folder, out):

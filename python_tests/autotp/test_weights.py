@@ -87,7 +87,7 @@ def test_segments_uneven_parts_ties_and_every_type(pool, request, tmp_path):
 
 def _small_blocks(kind, source, target):
     import oases.autotp.holdings as holdings
-    import oases.autotp.safetensors_files as files
+    import oases.safetensors_files as files
 
     before = holdings.BLOCK_BYTES, files.MAPPED_BYTES
     holdings.BLOCK_BYTES, files.MAPPED_BYTES = 100, 300

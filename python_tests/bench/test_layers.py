@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from oases import cli
+from oases.bench.harness import Ranks
 from oases.bench.layers import UneditedLayers, of_model
-from oases.bench.overlap import OverlapBench, OverlapConfig, run_overlap_bench
+from oases.bench.overlap import OverlapBenchConfig, bench_of, run_overlap_bench, shown
 from oases.errors import UsageError
 from oases.execution.wire import Silence
-from oases.terminal import overlap_table
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
@@ -24,7 +24,7 @@ VIT = {
     "model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "image_size": 16, "patch_size": 4,
 }  # fmt: skip
-SMALL = OverlapConfig(sequence=8, batch=4, iterations=2, schedules="sync,oases,cross_pass")
+SMALL = OverlapBenchConfig(sequence=8, batch=4, iterations=2, schedules="sync,oases,cross_pass")
 
 
 def config_of(folder, data, given=(), **options):
@@ -36,7 +36,7 @@ def config_of(folder, data, given=(), **options):
 
 
 def run(config):
-    return run_overlap_bench(config, False)
+    return run_overlap_bench(config, Ranks(), False)
 
 
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
@@ -56,7 +56,8 @@ def test_a_llama_beside_the_gpt_of_its_sizes(two_ranks, tmp_path, recompute):
         assert row["all_reduces_per_layer"] == gpt["schedules"][name]["all_reduces_per_layer"]
         assert row["speedup_over_gpt"] == row["speedup"] / gpt["schedules"][name]["speedup"]
     assert json.loads(json.dumps(result)) == result
-    assert overlap_table(result).row_count == 2 * 3
+    (table,) = shown(result)
+    assert table.row_count == 2 * 3
 
 
 def test_layers_of_one_block(two_ranks, tmp_path):
@@ -88,8 +89,8 @@ def replayed(config):
     layers.model(tokens)
     first.remove(), last.remove()
     with torch.no_grad():
-        again = OverlapBench(config, dist.group.WORLD).layers.run(seen["x"], Silence())
-        mine = layers.run(seen["x"], OverlapBench(config, dist.group.WORLD).scheduler)
+        again = bench_of(config, dist.group.WORLD).layers.run(seen["x"], Silence())
+        mine = layers.run(seen["x"], bench_of(config, dist.group.WORLD).scheduler)
     return bool(torch.equal(mine, seen["out"])), float((again - mine).abs().max())
 
 

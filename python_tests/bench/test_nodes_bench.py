@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from oases.bench.harness import Ranks
 from oases.bench.nodes import NodesBenchConfig, _pipeline_groups, measured_axes, run_nodes_bench
 from oases.bench.stage_peers import StagePeer
 from oases.bench.stages import PlannedSteps
@@ -51,7 +52,7 @@ def test_torch_s_pipeline_computes_what_ours_computes(eight_ranks):
 
 
 def test_every_contestant_has_its_row(eight_ranks):
-    result = eight_ranks.run(run_nodes_bench, replace(SMALL, peers="none"), 2, False)[0]
+    result = eight_ranks.run(run_nodes_bench, replace(SMALL, peers="none"), Ranks(8, 2), False)[0]
     assert list(result["schedules"]) == SMALL.contestants.split(",")
     assert result["peers"] == {}
     for row in result["schedules"].values():

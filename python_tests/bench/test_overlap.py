@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from oases.bench.overlap import OverlapBench, OverlapConfig, run_overlap_bench
+from oases.bench.harness import Ranks
+from oases.bench.overlap import OverlapBenchConfig, bench_of, run_overlap_bench, shown
 from oases.errors import UsageError
 from oases.parallel import autotune
-from oases.terminal import overlap_table
 from oases.testing import RankPool
 
-CONFIG = OverlapConfig(
+CONFIG = OverlapBenchConfig(
     hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=2, recompute="full", schedules="auto,oases,sync"
 )
 CANDIDATES = ["fine_grained 1", "oases 2", "oases 4"]
@@ -21,7 +21,7 @@ CANDIDATES = ["fine_grained 1", "oases 2", "oases 4"]
 
 def run_with_cache_at(path: Path) -> dict[str, Any]:
     autotune.cache_path = lambda: path
-    return run_overlap_bench(CONFIG, False)
+    return run_overlap_bench(CONFIG, Ranks(), False)
 
 
 def test_auto_is_a_contestant_and_leaves_the_cache_alone(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -38,13 +38,14 @@ def test_auto_is_a_contestant_and_leaves_the_cache_alone(two_ranks: RankPool, tm
     unit = 4 * 8 * 32 * 4
     assert rows["oases"]["kept_units"] == rows["oases"]["kept_bytes"] / (unit * 2)
     assert rows["sync"]["kept_bytes"] < rows["oases"]["kept_bytes"]
-    assert overlap_table(result).row_count == 3
+    (table,) = shown(result)
+    assert table.row_count == 3
 
 
 def choose() -> tuple[list[str], str]:
     group = dist.group.WORLD
     assert group is not None
-    bench = OverlapBench(CONFIG, group)
+    bench = bench_of(CONFIG, group)
     seen: list[str] = []
     bench.choose(lambda done: seen.append(autotune.label(bench.schedules["auto"])))
     return seen, autotune.label(bench.schedules["auto"])
@@ -63,7 +64,7 @@ SUFFIXES = "sync,oases:bfloat16,oases@4:sequence,oases@4:sequence:float16"
 def run_suffixes() -> dict[str, Any]:
     config = replace(CONFIG, schedules=SUFFIXES)
     config.check(2)
-    return run_overlap_bench(config, False)
+    return run_overlap_bench(config, Ranks(), False)
 
 
 def test_contestants_by_suffix(two_ranks: RankPool) -> None:

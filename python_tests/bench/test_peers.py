@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oases.bench import peers
-from oases.bench.overlap import OverlapConfig, run_overlap_bench
+from oases.bench.harness import Ranks
+from oases.bench.overlap import OverlapBenchConfig, run_overlap_bench
 from oases.bench.peers import PEERS, make_peer, parse_peers, require_peer
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig, transformer_blocks
@@ -146,8 +147,8 @@ def test_what_domino_cannot_do(monkeypatch: pytest.MonkeyPatch, batch: int, reco
 
 
 def test_bench_runs_peers_beside_the_schedules(two_ranks: RankPool) -> None:
-    config = OverlapConfig(hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=2, peers="torch")
-    result = two_ranks.run(run_overlap_bench, config, False)[0]
+    config = OverlapBenchConfig(hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=2, peers="torch")
+    result = two_ranks.run(run_overlap_bench, config, Ranks(), False)[0]
     row = result["peers"]["torch"]
     assert set(row) == {"step_seconds", "forward_seconds", "backward_seconds"}
     assert min(row.values()) > 0

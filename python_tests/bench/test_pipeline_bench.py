@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from oases.bench.harness import Ranks
 from oases.bench.pipeline import PipelineBenchConfig, run_pipeline_bench
 from oases.cli import main
 from oases.errors import UsageError
@@ -12,7 +13,7 @@ SMALL = PipelineBenchConfig(micro_batches=4, forward_ms=1.0, hidden=4, sequence=
 
 
 def test_every_pipeline_has_its_row(four_ranks):
-    results = four_ranks.run(run_pipeline_bench, SMALL, False)
+    results = four_ranks.run(run_pipeline_bench, SMALL, Ranks(4), False)
     rows = results[0]["schedules"]
     assert list(rows) == SMALL.pipelines.split(",")
     for name, row in rows.items():

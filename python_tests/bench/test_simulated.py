@@ -5,10 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from oases import cli
-from oases.bench.overlap import OverlapConfig
-from oases.bench.simulated import check, run_simulated_bench, write_comparison
+from oases.bench.overlap import (
+    OverlapBenchConfig,
+    bench_of,
+    beside_predictions,
+    measured,
+    require_predictable,
+    write_comparison,
+)
 from oases.errors import UsageError
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock
@@ -16,7 +23,7 @@ from oases.simulator.hardware_file import write
 from oases.simulator.links import LinkModel
 from oases.testing import RankPool
 
-CONFIG = OverlapConfig(hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=1, schedules="sync,oases@2")
+CONFIG = OverlapBenchConfig(hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=1, schedules="sync,oases@2")
 TIMES = BlockTimes(1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0)
 LINK = LinkModel(0.0, 1e6)
 HARDWARE = Hardware(
@@ -26,7 +33,11 @@ HARDWARE = Hardware(
 
 
 def run():
-    return run_simulated_bench(CONFIG, HARDWARE, False)
+    group = dist.group.WORLD
+    assert group is not None
+    bench = bench_of(CONFIG, group)
+    (result,) = measured([bench], False)
+    return result, beside_predictions(bench, result, HARDWARE)
 
 
 def test_every_schedule_has_a_prediction_and_two_timelines(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -47,11 +58,11 @@ def test_every_schedule_has_a_prediction_and_two_timelines(two_ranks: RankPool, 
 
 
 def test_what_cannot_be_predicted() -> None:
-    check(CONFIG, HARDWARE, 2)
+    require_predictable(CONFIG, HARDWARE, 2)
     with pytest.raises(UsageError, match=r"'oases:bfloat16' sends another type .* leave out its suffix"):
-        check(replace(CONFIG, schedules="oases:bfloat16"), HARDWARE, 2)
+        require_predictable(replace(CONFIG, schedules="oases:bfloat16"), HARDWARE, 2)
     with pytest.raises(UsageError, match=r"'made up' holds no attention block of hidden 64, .* measure it with"):
-        check(replace(CONFIG, hidden=64), HARDWARE, 2)
+        require_predictable(replace(CONFIG, hidden=64), HARDWARE, 2)
 
 
 def fails(capsys, *arguments):

@@ -7,15 +7,16 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+
 from oases import cli
-from oases.bench.svm import contestants, recovered, reweighted, run_svm_bench, synthetic
-from oases.bench.svm_config import DESIGNS, SvmBenchConfig
+from oases.bench.svm import DESIGNS, SvmBenchConfig, run_svm_bench
+from oases.bench.svm_fits import contestants, recovered, reweighted, synthetic
 from oases.errors import UsageError
 from oases.svm.penalties import Penalty
 
 
 def test_ours_is_at_or_below_reweighted_programmes():
-    result = run_svm_bench(SvmBenchConfig(repeats=1, penalties="l1,scad"), show_progress=False)
+    result = run_svm_bench(SvmBenchConfig(repeats=1, penalties="l1,scad"), shows=False)
     assert len(result["objectives"]) == 4
     for row in result["objectives"]:
         assert row["at_or_below"]

@@ -1,6 +1,6 @@
 """The picture of a graph: a box a layer, coloured by part, with arcs for what skips over boxes."""
 
-from oases.graph.drawing import draw_graph, groups, name_of
+from oases.cli.graph import draw_graph, groups, name_of
 from oases.graph.stages import split
 
 

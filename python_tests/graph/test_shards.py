@@ -4,8 +4,7 @@ import pytest
 
 from oases.errors import UsageError
 from oases.graph.layer_graph import LayerGraph
-from oases.graph.part import crossing, travels
-from oases.graph.shards import clean_borders, shards, units
+from oases.graph.part import clean_borders, crossing, shards, travels, units
 
 
 def names(parts):

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from oases.errors import UsageError
-from oases.graph.shards import clean_borders, shards, units
+from oases.graph.part import clean_borders, shards, units
 from oases.graph.stages import balanced, shared_parameters, split
 from oases.simulator.cluster import cluster_called
 

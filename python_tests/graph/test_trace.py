@@ -229,7 +229,7 @@ def test_other_products_are_counted():
 _LARGE = """
 import json, resource, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from oases.graph.shards import shards
+from oases.graph.part import shards
 from oases.graph.stages import split
 from oases.graph.trace import trace
 config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from oases.kernels.bitmap import bitmap_or, bitmap_pack, bitmap_unpack
+from oases.kernels.sparse import bitmap_pack, bitmap_unpack
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -52,11 +52,6 @@ def test_views_with_strides_and_odd_offsets(device):
     assert not bitmap_pack(shifted).any()
 
 
-def test_or_is_the_union(device):
-    a, b = (torch.rand(2, 77, 3, device=device) < 0.1).float()
-    assert torch.equal(bitmap_or(bitmap_pack(a), bitmap_pack(b)), bitmap_pack(a + b))
-
-
 def test_bits_past_the_last_row_do_not_count(device):
     bits = torch.full((2,), 255, dtype=torch.uint8, device=device)
     assert bitmap_unpack(bits, 11).tolist() == list(range(11))
@@ -74,9 +69,6 @@ def test_bad_input_is_refused(device):
     }.items():
         with pytest.raises(RuntimeError, match=wrong):
             call()
-    for other in (bits[:1], bits.int()):
-        with pytest.raises(ValueError, match="bitmaps must be uint8 of one shape"):
-            bitmap_or(bits, other)
 
 
 def test_opcheck(device):

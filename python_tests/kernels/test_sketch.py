@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from oases.kernels.sketch import sketch_decode, sketch_encode
+from oases.kernels.sparse import sketch_decode, sketch_encode
 
 
 def mix(words):

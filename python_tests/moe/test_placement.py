@@ -5,16 +5,21 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.placements import bound
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.eplb import rebalance
-from oases.moe.optimum import bound
 from oases.moe.placement import described, plan
 from oases.moe.traces import generate
 
 FAST = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
 SLOW = Costs(token_seconds=4e-6, token_bytes=2048, expert_bytes=4 << 20, bandwidth=125e6, non_expert_seconds=5e-3)
 METHODS = ("none", "prophet", "faster_moe", "eplb")
+
+
+def most_copies(placed):
+    """Copies on the device that has most."""
+    held = [device for devices in placed.copies for device in devices]
+    return int(np.bincount(held, minlength=1).max())
 
 
 def counts_of(experts, devices, seed, concentration=0.3, tokens=512):
@@ -135,7 +140,7 @@ def test_never_above_the_others_at_an_equal_budget(devices):
             found = {method: plan(counts, costs, method=method, memory_budget=budget) for method in METHODS}
             for method in METHODS:
                 assert found["prophet"].predicted_seconds <= found[method].predicted_seconds * (1 + 1e-9), method
-                assert found[method].most_copies * costs.expert_bytes <= budget
+                assert most_copies(found[method]) * costs.expert_bytes <= budget
 
 
 @pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
@@ -191,7 +196,7 @@ def test_every_rank_finds_the_same_and_slots_are_kept():
         first, second = (plan(counts, FAST, memory_budget=3 * FAST.expert_bytes) for _ in range(2))
         assert first.copies == second.copies
         assert np.array_equal(first.routes, second.routes)
-        assert first.most_copies <= 3
+        assert most_copies(first) <= 3
 
 
 def test_tokens_stay_in_their_node_where_its_border_is_slow():
@@ -202,17 +207,6 @@ def test_tokens_stay_in_their_node_where_its_border_is_slow():
     crossing = sum(counts[e, d] for e in range(8) for d in range(8) if found.routes[e, d] // 4 != d // 4)
     assert crossing < counts[0, 4:].sum() / 4
     assert found.predicted_seconds < plan(counts, near, method="none").predicted_seconds / 2
-
-
-def test_eplb_is_what_its_authors_show():
-    loads = [
-        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
-        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
-    ]
-    assert rebalance(loads, 16, 4, 2, 8).tolist() == [
-        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
-        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
-    ]
 
 
 def test_even_loads_are_left_alone():

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
-from oases.bench.config import OverlapConfig
-from oases.bench.overlap import OverlapBench
 from oases.parallel.average import _Lane
 from oases.planner.memory import stage_parameters, stage_state_bytes
 from oases.planner.predict import Predictor
 from oases.plans.shape import KINDS, ModelShape
+from oases.profile.config import OverlapConfig
+from oases.profile.overlap import OverlapBench
 from oases.simulator import simulate
 from oases.simulator.engine import run
 from oases.simulator.hardware import Device, Hardware, stack_costs

@@ -7,8 +7,8 @@ import pytest
 
 from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Space, Stage
+from oases.planner.chain import Runs
 from oases.planner.recomputation import Recomputation, as_much_as_fits, merak_shares, num_layers, recomputing
-from oases.planner.runs import Runs
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting
 from oases.plans.plan import PLANNED

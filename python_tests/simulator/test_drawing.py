@@ -5,8 +5,7 @@ import pytest
 from oases.planner import Plan, Predictor, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
-from oases.simulator.drawing import COLOURS, draw_timelines
-from oases.simulator.page import Section, write_page
+from oases.simulator.drawing import COLOURS, Section, draw_timelines, write_page
 from oases.simulator.timeline import Held, Span, Timeline
 
 SPANS = (

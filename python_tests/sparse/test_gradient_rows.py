@@ -1,11 +1,10 @@
-"""Rows of gradients, their sketches and their peeling, on the CPU and, by `make test-gpu`, on a GPU."""
+"""Rows of gradients and their sketches, on the CPU and, by `make test-gpu`, on a GPU."""
 
 import pytest
 import torch
 
-from oases.kernels.bitmap import bitmap_unpack
-from oases.sparse import peel
-from oases.sparse.gradient import rows_of
+from oases.kernels.sparse import bitmap_unpack
+from oases.sparse.gradient import pack_values, rows_of
 from oases.sparse.sketch import Sketch
 
 
@@ -61,27 +60,14 @@ def test_a_cell_is_shared_among_its_keys(device):
     torch.testing.assert_close(again, table)  # a projection: what is sent is sent whole
 
 
-def test_peeling_with_a_known_support(device):
-    union = torch.arange(0, 9000, 3, device=device)
-    values = torch.randint(-9, 9, (3000, 4), device=device).float()
-    cells = peel.table_cells(3000)
-    assert cells < 1.31 * 3000 + 30
-    table = peel.encode(union, values, cells, 5) + peel.encode(union[::2], values[::2], cells, 5)
-    expected = values.clone()
-    expected[::2] *= 2
-    assert torch.equal(peel.decode(table, union, 5), expected)
-    assert peel.decode(table[: 3 * 1000], union, 5) is None
-
-
-@pytest.mark.parametrize("cells_each", [1.25, 1.3])
-def test_peeling_from_one_and_a_quarter_cells_on(cells_each):
-    failures = sum(
-        peel.decode(torch.zeros(3 * round(cells_each * 20_000 / 3), 1), torch.arange(20_000), seed) is None
-        for seed in range(10)
-    )
-    assert failures == 0
-
-
-def test_peeling_fails_below(device):
-    support = torch.arange(20_000, device=device)
-    assert peel.decode(torch.zeros(3 * round(1.2 * 20_000 / 3), 1, device=device), support, 0) is None
+def test_values_are_laid_out_by_key(device):
+    support, keys = torch.tensor([2, 5, 9, 11], device=device), torch.tensor([9, 2, 9], device=device)
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]], device=device)
+    expected = torch.tensor([[3.0, 4.0], [0.0, 0.0], [11.0, 22.0], [0.0, 0.0]], device=device)
+    assert torch.equal(pack_values(support, keys, values), expected)
+    for stranger in (1, 6, 12):
+        with pytest.raises(ValueError, match=f"key {stranger} is not in the support"):
+            pack_values(support, torch.tensor([stranger], device=device), torch.ones(1, 1, device=device))
+    with pytest.raises(ValueError, match="not in the support"):
+        pack_values(support[:0], support, torch.ones(4, 1, device=device))
+    assert pack_values(support[:0], support[:0], torch.ones(0, 4, device=device)).shape == (0, 4)

@@ -9,13 +9,14 @@ from oases.sparse.costs import Costs, Task
 from oases.sparse.reducer import S2Reducer
 from oases.sparse.wire import Wire
 
-MODES = ["dense", "packed", "gather", "peel", "sketch", "auto"]
+MODES = ["dense", "packed", "gather", "sketch", "auto"]
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mode": "zip"}, "mode must be one of auto, dense, packed, gather, sketch, peel, got 'zip'"),
+        ({"mode": "zip"}, "mode must be one of auto, dense, packed, gather, sketch, got 'zip'"),
+        ({"mode": "peel"}, "mode must be one of auto, dense, packed, gather, sketch, got 'peel'"),
         ({"rows": 2}, "rows must be 1, 3 or 5, got 2"),
         ({"cells_per_nonzero": 0}, "cells_per_nonzero must be above 0, got 0"),
         ({"cells_per_nonzero": -1.0}, "above 0, got -1.0"),
@@ -82,8 +83,6 @@ def test_odd_gradients(two_ranks, mode):
     first, second = two_ranks.run(odd, mode)
     assert first == second
     assert first["vector torch.float32"] == ("dense", "" if mode in ("dense", "auto") else "not a matrix")
-    if mode == "peel":
-        assert first["cube torch.float64"] == ("packed", "peeling adds in float32, too short for float64")
     if mode in ("packed", "sketch"):
         assert first["cube torch.float16"] == (mode, "")
 
@@ -153,14 +152,14 @@ def apart(costs):
 
 def test_auto_takes_what_costs_least(two_ranks, four_ranks):
     slow_link, far_away, slow_kernels = (1e-5, 1e-6), (1.0, 1e-9), (1e-5, 1e-9)
-    fast = (0.0, 0.0, 0.0, 0.0)
+    fast = (0.0, 0.0, 0.0)
     # Ranks that use the same rows: to gather four ranks' is to send twice as much, and dense needs no bitmap.
     assert four_ranks.run(chosen, (*slow_link, *fast), None)[0] == ["packed", "packed", "dense"]
     assert two_ranks.run(apart, (*slow_link, *fast))[0] == ["gather"] * 2
-    # One phase is all that counts: gathering sends less than peeling on two ranks, and more on four.
+    # One phase is all that counts, and of the modes that take one, gathering sends less than everything.
     assert two_ranks.run(chosen, (*far_away, *fast), None)[0][1] == "gather"
-    assert four_ranks.run(chosen, (*far_away, *fast), None, 400)[0][1] == "peel"
-    assert two_ranks.run(chosen, (*slow_kernels, 1.0, 1.0, 1.0, 1.0), None)[0] == ["dense"] * 3
+    assert four_ranks.run(chosen, (*far_away, *fast), None, 400)[0][1] == "gather"
+    assert two_ranks.run(chosen, (*slow_kernels, 1.0, 1.0, 1.0), None)[0] == ["dense"] * 3
     assert two_ranks.run(chosen, (*slow_link, *fast), 0.2)[0] == [
         "sketch",
         "sketch",
@@ -192,7 +191,7 @@ def wild(mode, costs):
 def test_ranks_agree_without_a_message_whatever_their_supports_do(request, pool, costs):
     ranks = request.getfixturevalue(pool)
     for mode in ("auto", "gather"):
-        taken = ranks.run(wild, mode, (*costs, 0.0, 0.0, 0.0, 0.0))
+        taken = ranks.run(wild, mode, (*costs, 0.0, 0.0, 0.0))
         assert all(other == taken[0] for other in taken)
         if mode == "gather":
             assert {(found[0], found[1]) for found in taken[0]} == {("gather", 1), ("gather", 2)}
@@ -228,13 +227,13 @@ def measured():
 def test_auto_measures_and_all_ranks_agree(four_ranks):
     costs = four_ranks.run(measured)
     assert all(other == costs[0] for other in costs)
-    assert min(costs[0].latency, costs[0].packed_seconds, costs[0].sketch_seconds, costs[0].peel_seconds) > 0
+    assert min(costs[0].latency, costs[0].packed_seconds, costs[0].sketch_seconds) > 0
 
 
 def test_costs_are_bytes_and_work():
     wire = Wire(None)
     wire.world, wire._knows_or = 4, True
-    costs = Costs(1.0, 1e-3, 0.0, 1e-2, 0.0, 0.0)
+    costs = Costs(1.0, 1e-3, 0.0, 1e-2, 0.0)
     task = Task(rows=800, width=2, row_bytes=8, union=100)
     assert costs.seconds("dense", task, wire) == pytest.approx(1 + 1e-3 * 1.5 * 6400)
     assert costs.seconds("packed", task, wire) == pytest.approx(2 + 1e-3 * 1.5 * (100 + 800) + 2)
@@ -274,7 +273,7 @@ def reported():
 
 def in_the_training_report():
     first = len(oases.report().sections)  # of reducers that other tests left
-    reducer, other = S2Reducer(mode="peel"), S2Reducer(mode="dense")
+    reducer, other = S2Reducer(mode="sketch", cells_per_nonzero=0.5), S2Reducer(mode="dense")
     assert len(oases.report().sections) == first  # nothing to tell yet
     gradient = torch.zeros(3000, 8)
     gradient[:30] = 1.0
@@ -284,10 +283,10 @@ def in_the_training_report():
     reducer.all_reduce(gradient, name="users")
     other.all_reduce(gradient)
     text, data = str(oases.report()), oases.report().json()["sections"][first:]
-    assert [one["title"] for one in data] == ["sparse gradients, mode peel", "sparse gradients, mode dense"]
+    assert [one["title"] for one in data] == ["sparse gradients, mode sketch", "sparse gradients, mode dense"]
     words, users = data[0]["tensors"]
-    assert (words["name"], words["modes"], words["fallbacks"]) == ("words", {"peel": 2}, {})
-    assert (users["modes"], users["fallbacks"]) == ({"peel": 1, "packed": 1}, {"NaN or infinity": 1})
+    assert (words["name"], words["modes"], words["fallbacks"]) == ("words", {"sketch": 2}, {})
+    assert (users["modes"], users["fallbacks"]) == ({"sketch": 1, "packed": 1}, {"NaN or infinity": 1})
     assert min(words[key] for key in ("bytes", "encode_seconds", "send_seconds", "decode_seconds")) > 0
     del other
     assert len(oases.report().sections) == first + 1  # nothing holds a reducer
@@ -296,8 +295,8 @@ def in_the_training_report():
 
 def test_the_training_report_shows_reducers(two_ranks):
     text = two_ranks.run(in_the_training_report)[0]
-    assert "sparse gradients, mode peel" in text
-    assert "peel 1, packed 1; fell back: NaN or infinity (1)" in text
+    assert "sparse gradients, mode sketch" in text
+    assert "sketch 1, packed 1; fell back: NaN or infinity (1)" in text
     assert text.splitlines()[-1].startswith("built with ")
 
 

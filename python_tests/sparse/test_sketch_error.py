@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oases.kernels.sketch import sketch_decode, sketch_encode
+from oases.kernels.sparse import sketch_decode, sketch_encode
 from oases.sparse import S2Reducer
 from oases.sparse.sketch import Sketch
 

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import oases.train.checkpoint.retention as retention
-from oases.autotp.safetensors_files import write_header
 from oases.errors import UsageError
+from oases.safetensors_files import write_header
 from oases.train.checkpoint.integrity import fault_of
 from oases.train.checkpoint.record import Record, is_checkpoint
 

@@ -1,0 +1,158 @@
+"""`oases demo`: the same GPT on real text, once with synchronous tensor parallelism and once overlapped.
+
+Both trainings advance in turns, step by step, so that whatever else the machine does falls on both alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from oases.launch.ranks import require_agreement
+from oases.profile.config import OverlapConfig
+from oases.profile.overlap import OverlapBench
+from oases.simulator.drawing import Section, draw_curves, draw_timelines, write_page
+from oases.simulator.timeline import Timeline, trace_json
+from oases.terminal import console, percent, progress, table
+from oases.train.config import TrainConfig, settings
+from oases.train.trainer import Trainer
+
+SCHEDULES = ("sync", "oases")
+_TIMELINES = (
+    "One measured step of the transformer stack under each schedule, to one time scale. Orange: an all-reduce is on "
+    "the link. Pale: the compute stands still for it. Names are BLOCK.SUB-BATCH. Drag to zoom, hover for names and "
+    "times."
+)
+_LOSSES = (
+    "Training loss per step. A schedule changes when things run, never what is computed, so the curves lie on each "
+    "other."
+)
+HEADER = ("schedule", "step", "against sync", "tokens/s", "hidden", "of ideal", "loss", "validation loss")
+
+
+def run_demo(config: TrainConfig) -> dict[str, Any]:
+    """Train under every schedule in turns, then measure what each hides; to be called by every rank."""
+    require_agreement(settings(config))
+    group = dist.group.WORLD
+    assert group is not None
+    trainers = {name: Trainer(dataclasses.replace(config, schedule=name), process_group=group) for name in SCHEDULES}
+    losses: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    seconds: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    first = dist.get_rank() == 0
+    with progress("training", config.steps, first) as advance:
+        for step in range(config.steps):
+            for name, trainer in trainers.items():
+                dist.barrier(group=group)
+                start = time.perf_counter()
+                losses[name].append(trainer.step())
+                seconds[name].append(time.perf_counter() - start)
+            note = "  ".join(
+                f"{name}: loss {losses[name][-1]:.3f}, {1e3 * seconds[name][-1]:.0f} ms" for name in SCHEDULES
+            )
+            advance(step + 1, note)
+    validation = {name: trainer.validate() for name, trainer in trainers.items()}
+    del trainers
+    bench = OverlapBench(_bench_config(config), group)
+    with progress("measuring", bench.config.iterations, first) as advance:
+        overlap = bench.measure(advance)
+    timelines = [bench.timeline(name) for name in SCHEDULES]
+    steps = {name: statistics.median(seconds[name][1:] or seconds[name]) for name in SCHEDULES}
+    return {
+        "config": settings(config) | {"tp": dist.get_world_size()},
+        "schedules": {
+            name: {
+                "step_seconds": steps[name],
+                "speedup": steps["sync"] / steps[name],
+                "tokens_per_second": config.batch * config.sequence / steps[name],
+                "hidden": overlap["schedules"][name]["hidden"],
+                "of_ideal": overlap["schedules"][name]["of_ideal"],
+                "losses": losses[name],
+                "validation_loss": validation[name],
+            }
+            for name in SCHEDULES
+        },
+        "largest_loss_difference": max(
+            abs(a - b) / abs(a) for a, b in zip(losses["sync"], losses["oases"], strict=True)
+        ),
+        "overlap": overlap,
+        "timelines": timelines,
+    }
+
+
+def _bench_config(config: TrainConfig) -> OverlapConfig:
+    sizes = {name: getattr(config, name) for name in ("hidden", "layers", "heads", "sequence", "batch")}
+    return OverlapConfig(
+        **sizes, sub_batches=config.sub_batches, schedules=",".join(SCHEDULES), iterations=5,
+        device=config.device, seed=config.seed,
+    )  # fmt: skip
+
+
+def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The demo's table, one row a schedule, in the order of HEADER."""
+    return [
+        (
+            name, f"{1e3 * row['step_seconds']:.0f} ms", f"{row['speedup']:.2f} x",
+            f"{row['tokens_per_second']:.0f}", percent(row["hidden"]), percent(row["of_ideal"]),
+            f"{row['losses'][-1]:.4f}", f"{row['validation_loss']:.4f}",
+        )
+        for name, row in result["schedules"].items()
+    ]  # fmt: skip
+
+
+def show(result: dict[str, Any], link: str, folder: Path) -> None:
+    """Print the table; write oases-report.html and oases-trace.json to `folder`."""
+    rows = table_rows(result)
+    console.print(table(HEADER, rows))
+    difference = result["largest_loss_difference"]
+    console.print(
+        f"Losses of the two schedules differ by at most {difference:.1e}, relative, over all steps.\n'hidden' "
+        "and 'of ideal' are of the transformer stack alone, forward and backward, where the overlap happens."
+    )
+    timelines: Sequence[Timeline] = result["timelines"]
+    config = result["config"]
+    page, trace = folder / "oases-report.html", folder / "oases-trace.json"
+    losses = {name: row["losses"] for name, row in result["schedules"].items()}
+    write_page(
+        page,
+        title=f"oases is {result['schedules']['oases']['speedup']:.2f} x as fast as synchronous tensor parallelism",
+        subtitle=f"{config['layers']} layers of width {config['hidden']}, batch {config['batch']} x "
+        f"{config['sequence']}, {config['tp']} ranks, {link}",
+        header=HEADER,
+        rows=rows,
+        sections=[
+            Section("Where the time went", _TIMELINES, draw_timelines(timelines)),
+            Section("The same training", _LOSSES, draw_curves(losses, x="step", y="training loss, nats per byte")),
+        ],
+    )
+    trace.write_text(trace_json(timelines))
+    console.print(f"Picture of why: {page}   Trace for Perfetto: {trace}", soft_wrap=True)
+
+
+def write_report(
+    path: Path,
+    *,
+    title: str,
+    subtitle: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    timelines: Sequence[Timeline],
+    losses: Mapping[str, Sequence[float]],
+) -> None:
+    """Write a self-contained page to `path`; it loads nothing from anywhere.
+
+    header, rows: the table of results. losses: training loss per step, nats per byte, by schedule.
+    """
+    curves = draw_curves(losses, x="step", y="training loss, nats per byte")
+    write_page(
+        path, title=title, subtitle=subtitle, header=header, rows=rows,
+        sections=[
+            Section("Where the time went", _TIMELINES, draw_timelines(timelines)),
+            Section("The same training", _LOSSES, curves),
+        ],
+    )  # fmt: skip

@@ -1,0 +1,361 @@
+"""What a schedule hides: its step beside compute alone and communication alone, interleaved in one run.
+
+Ideal = max(compute, communication) of the forward pass + the same of the backward pass: the forward pass ends
+before the backward pass begins, so nothing that sends as much can beat it. Share of ideal = ideal / step; hidden
+share = (sync - step) / (sync - ideal).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oases.execution.executor import Context
+from oases.execution.group import ProcessGroup, scheduler_of
+from oases.execution.wire import Scheduler, Silence
+from oases.models.gpt import transformer_blocks
+from oases.parallel import OverlappedStack
+from oases.parallel.autotune import Tuning, candidates, label, labelled
+from oases.profile.config import DTYPES, OverlapConfig
+from oases.profile.memory import StepMemory, formula_units, measure_memory
+from oases.reporting import names_op
+from oases.schedule import Recompute, Schedule
+from oases.simulator.timeline import Timeline, from_measurements
+from oases.train.config import settings
+
+_PEER = "peer "
+"""In front of a peer's name among the contestants."""
+
+Passes = tuple[float, float]
+"""Seconds of the forward and of the backward pass."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is found out about a schedule before it is timed. unit: bytes of the stack's input on one rank."""
+
+    schedule: Schedule
+    gradient_error: float
+    all_reduces_per_layer: float
+    memory: StepMemory
+    unit: int
+
+
+class Layers(Protocol):
+    """Layers that are timed. number: of layers. shape: of an activation, [batch, ...]."""
+
+    stack: OverlappedStack
+    number: int
+    shape: tuple[int, ...]
+    description: dict[str, Any] | None
+
+    def run(
+        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Tensor:
+        """All layers on an activation, with collectives by `scheduler`; tuning: as `OverlappedStack.run` has it."""
+
+
+class BuiltInLayers:
+    """The layers of the built-in GPT."""
+
+    description: dict[str, Any] | None = None
+
+    def __init__(self, config: OverlapConfig, group: ProcessGroup) -> None:
+        blocks = transformer_blocks(config.gpt(config.seed), group)
+        self.stack = OverlappedStack(blocks, process_group=group).to(
+            torch.device(config.device), DTYPES[config.dtype]
+        )
+        self.number = config.layers
+        self.shape: tuple[int, ...] = (config.batch, config.sequence, config.hidden)
+
+    def run(
+        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Tensor:
+        """All layers on an activation."""
+        return self.stack.run(x, scheduler, tuning, context=context)
+
+
+class OverlapBench:
+    """The stack, its inputs and the contestants of one benchmark, on one rank of `group`.
+
+    layers: what is timed; None: the built-in GPT's. peers: modules that do the same work, by name.
+    """
+
+    def __init__(
+        self,
+        config: OverlapConfig,
+        group: ProcessGroup,
+        layers: Layers | None = None,
+        peers: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        self.config = config
+        self.group = group
+        self.scheduler = scheduler_of(group)
+        self.layers: Layers = BuiltInLayers(config, group) if layers is None else layers
+        self.stack = self.layers.stack
+        layer_of = self.stack.layer_of
+        self.communication_cpu: list[float] = []
+        """Seconds that all threads of this process computed during each `communicate`."""
+        self.tuning: Tuning | None = None
+        """Of "auto", where it is asked for."""
+        self.facts: dict[str, Facts] = {}
+        if "auto" in config.names:
+            recompute = cast(Recompute, config.recompute)
+            joint = self.stack.joint_blocks
+            among = candidates(len(self.stack.blocks), config.batch, "auto", "auto", recompute, joint, layer_of)
+            # A choice kept from an earlier run would say nothing about this one.
+            self.tuning = Tuning(labelled(among), group, "", has_off=True, keep=False)
+        named = {name: config.contestant(name, layer_of) for name in config.names if name != "auto"}
+        self.schedules = {
+            name: self.tuning.current if self.tuning and name == "auto" else named[name][0] for name in config.names
+        }
+        """By name. "auto" is a candidate until `choose` has been called."""
+        self.wire_dtypes = {name: dtype for name, (_, dtype) in named.items()}
+        # The least compute there is, with no product recomputed only for an all-reduce: the batch whole or
+        # cut, whichever is faster on this machine. The ideal takes the faster.
+        self._alone = {
+            "compute alone": config.resolve_schedule("fine_grained", layer_of),
+            "compute alone, cut": config.resolve_schedule(f"oases@{min(config.sub_batches, config.batch)}", layer_of),
+        }
+        self.peers = dict(peers or {})
+        torch.manual_seed(config.seed)
+        device, dtype = torch.device(config.device), DTYPES[config.dtype]
+        self.x, self.grad = torch.randn(2, *self.layers.shape, device=device, dtype=dtype)
+
+    def choose(self, on_step: Callable[[int], None] | None = None) -> None:
+        """Run the candidates of "auto" in turns, as the first steps of a training run would, until it has chosen."""
+        if self.tuning is None:
+            return
+        done = 0
+        while self.tuning.choice is None:
+            self.schedules["auto"] = self.tuning.current
+            self.step("auto", self.scheduler, self.tuning)
+            done += 1
+            if on_step is not None:
+                on_step(done)
+        self.schedules["auto"] = self.tuning.choice
+
+    def step(
+        self, name: str, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+    ) -> Passes:
+        """One forward and backward pass under a schedule; leaves the gradients in place."""
+        self._run_as(name)
+        self.stack.zero_grad()
+        x = self.x.clone().requires_grad_()
+        forward = self._timed(lambda: self.layers.run(x, scheduler, tuning, context))
+        backward = self._timed(lambda: self._output.backward(self.grad))
+        self._x_grad = x.grad
+        return forward, backward
+
+    def _run_as(self, name: str) -> None:
+        self.stack.run_as(self._alone[name] if name in self._alone else self.schedules[name])
+        self.stack.wire_dtype = self.wire_dtypes.get(name)
+
+    def peer_step(self, name: str) -> Passes:
+        """One forward and backward pass of a peer."""
+        peer = self.peers[name]
+        peer.zero_grad()
+        x = self.x.clone().requires_grad_()
+        forward = self._timed(lambda: peer(x))
+        backward = self._timed(lambda: self._output.backward(self.grad))
+        self._x_grad = x.grad
+        return forward, backward
+
+    def communicate(self) -> Passes:
+        """The all-reduces of `sync` without compute: one after another, as a link carries them."""
+        count = len(self.stack.blocks)
+        tensors = [torch.ones_like(self.x) for _ in range(2 * count)]
+
+        def reduce(some: list[Tensor]) -> None:
+            for ticket in [self.scheduler.all_reduce(tensor, "alone") for tensor in some]:
+                self.scheduler.wait(ticket)
+
+        busy = time.process_time()
+        passes = self._timed(lambda: reduce(tensors[:count])), self._timed(lambda: reduce(tensors[count:]))
+        self.communication_cpu.append(time.process_time() - busy)
+        return passes
+
+    def _timed(self, work: Callable[[], Any]) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        self._output = work()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self.x.is_cuda:
+            torch.cuda.synchronize()
+
+    def gradients(self, name: str) -> list[Tensor]:
+        """Gradients of the input and of every parameter under a schedule."""
+        self.step(name, self.scheduler)
+        assert self._x_grad is not None
+        return [self._x_grad, *(p.grad.clone() for p in self.stack.parameters() if p.grad is not None)]
+
+    def gradient_error(self, name: str, reference: list[Tensor]) -> float:
+        """Largest difference to `reference`, each tensor relative to its largest entry, over all ranks."""
+        pairs = zip(self.gradients(name), reference, strict=True)
+        error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().cpu()
+        dist.all_reduce(error, dist.ReduceOp.MAX, group=self.group)
+        return float(error)
+
+    def require_equal(self, peer: str, x_grad: Tensor) -> None:
+        """Raise RuntimeError where a peer's gradient of the input is not `x_grad`: then it did other work."""
+        self.peer_step(peer)
+        assert self._x_grad is not None
+        error = float((self._x_grad - x_grad).abs().max() / x_grad.abs().max())
+        if not error < 1e-3:
+            raise RuntimeError(
+                f"the peer {peer!r} computes something else: its gradient of the input differs by {error:.1e}; leave "
+                "it out of --peers and install the versions in requirements-peers.txt"
+            )
+
+    def wire_all_reduces_per_layer(self, name: str) -> float:
+        """All-reduces per layer and sub-batch, counted on the wire during one step."""
+        self.scheduler.reset_totals()
+        self.step(name, self.scheduler)
+        count = sum(t.count for label, t in self.scheduler.totals().items() if names_op(label))
+        schedule = self.schedules[name]
+        halves = 2 if schedule.sequence_parallel else 1  # a reduce-scatter and an all-gather are an all-reduce
+        return count / (halves * self.layers.number * schedule.num_sub_batches)
+
+    def memory(self, name: str) -> StepMemory:
+        """What one step under a schedule holds, on the rank that holds most."""
+        self._run_as(name)
+        self.stack.zero_grad()
+        mine = measure_memory(
+            # The input is made here, so that it counts: the first block keeps it, as every other its own.
+            lambda: self.layers.run(self.x.clone().requires_grad_(), Silence(pretends=True)),
+            lambda output: output.backward(self.grad),
+            self.x.device,
+        )
+        most = torch.tensor([mine.kept, mine.peak])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return StepMemory(int(most[0]), int(most[1]))
+
+    def timeline(self, name: str) -> Timeline:
+        """One measured step under a schedule, over all ranks."""
+        spans: list[tuple[str, float, float]] = []
+        self.scheduler.take_records()
+        self.scheduler.set_recording(True)
+        dist.barrier(group=self.group)
+        self.step(name, self.scheduler, context=Context(spans))
+        self.scheduler.set_recording(False)
+        records = [
+            (record.label.split(" (")[0], record.issued, record.finished)
+            for record in self.scheduler.take_records()
+            if names_op(record.label)
+        ]
+        everyone: list[Any] = [None] * self.scheduler.size
+        dist.all_gather_object(everyone, (spans, records), group=self.group)
+        return from_measurements(name, everyone)
+
+    def contestants(self) -> dict[str, Callable[[], Passes]]:
+        """What takes turns, by name. Chooses first, if "auto" is among it, and finds out the `facts`."""
+        self.choose()
+        reference = self.gradients("sync")
+        errors = {name: self.gradient_error(name, reference) for name in self.schedules}
+        counts = {name: self.wire_all_reduces_per_layer(name) for name in self.schedules}
+        memory = {name: self.memory(name) for name in self.schedules}
+        self.facts = {
+            name: Facts(schedule, errors[name], counts[name], memory[name], self.x.nbytes)
+            for name, schedule in self.schedules.items()
+        }
+        found: dict[str, Callable[[], Passes]] = {
+            "compute alone": lambda: self.step("compute alone", Silence()),
+            "compute alone, cut": lambda: self.step("compute alone, cut", Silence()),
+            "communication alone": self.communicate,
+        }
+        for name in self.schedules:
+            found[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
+        for name in self.peers:
+            self.require_equal(name, reference[0])
+            found[_PEER + name] = lambda name=name: self.peer_step(name)  # type: ignore[misc]
+        return found
+
+    def result(self, times: dict[str, list[Passes]]) -> dict[str, Any]:
+        """What the benchmark says of its contestants' times; see `summarize`."""
+        found = summarize(self.config, self.scheduler.size, times, self.facts)
+        found["communication_cpu_seconds"] = statistics.median(self.communication_cpu)
+        return found if self.layers.description is None else found | {"model": self.layers.description}
+
+    def measure(self, on_iteration: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """Run all contestants interleaved; return the result as described in `summarize`."""
+        return measure_together([self], on_iteration)[0]
+
+
+def measure_together(
+    benches: Sequence[OverlapBench], on_iteration: Callable[[int], None] | None = None
+) -> list[dict[str, Any]]:
+    """Run the contestants of benchmarks of one group interleaved; return the result of each."""
+    contestants = [bench.contestants() for bench in benches]
+    times: list[dict[str, list[Passes]]] = [{name: [] for name in each} for each in contestants]
+    for iteration in range(benches[0].config.iterations):
+        for bench, named, taken in zip(benches, contestants, times, strict=True):
+            for name, run in named.items():
+                dist.barrier(group=bench.group)
+                passes = torch.tensor(run(), dtype=torch.float64)
+                dist.all_reduce(passes, dist.ReduceOp.MAX, group=bench.group)  # the slowest rank's time
+                taken[name].append((float(passes[0]), float(passes[1])))
+        if on_iteration is not None:
+            on_iteration(iteration + 1)
+    return [bench.result(taken) for bench, taken in zip(benches, times, strict=True)]
+
+
+def summarize(
+    config: OverlapConfig,
+    degree: int,
+    times: dict[str, list[Passes]],
+    facts: dict[str, Facts],
+) -> dict[str, Any]:
+    """Medians and shares; seconds, bytes. `hidden` is null where sync is ideal already: nothing is left to hide."""
+
+    def median(name: str) -> tuple[float, float, float]:
+        forward, backward = zip(*times[name], strict=True)
+        total = statistics.median(f + b for f, b in times[name])
+        return statistics.median(forward), statistics.median(backward), total
+
+    communication = median("communication alone")
+    compute = min((median("compute alone"), median("compute alone, cut")), key=lambda passes: passes[2])
+    ideal = max(compute[0], communication[0]) + max(compute[1], communication[1])
+    sync = median("sync")[2]
+    schedules: dict[str, dict[str, Any]] = {}
+    for name, fact in facts.items():
+        forward, backward, step = median(name)
+        schedules[name] = {
+            "step_seconds": step,
+            "forward_seconds": forward,
+            "backward_seconds": backward,
+            "speedup": sync / step,
+            "hidden": (sync - step) / (sync - ideal) if sync > ideal else None,
+            "of_ideal": ideal / step,
+            "all_reduces_per_layer": fact.all_reduces_per_layer,
+            "max_relative_gradient_error": fact.gradient_error,
+            "kept_bytes": fact.memory.kept,
+            "kept_units": fact.memory.kept / (fact.unit * config.layers),
+            "peak_bytes": fact.memory.peak,
+            "formula_units": formula_units(fact.schedule),
+        }
+        if name == "auto":
+            schedules[name]["chosen"] = label(fact.schedule)
+            schedules[name]["slower_than_sync"] = step / sync
+    peers = {}
+    for name in (name.removeprefix(_PEER) for name in times if name.startswith(_PEER)):
+        forward, backward, step = median(_PEER + name)
+        peers[name] = {"step_seconds": step, "forward_seconds": forward, "backward_seconds": backward}
+    return {
+        "config": settings(config) | {"tp": degree},
+        "compute_seconds": compute[2],
+        "communication_seconds": communication[2],
+        "communication_over_compute": communication[2] / compute[2],
+        "ideal_seconds": ideal,
+        "schedules": schedules,
+        "peers": peers,
+    }
