@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from oases import cli
 from oases.errors import UsageError
+from oases.execution.executor import Context
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.plans.shape import KINDS, ModelShape
@@ -228,11 +229,11 @@ def test_every_op_can_be_told_apart():
 
 def test_spans_are_taken_with_the_clock_that_is_given():
     stack = OverlappedStack(transformer_blocks(GPTConfig(hidden=16, layers=1, heads=2, sequence=4), None))
-    stack.spans, ticks = [], itertools.count()
-    stack.clock = lambda: f"mark {next(ticks)}"
-    stack(torch.randn(2, 4, 16)).sum().backward()
-    assert stack.spans[0] == ("F 0.0", "mark 0", "mark 1")
-    assert next(ticks) == 2 * len(stack.spans)
+    ticks = itertools.count()
+    context = Context([], clock=lambda: f"mark {next(ticks)}")
+    stack(torch.randn(2, 4, 16), context=context).sum().backward()
+    assert context.spans[0] == ("F 0.0", "mark 0", "mark 1")
+    assert next(ticks) == 2 * len(context.spans)
 
 
 def test_sizes_and_degrees():
