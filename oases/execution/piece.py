@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
-from oases._C import Leaves, Piece
+from oases._C import Leaves, Piece, generator_mark
 
-__all__ = ["BlockParameters", "Leaves", "Piece", "method_of", "recorded"]
+__all__ = ["BlockParameters", "Leaves", "Piece", "RandomStates", "method_of", "recorded"]
 
 # By block: its methods, compiled with the options that the block was compiled with.
 _compiled_methods: WeakKeyDictionary[nn.Module, dict[str, Callable[..., Tensor]]] = WeakKeyDictionary()
@@ -107,3 +108,34 @@ class BlockParameters:
         if by_name is None:
             return self.parameters
         return [by_name.get(name, own) for name, own in zip(self.names, self.parameters, strict=True)]
+
+
+class RandomStates:
+    """The random states that pieces began with, for their recomputation; copied only where something has drawn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._states: list[Tensor] = []
+        self._marks: list[int] | None = None
+
+    def now(self) -> list[Tensor]:
+        """The states of all generators."""
+        marks = [generator_mark(generator) for generator in self._generators]
+        if marks != self._marks:
+            self._marks, self._states = marks, [generator.get_state() for generator in self._generators]
+        return self._states
+
+    def replayed(self, states: list[Tensor], function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Call `function` with the numbers drawn after these states; the caller's own stay as they are."""
+        kept = [generator.get_state() for generator in self._generators]
+        self._set(states)
+        try:
+            return function()
+        finally:
+            self._set(kept)
+
+    def _set(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)

@@ -13,17 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from oases._C import generator_mark
-from oases.execution.call import Call
-from oases.execution.executor import Context, Program, Step
-from oases.execution.failure import Watch
+from oases.execution.executor import Program, Step
 from oases.execution.group import ProcessGroup, group_rank
-from oases.execution.piece import BlockParameters, Leaves, Piece, method_of
+from oases.execution.piece import BlockParameters, Leaves, Piece, RandomStates, method_of
 from oases.moe.dispatch import (
     AllToAll,
     Demand,
     DispatchPlan,
-    RoutingError,
     combined,
     dispatch_plan,
     grouped,
@@ -34,7 +30,6 @@ from oases.moe.layer import OverlappedMoE
 from oases.moe.recomputation import Pass, Setting
 from oases.moe.router import Routing
 from oases.moe.transfer import Transfer
-from oases.parallel.fsdp import Gathers, Unit
 from oases.schedule import Op
 
 
@@ -78,37 +73,6 @@ class ExpertParameters(BlockParameters):
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         layer: OverlappedMoE = block.experts  # type: ignore[assignment]
         self.experts = [numbers[id(weight)] for weight in layer.experts.weights.given]
-
-
-class RandomStates:
-    """The random states that pieces began with, for their recomputation; copied only where something has drawn."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._states: list[Tensor] = []
-        self._marks: list[int] | None = None
-
-    def now(self) -> list[Tensor]:
-        """The states of all generators."""
-        marks = [generator_mark(generator) for generator in self._generators]
-        if marks != self._marks:
-            self._marks, self._states = marks, [generator.get_state() for generator in self._generators]
-        return self._states
-
-    def replayed(self, states: list[Tensor], function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Call `function` with the numbers drawn after these states; the caller's own stay as they are."""
-        kept = [generator.get_state() for generator in self._generators]
-        self._set(states)
-        try:
-            return function()
-        finally:
-            self._set(kept)
-
-    def _set(self, states: list[Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
 
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -474,48 +438,3 @@ def _receive(state: _State, exchange: AllToAll | None) -> None:
     assert exchange is not None
     if exchange.travels:
         state.between[-1] = exchange.finish()
-
-
-class ExpertCall(Call):
-    """A call of an ExpertStack, as `execution.delivery` and a pipeline use it."""
-
-    AGAIN = frozenset({"RN", "RE"})
-
-    def __init__(
-        self, program: ExpertProgram, work: ExpertBlocks, parameters: Sequence[ExpertParameters],
-        units: Sequence[Unit], *, watch: Watch | None, context: Context, differentiable: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            "ExpertStack", program, work, parameters, watch=watch, context=context,
-            gathering=Gathers(units) if units else None, differentiable=differentiable, unanimous=(RoutingError,),
-        )  # fmt: skip
-        self._blocks, self._units = work, units
-
-    def entry_tensors(self) -> list[Tensor]:
-        """None: every parameter is its block's."""
-        return []
-
-    def block_tensors(self, block: int) -> list[Tensor]:
-        """The parameters of a block that require gradients."""
-        parameters = self._parameters[block]
-        tensors = parameters.whole(self._units[block].parameters if self._units else None)
-        return [tensors[number] for number in parameters.trained]
-
-    def finish_block(self, block: int) -> list[Tensor | None]:
-        """Run to the end of `block`; the gradients of `block_tensors(block)`."""
-        with self._guard:
-            self._run_to(self._ends[block])
-            gradients = self._blocks.gradients_of(block)
-            return [gradients[number] for number in self._parameters[block].trained]
-
-    def finish(self) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Run the rest; the gradient of the input."""
-        with self._guard:
-            self._run_to(len(self._backward))
-            return self._blocks.input_gradient(), []
-
-    def defer_weights(self) -> None:
-        """Lists of experts have no W: B computes every gradient."""
-
-    def compute_weights(self) -> None:
-        """Nothing was left out."""

@@ -16,7 +16,8 @@ from oases.execution.call import deliver
 from oases.execution.executor import Context
 from oases.execution.failure import told, watch_of
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, refuse_capture, scheduler_of
-from oases.moe.blocks import ExpertBlock, ExpertBlocks, ExpertCall, ExpertParameters, ExpertProgram
+from oases.moe.blocks import ExpertBlock, ExpertBlocks, ExpertParameters, ExpertProgram
+from oases.moe.call import ExpertCall
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
 from oases.moe.layer import OverlappedMoE

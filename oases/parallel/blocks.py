@@ -139,6 +139,7 @@ class Blocks:
 
     def output(self) -> Tensor:
         """The output, [batch, ...] in the order of the input, once every op of the forward pass has run."""
+        self.randomness.end()
         return self._cut.join([self._outputs.pop(s) for s in range(self._cut.number)])
 
     def begin_backward(self, grad: Tensor) -> None:

@@ -92,6 +92,10 @@ class Randomness:
             self._before = [generator.get_state() for generator in self._generators]
             self._marks = self._marked()
 
+    def end(self) -> None:
+        """After the forward pass, which has left that state as it was."""
+        self._before = []
+
     def run(self, method: MethodName, block: int, sub_batch: int, extent: Extents, function: Function) -> Tensor:
         """Run one op of a forward pass, with a stream of its own if it draws; extent(sub_batch): what it gets.
 

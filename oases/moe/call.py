@@ -1,0 +1,59 @@
+"""One call of a stack of experts: its steps and parameters, and its gradients handed over block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from oases.execution.call import Call
+from oases.execution.executor import Context
+from oases.execution.failure import Watch
+from oases.moe.blocks import ExpertBlocks, ExpertParameters, ExpertProgram
+from oases.moe.dispatch import RoutingError
+from oases.parallel.fsdp import Gathers, Unit
+
+
+class ExpertCall(Call):
+    """A call of an ExpertStack, as `execution.delivery` and a pipeline use it."""
+
+    AGAIN = frozenset({"RN", "RE"})
+
+    def __init__(
+        self, program: ExpertProgram, work: ExpertBlocks, parameters: Sequence[ExpertParameters],
+        units: Sequence[Unit], *, watch: Watch | None, context: Context, differentiable: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            "ExpertStack", program, work, parameters, watch=watch, context=context,
+            gathering=Gathers(units) if units else None, differentiable=differentiable, unanimous=(RoutingError,),
+        )  # fmt: skip
+        self._blocks, self._units = work, units
+
+    def entry_tensors(self) -> list[Tensor]:
+        """None: every parameter is its block's."""
+        return []
+
+    def block_tensors(self, block: int) -> list[Tensor]:
+        """The parameters of a block that require gradients."""
+        parameters = self._parameters[block]
+        tensors = parameters.whole(self._units[block].parameters if self._units else None)
+        return [tensors[number] for number in parameters.trained]
+
+    def finish_block(self, block: int) -> list[Tensor | None]:
+        """Run to the end of `block`; the gradients of `block_tensors(block)`."""
+        with self._guard:
+            self._run_to(self._ends[block])
+            gradients = self._blocks.gradients_of(block)
+            return [gradients[number] for number in self._parameters[block].trained]
+
+    def finish(self) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Run the rest; the gradient of the input."""
+        with self._guard:
+            self._run_to(len(self._backward))
+            return self._blocks.input_gradient(), []
+
+    def defer_weights(self) -> None:
+        """Lists of experts have no W: B computes every gradient."""
+
+    def compute_weights(self) -> None:
+        """Nothing was left out."""
