@@ -9,8 +9,9 @@ from torch import Tensor
 from oases.execution.call import Call
 from oases.execution.executor import Context
 from oases.execution.failure import Watch
-from oases.moe.blocks import ExpertBlocks, ExpertParameters, ExpertProgram
+from oases.moe.blocks import ExpertBlocks
 from oases.moe.dispatch import RoutingError
+from oases.moe.program import ExpertParameters, ExpertProgram
 from oases.parallel.fsdp import Gathers, Unit
 
 

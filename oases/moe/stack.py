@@ -16,12 +16,13 @@ from oases.execution.call import deliver
 from oases.execution.executor import Context
 from oases.execution.failure import told, watch_of
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, refuse_capture, scheduler_of
-from oases.moe.blocks import ExpertBlock, ExpertBlocks, ExpertParameters, ExpertProgram
+from oases.moe.blocks import ExpertBlocks
 from oases.moe.call import ExpertCall
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
 from oases.moe.layer import OverlappedMoE
 from oases.moe.measure import mean_seconds, measured
+from oases.moe.program import ExpertBlock, ExpertParameters, ExpertProgram
 from oases.parallel.call import leaves_of
 from oases.parallel.fsdp import Unit
 from oases.schedule import Schedule, generate_experts, validate
