@@ -1,7 +1,7 @@
 """CPU time that the executor adds to a model: its step above plain autograd of the same blocks.
 
-One process stands for all ranks of a group of two over a simulated link that takes no time, so the difference is the
-host's work alone: the list of ops, the cut autograd graphs, issuing and waiting. Plain autograd runs the same blocks,
+One process stands for all ranks of a group of two over a link that takes no time, so the difference is the host's
+work alone: the list of ops, the cut autograd graphs, issuing and waiting. Plain autograd runs the same blocks,
 `partial` then `combine`, on the same sub-batches in a plain loop, without communication. Widths are small, because
 on an accelerator the kernels run beside the host and only the host's own time matters.
 """
@@ -9,6 +9,7 @@ on an accelerator the kernels run beside the host and only the host's own time m
 from __future__ import annotations
 
 import gc
+import math
 import os
 import platform
 import statistics
@@ -43,7 +44,7 @@ HEADS = 2
 SEQUENCE = 8
 LEAST_LAYERS = {"gpt": 1, "llama": 2}
 """Of a model that can be built; oases.parallelize finds a list of layers by its repetition."""
-_FREE_LINK = Backend("sim", 0.0, 1e18, alone=True)
+_FREE_LINK = Backend("sim", 0.0, math.inf, alone=True)
 _PACKAGE = os.path.dirname(os.path.abspath(oases.__file__)) + os.sep
 _MODELS = f"models{os.sep}"
 """Folder of the package whose functions are the model's own work, and not counted."""

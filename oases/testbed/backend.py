@@ -5,6 +5,7 @@ The `sim` backend (csrc/sim_backend.h) is a link's clock anywhere, as start-up p
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,8 @@ def _register_sim(backend: Backend) -> None:
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         inner = _C.lonely_backend(rank, size) if backend.alone else dist.ProcessGroupGloo(store, rank, size, timeout)
+        if not backend.startup_seconds and backend.bandwidth == math.inf:
+            return inner  # a link that takes no time needs no clock, whose thread would cost the host some
         return _C.sim_backend(inner, backend.startup_seconds, backend.bandwidth)
 
     # Registered anew each time: one process may simulate one link after another.
