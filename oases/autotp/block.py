@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.autotp.cutting import Piece
-from oases.autotp.program import Program
+from oases.autotp.program import Program, mangled
 from oases.execution.group import HoldsGroup, ProcessGroup
 from oases.parallel.sharding import Cut
 
@@ -37,15 +36,14 @@ class Call:
         if known is None:
             known = self._known[x.shape] = (self.programs(x, rest), {})
         program, fixed = known
-        assert program.blocks is not None
-        piece: Piece = getattr(program.blocks[block.number], name)
-        leaf_of, parameters = program.leaf_of, program.exported.parameters
+        piece, sources = program.reading(block.number, name)
+        parameters = block._parameters
         read: list[Any] = []
-        for source in piece.reads:
-            if source in leaf_of:
-                read.append(rest[leaf_of[source]])
-            elif source in parameters:
-                read.append(getattr(block, mangled(parameters[source])))
+        for leaf, parameter, source in sources:
+            if leaf is not None:
+                read.append(rest[leaf])
+            elif parameter:
+                read.append(parameters[parameter])
             else:
                 if source not in fixed:
                     fixed[source] = value_of(source, program, self.layer, {}, x.device)
@@ -65,11 +63,6 @@ def value_of(source: str, program: Program, layer: nn.Module, inputs: dict[Any, 
     return program.constant(source, device)
 
 
-def mangled(name: str) -> str:
-    """A parameter's name as that of a parameter of one module."""
-    return name.replace(".", "/")
-
-
 class GraphBlock(HoldsGroup, nn.Module):
     """Block `number` of a layer. Its parameters, those that its graphs read, are the author's modules' own."""
 
@@ -80,13 +73,22 @@ class GraphBlock(HoldsGroup, nn.Module):
         self.number = number
         self.process_group = group
         self.names = tuple(sorted(names))
+        self._paths = [(name, mangled(name), tuple(name.split("."))) for name in self.names]
         self.adopt(layer)
         self.shard_dims = {mangled(name): cuts[name].dim for name in self.names if name in cuts}
 
     def adopt(self, layer: nn.Module) -> None:
         """Take the layer's parameters as they are now: others may have put new ones in their place."""
-        for name in self.names:
-            self.register_parameter(mangled(name), layer.get_parameter(name))
+        held = self._parameters
+        for name, own, (*modules, last) in self._paths:
+            part: nn.Module | None = layer
+            for each in modules:  # as get_parameter, which costs as much as a small op
+                part = None if part is None else part._modules.get(each)
+            found = None if part is None else part._parameters.get(last)
+            if found is None:
+                found = layer.get_parameter(name)
+            if held.get(own) is not found:
+                self.register_parameter(own, found)
 
     def partial(self, x: Tensor, call: Call, *rest: Any) -> Tensor:
         """The activation [batch, ...] -> this rank's share of what is summed."""

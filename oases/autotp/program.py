@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from oases.autotp.cutting import BlockPieces, beside, cut
+from oases.autotp.cutting import BlockPieces, Piece, beside, cut
 from oases.autotp.experts import keep_whole
 from oases.autotp.export import Exported, UnsplittableError, export, leaves, twin_of
 from oases.autotp.layers import Called, LayerList
@@ -77,6 +77,7 @@ class Program:
     reason: str = ""
     _module: tuple[Any, tuple[str, ...]] | None = field(default=None, repr=False)
     _constants: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _readings: dict[tuple[int, str], Any] = field(default_factory=dict, repr=False)
     _accepted: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     @property
@@ -88,6 +89,21 @@ class Program:
     def leaf_of(self) -> dict[str, int]:
         """The place among a call's leaves of every placeholder that stands for one."""
         return {name: at for at, name in enumerate(self.exported.inputs) if name is not None}
+
+    def reading(self, number: int, name: str) -> tuple[Piece, list[tuple[int | None, str, str]]]:
+        """`partial` or `combine` of a block, and where it reads its further arguments.
+
+        Of each: the place among a call's leaves; or the name of the block's parameter; or neither, and the source.
+        """
+        if (number, name) not in self._readings:
+            assert self.blocks is not None
+            piece: Piece = getattr(self.blocks[number], name)
+            parameters = self.exported.parameters
+            self._readings[number, name] = (
+                piece,
+                [(self.leaf_of.get(source), mangled(parameters.get(source, "")), source) for source in piece.reads],
+            )
+        return self._readings[number, name]
 
     def constant(self, source: str, device: torch.device) -> Tensor:
         """A tensor that the layer makes of its own, copied to a device once."""
@@ -155,6 +171,11 @@ class Program:
             names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
             self._module = (fx.GraphModule(nn.Module(), graph).forward, names)
         return self._module
+
+
+def mangled(name: str) -> str:
+    """A parameter's name as that of a parameter of one module."""
+    return name.replace(".", "/")
 
 
 class Kind:

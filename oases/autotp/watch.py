@@ -24,6 +24,8 @@ def hooks_inside(layer: nn.Module) -> str:
 
 def _hooked(part: nn.Module) -> bool:
     """Whether there are hooks but those by which transformers captures results; `Conduct` refuses to capture."""
+    if not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks):
+        return False
     hooks = (hook for each in _HOOKS for hook in getattr(part, each).values())
     return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
@@ -40,6 +42,7 @@ class Watch:
         self._parts = [(name, part, _attributes(part)) for name, part in layer.named_modules() if part is not layer]
         self._forwards = [vars(part).get("forward") for _, part, _ in self._parts]
         self._layer, self._own = layer, _attributes(layer)
+        self._all = list(layer.modules())
 
     def modes(self) -> tuple[bool, ...]:
         """Whether each part trains, after a check. RuntimeError where the graph is no longer what the author's is."""
@@ -50,7 +53,7 @@ class Watch:
                 raise RuntimeError(self._changed(name, "got another forward: put it there"))
             self._check(name, part, attributes)
         self._check("", self._layer, self._own)
-        return modes_of(self._layer)
+        return tuple([part.training for part in self._all])
 
     def _check(self, name: str, part: nn.Module, attributes: dict[str, Any]) -> None:
         now = vars(part)
