@@ -24,7 +24,8 @@ def test_every_pipeline_has_its_row(four_ranks):
     for row in results[0]["peers"].values():
         assert row["step_seconds"] > 0.9 * 7 * 4e-3
     assert list(results[0]["peers"]) == ["torch_1f1b", "torch_gpipe"]
-    assert rows["gpipe"]["peak_bytes_per_stage"][3] > rows["one_f_one_b"]["peak_bytes_per_stage"][3]
+    # Four micro-batches in flight on the stage before the last, against two.
+    assert rows["gpipe"]["peak_bytes_per_stage"][2] > rows["one_f_one_b"]["peak_bytes_per_stage"][2]
 
 
 @pytest.mark.parametrize(
