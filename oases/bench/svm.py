@@ -51,7 +51,7 @@ class SvmBenchConfig(BenchConfig):
 def _objectives(config: SvmBenchConfig) -> Iterator[tuple[str, str, Any, Any]]:
     """Data and penalties of part one."""
     from oases.bench import svm_fits as fits
-    from oases.svm.penalties import Penalty
+    from oases_svm.penalties import Penalty
 
     cancer, lam = fits.breast_cancer()
     wide = fits.synthetic("independent", config.seed, rows=225, columns=1000)
@@ -63,7 +63,7 @@ def _objectives(config: SvmBenchConfig) -> Iterator[tuple[str, str, Any, Any]]:
 def run_svm_bench(config: SvmBenchConfig, shows: bool = True) -> Result:
     """Everything the configuration asks for."""
     from oases.bench import svm_fits as fits  # it needs scikit-learn
-    from oases.svm.penalties import Penalty
+    from oases_svm.penalties import Penalty
 
     names = config.listed("penalties", PENALTIES)
     contestants, missing = fits.contestants(names)
