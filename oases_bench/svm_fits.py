@@ -13,7 +13,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
-from oases.bench.svm import DESIGNS, LARGE
+from oases_bench.svm import DESIGNS, LARGE
 from oases_svm.design import Design
 from oases_svm.estimator import NonconvexSVC
 from oases_svm.path import svc_path
