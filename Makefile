@@ -52,7 +52,6 @@ $(VENV)/built: $(VENV)/installed $(CSRC) setup.py pyproject.toml
 	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
-# Triton's interpreter runs the Triton twins of the kernels; only tests need it, and it is large.
 $(VENV)/tests: requirements-test.txt $(VENV)/installed
 	$(PY) -m pip install --quiet -r requirements-test.txt
 	@touch $@

@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 from rich.console import RenderableType
 
-from oases.bench.harness import (
+from oases.errors import UsageError
+from oases.models.moe_gpt import MoEGPT
+from oases.moe.loads import METHODS, rb
+from oases.moe.placement import homes
+from oases.terminal import progress, table
+from oases.train.config import TrainConfig, option
+from oases.train.trainer import Trainer
+from oases_bench.command_line import script
+from oases_bench.harness import (
     BenchConfig,
     Benchmark,
     Ranks,
@@ -31,14 +39,6 @@ from oases.bench.harness import (
     timed_step,
     times,
 )
-from oases.cli.bench import script
-from oases.errors import UsageError
-from oases.models.moe_gpt import MoEGPT
-from oases.moe.loads import METHODS, rb
-from oases.moe.placement import homes
-from oases.terminal import progress, table
-from oases.train.config import TrainConfig, option
-from oases.train.trainer import Trainer
 
 LOADS = ("natural", "forced", "even")
 

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
-from oases.bench.harness import BenchConfig, Benchmark, Result
-from oases.cli.bench import script
 from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.loads import METHODS, rb
@@ -27,6 +25,8 @@ from oases.moe.placement import Integers, Placement, plan
 from oases.moe.traces import generate, replay
 from oases.terminal import percent, progress, table
 from oases.train.config import option
+from oases_bench.command_line import script
+from oases_bench.harness import BenchConfig, Benchmark, Result
 
 CONCENTRATIONS = (0.05, 0.2, 0.5, 2.0, 10.0)
 """Of the generated gates: from a few experts that take all to almost even ones."""

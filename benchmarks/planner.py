@@ -21,9 +21,6 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import RenderableType
 
-from oases.bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, off
-from oases.bench.overlap import predicted
-from oases.cli.bench import script
 from oases.cli.options import require_writable, write_json
 from oases.errors import UsageError
 from oases.profile.config import OverlapConfig, ProfileConfig
@@ -34,6 +31,9 @@ from oases.simulator.hardware_file import write
 from oases.terminal import console, percent, progress, table
 from oases.testbed import with_nodes
 from oases.train.config import option, settings
+from oases_bench.command_line import script
+from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, off
+from oases_bench.overlap import predicted
 
 SCHEDULES = ("sync", "cross_pass", "oases")
 APART = 0.05

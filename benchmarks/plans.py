@@ -19,12 +19,8 @@ import torch
 import torch.distributed as dist
 from rich.console import RenderableType
 
-from oases.bench.harness import Benchmark, Ranks, Result, agreed, first_rank
-from oases.bench.stages import EmulatedConfig, timed_block
-from oases.cli.bench import script
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
-from oases.models.timed import TimedBlock
 from oases.parallel.average import GradientAverage
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import PlannedStack
@@ -39,6 +35,10 @@ from oases.simulator.hardware import Hardware
 from oases.simulator.links import LinkModel, Sample
 from oases.terminal import percent, progress
 from oases.train.config import option
+from oases_bench.command_line import script
+from oases_bench.harness import Benchmark, Ranks, Result, agreed, first_rank
+from oases_bench.stages import EmulatedConfig, timed_block
+from oases_bench.timed import TimedBlock
 
 FINALISTS = 6
 """The fastest plans of the first round, which are measured again in turns with the planner's choice."""

@@ -18,9 +18,6 @@ import torch.distributed as dist
 from rich.console import RenderableType
 from torch import Tensor
 
-from oases.bench.harness import Benchmark, Ranks, Result, agreed, first_rank, gathered, interleave, over
-from oases.bench.stages import EmulatedConfig, PlannedSteps, stages_table
-from oases.cli.bench import script
 from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
 from oases.planner.predict import Predictor
@@ -33,6 +30,9 @@ from oases.simulator.links import LinkModel
 from oases.terminal import progress
 from oases.train.config import config_for, option
 from oases.train.trainer import Trainer
+from oases_bench.command_line import script
+from oases_bench.harness import Benchmark, Ranks, Result, agreed, first_rank, gathered, interleave, over
+from oases_bench.stages import EmulatedConfig, PlannedSteps, stages_table
 
 _FREE = LinkModel(0.0, 1e12)
 """Messages between the stages are small beside the compute."""

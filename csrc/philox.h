@@ -1,5 +1,5 @@
 // Dropout masks that nobody stores: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers:
-// as easy as 1, 2, 3", 2011), the same on the CPU, in CUDA and in Triton. Four neighbouring columns of a row
+// as easy as 1, 2, 3", 2011), the same on the CPU and in CUDA. Four neighbouring columns of a row
 // take the four words of one call, whose counter is the number of those four in the whole tensor and whose
 // key is the seed.
 #pragma once

@@ -16,9 +16,6 @@ PRELOADED += [
     "torch._export.non_strict_utils", "oases.autotp.parallelization", "oases.train.trainer",
 ]  # fmt: skip
 
-if not torch.cuda.is_available():  # before any test imports triton, which reads it then
-    os.environ["TRITON_INTERPRET"] = "1"
-
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:

@@ -1,7 +1,9 @@
-"""What loads what: the runtime never loads the search."""
+"""What loads what: the runtime never loads the search, and benchmarks and classifiers have one door each."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +20,18 @@ print([name for name in sys.modules if name.startswith("oases.planner")])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("package", "imported", "doors"),
+    [
+        ("oases", "oases_bench", ["cli/bench.py"]),
+        ("oases", "oases_svm", ["svm.py"]),
+        ("oases_svm", "oases", ["vertex.py"]),
+        ("oases_svm", "oases_bench", []),
+    ],
+)
+def test_packages_meet_at_their_doors(package, imported, doors):
+    root = Path(__file__).parents[1] / package
+    line = re.compile(rf"^\s*(from|import) {imported}(\.[\w.]+)?\b", re.MULTILINE)
+    assert sorted({str(p.relative_to(root)) for p in root.rglob("*.py") if line.search(p.read_text())}) == doors

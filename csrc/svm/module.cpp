@@ -1,4 +1,4 @@
-// `oases._svm`: what oases/svm/vertex.py is made of. It links to nothing of torch, which oases.svm does
+// `oases._svm`: what oases_svm/vertex.py is made of. It links to nothing of torch, which oases.svm does
 // without.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

@@ -1,87 +1,15 @@
-"""The command bench: what is hidden on this machine. It runs every benchmark of the harness."""
+"""The command bench: what is hidden on this machine. The benchmarks are a package of their own, `oases_bench`."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from oases.cli.options import (
-    Parser,
-    add_options,
-    add_ranks,
-    behind_link,
-    command,
-    configured,
-    fail,
-    rank_options,
-    require_writable,
-    speaks,
-    write_json,
-)
-from oases.errors import UsageError
-from oases.schedule import ScheduleError
-
-if TYPE_CHECKING:
-    from oases.bench.harness import Benchmark
-
-BENCHMARKS = ("overlap", "host", "pipeline", "nodes", "moe", "sparse", "svm", "gpu")
-"""Modules of oases.bench, each with its BENCHMARK, in the order of the help."""
+from oases.cli.options import Parser, command
 
 
 def add(commands: Any) -> None:
     """Add it to the command line."""
+    import oases_bench.command_line
+
     bench = command(commands, "bench", "measure what is hidden on this machine")
-    benches = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Parser)
-    for name in BENCHMARKS:
-        benchmark: Benchmark = importlib.import_module(f"oases.bench.{name}").BENCHMARK
-        _add_benchmark(command(benches, name, benchmark.help), benchmark, None)
-
-
-def script(benchmark: Benchmark, path: str) -> None:
-    """Be the command line of a benchmark that is a file of its own, `python PATH`."""
-    parser = Parser(prog=f"python {path}", description=benchmark.help + ".")
-    parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
-    _add_benchmark(parser, benchmark, path)
-    given = sys.argv[1:]
-    try:
-        options = parser.parse_args(given)
-        require_writable("--json", options.json)
-        options.run(options, given)
-    except (UsageError, ScheduleError) as error:
-        fail(str(error))
-
-
-def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark, path: str | None) -> None:
-    add_options(parser, benchmark.config, only_given=True)
-    if benchmark.size is not None:
-        add_ranks(parser, link=None, tp=benchmark.size)
-    parser.set_defaults(run=lambda options, given: _run(benchmark, options, given, path), nodes=benchmark.nodes)
-
-
-def _run(benchmark: Benchmark, options: argparse.Namespace, given: Sequence[str], path: str | None) -> None:
-    """Run a benchmark, on ranks behind the link asked for if it has any, and show its result."""
-    from oases.bench.harness import Ranks
-    from oases.launch.ranks import run_ranks
-    from oases.terminal import console
-
-    config = configured(type(benchmark.config), options)
-    for name in ("html", "report"):
-        require_writable(f"--{name}", getattr(config, name, None))
-    if benchmark.size is None:
-        result = benchmark.run(config.prepared(Ranks(1)), True)
-    else:
-        ranks = Ranks(options.tp, options.nodes, options.link, options.backend, frozenset(vars(options)))
-        config = config.prepared(ranks)
-        joined = behind_link(options, given, script=path)
-        console.print(config.described().format(options.tp, joined), soft_wrap=True)
-        of = rank_options(options, getattr(config, "device", "cpu"))
-        result = run_ranks(benchmark.run, (config, ranks, True), of)
-        if not speaks():
-            return
-        result["config"] |= {"link": options.link, "nodes": options.nodes}
-    for each in benchmark.shown(result):
-        console.print(each, soft_wrap=isinstance(each, str))
-    write_json(options.json, result)
+    oases_bench.command_line.add(bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Parser))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,27 +132,3 @@ def show(result: dict[str, Any], link: str, folder: Path) -> None:
     )
     trace.write_text(trace_json(timelines))
     console.print(f"Picture of why: {page}   Trace for Perfetto: {trace}", soft_wrap=True)
-
-
-def write_report(
-    path: Path,
-    *,
-    title: str,
-    subtitle: str,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    timelines: Sequence[Timeline],
-    losses: Mapping[str, Sequence[float]],
-) -> None:
-    """Write a self-contained page to `path`; it loads nothing from anywhere.
-
-    header, rows: the table of results. losses: training loss per step, nats per byte, by schedule.
-    """
-    curves = draw_curves(losses, x="step", y="training loss, nats per byte")
-    write_page(
-        path, title=title, subtitle=subtitle, header=header, rows=rows,
-        sections=[
-            Section("Where the time went", _TIMELINES, draw_timelines(timelines)),
-            Section("The same training", _LOSSES, curves),
-        ],
-    )  # fmt: skip

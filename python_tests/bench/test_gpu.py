@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from oases.bench import gpu
+from oases_bench import gpu
 
 
 def result() -> dict[str, Any]:

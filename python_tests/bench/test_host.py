@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from oases.bench import host
-from oases.bench.host import HostBenchConfig, run_host_bench
 from oases.cli import main
 from oases.errors import UsageError
+from oases_bench import host
+from oases_bench.host import HostBenchConfig, run_host_bench
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), [("oases", "none"), ("cross_pass", "full"), ("sync", "none")])

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oases.bench.harness import Ranks
-from oases.bench.nodes import NodesBenchConfig, _pipeline_groups, measured_axes, run_nodes_bench
-from oases.bench.stage_peers import StagePeer
-from oases.bench.stages import PlannedSteps
 from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
 from oases.testing import RankPool
+from oases_bench.harness import Ranks
+from oases_bench.nodes import NodesBenchConfig, _pipeline_groups, measured_axes, run_nodes_bench
+from oases_bench.stage_peers import StagePeer
+from oases_bench.stages import PlannedSteps
 
 SMALL = NodesBenchConfig(
     hidden=128, sequence=4, layers=4, micro_batches=2, samples=2, iterations=1, flops=1e10,

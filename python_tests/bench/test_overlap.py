@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from oases.bench.harness import Ranks
-from oases.bench.overlap import OverlapBenchConfig, bench_of, run_overlap_bench, shown
 from oases.errors import UsageError
 from oases.parallel import autotune
 from oases.testing import RankPool
+from oases_bench.harness import Ranks
+from oases_bench.overlap import OverlapBenchConfig, bench_of, run_overlap_bench, shown
 
 CONFIG = OverlapBenchConfig(
     hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=2, recompute="full", schedules="auto,oases,sync"

@@ -8,13 +8,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oases.bench import peers
-from oases.bench.harness import Ranks
-from oases.bench.overlap import OverlapBenchConfig, run_overlap_bench
-from oases.bench.peers import PEERS, make_peer, parse_peers, require_peer
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.testing import RankPool
+from oases_bench import peers
+from oases_bench.harness import Ranks
+from oases_bench.overlap import OverlapBenchConfig, run_overlap_bench
+from oases_bench.peers import PEERS, make_peer, parse_peers, require_peer
 
 CONFIG = GPTConfig(hidden=32, layers=3, heads=4, sequence=8)
 

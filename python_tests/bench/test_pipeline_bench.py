@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from oases.bench.harness import Ranks
-from oases.bench.pipeline import PipelineBenchConfig, run_pipeline_bench
 from oases.cli import main
 from oases.errors import UsageError
+from oases_bench.harness import Ranks
+from oases_bench.pipeline import PipelineBenchConfig, run_pipeline_bench
 
 SMALL = PipelineBenchConfig(micro_batches=4, forward_ms=1.0, hidden=4, sequence=4, iterations=1)
 

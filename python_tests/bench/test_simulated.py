@@ -8,7 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from oases import cli
-from oases.bench.overlap import (
+from oases.errors import UsageError
+from oases.simulator.cost import BlockTimes
+from oases.simulator.hardware import Device, Hardware, MeasuredBlock
+from oases.simulator.hardware_file import write
+from oases.simulator.links import LinkModel
+from oases.testing import RankPool
+from oases_bench.overlap import (
     OverlapBenchConfig,
     bench_of,
     beside_predictions,
@@ -16,12 +22,6 @@ from oases.bench.overlap import (
     require_predictable,
     write_comparison,
 )
-from oases.errors import UsageError
-from oases.simulator.cost import BlockTimes
-from oases.simulator.hardware import Device, Hardware, MeasuredBlock
-from oases.simulator.hardware_file import write
-from oases.simulator.links import LinkModel
-from oases.testing import RankPool
 
 CONFIG = OverlapBenchConfig(hidden=32, heads=4, layers=2, sequence=8, batch=4, iterations=1, schedules="sync,oases@2")
 TIMES = BlockTimes(1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from oases import cli
-from oases.bench.harness import Ranks
-from oases.bench.sparse import SparseBenchConfig, run_sparse_bench
-from oases.bench.sparse_modes import OURS, PEERS
-from oases.bench.sparse_workloads import (
+from oases.errors import UsageError
+from oases_bench.harness import Ranks
+from oases_bench.sparse import SparseBenchConfig, run_sparse_bench
+from oases_bench.sparse_modes import OURS, PEERS
+from oases_bench.sparse_workloads import (
     ClickWorkload,
     WordCorpus,
     WordLSTM,
@@ -18,7 +19,6 @@ from oases.bench.sparse_workloads import (
     log_uniform,
     write_words,
 )
-from oases.errors import UsageError
 
 SIZES = {"width": 8, "batch": 2, "sequence": 5, "negatives": 9, "vocabulary": 1100, "tables": 2}
 

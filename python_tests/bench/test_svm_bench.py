@@ -9,10 +9,10 @@ pytest.importorskip("sklearn")
 
 
 from oases import cli
-from oases.bench.svm import DESIGNS, SvmBenchConfig, run_svm_bench
-from oases.bench.svm_fits import contestants, recovered, reweighted, synthetic
 from oases.errors import UsageError
-from oases.svm.penalties import Penalty
+from oases_bench.svm import DESIGNS, SvmBenchConfig, run_svm_bench
+from oases_bench.svm_fits import contestants, recovered, reweighted, synthetic
+from oases_svm.penalties import Penalty
 
 
 def test_ours_is_at_or_below_reweighted_programmes():

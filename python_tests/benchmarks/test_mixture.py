@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.mixture import BENCHMARK, LOADS, MixtureBenchConfig, run_mixture_bench, shown
-from oases.bench.harness import Ranks
-from oases.cli.bench import script
 from oases.errors import UsageError
 from oases.terminal import console
+from oases_bench.command_line import script
+from oases_bench.harness import Ranks
 
 SMALL = MixtureBenchConfig(
     layers=1, hidden=32, heads=2, sequence=32, batch=4, experts=4, expert_hidden=64, skew=1.0, warmup=1, iterations=2

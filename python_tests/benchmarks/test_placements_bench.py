@@ -28,9 +28,9 @@ from benchmarks.placements import (
     run_placements_bench,
     summary,
 )
-from oases.cli.bench import script
 from oases.errors import UsageError
 from oases.moe.traces import Recorder, generate
+from oases_bench.command_line import script
 
 SMALL = PlacementsBenchConfig(devices="4", generated=4, tokens=64, optimum=2, optimum_seconds=20.0)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.recomputation import RecomputationBenchConfig, run_recomputation_bench
-from oases.bench.harness import Ranks
 from oases.errors import UsageError
+from oases_bench.harness import Ranks
 
 SMALL = RecomputationBenchConfig(
     hidden=64, layers=16, sequence=64, micro_batches=4, kept_layers=1, flops=1e10, iterations=1,

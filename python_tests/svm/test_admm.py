@@ -8,9 +8,9 @@ pytest.importorskip("sklearn")
 from scipy import sparse
 from svm_data import breast_cancer, drawn
 
-from oases.svm import NonconvexSVC, factor
-from oases.svm.design import Design
-from oases.svm.factor import DenseMatrix, NormalEquations, SparseMatrix
+from oases_svm import NonconvexSVC, factor
+from oases_svm.design import Design
+from oases_svm.factor import DenseMatrix, NormalEquations, SparseMatrix
 
 
 @pytest.mark.parametrize(("n", "d"), [(40, 15), (15, 40)])

@@ -15,7 +15,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from svm_data import breast_cancer, drawn, objective, violation
 
 from oases.svm import NonconvexSVC, NonconvexSVCCV
-from oases.svm.penalties import THETAS, Penalty
+from oases_svm.penalties import THETAS, Penalty
 
 NAMES = tuple(THETAS)
 
@@ -46,6 +46,8 @@ def test_it_needs_no_torch():
         "x = np.random.default_rng(0).standard_normal((20, 3))\n"
         "oases.svm.NonconvexSVC().fit(x, x[:, 0] > 0)\n"
         "import oases\nassert oases.svm.NonconvexSVC is oases.svm.estimator.NonconvexSVC\n"
+        "import pickle\n"
+        "assert pickle.loads(b'coases.svm.estimator\\nNonconvexSVC\\n.') is oases.svm.NonconvexSVC\n"
         "assert not [name for name in sys.modules if name.startswith(('torch', 'matplotlib'))]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from oases.svm.penalties import THETAS, Penalty
+from oases_svm.penalties import THETAS, Penalty
 
 POINTS = 100_000
 

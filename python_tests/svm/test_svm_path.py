@@ -8,7 +8,7 @@ pytest.importorskip("sklearn")
 from svm_data import breast_cancer, drawn
 
 from oases.svm import NonconvexSVC, NonconvexSVCCV, plot_path, svc_path
-from oases.svm.penalties import THETAS
+from oases_svm.penalties import THETAS
 
 
 @pytest.mark.parametrize("name", THETAS)

@@ -8,7 +8,7 @@ pytest.importorskip("sklearn")
 from scipy.optimize import linprog
 
 from oases import _svm
-from oases.svm.vertex import Budget, Vertex
+from oases_svm.vertex import Budget, Vertex
 
 
 @pytest.mark.parametrize("seed", range(40))

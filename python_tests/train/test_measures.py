@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
-from oases.bench.pipeline import PipelineBenchConfig, _Contestant
 from oases.errors import UsageError
 from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan, Segment, Stage
@@ -22,6 +21,7 @@ from oases.simulator.peaks import peak_flops
 from oases.train.config import config_for
 from oases.train.meter import Meter, StepParts
 from oases.train.metrics import Peak, StepReport
+from oases_bench.pipeline import PipelineBenchConfig, _Contestant
 
 MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
 BATCH, STEPS, PEAK = 16, 4, 1e9

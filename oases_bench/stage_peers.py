@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from oases.bench.harness import timed_step
-from oases.bench.stages import timed_block
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank
-from oases.models.timed import TimedBlock
 from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan
 from oases.simulator.hardware import Hardware
+from oases_bench.harness import timed_step
+from oases_bench.stages import timed_block
+from oases_bench.timed import TimedBlock
 
 PEERS = ("torch",)
 """With all three kinds of parallelism."""

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from rich.console import RenderableType
 
-from oases.bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, worst
-from oases.bench.sparse_modes import Contestant, parse_modes
-from oases.bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload, Workload, write_words
 from oases.errors import UsageError
 from oases.kernels.sparse import bitmap_unpack
 from oases.sparse.gradient import DenseRows
 from oases.sparse.sketch import Sketch
 from oases.terminal import percent, progress, table
 from oases.train.config import option
+from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, worst
+from oases_bench.sparse_modes import Contestant, parse_modes
+from oases_bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload, Workload, write_words
 
 WARM_UP = 4
 """Steps before those that count: buckets are built anew after the first, and PowerSGD starts with the third."""

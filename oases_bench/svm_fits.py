@@ -13,11 +13,11 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
-from oases.bench.svm import DESIGNS, LARGE
-from oases.svm.design import Design
-from oases.svm.estimator import NonconvexSVC
-from oases.svm.path import svc_path
-from oases.svm.penalties import THETAS, Penalty
+from oases_bench.svm import DESIGNS, LARGE
+from oases_svm.design import Design
+from oases_svm.estimator import NonconvexSVC
+from oases_svm.path import svc_path
+from oases_svm.penalties import THETAS, Penalty
 
 STRENGTHS = 20
 """Of each contestant on a recovery design."""

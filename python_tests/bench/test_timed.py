@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from oases import OverlappedStack
 from oases.execution.executor import Context
-from oases.models import TimedBlock, TimedSeconds
 from oases.schedule import GENERATORS
+from oases_bench.timed import TimedBlock, TimedSeconds
 
 BLOCKS, BATCH = 3, 4
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
-from oases.bench.harness import BenchConfig, Benchmark, Result
 from oases.errors import UsageError
 from oases.terminal import progress, table
 from oases.train.sizes import option
+from oases_bench.harness import BenchConfig, Benchmark, Result
 
 PENALTIES = ("scad", "mcp", "lsp", "capped_l1", "l1")
 DESIGNS = ("independent", "correlated", "blocks", "unbalanced", "noisy")
@@ -50,8 +50,8 @@ class SvmBenchConfig(BenchConfig):
 
 def _objectives(config: SvmBenchConfig) -> Iterator[tuple[str, str, Any, Any]]:
     """Data and penalties of part one."""
-    from oases.bench import svm_fits as fits
-    from oases.svm.penalties import Penalty
+    from oases_bench import svm_fits as fits
+    from oases_svm.penalties import Penalty
 
     cancer, lam = fits.breast_cancer()
     wide = fits.synthetic("independent", config.seed, rows=225, columns=1000)
@@ -62,8 +62,8 @@ def _objectives(config: SvmBenchConfig) -> Iterator[tuple[str, str, Any, Any]]:
 
 def run_svm_bench(config: SvmBenchConfig, shows: bool = True) -> Result:
     """Everything the configuration asks for."""
-    from oases.bench import svm_fits as fits  # it needs scikit-learn
-    from oases.svm.penalties import Penalty
+    from oases_bench import svm_fits as fits  # it needs scikit-learn
+    from oases_svm.penalties import Penalty
 
     names = config.listed("penalties", PENALTIES)
     contestants, missing = fits.contestants(names)

@@ -19,8 +19,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import RenderableType
 
-from oases.bench.harness import BenchConfig, Benchmark, Ranks
-from oases.bench.overlap import OverlapBenchConfig, run_overlap_bench
 from oases.errors import UsageError
 from oases.kernels import permute
 from oases.kernels.norm import bias_dropout_residual_norm
@@ -29,6 +27,8 @@ from oases.launch.ranks import RankOptions, run_ranks
 from oases.terminal import console
 from oases.testbed import Backend
 from oases.train.config import option
+from oases_bench.harness import BenchConfig, Benchmark, Ranks
+from oases_bench.overlap import OverlapBenchConfig, run_overlap_bench
 
 Result = dict[str, Any]
 GPT_1B3: dict[str, Any] = {

@@ -10,13 +10,13 @@ import numpy as np
 from scipy.optimize import linprog
 from sklearn.base import BaseEstimator
 
-from oases.svm.design import Design
-from oases.svm.estimator import MAX_ITER
-from oases.svm.penalties import Floats, Penalty
-from oases.svm.polish import Point, Polish, improved, lower, multipliers_at_zero, point_at_zero
-from oases.svm.problems import Problems
-from oases.svm.solver import Solution, certified
-from oases.svm.vertex import Budget
+from oases_svm.design import Design
+from oases_svm.estimator import MAX_ITER
+from oases_svm.penalties import Floats, Penalty
+from oases_svm.polish import Point, Polish, improved, lower, multipliers_at_zero, point_at_zero
+from oases_svm.problems import Problems
+from oases_svm.solver import Solution, certified
+from oases_svm.vertex import Budget
 
 _COLUMNS = 10
 _SMALL_CONVEX, _SMALL_SEARCHED, _SEARCHED = 1e9, 5e8, 0.3

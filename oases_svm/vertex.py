@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from oases import _svm
-from oases.svm.penalties import Floats
+from oases_svm.penalties import Floats
 
 _TIES = 1e-8
 _WITHOUT_PAUSE = 1e9

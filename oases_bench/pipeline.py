@@ -14,18 +14,18 @@ import torch.distributed as dist
 from rich.console import RenderableType
 from torch import Tensor, nn
 
-from oases.bench.harness import BenchConfig, Benchmark, Ranks, Result, agreed, interleave, over
-from oases.bench.stage_peers import PIPELINE_PEERS, TorchPipeline, parse_peers, stage_of_blocks
-from oases.bench.stages import StageSteps, stages_table
 from oases.errors import UsageError
 from oases.execution.executor import Context
-from oases.models.timed import TimedBlock, TimedSeconds
 from oases.parallel import OverlappedStack
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
 from oases.schedule import Recompute, Schedule, ScheduleError, generate_pipeline
 from oases.simulator import simulate
 from oases.train.config import option
+from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, agreed, interleave, over
+from oases_bench.stage_peers import PIPELINE_PEERS, TorchPipeline, parse_peers, stage_of_blocks
+from oases_bench.stages import StageSteps, stages_table
+from oases_bench.timed import TimedBlock, TimedSeconds
 
 _REFERENCE = "one_f_one_b"
 _BACKWARD = 2.0

@@ -26,7 +26,7 @@ from oases.profile.config import DTYPES
 from oases.train.config import require_bytes
 
 if TYPE_CHECKING:
-    from oases.bench.overlap import OverlapBenchConfig
+    from oases_bench.overlap import OverlapBenchConfig
 
 
 class UneditedLayers:

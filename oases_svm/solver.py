@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import sparse
 
-from oases.svm.admm import Admm, least_scale
-from oases.svm.design import Design
-from oases.svm.factor import DenseMatrix, Matrix, SparseMatrix
-from oases.svm.penalties import Floats, Penalty
-from oases.svm.polish import Point, Polish, improved, lower, multipliers_at_zero, zero_is_stationary
-from oases.svm.vertex import Budget
+from oases_svm.admm import Admm, least_scale
+from oases_svm.design import Design
+from oases_svm.factor import DenseMatrix, Matrix, SparseMatrix
+from oases_svm.penalties import Floats, Penalty
+from oases_svm.polish import Point, Polish, improved, lower, multipliers_at_zero, zero_is_stationary
+from oases_svm.vertex import Budget
 
 _INSIDE = 1e-9
 """Of c_i: a multiplier nearer to 0 or c_i than that is there."""

@@ -10,9 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import RenderableType
 
-from oases.bench.harness import BenchConfig, Benchmark, Ranks, Result, agreed, first_rank, milliseconds, off
-from oases.bench.layers import UneditedLayers, of_model
-from oases.bench.peers import make_peer, parse_peers, require_peer
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.plans.shape import KINDS, ModelShape
@@ -26,6 +23,9 @@ from oases.simulator.hardware_file import read_hardware
 from oases.simulator.timeline import Timeline
 from oases.terminal import percent, progress, table
 from oases.train.config import option
+from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, agreed, first_rank, milliseconds, off
+from oases_bench.layers import UneditedLayers, of_model
+from oases_bench.peers import make_peer, parse_peers, require_peer
 
 
 @dataclass(frozen=True)

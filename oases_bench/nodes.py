@@ -14,9 +14,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 import torch.distributed as dist
 from rich.console import RenderableType
 
-from oases.bench.harness import Benchmark, Ranks, Result, agreed, first_rank, interleave, over
-from oases.bench.stage_peers import PEERS, StagePeer, parse_peers
-from oases.bench.stages import EmulatedConfig, PlannedSteps, stages_table
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.parallel.mesh import Mesh
@@ -34,6 +31,9 @@ from oases.simulator.program import replicated
 from oases.simulator.timeline import Timeline
 from oases.terminal import progress
 from oases.train.config import option
+from oases_bench.harness import Benchmark, Ranks, Result, agreed, first_rank, interleave, over
+from oases_bench.stage_peers import PEERS, StagePeer, parse_peers
+from oases_bench.stages import EmulatedConfig, PlannedSteps, stages_table
 
 AXES = ("data", "pipeline", "tensor")
 _REFERENCE = "one_f_one_b/sync"

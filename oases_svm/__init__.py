@@ -8,9 +8,9 @@ try:
 except ImportError as error:
     raise ImportError("oases.svm needs scikit-learn; install it with: pip install 'oases[svm]'") from error
 
-from oases.svm.cross_validation import NonconvexSVCCV
-from oases.svm.estimator import NonconvexSVC
-from oases.svm.path import Path, plot_path, svc_path
-from oases.svm.penalties import Penalty
+from oases_svm.cross_validation import NonconvexSVCCV
+from oases_svm.estimator import NonconvexSVC
+from oases_svm.path import Path, plot_path, svc_path
+from oases_svm.penalties import Penalty
 
 __all__ = ["NonconvexSVC", "NonconvexSVCCV", "Path", "Penalty", "plot_path", "svc_path"]

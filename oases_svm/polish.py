@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from oases.svm.design import Design
-from oases.svm.penalties import Floats, Penalty
-from oases.svm.vertex import Budget, Vertex
+from oases_svm.design import Design
+from oases_svm.penalties import Floats, Penalty
+from oases_svm.vertex import Budget, Vertex
 
 ALL_COLUMNS = 200
 """Columns up to which all of them are worked on from the start."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oases.svm.factor import Matrix, NormalEquations
-from oases.svm.penalties import Floats, Penalty
-from oases.svm.vertex import Budget
+from oases_svm.factor import Matrix, NormalEquations
+from oases_svm.penalties import Floats, Penalty
+from oases_svm.vertex import Budget
 
 RHO1, RHO2 = 1.0, 3.0
 _RELAXED = 1.6

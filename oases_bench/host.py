@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 import oases
 from oases.autotp.parallelization import parallelize
-from oases.bench.harness import BenchConfig, Benchmark, Result
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.launch.ranks import RankOptions, run_ranks
@@ -38,6 +37,7 @@ from oases.parallel.batch import BlockInputs
 from oases.terminal import progress, table
 from oases.testbed import Backend
 from oases.train.config import option, settings
+from oases_bench.harness import BenchConfig, Benchmark, Result
 
 DEGREE = 2
 HEADS = 2

@@ -12,8 +12,8 @@ import numpy as np
 from scipy import linalg, sparse
 from scipy.sparse.linalg import LinearOperator, cg
 
-from oases.svm.design import Design
-from oases.svm.penalties import Floats
+from oases_svm.design import Design
+from oases_svm.penalties import Floats
 
 FACTORISED = 3000
 """Rows or columns of sparse data up to which a dense factor is made."""

@@ -11,9 +11,9 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.extmath import safe_sparse_dot
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from oases.svm.penalties import Penalty
-from oases.svm.problems import Problems
-from oases.svm.solver import Solution, solve, solve_plainly
+from oases_svm.penalties import Penalty
+from oases_svm.problems import Problems
+from oases_svm.solver import Solution, solve, solve_plainly
 
 MAX_ITER = 1_000_000
 
@@ -94,7 +94,7 @@ class NonconvexSVC(LinearClassifier):
     intercept_ : [1] or [classes]
     classes_ : the labels, sorted
     objective_ : the minimum found; one for each class where there are more than two
-    primal_residual_, dual_residual_ : see `oases.svm.solver.residuals`; the largest of all problems
+    primal_residual_, dual_residual_ : see `oases_svm.solver.residuals`; the largest of all problems
     multipliers_ : [1 or classes, n], of the rows, which prove that the point is stationary
     n_iter_ : steps taken; the largest number of all problems
     """
@@ -144,7 +144,7 @@ class NonconvexSVC(LinearClassifier):
         if self.process_group is not None:
             if not self.polish:
                 raise ValueError("polish=False is not known to a process group; leave out process_group")
-            from oases.svm.consensus import Ranks
+            from oases_svm.consensus import Ranks
 
             ranks = Ranks(self.process_group)
             explore = ranks.explore

@@ -10,10 +10,10 @@ from sklearn.model_selection import check_cv
 from sklearn.utils import indexable
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
-from oases.svm.estimator import MAX_ITER, LinearClassifier, check_steps
-from oases.svm.path import Path, grid, path_of
-from oases.svm.penalties import Penalty
-from oases.svm.problems import Problems
+from oases_svm.estimator import MAX_ITER, LinearClassifier, check_steps
+from oases_svm.path import Path, grid, path_of
+from oases_svm.penalties import Penalty
+from oases_svm.problems import Problems
 
 
 class NonconvexSVCCV(LinearClassifier):

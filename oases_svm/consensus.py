@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from oases.svm.admm import RHO1, RHO2, least_scale
-from oases.svm.design import Design, moments_from, spread_about
-from oases.svm.factor import DenseMatrix, NormalEquations
-from oases.svm.penalties import Floats, Penalty
-from oases.svm.polish import Polish
+from oases_svm.admm import RHO1, RHO2, least_scale
+from oases_svm.design import Design, moments_from, spread_about
+from oases_svm.factor import DenseMatrix, NormalEquations
+from oases_svm.penalties import Floats, Penalty
+from oases_svm.polish import Polish
 
 _STEPS = 200
 _CHECKED = 10
@@ -57,7 +57,7 @@ class Ranks:
         return np.unique(np.concatenate(self._objects(labels)))
 
     def explore(self, polish: Polish, penalty: Penalty) -> Floats:
-        """ADMM by consensus over the columns worked on; `oases.svm.solver.Explore`."""
+        """ADMM by consensus over the columns worked on; `oases_svm.solver.Explore`."""
         design = polish.design
         assert isinstance(design, SharedDesign)
         columns = polish.columns

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from oases.svm.penalties import Floats
+from oases_svm.penalties import Floats
 
 _CONSTANT = 1e-10
 """Of a column's largest entry: a spread below it is rounding, and the column constant."""

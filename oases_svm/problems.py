@@ -11,8 +11,8 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
-from oases.svm.design import Design
-from oases.svm.penalties import Floats
+from oases_svm.design import Design
+from oases_svm.penalties import Floats
 
 _SORTED = 2_000_000
 """Entries up to which the rows are sorted."""
@@ -22,7 +22,7 @@ _BLOCK = 256
 class Problems:
     """The rows that count (of a weight above 0), their classes and weights, which sum to 1.
 
-    ranks: of a process group, each of which has some of the rows; `oases.svm.consensus.Ranks`.
+    ranks: of a process group, each of which has some of the rows; `oases_svm.consensus.Ranks`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Problems:
             if self._ranks is None:
                 design = Design(self._x, labels, self._weights, self._intercept, self._moments, self._keys)
             else:
-                from oases.svm.consensus import SharedDesign
+                from oases_svm.consensus import SharedDesign
 
                 design = SharedDesign(self._x, labels, self._weights, self._intercept, self._ranks, self._moments)
             self._moments = design.moments

@@ -17,7 +17,7 @@ from oases.errors import UsageError
 from oases.train.data import Corpus, TextCorpus
 
 if TYPE_CHECKING:
-    from oases.bench.sparse import SparseBenchConfig
+    from oases_bench.sparse import SparseBenchConfig
 
 Batch = tuple[Tensor, ...]
 """What a model takes; it returns the loss."""

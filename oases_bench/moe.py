@@ -1,9 +1,7 @@
 """Steps of blocks of experts under every way of placing them, beside what their costs say, with skewed and even load.
 
-Compute is emulated by waits in proportion to the tokens (`models.timed_experts`), so more ranks than cores can run;
+Compute is emulated by waits in proportion to the tokens (`oases_bench.timed`), so more ranks than cores can run;
 tokens, parameters and gradients are sent. The link is measured first; the planner is told that, and the waits.
-
-For more ranks than cores, as `oases.models.timed`: what is computed takes no core, what is sent is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +18,21 @@ import torch.distributed as dist
 from rich.console import RenderableType
 from torch import Tensor, nn
 
-from oases.bench.harness import (
+from oases.errors import UsageError
+from oases.execution.group import scheduler_of
+from oases.kernels.permute import histogram
+from oases.moe.costs import Costs
+from oases.moe.experts import ExpertWeights
+from oases.moe.layer import OverlappedMoE
+from oases.moe.loads import CONTESTANTS, METHODS, Contestant, rb
+from oases.moe.measure import handling_seconds
+from oases.moe.placement import Integers, described, homes
+from oases.moe.router import Router, Routing
+from oases.moe.stack import ExpertStack
+from oases.moe.traces import generate
+from oases.terminal import progress, table
+from oases.train.config import option, settings
+from oases_bench.harness import (
     BenchConfig,
     Benchmark,
     Ranks,
@@ -33,21 +45,7 @@ from oases.bench.harness import (
     timed_step,
     times,
 )
-from oases.errors import UsageError
-from oases.execution.group import scheduler_of
-from oases.kernels.permute import histogram
-from oases.models.timed import sleep_until
-from oases.moe.costs import Costs
-from oases.moe.experts import ExpertWeights
-from oases.moe.layer import OverlappedMoE
-from oases.moe.loads import CONTESTANTS, METHODS, Contestant, rb
-from oases.moe.measure import handling_seconds
-from oases.moe.placement import Integers, described, homes
-from oases.moe.router import Router, Routing
-from oases.moe.stack import ExpertStack
-from oases.moe.traces import generate
-from oases.terminal import progress, table
-from oases.train.config import option, settings
+from oases_bench.timed import sleep_until
 
 
 class ForcedRouter(Router):

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.bench.harness import BenchConfig, Result, gathered, milliseconds, off, timed_step, times
 from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, group_size
-from oases.models.timed import TimedBlock, TimedSeconds
 from oases.parallel.average import GradientAverage
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import Messages
@@ -32,6 +30,8 @@ from oases.simulator.links import LinkModel
 from oases.simulator.timeline import Timeline
 from oases.terminal import percent, table
 from oases.train.config import option
+from oases_bench.harness import BenchConfig, Result, gathered, milliseconds, off, timed_step, times
+from oases_bench.timed import TimedBlock, TimedSeconds
 
 
 @dataclass(frozen=True)

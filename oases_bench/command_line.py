@@ -1,0 +1,81 @@
+"""Command lines of benchmarks: those of `oases bench`, and those of a file of its own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from oases.cli.options import (
+    Parser,
+    add_options,
+    add_ranks,
+    behind_link,
+    command,
+    configured,
+    fail,
+    rank_options,
+    require_writable,
+    speaks,
+    write_json,
+)
+from oases.errors import UsageError
+from oases.launch.ranks import run_ranks
+from oases.schedule import ScheduleError
+from oases.terminal import console
+from oases_bench.harness import Benchmark, Ranks
+
+BENCHMARKS = ("overlap", "host", "pipeline", "nodes", "moe", "sparse", "svm", "gpu")
+"""Modules of oases_bench, each with its BENCHMARK, in the order of the help."""
+
+
+def add(benches: Any) -> None:
+    """Add every benchmark to the subcommands of `oases bench`."""
+    for name in BENCHMARKS:
+        benchmark: Benchmark = importlib.import_module(f"oases_bench.{name}").BENCHMARK
+        _add_benchmark(command(benches, name, benchmark.help), benchmark, None)
+
+
+def script(benchmark: Benchmark, path: str) -> None:
+    """Be the command line of a benchmark that is a file of its own, `python PATH`."""
+    parser = Parser(prog=f"python {path}", description=benchmark.help + ".")
+    parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
+    _add_benchmark(parser, benchmark, path)
+    given = sys.argv[1:]
+    try:
+        options = parser.parse_args(given)
+        require_writable("--json", options.json)
+        options.run(options, given)
+    except (UsageError, ScheduleError) as error:
+        fail(str(error))
+
+
+def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark, path: str | None) -> None:
+    add_options(parser, benchmark.config, only_given=True)
+    if benchmark.size is not None:
+        add_ranks(parser, link=None, tp=benchmark.size)
+    parser.set_defaults(run=lambda options, given: _run(benchmark, options, given, path), nodes=benchmark.nodes)
+
+
+def _run(benchmark: Benchmark, options: argparse.Namespace, given: Sequence[str], path: str | None) -> None:
+    """Run a benchmark, on ranks behind the link asked for if it has any, and show its result."""
+    config = configured(type(benchmark.config), options)
+    for name in ("html", "report"):
+        require_writable(f"--{name}", getattr(config, name, None))
+    if benchmark.size is None:
+        result = benchmark.run(config.prepared(Ranks(1)), True)
+    else:
+        ranks = Ranks(options.tp, options.nodes, options.link, options.backend, frozenset(vars(options)))
+        config = config.prepared(ranks)
+        joined = behind_link(options, given, script=path)
+        console.print(config.described().format(options.tp, joined), soft_wrap=True)
+        of = rank_options(options, getattr(config, "device", "cpu"))
+        result = run_ranks(benchmark.run, (config, ranks, True), of)
+        if not speaks():
+            return
+        result["config"] |= {"link": options.link, "nodes": options.nodes}
+    for each in benchmark.shown(result):
+        console.print(each, soft_wrap=isinstance(each, str))
+    write_json(options.json, result)
