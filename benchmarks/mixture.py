@@ -34,10 +34,10 @@ from oases.bench.harness import (
 from oases.cli.bench import script
 from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPT
-from oases.moe.loads import METHODS, rb
 from oases.moe.placement import homes
 from oases.terminal import progress, table
 from oases.train.config import TrainConfig, option
+from oases.train.loads import METHODS, rb
 from oases.train.trainer import Trainer
 
 LOADS = ("natural", "forced", "even")

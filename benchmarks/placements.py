@@ -21,12 +21,12 @@ from oases.bench.harness import BenchConfig, Benchmark, Result
 from oases.cli.bench import script
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.loads import METHODS, rb
 from oases.moe.optimum import Programme, WholeProgramme
 from oases.moe.placement import Integers, Placement, plan
 from oases.moe.traces import generate, replay
 from oases.terminal import percent, progress, table
 from oases.train.config import option
+from oases.train.loads import METHODS, rb
 
 CONCENTRATIONS = (0.05, 0.2, 0.5, 2.0, 10.0)
 """Of the generated gates: from a few experts that take all to almost even ones."""
@@ -164,7 +164,7 @@ class Outcome:
         return self.placements[method].predicted_seconds / self.placements[other].predicted_seconds
 
     def rb(self, method: str) -> float:
-        """As `oases.moe.loads.rb`."""
+        """As `oases.train.loads.rb`."""
         return rb(*(self.placements[each].balance_degree for each in ("none", method)))
 
 

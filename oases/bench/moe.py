@@ -40,7 +40,6 @@ from oases.models.timed import sleep_until
 from oases.moe.costs import Costs
 from oases.moe.experts import ExpertWeights
 from oases.moe.layer import OverlappedMoE
-from oases.moe.loads import CONTESTANTS, METHODS, Contestant, rb
 from oases.moe.measure import handling_seconds
 from oases.moe.placement import Integers, described, homes
 from oases.moe.router import Router, Routing
@@ -48,6 +47,7 @@ from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
 from oases.terminal import progress, table
 from oases.train.config import option, settings
+from oases.train.loads import CONTESTANTS, METHODS, Contestant, rb
 
 
 class ForcedRouter(Router):
