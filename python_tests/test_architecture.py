@@ -242,7 +242,10 @@ def loading_torch(modules: Modules) -> list[str]:
 
 
 def too_small(modules: Modules) -> list[str]:
-    """Modules of few lines with a single importer that are no listed algorithm with a source."""
+    """Modules of few lines with a single importer that are no listed algorithm with a source.
+
+    What only its package's root imports is a public part of the package, and stays.
+    """
     importers: dict[str, set[str]] = {}
     for name, module in modules.items():
         for _, target, _ in module.imports:
@@ -253,7 +256,7 @@ def too_small(modules: Modules) -> list[str]:
         if module.path in ALGORITHMS:
             if not re.search(r"arXiv \d{4}\.\d{4,5}|\b(19|20)\d\d\)", module.docstring):
                 found.append(f"{module.path}: is listed as an algorithm; cite its paper in the docstring")
-        elif module.lines < FEW_LINES and len(users) == 1 and not module.path.endswith("__init__.py"):
+        elif module.lines < FEW_LINES and len(users) == 1 and users != {name.rpartition(".")[0]}:
             found.append(f"{module.path}: {module.lines} lines for {users.pop()} alone; merge it into that")
     return found
 
