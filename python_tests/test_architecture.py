@@ -256,7 +256,9 @@ def too_small(modules: Modules) -> list[str]:
         if module.path in ALGORITHMS:
             if not re.search(r"arXiv \d{4}\.\d{4,5}|\b(19|20)\d\d\)", module.docstring):
                 found.append(f"{module.path}: is listed as an algorithm; cite its paper in the docstring")
-        elif module.lines < FEW_LINES and len(users) == 1 and users != {name.rpartition(".")[0]}:
+        elif module.path.endswith("__init__.py") or users == {name.rpartition(".")[0]}:
+            continue
+        elif module.lines < FEW_LINES and len(users) == 1:
             found.append(f"{module.path}: {module.lines} lines for {users.pop()} alone; merge it into that")
     return found
 
