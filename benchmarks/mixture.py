@@ -21,10 +21,10 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPT
-from oases.moe.loads import METHODS, rb
 from oases.moe.placement import homes
 from oases.terminal import progress, table
 from oases.train.config import TrainConfig, option
+from oases.train.loads import METHODS, rb
 from oases.train.trainer import Trainer
 from oases_bench.command_line import script
 from oases_bench.harness import (

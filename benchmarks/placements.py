@@ -19,7 +19,6 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.loads import METHODS, rb
 from oases.moe.optimum import Programme, WholeProgramme
 from oases.moe.placement import Integers, Placement, plan
 from oases.moe.traces import generate, replay
@@ -164,7 +163,7 @@ class Outcome:
         return self.placements[method].predicted_seconds / self.placements[other].predicted_seconds
 
     def rb(self, method: str) -> float:
-        """As `oases.moe.loads.rb`."""
+        """As `oases.train.loads.rb`."""
         return rb(*(self.placements[each].balance_degree for each in ("none", method)))
 
 

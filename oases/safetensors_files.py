@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from oases.autotp.holdings import Index
 from oases.errors import UsageError
 
+Index = tuple[slice, ...]
+"""A part of a tensor: of each dimension, from where to where."""
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 """The names that transformers gives a model's one file, and the index of its several."""
 

@@ -24,7 +24,6 @@ from oases.kernels.permute import histogram
 from oases.moe.costs import Costs
 from oases.moe.experts import ExpertWeights
 from oases.moe.layer import OverlappedMoE
-from oases.moe.loads import CONTESTANTS, METHODS, Contestant, rb
 from oases.moe.measure import handling_seconds
 from oases.moe.placement import Integers, described, homes
 from oases.moe.router import Router, Routing
@@ -32,6 +31,7 @@ from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
 from oases.terminal import progress, table
 from oases.train.config import option, settings
+from oases.train.loads import CONTESTANTS, METHODS, Contestant, rb
 from oases_bench.harness import (
     BenchConfig,
     Benchmark,

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_of, group_rank, group_size
 from oases.parallel.sharding import Cut, cuts, holders
-
-Index = tuple[slice, ...]
+from oases.safetensors_files import Index
 
 BLOCK_BYTES = 512 << 10
 """Tensors travel in blocks of rows of about so many bytes, so that none is ever whole on its way.

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.autotp.gathering import is_pretrained, materialize_buffers, wire_device
-from oases.autotp.holdings import Holding, Index, holdings, together
+from oases.autotp.holdings import Holding, holdings, together
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
-from oases.safetensors_files import Stored, configuration, stored_tensors
+from oases.safetensors_files import Index, Stored, configuration, stored_tensors
 
 
 def named_as(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:

@@ -12,7 +12,7 @@ from oases.cli.options import add_options, command, configured, require_writable
 
 def add(commands: Any) -> None:
     """Add it to the command line."""
-    from oases.moe.loads import LoadsConfig
+    from oases.train.loads import LoadsConfig
 
     loads = command(
         commands, "loads", "compare placements of experts over loads that oases train --record-loads wrote"
@@ -24,8 +24,8 @@ def add(commands: Any) -> None:
 
 
 def _loads(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.moe.loads import HEADER, LoadsConfig, compared, table_rows, write_loads
     from oases.terminal import console, table
+    from oases.train.loads import HEADER, LoadsConfig, compared, table_rows, write_loads
 
     require_writable("--html", options.html)
     result = compared(options.trace, configured(LoadsConfig, options))

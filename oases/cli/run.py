@@ -209,7 +209,7 @@ def _balance_text(found: dict[str, float]) -> str:
 
 def _export(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console
-    from oases.train.checkpoint.export import export
+    from oases.train.checkpoint.files import export
 
     require_writable("file", options.file)
     shapes = export(options.checkpoint, options.file)

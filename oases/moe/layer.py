@@ -40,11 +40,10 @@ from oases.moe.dispatch import (
     exchange_counts,
     start_combine,
 )
-from oases.moe.experts import Experts, ExpertWeights, compute
+from oases.moe.experts import Experts, ExpertWeights, SharedExpert, compute
 from oases.moe.measure import measured
 from oases.moe.recomputation import Pass, Setting, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
-from oases.moe.shared import SharedExpert
 from oases.moe.shares import bounds, share, shared_over, summed, whole
 from oases.moe.steps import METHODS, Step, Steps
 from oases.moe.traces import Recorder

@@ -24,7 +24,7 @@ from oases.plans.plan import Plan
 from oases.train.checkpoint import files as checkpoint
 from oases.train.checkpoint import integrity
 from oases.train.checkpoint.agreement import SaveError
-from oases.train.checkpoint.export import export
+from oases.train.checkpoint.files import export
 from oases.train.checkpoint.record import FORMAT, Record
 from oases.train.config import config_for
 from oases.train.plan import Run

@@ -14,7 +14,7 @@ from oases.errors import UsageError
 from oases.moe.traces import replay
 from oases.plans.check import check
 from oases.plans.plan import Experts, Plan, Segment, Stage
-from oases.train.checkpoint.export import export
+from oases.train.checkpoint.files import export
 from oases.train.config import config_for
 from oases.train.plan import Run, by_hand, degrees_over, ranks_of
 from oases.train.sizes import Degrees

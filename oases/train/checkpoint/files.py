@@ -2,7 +2,8 @@
 
 Shards are wrapped as DTensors for the time of saving and loading, which is what lets a checkpoint of one
 tensor-parallel degree be read by another. A checkpoint is written aside, with a checksum of every file, and takes its
-place by a rename once it is whole. Only folders that are checkpoints themselves are ever replaced.
+place by a rename once it is whole. Only folders that are checkpoints themselves are ever replaced. `export` makes one
+file of safetensors of it.
 What of torch is for checkpoints alone takes half a second to import, so that is done by who saves or loads one.
 """
 
@@ -19,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import oases.train.checkpoint.retention as retention
 from oases.errors import UsageError
 from oases.execution.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.fsdp import laid_out, local, mesh_of, units_of
 from oases.parallel.sharding import holders, sharded_parameters
+from oases.safetensors_files import write_header
 from oases.train.checkpoint.agreement import SaveError, everywhere
 from oases.train.checkpoint.integrity import checksums, fault_of, write_checksums
 from oases.train.checkpoint.record import RECORD, Record, is_checkpoint
@@ -33,6 +36,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 State = dict[str, Any]
 """What this rank holds of a checkpoint: tensors and DTensors by name."""
+
+_WEIGHTS = "model."
+"""Before the names of the model's weights in a checkpoint."""
 
 
 def require_replaceable(path: str | Path) -> Path:
@@ -187,11 +193,11 @@ def _state(
     for name, parameter in model.named_parameters():
         weight, moments = weight_of(optimizer, parameter), _moments_of(optimizer, parameter)
         if weight is not None:
-            found[f"model.{name}"] = whole(weight, parameter)
+            found[_WEIGHTS + name] = whole(weight, parameter)
         # A sharded optimizer keeps those of this parameter on another rank, which writes them.
         found |= {f"optimizer.{name}.{kind}": whole(moment, parameter) for kind, moment in moments.items()}
     for name, buffer in _buffers(model):  # the same on all ranks
-        found[f"model.{name}"] = copied(buffer.detach())
+        found[_WEIGHTS + name] = copied(buffer.detach())
     if optimizer is not None:
         for name, generator in _generators(model).items():
             found[_random(name, group_rank(group))] = generator.get_state()
@@ -260,3 +266,45 @@ def _sync(folder: Path) -> None:
 def _barrier(group: ProcessGroup | None) -> None:
     if group_size(group) > 1:
         dist.barrier(group=group)
+
+
+def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...]]:
+    """Write a checkpoint's weights to `file`, replacing it; return their shapes by name.
+
+    checkpoint: one, written by ranks of any degrees, or a folder of them for the newest. One process does it, tensor
+    by tensor, so the largest one is what it needs memory for. The file appears when it is whole. UsageError for a
+    checkpoint that is none, is broken or is of a newer format, and for a file that cannot be written.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    path, file = Path(checkpoint), Path(file)
+    if not is_checkpoint(path):
+        path = next(iter(retention.checkpoints(path)), path)
+    Record.read(path)
+    fault = fault_of(path, None)
+    if fault:
+        raise UsageError(f"checkpoint {str(path)!r} is broken: {fault}; take another")
+    stored = {
+        name.removeprefix(_WEIGHTS): kept
+        for name, kept in FileSystemReader(path).read_metadata().state_dict_metadata.items()
+        if name.startswith(_WEIGHTS) and isinstance(kept, TensorStorageMetadata)
+    }
+    header = {name: (kept.properties.dtype, tuple(kept.size)) for name, kept in stored.items()}
+    aside = file.with_name(f".{file.name}.part")
+    try:
+        with aside.open("wb") as out:
+            begins = write_header(out, header)
+            for name, (dtype, shape) in header.items():
+                tensor = torch.empty(shape, dtype=dtype)
+                dcp.load({_WEIGHTS + name: tensor}, checkpoint_id=path, no_dist=True)
+                out.seek(begins[name])
+                out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            out.flush()
+            os.fsync(out.fileno())
+        aside.rename(file)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UsageError(f"{str(file)!r} cannot be written: {error.strerror}; give another path") from error
+    return {name: shape for name, (_, shape) in header.items()}

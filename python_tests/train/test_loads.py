@@ -7,9 +7,9 @@ import pytest
 
 from oases.cli import main
 from oases.errors import UsageError
-from oases.moe.loads import LoadsConfig, compared, course, read_loads
 from oases.moe.placement import described, plan
 from oases.moe.traces import Recorder, generate
+from oases.train.loads import LoadsConfig, compared, course, read_loads
 
 CONFIG = LoadsConfig(hidden=64, token_us=50.0)
 
