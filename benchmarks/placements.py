@@ -24,6 +24,7 @@ from oases.moe.placement import Integers, Placement, plan
 from oases.moe.traces import generate, replay
 from oases.terminal import percent, progress, table
 from oases.train.config import option
+from oases.train.loads import METHODS, rb
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
