@@ -7,9 +7,6 @@ begun: they change at the first forward pass of a training step, whatever its nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,25 +20,10 @@ from oases.moe.dispatch import RoutingError
 MOST_OPEN = 64
 """Forward passes that wait for their backward passes; of more, the oldest are taken to have none."""
 
-_asked: ContextVar[bool] = ContextVar("oases_moe_recomputing", default=False)
-
-
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """Calls of layers inside are recomputations. For schedules that recompute outside of a backward pass.
-
-    Inside of a backward pass, where torch.utils.checkpoint recomputes, layers notice by themselves.
-    """
-    token = _asked.set(True)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
-
 
 def is_recomputation() -> bool:
-    """Whether a layer that is called now computes again what it has computed."""
-    return _asked.get() or torch._C._current_graph_task_id() != -1
+    """Whether a layer that is called now recomputes: inside of a backward pass, as torch.utils.checkpoint does."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True, eq=False)
