@@ -9,7 +9,8 @@ from oases.errors import UsageError
 from oases_bench.harness import Ranks
 from oases_bench.pipeline import PipelineBenchConfig, run_pipeline_bench
 
-SMALL = PipelineBenchConfig(micro_batches=4, forward_ms=1.0, hidden=4, sequence=4, iterations=1)
+# Activations are large enough to be seen beside the fixed size of a timed weight.
+SMALL = PipelineBenchConfig(micro_batches=4, forward_ms=1.0, hidden=64, sequence=64, iterations=1)
 
 
 def test_every_pipeline_has_its_row(four_ranks):
