@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -84,7 +85,7 @@ def timed_block(hardware: Hardware, model: ModelShape, number: int, group: Proce
     return TimedBlock(seconds, num_parameters=model.block_parameters(kind, tp))
 
 
-class StageSteps:
+class StageSteps(ABC):
     """Steps of a pipeline on this rank, timed, with the time that it computed.
 
     stack: its blocks. messages: between the stages; None where there is one.
@@ -97,9 +98,9 @@ class StageSteps:
         self.busy: list[float] = []
         self._run = StageRun(pipeline, mesh.stage, messages)
 
+    @abstractmethod
     def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
         """A micro-batch through a part; the last part's loss is a mean."""
-        raise NotImplementedError
 
     def averaging(self) -> AbstractContextManager[Any]:
         """Around the last backward pass: the sums of gradients over replicas."""

@@ -168,7 +168,7 @@ class Delivered(Protocol):
 
     num_blocks: int
     output: Tensor | None
-    """Of the forward pass, on its way to the exit."""
+    """The result of the forward pass, on its way to the exit."""
 
     def forward(self) -> Tensor:
         """Run the forward pass; its output."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -40,7 +41,7 @@ class Step:
         self.is_start = op.kind in STARTS
 
 
-class Program:
+class Program(ABC):
     """The steps of a schedule for one stack: made once, run in every call.
 
     label: of the stack, in errors and statistics. layer_of: each block's layer, for the statistics; None where a
@@ -60,13 +61,13 @@ class Program:
         self.backward = tuple(steps[op] for op in schedule.backward)
         self.ends = self.ends_of(self.backward)
 
+    @abstractmethod
     def makes_gradients(self, op: Op) -> Iterable[int]:
         """The blocks of whose gradients an op makes some."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reads(self, op: Op) -> Iterable[int]:
         """The blocks whose parameters an op reads."""
-        raise NotImplementedError
 
     def ends_of(self, backward: Sequence[Step]) -> list[int]:
         """By block, where in a backward pass its gradients are whole, the collective that follows started."""
@@ -78,7 +79,7 @@ class Program:
 
 
 Handlers = Mapping[str, Callable[[Step], None]]
-"""What each op does, by `Step.key`."""
+"""The work of each op, by `Step.key`."""
 
 
 class Splittable(Protocol):

@@ -102,9 +102,9 @@ class ExpertBlocks:
         return {
             "N": self._do_N, "E": self._do_E, "P": self._do_P, "RN": self._again, "RE": self._again,
             "BN": self._do_BN, "BE": self._do_BE,
-            "all_to_all N": self._send_N, "wait N": self._wait_N, "all_to_all E": self._send_E,
-            "wait E": self._wait_E, "all_to_all BN": self._send_BN, "wait BN": self._wait_BN,
-            "all_to_all BE": self._send_BE, "wait BE": self._wait_BE,
+            "all_to_all N": self._send_N, "wait N": self._wait_dispatch, "all_to_all E": self._send_E,
+            "wait E": self._wait_combine, "all_to_all BN": self._send_BN, "wait BN": self._wait_combine,
+            "all_to_all BE": self._send_BE, "wait BE": self._wait_dispatch,
             "share": self._share, "wait share": _arrives_later, "join": self._join, "wait join": self._wait_join,
             "split": self._split, "wait split": _arrives_later, "return": self._return,
             "wait return": self._wait_return,
@@ -335,7 +335,7 @@ class ExpertBlocks:
         if not self._program.schedule.copies:
             self._whole(b)
 
-    # --- tokens ---
+    # --- tokens: dispatched behind N and combined behind E, their gradients the other way ---
 
     def _send_N(self, step: Step) -> None:  # noqa: N802
         state, name = self._states[step.block], self._layers[step.block].name
@@ -343,19 +343,11 @@ class ExpertBlocks:
         state.dispatch = AllToAll(self._group, state.plan.sent, state.plan.received, f"dispatch of {name}")
         _send(state, state.dispatch)
 
-    def _wait_N(self, step: Step) -> None:  # noqa: N802
-        state = self._states[step.block]
-        _receive(state, state.dispatch)
-
     def _send_E(self, step: Step) -> None:  # noqa: N802
         state, name = self._states[step.block], self._layers[step.block].name
         assert state.plan is not None
         state.combine = AllToAll(self._group, state.plan.received, state.plan.sent, f"combine of {name}")
         _send(state, state.combine)
-
-    def _wait_E(self, step: Step) -> None:  # noqa: N802
-        state = self._states[step.block]
-        _receive(state, state.combine)
 
     def _send_BN(self, step: Step) -> None:  # noqa: N802
         state = self._states[step.block - 1]
@@ -365,17 +357,18 @@ class ExpertBlocks:
             )
         _send(state, state.combine, back=True)
 
-    def _wait_BN(self, step: Step) -> None:  # noqa: N802
-        state = self._states[step.block - 1]
-        _receive(state, state.combine)
-
     def _send_BE(self, step: Step) -> None:  # noqa: N802
         state = self._states[step.block]
         _send(state, state.dispatch, back=True)
 
-    def _wait_BE(self, step: Step) -> None:  # noqa: N802
+    def _wait_dispatch(self, step: Step) -> None:
         state = self._states[step.block]
         _receive(state, state.dispatch)
+
+    def _wait_combine(self, step: Step) -> None:
+        # BN b sends the gradients of what the block before made.
+        state = self._states[step.block - (step.op.of == "BN")]
+        _receive(state, state.combine)
 
 
 def _arrives_later(step: Step) -> None:

@@ -95,7 +95,7 @@ class SubBatches:
         return Extent(first, self.sizes[s])
 
     def extent_between(self, s: int) -> Extent:
-        """What this rank's tensors of sub-batch `s` hold between the blocks."""
+        """The extent of this rank's tensors of sub-batch `s` between the blocks."""
         rank, size = self.tokens.rank, self.tokens.size
         if size == 1:
             return self.extent(s)
@@ -104,7 +104,7 @@ class SubBatches:
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What one block's methods get in one call, after their own arguments: `partial(x, *values)`.
+    """Further arguments of one block's methods in one call, after their own: `partial(x, *values)`.
 
     values: tensors, None or any other object. Tensors that require grad get gradients; those inside of other objects
     do not. per_sample: for each value, whether it is a tensor [batch, ...] that is cut into sub-batches as the

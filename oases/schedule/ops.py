@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Unit = Literal["block", "experts", "stage"]
-"""What a list schedules: tensor-parallel blocks, blocks of experts, or the stages of a pipeline."""
+"""The unit of a list: tensor-parallel blocks, blocks of experts, or the stages of a pipeline."""
 Compute = Literal["F", "C", "R", "RC", "BC", "B", "W", "N", "E", "P", "RN", "RE", "BN", "BE"]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 Transfer = Literal["share", "join", "split", "return"]

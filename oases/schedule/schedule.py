@@ -196,7 +196,7 @@ def passes_of(ops: Sequence[Op]) -> Iterator[Pass]:
 
 @dataclass(frozen=True)
 class StageReading:
-    """What a planner reads off the passes of one pipeline stage.
+    """Properties of one pipeline stage, read off its passes by the planner.
 
     early: (part, micro-batch) that the stage recomputes ahead of its backward pass, before the gradient is there.
     in_flight: most micro-batches, of any of its parts, between the forward and the backward pass. weights_waiting:
