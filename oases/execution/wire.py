@@ -28,7 +28,7 @@ class Scheduler(Protocol):
         """Return once the ticket's result may be used."""
 
 
-class Silence:
+class NullScheduler:
     """A scheduler that sends nothing: what computes alone, for a group of one and for benchmarks.
 
     pretends: let the stack make all the buffers of sums that would be sent, those of replicated gradients too, for a

@@ -17,7 +17,7 @@ from oases.execution.executor import Context
 from oases.execution.failure import Watch
 from oases.execution.group import ProcessGroup, group_size
 from oases.execution.piece import BlockParameters, Leaves
-from oases.execution.wire import Scheduler, Silence
+from oases.execution.wire import NullScheduler, Scheduler
 from oases.parallel.autotune import Tuning
 from oases.parallel.blocks import BlockProgram, Blocks
 from oases.parallel.fsdp import Gathers, Unit
@@ -123,7 +123,7 @@ class StackCall(Call):
             replicated = self._summed(above) if above < self.num_blocks else []
             shares, whole = self._blocks.gradients_of(block)
             held = [number for number in parameters.replicated if shares[number] is not None]
-            if held and not (isinstance(self._scheduler, Silence) and not self._scheduler.pretends):
+            if held and not (isinstance(self._scheduler, NullScheduler) and not self._scheduler.pretends):
                 flat = torch.cat([shares[number].flatten() for number in held])  # type: ignore[union-attr]
                 label = f"replicated gradients of block {block}"
                 self._pending = (self._scheduler.all_reduce(flat, label), flat, held)

@@ -18,7 +18,7 @@ from oases.execution.call import deliver
 from oases.execution.executor import Context
 from oases.execution.failure import Watch, watch_of
 from oases.execution.group import HoldsGroup, ProcessGroup, refuse_capture, resolve
-from oases.execution.wire import Scheduler, Silence, Wire
+from oases.execution.wire import NullScheduler, Scheduler, Wire
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
 from oases.parallel.batch import BlockInputs, Inputs, SubBatches, Tokens, differentiable, refuse_mixing
 from oases.parallel.blocks import BlockProgram, Blocks
@@ -211,7 +211,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         tuning = self._tuning(x, given) if self._tunings is not None else None
         if tuning is not None:
             self.schedule = tuning.current
-        scheduler: Scheduler = Silence()
+        scheduler: Scheduler = NullScheduler()
         if self.tensor_parallel > 1:
             scheduler = OverlapScheduler.of(self._group_name)
         if self.require_overlap and (tuning is None or tuning.choice is not None):
@@ -317,7 +317,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         inputs: Sequence[BlockInputs] = (),
         context: Context | None = None,
     ) -> Tensor:
-        """Forward with collectives by `scheduler`; `Silence()` measures the compute alone.
+        """Forward with collectives by `scheduler`; `NullScheduler()` measures the compute alone.
 
         tuning: takes the time of this call's forward and backward pass. inputs, context: as for `forward`.
         """
