@@ -64,7 +64,7 @@ def stack_memory(name: str, recompute: str) -> StepMemory:
     for _ in range(2):  # the first step prepares what stays
         stack.zero_grad()
         memory = measure_memory(
-            lambda: stack.run(x, NullScheduler(pretends=True)), lambda output: output.backward(grad), CPU
+            lambda: stack.run(x, NullScheduler(allocate_buffers=True)), lambda output: output.backward(grad), CPU
         )
     return memory
 

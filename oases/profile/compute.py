@@ -115,7 +115,9 @@ class BlockBench:
         dist.barrier()
         wall, own = time.perf_counter(), time.thread_time()
         marks = [self._mark()]
-        output: Tensor = self.stack.run(x, NullScheduler(pretends=True), context=Context(spans, self.clock.mark))
+        output: Tensor = self.stack.run(
+            x, NullScheduler(allocate_buffers=True), context=Context(spans, self.clock.mark)
+        )
         marks.append(self._mark())
         output.backward(self.grad[:samples])
         marks.append(self._mark())

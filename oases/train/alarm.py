@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch
 
-from oases.execution.failure import Failure, Watch, is_out_of_memory, lost_a_rank, watch_of
+from oases.execution.failure import Failure, FailureMonitor, is_out_of_memory, lost_a_rank, monitor_of
 from oases.execution.group import ProcessGroup, group_size, scheduler_of
 from oases.train.checkpoint.agreement import SaveError
 from oases.train.guard import LossError
@@ -33,7 +33,7 @@ class Alarm:
 
     def __init__(self, groups: Iterable[ProcessGroup | None], device: torch.device) -> None:
         together = [group for group in groups if group is not None and group_size(group) > 1]
-        self._watches = [watch_of(group, scheduler_of(group), device) for group in together]
+        self._watches = [monitor_of(group, scheduler_of(group), device) for group in together]
         self._entered: list[list[int]] = []
         self.doing = ""
         """What errors say was being done."""
@@ -59,11 +59,11 @@ class Alarm:
         silent = [watch for watch, count in pairs if watch.scheduler.failures == count]
         for watch in silent:  # all of them before it waits for any
             cause = f"{type(error).__name__}: {first_line}"
-            watch.tell(Failure(watch.rank, self.doing, cause, "", is_out_of_memory(error)))
+            watch.report_failure(Failure(watch.rank, self.doing, cause, "", is_out_of_memory(error)))
         for watch in silent:
             watch.scheduler.acknowledge()
 
-    def _heard(self, watch: Watch) -> bool:
+    def _heard(self, watch: FailureMonitor) -> bool:
         """Whether a rank has said, or says soon, that it failed."""
         end = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < end:
