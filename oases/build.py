@@ -1,4 +1,4 @@
-"""What the extension was built with: torch's version, and CUDA kernels for which architectures or none."""
+"""Build information of the extension: torch's version, and the CUDA architectures of its kernels."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class BuildInfo(TypedDict):
 
 
 def build_info() -> BuildInfo:
-    """What `oases._C` says of its own build."""
-    import torch  # noqa: F401  (the extension finds torch's libraries only once torch is loaded)
+    """Build information of `oases._C`."""
+    import torch  # noqa: F401  (the extension needs torch's libraries loaded)
 
     import oases._C as _C
 
@@ -25,7 +25,7 @@ def build_info() -> BuildInfo:
 
 
 def described() -> str:
-    """The build in one line: "torch 2.13.0+cpu; CUDA kernels: sm_80 sm_90 by nvcc 13.0", or "...: none"."""
+    """Build in one line: "torch 2.13.0+cpu; CUDA kernels: sm_80 sm_90 by nvcc 13.0", or "...: none"."""
     info = build_info()
     kernels = f"{' '.join(info['architectures'])} by nvcc {info['nvcc']}" if info["cuda"] else "none"
     return f"torch {info['torch']}; CUDA kernels: {kernels}"

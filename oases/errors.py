@@ -1,19 +1,19 @@
-"""Errors that a user can mend. The command line prints them without a traceback and exits with 2."""
+"""User errors. The command line prints them without a traceback and exits with code 2."""
 
 SAVED_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: start the same run again, and it goes on."""
+"""Exit code (EX_TEMPFAIL of sysexits.h) of a run that saved its state; start it again to resume."""
 
 
 class UsageError(ValueError):
-    """Something the user gave cannot work; the message names the value and the remedy."""
+    """Error for invalid input; the message names the value and the remedy."""
 
 
 class OverlapError(RuntimeError):
-    """Overlap was required and did not happen; the message says why."""
+    """Error for required overlap that did not happen; the message gives the reason."""
 
 
 class SavedExit(SystemExit):
-    """A run that was told to end has saved its state and ends, with SAVED_EXIT_CODE, on every rank."""
+    """Exit of a run that was asked to stop and saved its state, with SAVED_EXIT_CODE on every rank."""
 
     def __init__(self, message: str) -> None:
         super().__init__(SAVED_EXIT_CODE)

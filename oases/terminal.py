@@ -1,4 +1,4 @@
-"""The terminal: its console, progress bars on long work, tables, shares in per cent."""
+"""Terminal output (rich): console, progress bars, tables and percentages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ console = Console(highlight=False, markup=False)  # paths may hold brackets
 if not console.is_terminal:
     console = Console(
         highlight=False, markup=False, width=110
-    )  # a log has no width of its own; 80 would cut the tables
+    )  # logs have no width; 80 columns would truncate tables
 
-console.quiet = os.environ.get("RANK", "0") != "0"  # under torchrun every rank runs the command; one speaks
+console.quiet = os.environ.get("RANK", "0") != "0"  # under torchrun every rank runs the command, but only one prints
 
 
 class _WithNote(Progress):
-    """A bar with a note of its own line below."""
+    """Progress bar with a note on a line below it."""
 
     note = ""
 
@@ -44,10 +44,10 @@ class _WithNote(Progress):
 def progress(
     what: str, total: int, visible: bool = True, *, done_before: int = 0, every: int = 0, below: bool = False
 ) -> Iterator[Callable[..., None]]:
-    """A bar over `total` steps. Yields advance(done, note=""); where no terminal is, ten lines instead.
+    """Progress bar over `total` steps. Yields advance(done, note=""). Without a terminal, prints ten lines instead.
 
-    done_before: steps that count, and took none of the time. every: steps from line to line where no terminal is; 0:
-    ten in all. below: the note stands on a line of its own below the bar.
+    done_before: steps already done, which took no time here. every: steps between lines without a terminal; 0 for
+    ten lines in all. below: show the note on a line below the bar.
     """
     if not visible:
         yield lambda done, note="": None
@@ -84,13 +84,13 @@ def progress(
 
 
 def percent(share: float | None) -> str:
-    """A share as "93 %"; "-" for None."""
+    """Format a fraction as "93 %"; "-" for None."""
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A spinner and the seconds since while work of unknown length goes on; where no terminal is, one line."""
+    """Spinner with elapsed seconds during work of unknown length; without a terminal, one line."""
     if not console.is_terminal:
         console.print(f"{what} ...", soft_wrap=True)
         yield
@@ -108,7 +108,7 @@ def table(
     title: str | None = None,
     below: str = "",
 ) -> Table:
-    """A table of results. words: how many of the first columns hold words; the others' numbers stand right."""
+    """Table of results. words: number of leading text columns; the others are right-aligned numbers."""
     made = Table(title=title, title_justify="left", caption=below or None)
     for place, name in enumerate(columns):
         made.add_column(name, justify="left" if place < words else "right", no_wrap=place < words and place == 0)

@@ -262,7 +262,7 @@ LISTS = [
 ]
 
 
-NAMED = ("op ", "header", "is missing", "stages", "at least", "joint", "whole")
+NAMED = ("op ", "header", "is missing", "stages", "at least", "joint", "does not split the batch", "is complete")
 
 
 def refused(schedule):
