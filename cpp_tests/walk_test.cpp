@@ -1,4 +1,4 @@
-// The walk from vertex to vertex against the minimum over a grid, and against itself begun elsewhere.
+// The simplex walk against the minimum over a grid, and against itself from other starts.
 #include "svm/walk.h"
 
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ double objective(const Problem& problem, const std::vector<double>& tau, const s
   return sum;
 }
 
-// By elimination, row after row.
+// Gaussian elimination.
 std::vector<double> inverse_of(const Walk& walk) {
   const int64_t k = walk.size();
   std::vector<double> left(k * k), right(k * k);
@@ -101,7 +101,7 @@ TEST(WalkTest, ColumnsAddedOnTheWayLeadToTheSameMinimum) {
     ASSERT_TRUE(minimised(grown, tau));
     if (m == 3) grown.add(problem.columns.data() + 3 * 60, 37);
   }
-  EXPECT_GT(grown.size(), 16);  // more than there was room for at first
+  EXPECT_GT(grown.size(), 16);  // exceeds the initial capacity
   EXPECT_NEAR(objective(problem, tau, grown.coefficients()), objective(problem, tau, whole.coefficients()),
               1e-12);
 }

@@ -10,20 +10,20 @@ namespace oases::experts {
 namespace {
 
 constexpr double kNothing = 1e-12;
-// How far above the mean a device may stay, as shares of how far the busiest is.
+// How far above the mean a device may stay, as fractions of the busiest device's excess.
 constexpr double kLevels[] = {0.01, 0.05, 0.15, 0.3, 0.5, 0.75};
-// Copies in vain until a pass gives up, and how much slower than the best one may be whose routes are
-// improved.
+// Unsuccessful replicas until a pass stops, and the maximum slowdown over the best of a
+// placement that is refined.
 constexpr int kPatience = 8;
 constexpr double kNear = 1.15;
-// What a search may do, in devices that are looked at, and further ones by the devices there are; and what
-// the start of a refinement takes of it. In a small case much is left for placements that are disturbed.
+// Search budget in devices examined, plus a term per device, and the share for the start of a refinement.
+// Small cases leave much of it for perturbed placements.
 constexpr int64_t kAllWork = 20000, kFurtherWork = 1200000, kStart = 500;
-// How much worse than the best a placement may be that is disturbed next, at the beginning.
+// Maximum slowdown over the best of a placement that is perturbed next, initially.
 constexpr double kWorse = 0.01;
-// How many placements are refined.
+// Number of placements that are refined.
 constexpr size_t kRefined = 3;
-// Seconds for which experts may be under way, in those of one expert.
+// Maximum transfer time, in transfers of one expert.
 constexpr double kUnderWay[] = {1, 1.5, 2, 3, 4.5};
 
 using Weights = std::vector<std::pair<int64_t, int64_t>>;  // (tokens, expert)
@@ -48,7 +48,7 @@ class Search {
     const Layer start = best_;
     replicate(start);
     shadow(start);
-    // Copies may be under way for as long as they are hidden, or longer.
+    // Transfers may take as long as they are hidden, or longer.
     Layer one = start;
     one.copy(0, devices_ - 1);
     const double unit = one.moving();
@@ -64,8 +64,8 @@ class Search {
   }
 
  private:
-  // The paper's loop: relieve the busiest device until it is as the others, and keep the best on the way.
-  // longest: seconds for which experts may be under way.
+  // The paper's loop: relieve the busiest device until it is like the others, and keep the best placement
+  // seen. longest: maximum seconds of transfers.
   void relieve_all(Layer layer, double longest) {
     double least = layer.seconds();
     int in_vain = 0;
@@ -90,7 +90,7 @@ class Search {
     finish(layer);
   }
 
-  // One more copy of one of the device's experts, the heaviest that can be.
+  // Adds a replica of one of the device's experts, the heaviest possible.
   bool relieve(Layer& layer, int64_t device, double level, double longest) {
     const int64_t mine = experts_ / devices_;
     Weights weights;
@@ -102,7 +102,7 @@ class Search {
     return false;
   }
 
-  // A copy where it takes most off the device. Its own tokens a device need not receive.
+  // Adds a replica where it relieves the device most. A device need not receive its own tokens.
   bool relieve_of(Layer& layer, int64_t expert, int64_t tokens, int64_t device, double level,
                   double longest) {
     const double compute = layer.compute_seconds(), wire = layer.wire_seconds();
@@ -135,7 +135,7 @@ class Search {
     return true;
   }
 
-  // The heaviest experts to all devices, as many as pay; then what is left uneven is relieved.
+  // Replicates the heaviest experts on all devices, as many as pay; then relieves what is still uneven.
   void shadow(const Layer& start) {
     Weights weights = loads(start);
     Layer layer = start;
@@ -154,7 +154,7 @@ class Search {
         relieve_all(further[further.size() - back], std::numeric_limits<double>::infinity());
   }
 
-  // As EPLB does: see oases/moe/eplb.py, which this follows to the last tie.
+  // EPLB's placement; follows oases/moe/eplb.py including its ties.
   void replicate(const Layer& start) {
     const int64_t mine = experts_ / devices_, slots = std::min(slots_, mine);
     std::vector<double> total(experts_), share(experts_), weight(devices_);
@@ -209,7 +209,7 @@ class Search {
     }
   }
 
-  // (tokens, device) of an expert, the most first.
+  // (tokens, device) of an expert, sorted descending.
   const Weights& sources(const Layer& layer, int64_t expert) {
     Weights& found = sources_[expert];
     if (found.empty()) {
@@ -228,7 +228,7 @@ class Search {
     return weights;
   }
 
-  // A placement of which more may be made.
+  // Adds a candidate placement.
   void finish(Layer& layer) {
     const double seconds = layer.seconds();
     if (work_ <= 0 || seconds > kNear * seconds_) return;
@@ -242,16 +242,15 @@ class Search {
     return keep(layer);
   }
 
-  // The best ones are refined, with further copies.
+  // Refines the best placements, with further replicas.
   void refine() {
     std::stable_sort(ends_.begin(), ends_.end(), [](auto& a, auto& b) { return a.first < b.first; });
     for (size_t end = 0; end < std::min(kRefined, ends_.size()) && work_ > 0; ++end)
       refine(ends_[end].second);
   }
 
-  // Copies and routes of the best are changed here and there, and what comes out is refined: small cases,
-  // which are the ones where a single route matters, have time for that. The numbers are the same on every
-  // rank.
+  // Perturbs replicas and routes of the best placement and refines the result: small cases, in which a single
+  // route matters, have time for it. Random numbers are equal on every rank.
   void disturb() {
     const int64_t mine = experts_ / devices_;
     uint64_t state = 1;
@@ -280,8 +279,7 @@ class Search {
     }
   }
 
-  // Take a copy away, the next one from a place in [E, D] on. Returns the device that had it, -1 where there
-  // is none.
+  // Removes a replica, the next one from a position in [E, D]. Returns the device that had it, or -1.
   int64_t take(Layer& layer, int64_t from) const {
     for (int64_t step = 0; step < experts_ * devices_; ++step) {
       const int64_t at = (from + step) % (experts_ * devices_), expert = at / devices_,
@@ -302,7 +300,7 @@ class Search {
     return found;
   }
 
-  // Take copies away that compute nothing, unless others then take longer to be sent.
+  // Removes replicas that compute nothing, unless the others' transfers then take longer.
   void prune() {
     for (int64_t expert = 0; expert < experts_; ++expert)
       for (const int32_t device : best_.holders(expert)) {
@@ -329,7 +327,7 @@ class Search {
   double seconds_;
   int64_t work_;
   std::vector<Weights> sources_;
-  std::vector<std::pair<double, Layer>> ends_;  // (seconds, placement) that passes came to
+  std::vector<std::pair<double, Layer>> ends_;  // (seconds, placement) found by passes
 };
 
 }  // namespace

@@ -72,7 +72,7 @@ def test_what_cannot_be_simulated(capsys, tmp_path):
     assert "leave out --cluster" in with_file(whole, "--cluster", "4x3090")
     assert "says what is computed again; leave it out" in with_file(whole, "--recompute", "full")
     experts = format_schedule(LISTS["experts"])
-    assert "line 1: it is for 3 blocks, but the model has 4" in with_file(experts, "--blocks", "4")
+    assert "line 1: it is for 3 blocks, but 4 are required" in with_file(experts, "--blocks", "4")
     assert "it is none or full" in fails(capsys, "simulate", "--schedule", "plain", "--recompute", "2")
     assert "--blocks must be at least 1" in fails(capsys, "simulate", "--schedule", "plain", "--blocks", "0")
     assert "'nosuch' is unknown; known are sync" in fails(capsys, "simulate", "--schedule", "nosuch")

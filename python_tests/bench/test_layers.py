@@ -127,7 +127,7 @@ def test_what_cannot_be_measured(tmp_path, data, given, options, message):
 
 
 def test_files_that_are_no_configuration(tmp_path):
-    with pytest.raises(UsageError, match=r"--model: .* is no file; give a config\.json"):
+    with pytest.raises(UsageError, match=r"--model: .* is not a file; give a config\.json"):
         of_model(replace(SMALL, model=str(tmp_path)), (), 2)
     with pytest.raises(UsageError, match="--beside-gpt runs the built-in GPT beside a model; give it with --model"):
         replace(SMALL, beside_gpt=True)

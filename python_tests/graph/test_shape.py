@@ -125,11 +125,11 @@ def test_training_a_gpt_by_it_is_refused():
             lambda: built(
                 "ViTForImageClassification", **{k: v for k, v in S.items() if k != "vocab_size"}, image_size=32
             ),
-            "no embedding of tokens",
+            "no token embedding",
         ),
         (
             lambda: built("AlbertForMaskedLM", **S, embedding_size=64),
-            "attentions",
+            "attention ops",
         ),
     ],
     ids=["t5", "vit", "albert"],
@@ -145,7 +145,7 @@ def test_unequal_layers_are_named():
     graph = trace(gpt2(), sequence=16)
     linear = next(node for node in graph.nodes if node.module == "transformer.h.1.mlp.c_fc")
     nodes = tuple(replace(node, flops=1) if node == linear else node for node in graph.nodes)
-    with pytest.raises(UsageError, match=r"layers transformer\.h\.0 and transformer\.h\.1 have other parameters"):
+    with pytest.raises(UsageError, match=r"layers transformer\.h\.0 and transformer\.h\.1 differ in parameters"):
         shape_of_graph(replace(graph, nodes=nodes))
 
 
@@ -167,7 +167,7 @@ def test_a_measured_profile_is_of_gpts():
         hardware, blocks=tuple(MeasuredBlock(kind, 64, 4, 16, "float32", 1, 1, times) for kind in KINDS)
     )
     assert measured.block_times(ModelShape(64, 2, 4, 16), "mlp", 1, 1) == times
-    with pytest.raises(UsageError, match="measured blocks of GPTs, and 'gpt' has blocks of other widths"):
+    with pytest.raises(UsageError, match="measured blocks of GPTs, but 'gpt' has other widths"):
         measured.block_times(ModelShape(64, 2, 4, 16, intermediate=160, gated=True), "mlp", 1, 1)
 
 

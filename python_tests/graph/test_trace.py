@@ -188,7 +188,7 @@ def test_a_number_taken_from_a_tensor_is_an_edge():
 
 
 def test_what_cannot_be_traced_is_refused_with_a_remedy():
-    with pytest.raises(UsageError, match=r"Picks cannot be traced: the size of what aten\.index makes"):
+    with pytest.raises(UsageError, match=r"Picks cannot be traced: the output size of aten\.index depends"):
         trace(Picks(), inputs=((torch.zeros(2),), {}))
     with pytest.raises(UsageError, match=r"Branches cannot be traced: its forward branches or loops with cond"):
         trace(Branches(), inputs=((torch.zeros(2),), {}))

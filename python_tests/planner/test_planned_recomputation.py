@@ -118,13 +118,13 @@ def test_segments_are_recomputed_from_the_first():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("some", "'some' is neither none, full, fits, merak:SHARE nor a number"),
-        ("", "'' is neither none"),
-        ("merak", "'merak' has no share; give one from 0 to 1, as merak:0.8"),
-        ("merak:x", "'merak:x' has no share"),
+        ("some", "'some' is not none, full, fits, merak:SHARE or a number"),
+        ("", "'' is not none"),
+        ("merak", "'merak' needs a share from 0 to 1, e.g. merak:0.8"),
+        ("merak:x", "'merak:x' needs a share"),
         ("merak:1.5", "share of layers must be from 0 to 1, got 1.5"),
         ("merak:nan", "share of layers must be from 0 to 1, got nan"),
-        ("-1", "'-1' is neither"),
+        ("-1", "'-1' is not none"),
     ],
 )
 def test_policies_that_are_none(text, message):

@@ -163,7 +163,7 @@ def test_a_pipeline_in_text_form_is_predicted_by_its_list(name):
     assert predictor.timeline(written, every_op=True).spans == predictor.timeline(named, every_op=True).spans
     assert "one_f_one_b" in written.text()
     assert Plan.from_json(written.to_json()) == written
-    with pytest.raises(UsageError, match=r"plan: pipeline: the list one_f_one_b is of . stages and 4 micro-batches"):
+    with pytest.raises(UsageError, match=r"plan: pipeline: the list one_f_one_b is for . stages and 4 micro-batches"):
         plan_of(*stages, **{**sizes, "micro_batches": 2}, pipeline=text)
     with pytest.raises(UsageError, match=r"plan: pipeline: op \d+ \(receive F"):
         plan_of(*stages, **sizes, pipeline=text.replace("send F 0.1\n", ""))

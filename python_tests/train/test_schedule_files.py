@@ -83,5 +83,5 @@ def test_a_file_for_other_sizes_is_refused(tmp_path):
         Run.of(dataclasses.replace(EXPERTS, expert_schedule=str(path)), 2)
     with pytest.raises(UsageError, match="is for a mixture of experts; give --experts N, too"):
         dataclasses.replace(CONFIG, schedule=str(path))
-    with pytest.raises(ScheduleError, match="is a list of blocks of experts"):
+    with pytest.raises(ScheduleError, match="is a schedule of blocks of experts"):
         Run.of(dataclasses.replace(CONFIG, pipeline_schedule=str(path)), 2)
