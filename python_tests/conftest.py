@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: other te
 
 import torch
 from at_hand import RanksAtHand
+from script_ranks import ScriptRanks
 
 from oases.testing import PRELOADED, RankPool
 
@@ -40,6 +41,13 @@ def two_ranks() -> Iterator[RankPool]:
 def four_ranks() -> Iterator[RankPool]:
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def script_ranks() -> Iterator[ScriptRanks]:
+    ranks = ScriptRanks(2)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture
