@@ -15,6 +15,7 @@ from oases.cli.options import (
     behind_link,
     command,
     configured,
+    prepare_ranks,
     rank_options,
     require_writable,
     speaks,
@@ -74,6 +75,7 @@ def add(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
+    prepare_ranks(options, "oases.cli.demo")
     from oases.cli import demo
     from oases.launch.ranks import run_ranks
     from oases.terminal import console
@@ -111,6 +113,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     if options.write_config:
         _write_config(options)
         return
+    prepare_ranks(options, "oases.train.trainer")
     run = _what_to_train(options)
     config, plan = run.config, run.plan
     corpus = run.corpus()
