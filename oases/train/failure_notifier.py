@@ -15,8 +15,8 @@ import torch
 
 from oases.execution.failure import Failure, Watch, is_out_of_memory, lost_a_rank, watch_of
 from oases.execution.group import ProcessGroup, group_size, scheduler_of
-from oases.train.checkpoint.agreement import SaveError
-from oases.train.guard import LossError
+from oases.train.checkpoint.coordination import SaveError
+from oases.train.step_check import LossError
 
 _ON_ALL = (LossError, SaveError)
 """Raised by decisions that all ranks take together."""
@@ -24,7 +24,7 @@ _PATIENCE_SECONDS = 3.0
 """Until the word of a rank that failed has come, where it closed what this rank waited for."""
 
 
-class Alarm:
+class FailureNotifier:
     """A context around what all ranks of a run do together; it can be entered again inside. All ranks make it.
 
     groups: those of this rank, that of all ranks first. device: where its tensors are. What is raised inside goes on;
@@ -35,12 +35,12 @@ class Alarm:
         together = [group for group in groups if group is not None and group_size(group) > 1]
         self._watches = [watch_of(group, scheduler_of(group), device) for group in together]
         self._entered: list[list[int]] = []
-        self.doing = ""
+        self.activity = ""
         """What errors say was being done."""
-        self.rung = False
+        self.failed = False
         """Whether something failed here or elsewhere since this was made."""
 
-    def __enter__(self) -> Alarm:
+    def __enter__(self) -> FailureNotifier:
         self._entered.append([watch.scheduler.failures for watch in self._watches])
         return self
 
@@ -50,7 +50,7 @@ class Alarm:
         before = self._entered.pop()
         if not isinstance(error, Exception) or isinstance(error, _ON_ALL) or not self._watches:
             return
-        self.rung = True
+        self.failed = True
         pairs = list(zip(self._watches, before, strict=True))
         told = any(watch.scheduler.failures != count for watch, count in pairs)
         if lost_a_rank(error) and not told and not self._heard(self._watches[0]):
@@ -59,7 +59,7 @@ class Alarm:
         silent = [watch for watch, count in pairs if watch.scheduler.failures == count]
         for watch in silent:  # all of them before it waits for any
             cause = f"{type(error).__name__}: {first_line}"
-            watch.tell(Failure(watch.rank, self.doing, cause, "", is_out_of_memory(error)))
+            watch.tell(Failure(watch.rank, self.activity, cause, "", is_out_of_memory(error)))
         for watch in silent:
             watch.scheduler.acknowledge()
 
