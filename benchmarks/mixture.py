@@ -21,7 +21,7 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPT
-from oases.moe.placement import homes
+from oases.moe.placement import owner_ranks
 from oases.terminal import progress, table
 from oases.train.config import TrainConfig, option
 from oases.train.load_replay import METHODS, rb
@@ -75,7 +75,7 @@ class MixtureBenchConfig(BenchConfig):
             raise UsageError(f"--skew must be at least 0, got {self.skew}")
         self.parse_list("methods", METHODS)
         self.parse_list("loads", LOADS)
-        homes(self.experts, ranks)
+        owner_ranks(self.experts, ranks)
         self.training("none").moe_gpt(self.seed)
 
     def training(self, placement: str) -> TrainConfig:

@@ -21,7 +21,7 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
-from oases.parallel.average import GradientAverage
+from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import PlannedStack
 from oases.planner.choose import rank_plans, seconds_of
@@ -115,10 +115,10 @@ class PlansBench:
         self.model = config.model()
         self.mesh = mesh
 
-    def runner(self, plan: Plan) -> tuple[Callable[[], None], GradientAverage]:
+    def runner(self, plan: Plan) -> tuple[Callable[[], None], GradientAverager]:
         """One optimizer step's forward and backward passes and sums of gradients, as a function, and the sums."""
         stack = PlannedStack(plan, self._block, self.mesh)
-        average = GradientAverage(stack.parts())
+        average = GradientAverager(stack.parts())
         samples = int(plan.samples(stack.first_degree))
         x = torch.ones(samples, self.model.sequence, self.model.hidden)
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.group import scheduler_of
 from oases.kernels.permute import histogram
+from oases.moe.cost_measurement import handling_seconds
 from oases.moe.costs import Costs
 from oases.moe.experts import ExpertWeights
 from oases.moe.layer import OverlappedMoE
-from oases.moe.measure import handling_seconds
-from oases.moe.placement import Integers, described, homes
+from oases.moe.placement import Integers, make_placement, owner_ranks
 from oases.moe.router import Router, Routing
 from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
@@ -179,7 +179,7 @@ class ExpertsBenchConfig(BenchConfig):
             )
         if self.top_k > self.experts:
             raise UsageError(f"--top-k {self.top_k} is more than the {self.experts} experts")
-        homes(self.experts, ranks)
+        owner_ranks(self.experts, ranks)
         self.contestants()
 
     def contestants(self) -> dict[str, PlacementMethod]:
@@ -252,7 +252,9 @@ class _Run:
         for block, costs, counts in zip(self.blocks, self.costs, loads, strict=True):
             done = block.experts.last
             assert done is not None
-            found = described(done.placement.method, counts, costs, (done.placement.routes, done.placement.copies))
+            found = make_placement(
+                done.placement.method, counts, costs, (done.placement.routes, done.placement.copies)
+            )
             layers += found.predicted_seconds + (1 + _BACKWARD) * costs.non_expert_seconds
             self.before.append(done.balance_degree_at_home)
             self.after.append(done.balance_degree)

@@ -18,7 +18,7 @@ from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.parallel import OverlappedStack
 from oases.parallel.mesh import Mesh
-from oases.parallel.messages import Messages
+from oases.parallel.messages import StageMessages
 from oases.schedule import Recompute, Schedule, ScheduleError, generate_pipeline
 from oases.simulator import simulate
 from oases.train.config import option
@@ -108,7 +108,7 @@ class _Contestant(StageSteps):
             for _ in range(pipeline.chunks)
         )
         parts = pipeline.num_stages * pipeline.chunks
-        self.messages = Messages(pipeline, mesh, [1] * (parts - 1))
+        self.messages = StageMessages(pipeline, mesh, [1] * (parts - 1))
         super().__init__(pipeline, mesh, self._stacks, self.messages)
 
     def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:

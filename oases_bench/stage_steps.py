@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, group_size
-from oases.parallel.average import GradientAverage
+from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.mesh import Mesh
-from oases.parallel.messages import Messages
-from oases.parallel.pipeline import StageRun
+from oases.parallel.messages import StageMessages
+from oases.parallel.pipeline import StageRunner
 from oases.parallel.planned_stack import PlannedStack
 from oases.plans.check import pipeline_of
 from oases.plans.plan import Plan
@@ -91,12 +91,12 @@ class StageSteps(ABC):
     stack: its blocks. messages: between the stages; None where there is one.
     """
 
-    def __init__(self, pipeline: Schedule, mesh: Mesh, stack: nn.Module, messages: Messages | None) -> None:
+    def __init__(self, pipeline: Schedule, mesh: Mesh, stack: nn.Module, messages: StageMessages | None) -> None:
         self.mesh, self.stack, self.stages = mesh, stack, pipeline.num_stages
         self.seconds: list[float] = []
         """Of the steps so far."""
         self.busy: list[float] = []
-        self._run = StageRun(pipeline, mesh.stage, messages)
+        self._run = StageRunner(pipeline, mesh.stage, messages)
 
     @abstractmethod
     def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
@@ -153,11 +153,11 @@ class PlannedSteps(StageSteps):
         self._stack = PlannedStack(plan, lambda number, group: timed_block(hardware, plan.model, number, group), mesh)
         samples = int(plan.samples(plan.stages[0].segments[0].tp))
         self._x = torch.ones(samples, plan.model.sequence, plan.model.hidden)
-        self._average = GradientAverage(self._stack.parts())
+        self._average = GradientAverager(self._stack.parts())
         pipeline, messages = pipeline_of(plan), None
         if len(plan.stages) > 1:
             degrees = [part.last_degree for part in plan.parts[:-1]]
-            messages = Messages(pipeline, mesh, degrees, split=split)
+            messages = StageMessages(pipeline, mesh, degrees, split=split)
         super().__init__(pipeline, mesh, self._stack, messages)
 
     def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 
 from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPTConfig
+from oases.moe.placement_state import METHODS
 from oases.moe.router import GATES
-from oases.moe.steps import METHODS
 from oases.plans.shape import Experts
 from oases.schedule import format_schedule, read_schedule
 from oases.schedule.experts import EXPERT_SCHEDULES

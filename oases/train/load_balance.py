@@ -13,7 +13,7 @@ import numpy as np
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank
 from oases.moe.layer import OverlappedMoE
-from oases.moe.placement import at_home, described
+from oases.moe.placement import make_placement, owner_only
 from oases.moe.traces import Recorder, replay
 from oases.train.checkpoint.coordination import all_gather_objects
 
@@ -67,8 +67,8 @@ class LoadBalance:
             self._counts[number] = self._counts.get(number, 0) + done.counts
             placed = done.placement
             if layer.costs is not None and placed.moved:
-                plain = described("none", done.counts, layer.costs, at_home(done.counts))
-                now = described(placed.method, done.counts, layer.costs, (placed.routes, placed.copies))
+                plain = make_placement("none", done.counts, layer.costs, owner_only(done.counts))
+                now = make_placement(placed.method, done.counts, layer.costs, (placed.routes, placed.copies))
                 saved = plain.predicted_seconds - now.predicted_seconds
             copies = sum(map(len, placed.copies))
             found = StepLoadBalance(done.balance_degree_at_home, done.balance_degree, copies, done.dropped, saved)

@@ -17,7 +17,7 @@ import numpy as np
 from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.forecast import Planner
-from oases.moe.placement import Integers, at_home, described
+from oases.moe.placement import Integers, make_placement, owner_only
 from oases.moe.traces import replay
 from oases.simulator.drawing import Section, draw_curves, draw_heat_map, write_page
 from oases.testbed.link import link_bytes_per_second
@@ -157,8 +157,8 @@ def replay_placement(loads: dict[int, dict[int, Integers]], config: LoadsConfig,
         before, after, copies, seconds = [], [], 0, 0.0
         for layer, counts in by_layer.items():
             planner = planners[layer]
-            held = at_home(counts) if planner.current is None else (planner.current.routes, planner.current.copies)
-            now = described(who.method, counts, costs, held)
+            held = owner_only(counts) if planner.current is None else (planner.current.routes, planner.current.copies)
+            now = make_placement(who.method, counts, costs, held)
             before.append(float(np.std(counts.reshape(counts.shape[1], -1).sum(1))))
             after.append(now.balance_degree)
             copies += sum(map(len, now.copies))

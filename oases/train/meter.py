@@ -23,7 +23,7 @@ import torch.distributed as dist
 from oases.execution.clock import Clock
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 from oases.parallel.collectives import all_gather_cut
-from oases.parallel.messages import Messages
+from oases.parallel.messages import StageMessages
 from oases.parallel.sharding import Cut
 
 AT_THE_END = frozenset({"loss", "tied table"})
@@ -63,7 +63,7 @@ class Meter:
         self,
         process_group: ProcessGroup | None,
         groups: Sequence[ProcessGroup | None],
-        messages: Messages | None,
+        messages: StageMessages | None,
         device: torch.device,
     ) -> None:
         self.process_group, self.messages, self.device = process_group, messages, device

@@ -13,12 +13,12 @@ from torch import Tensor
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, group_size
 from oases.models.gpt import Decoder
-from oases.parallel.average import GradientAverage
 from oases.parallel.collectives import all_reduce
-from oases.parallel.fsdp import ShardedAverage, local
+from oases.parallel.fsdp import ShardedGradientAverager, local
+from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.mesh import Mesh
-from oases.parallel.messages import Messages
-from oases.parallel.pipeline import Forward, StageRun
+from oases.parallel.messages import StageMessages
+from oases.parallel.pipeline import Forward, StageRunner
 from oases.plans.check import pipeline_of
 from oases.plans.plan import Plan
 
@@ -38,19 +38,19 @@ class PipelineStage:
     ) -> None:
         self.model, self.mesh, self.group, self._after_forward = model, mesh, group, after_forward
         pipeline = pipeline_of(plan)
-        self.messages: Messages | None = None
+        self.messages: StageMessages | None = None
         """To and from other stages; None where there is one."""
         if mesh.num_stages > 1:
             degrees = [part.last_degree for part in plan.parts[:-1]]
-            self.messages = Messages(pipeline, mesh, degrees, device=next(model.parameters()).device)
-        self.run = StageRun(pipeline, mesh.stage, self.messages)
+            self.messages = StageMessages(pipeline, mesh, degrees, device=next(model.parameters()).device)
+        self.run = StageRunner(pipeline, mesh.stage, self.messages)
 
-    def backward(self, batches: MicroBatches, average: GradientAverage | ShardedAverage) -> float:
+    def backward(self, batches: MicroBatches, average: GradientAverager | ShardedGradientAverager) -> float:
         """Forward and backward passes of a step; the loss of its batch. Gradients are those of the whole batch."""
         losses = self.run.run(self._forward(batches, len(batches)), average.overlapped())
         tied = self.model.tied
         if tied is not None and tied.grad is not None:  # after the average: both sums are of what is averaged
-            all_reduce(local(tied.grad), self.mesh.ends, "tied table")
+            all_reduce(local(tied.grad), self.mesh.embedding_group, "tied table")
         if self.mesh.num_stages == 1:
             return self._over_replicas(torch.stack(losses).sum())
         return self._everywhere(losses)

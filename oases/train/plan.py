@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from oases.errors import UsageError
-from oases.moe.assignment import homes
+from oases.moe.placement_data import owner_ranks
 from oases.plans.check import check
 from oases.plans.plan import AUTO, Plan, Segment, Stage, read_plan
 from oases.plans.shape import ModelShape
@@ -96,7 +96,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     degrees = resolve_degrees(config, ranks)
     config.require_degree(degrees.tensor)
     if config.experts:
-        homes(config.experts, ranks // degrees.pipeline)
+        owner_ranks(config.experts, ranks // degrees.pipeline)
     if config.sequence_parallel and (degrees.tensor == 1 or config.sequence % degrees.tensor):
         raise UsageError(
             f"a sequence of {config.sequence} cannot be cut over --tp {degrees.tensor}; leave out "

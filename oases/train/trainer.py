@@ -16,9 +16,9 @@ from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.models.gpt import GPT
 from oases.models.moe_gpt import MoEGPT
-from oases.parallel.average import GradientAverage
-from oases.parallel.fsdp import ShardedAverage
-from oases.parallel.gradients import clip_grad_norm
+from oases.parallel.fsdp import ShardedGradientAverager
+from oases.parallel.gradient_averaging import GradientAverager
+from oases.parallel.gradient_clipping import clip_grad_norm
 from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan
 from oases.reporting import Report, report
@@ -81,7 +81,7 @@ class Trainer:
             weight_decay=config.weight_decay,
             sharded=plan.zero,
         )
-        self.average: GradientAverage | ShardedAverage = shards or GradientAverage(self.model.parts())
+        self.average: GradientAverager | ShardedGradientAverager = shards or GradientAverager(self.model.parts())
         self.steps_done = 0
         self.updates = 0
         """Steps that changed the weights: all but those that were skipped."""

@@ -7,7 +7,7 @@ import pytest
 
 from oases.cli import main
 from oases.errors import UsageError
-from oases.moe.placement import described, plan
+from oases.moe.placement import make_placement, plan
 from oases.moe.traces import Recorder, generate
 from oases.train.load_replay import LoadsConfig, compare_placements, read_loads, replay_placement
 
@@ -34,7 +34,7 @@ def test_a_step_is_computed_with_what_was_planned_before_it(trace):
     after, copies = [], 0
     for layer in (0, 1):
         placed = plan(loads[0][layer], costs, method="faster_moe")
-        now = described("faster_moe", loads[1][layer], costs, (placed.routes, placed.copies))
+        now = make_placement("faster_moe", loads[1][layer], costs, (placed.routes, placed.copies))
         after.append(now.balance_degree)
         copies += sum(map(len, placed.copies))
     assert found.balance_after[1] == pytest.approx(np.mean(after))

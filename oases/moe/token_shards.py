@@ -17,7 +17,7 @@ from oases.execution.group import ProcessGroup, group_rank, group_size, schedule
 from oases.parallel.collectives import all_reduce
 
 
-def shared_over(tensor_group: ProcessGroup | None, group: ProcessGroup | None, name: str) -> bool:
+def experts_are_shared(tensor_group: ProcessGroup | None, group: ProcessGroup | None, name: str) -> bool:
     """Whether the ranks of the tensor-parallel group hold the same experts. UsageError where some do."""
     if group_size(tensor_group) == 1:
         return False
@@ -33,27 +33,27 @@ def shared_over(tensor_group: ProcessGroup | None, group: ProcessGroup | None, n
     return common == 1
 
 
-def bounds(tokens: int, group: ProcessGroup | None) -> tuple[int, int]:
+def shard_bounds(tokens: int, group: ProcessGroup | None) -> tuple[int, int]:
     """[first, last) of this rank's share of the tokens; shares differ by one at most."""
     rank, size = group_rank(group), group_size(group)
     return tokens * rank // size, tokens * (rank + 1) // size
 
 
-def share(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def shard_tokens(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """x: [T, ...], the same on all ranks -> this rank's share; its gradient is that of all shares."""
-    return x if group_size(group) == 1 else _Share.apply(x, group)
+    return x if group_size(group) == 1 else _ShardTokens.apply(x, group)
 
 
-def whole(x: Tensor, tokens: int, group: ProcessGroup | None) -> Tensor:
+def gather_tokens(x: Tensor, tokens: int, group: ProcessGroup | None) -> Tensor:
     """This rank's share -> the T `tokens` of all ranks, on each; the gradient is this rank's share of theirs."""
-    return x if group_size(group) == 1 else _Whole.apply(x, tokens, group)
+    return x if group_size(group) == 1 else _GatherTokens.apply(x, tokens, group)
 
 
-def summed(tensors: Sequence[Tensor], group: ProcessGroup | None, label: str) -> list[Tensor]:
+def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None, label: str) -> list[Tensor]:
     """The same tensors, whose gradients are summed over the group; for parameters that all ranks hold alike."""
     if group_size(group) == 1 or not tensors:
         return list(tensors)
-    return list(_Summed.apply(group, label, *tensors))
+    return list(_SumGradients.apply(group, label, *tensors))
 
 
 def _joined(part: Tensor, tokens: int, group: ProcessGroup, label: str) -> Tensor:
@@ -70,11 +70,11 @@ def _joined(part: Tensor, tokens: int, group: ProcessGroup, label: str) -> Tenso
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
 
-class _Share(torch.autograd.Function):
+class _ShardTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.tokens, ctx.group = len(x), group
-        first, last = bounds(len(x), group)
+        first, last = shard_bounds(len(x), group)
         return x[first:last].clone()
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Share(torch.autograd.Function):
         return _joined(grad, ctx.tokens, ctx.group, "gradients of shared tokens"), None
 
 
-class _Whole(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -90,11 +90,11 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        first, last = bounds(len(grad), ctx.group)
+        first, last = shard_bounds(len(grad), ctx.group)
         return grad[first:last].contiguous(), None, None
 
 
-class _Summed(torch.autograd.Function):
+class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, label: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.label = group, label

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from oases.execution.group import scheduler_of
-from oases.parallel.average import GradientAverage
+from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.mesh import Mesh
 
 
@@ -22,7 +22,7 @@ def check_average(bucket_bytes):
     sum(plain(batch).square().mean() for batch in batches).backward()
     model, _ = model_and_batches()
     scheduler = scheduler_of(group)
-    average = GradientAverage([(model.parameters(), group)], bucket_bytes)
+    average = GradientAverager([(model.parameters(), group)], bucket_bytes)
     for _ in range(2):  # the second step has gradients of its own
         model.zero_grad()
         for batch in batches[:-1]:
@@ -49,7 +49,7 @@ def check_early():
     """The last layer's gradients are on their way before the first layer has its own."""
     mesh = Mesh([1])
     model, batches = model_and_batches()
-    average = GradientAverage([(model.parameters(), mesh.data(1))], bucket_bytes=1)
+    average = GradientAverager([(model.parameters(), mesh.data(1))], bucket_bytes=1)
     started = []
 
     def look(_):
@@ -73,7 +73,7 @@ def check_parts():
     tied, unused, frozen, other = (nn.Parameter(torch.full((2,), 1.0)) for _ in range(4))
     frozen.requires_grad_(False)
     parts = [([tied, frozen], mesh.data(1)), ([other], mesh.data(2)), ([unused, tied], mesh.data(1))]
-    average = GradientAverage(parts)
+    average = GradientAverager(parts)
     with average.overlapped():
         loss = (tied * tied * (rank + 1)).sum() + (other * rank).sum() + frozen.sum()
         (loss + unused.sum() if rank == 0 else loss).backward()
@@ -90,6 +90,6 @@ def test_parts_of_a_model(four_ranks):
 
 def test_without_replicas_nothing_is_sent():
     model, batches = model_and_batches()
-    with GradientAverage([(model.parameters(), None)]).overlapped():
+    with GradientAverager([(model.parameters(), None)]).overlapped():
         model(batches[0]).sum().backward()
     assert model[0].weight.grad is not None

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
-from oases.moe.assignment import Integers, Placement, at_home, homes
 from oases.moe.costs import Costs
 from oases.moe.forecast import Planner
-from oases.moe.recomputation import Pass, Passes, Setting
+from oases.moe.placement_data import Integers, Placement, owner_only, owner_ranks
+from oases.moe.recomputation import ForwardPass, OpenPasses, RoutingState
 from oases.moe.router import Router
 
 METHODS = ("none", "prophet", "faster_moe", "eplb", "optimum")
 
 
 @dataclass(frozen=True)
-class Step:
+class MoEStatistics:
     """What a layer's last forward pass did; numbers of slots (pairs of a token and one of its experts).
 
     counts[expert, device]: what was sent. device_loads: what each device computed. balance_degree: their standard
@@ -41,7 +41,7 @@ class Step:
     z_loss: Tensor | None
 
 
-class Steps:
+class PlacementState:
     """Of one layer. Every rank has the same, from the same counts.
 
     method: a placement's. costs: None where they are yet to be measured.
@@ -51,18 +51,18 @@ class Steps:
         self, experts: int, devices: int, method: str, costs: Costs | None, memory_budget: float | None
     ) -> None:
         self.method, self.costs = method, costs
-        self.passes = Passes()
+        self.passes = OpenPasses()
         self.number = 0
         """Forward passes in training."""
         self._experts, self._devices = experts, devices
         self._memory_budget = memory_budget
         counts = np.zeros((experts, devices), dtype=np.int64)
-        routes, copies = at_home(counts)
+        routes, copies = owner_only(counts)
         plain = Placement("none", tuple(tuple(held) for held in copies), routes, counts.sum(0), 0.0)
         self._planner: Planner | None = None
         self._current = self._next = plain
         self._fixed: Placement | None = None
-        self._setting: Setting | None = None
+        self._setting: RoutingState | None = None
         self._version: tuple[object, ...] = ()
 
     @property
@@ -80,18 +80,18 @@ class Steps:
             self._check(placement)
         self._fixed = placement
 
-    def setting(self, router: Router) -> Setting:
+    def setting(self, router: Router) -> RoutingState:
         """Of a pass that begins now. It stays the same object until it changes."""
         placement = self._fixed or self._current
         # A bias may be changed from outside, too: by load_state_dict.
         bias = router.bias
         version = (placement, None if bias is None else (id(bias), bias._version))
         if self._setting is None or self._version != version:
-            self._setting = Setting(placement, None if bias is None else bias.clone())
+            self._setting = RoutingState(placement, None if bias is None else bias.clone())
             self._version = version
         return self._setting
 
-    def state(self, settings: list[Setting]) -> int:
+    def state(self, settings: list[RoutingState]) -> int:
         """What has to be the same on every rank, in 62 bits."""
         found = self.number & 0x3FFFFFFF
         for setting in settings:
@@ -107,7 +107,7 @@ class Steps:
             self._current = self._next
             router.update_bias(load_group)
 
-    def open(self, setting: Setting) -> Pass:
+    def open(self, setting: RoutingState) -> ForwardPass:
         """A pass in training of which all ranks know."""
         self.number += 1
         return self.passes.open(setting)
@@ -127,7 +127,7 @@ class Steps:
                 f"a placement with routes {list(placement.routes.shape)} and {len(placement.copies)} copies does not "
                 f"fit {self._experts} experts on {self._devices} devices"
             )
-        for expert, home in enumerate(homes(*shape).tolist()):
+        for expert, home in enumerate(owner_ranks(*shape).tolist()):
             copies, routes = placement.copies[expert], placement.routes[expert].tolist()
             if list(copies) != sorted({*copies} - {home}) or not {*copies} <= {*range(self._devices)}:
                 raise UsageError(

@@ -93,7 +93,7 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def placed(
+def tensor_parallel_group(
     mesh: DeviceMesh | Mesh | ProcessGroup | None,
     plan: Plan | None,
     schedule: str | Schedule,

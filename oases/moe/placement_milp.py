@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oases.errors import UsageError
-from oases.moe.assignment import Chosen, Integers, homes
 from oases.moe.costs import Costs
+from oases.moe.placement_data import Chosen, Integers, owner_ranks
 
 MOST = 1500
 """Choices of a route that HiGHS is asked to make; it takes minutes for more."""
@@ -21,7 +21,7 @@ GAP = 1e-3
 """Share by which what it calls the best may be above the best."""
 
 
-def optimum(counts: Integers, costs: Costs, slots: int) -> Chosen:
+def optimal_placement(counts: Integers, costs: Costs, slots: int) -> Chosen:
     """Routes and copies. slots: copies that a device may hold.
 
     UsageError for a case that is too large to solve, was not solved in time, or has nodes.
@@ -32,14 +32,14 @@ def optimum(counts: Integers, costs: Costs, slots: int) -> Chosen:
             f"the optimum for {experts} experts on {devices} devices takes too long; method='prophet' finds a "
             f"placement for any, and up to {MOST} experts x devices x devices can be solved"
         )
-    programme = WholeProgramme(counts, costs, slots)
+    programme = FullPlacementMilp(counts, costs, slots)
     result = programme.solve(SECONDS)
     if result.status != 0:
         raise UsageError(f"the optimum was not found in {SECONDS:.0f} s ({result.message}); take a smaller case")
     return programme.chosen(result.x)
 
 
-class Programme:
+class PlacementMilp:
     """A mixed-integer programme: variables by name, rows as they are added.
 
     A maximum is what all rows of its name are at most.
@@ -50,7 +50,7 @@ class Programme:
             raise UsageError("the optimum is for devices that are all alike; leave out devices_per_node")
         self.counts, self.costs = counts, costs
         self.experts, self.devices = counts.shape
-        self.home = homes(*counts.shape)
+        self.home = owner_ranks(*counts.shape)
         self.both_ways = costs.both_ways or 2 * costs.bandwidth
         self.unit = 1e-3
         """Seconds in the programme's unit: HiGHS' tolerances are for numbers of about 1."""
@@ -201,7 +201,7 @@ class Programme:
         self.at_least(fixed, (1, total), *parts)
 
 
-class WholeProgramme(Programme):
+class FullPlacementMilp(PlacementMilp):
     """Each device's tokens for an expert go to its home or to one that has a copy."""
 
     def _tokens(self) -> None:

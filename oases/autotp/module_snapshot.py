@@ -13,7 +13,7 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _WATCHED = (int, float, str, bool, type(None), torch.dtype, Tensor)
 
 
-def hooks_inside(layer: nn.Module) -> str:
+def inner_hooks(layer: nn.Module) -> str:
     """Which modules within a layer have hooks, which a graph would pass by; empty where none has.
 
     Those of the layer itself run, because its forward is called as ever.
@@ -23,14 +23,14 @@ def hooks_inside(layer: nn.Module) -> str:
 
 
 def _hooked(part: nn.Module) -> bool:
-    """Whether there are hooks but those by which transformers captures results; `Conduct` refuses to capture."""
+    """Whether there are hooks but those by which transformers captures results; `ModelHooks` refuses to capture."""
     if not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks):
         return False
     hooks = (hook for each in _HOOKS for hook in getattr(part, each).values())
     return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
 
-class Watch:
+class ModuleSnapshot:
     """Watches one layer that runs as a graph. path: its name in the model.
 
     Weights, buffers, `requires_grad`, and train() and eval() of any part may change; hooks within the layer,
@@ -69,12 +69,12 @@ class Watch:
         return f"{where or 'the model'} {what} before parallelize(), which traced the layer as it was then"
 
 
-def modes_of(layer: nn.Module) -> tuple[bool, ...]:
+def training_modes(layer: nn.Module) -> tuple[bool, ...]:
     """Whether each of a layer's parts trains."""
     return tuple(part.training for part in layer.modules())
 
 
-def set_modes(layer: nn.Module, modes: tuple[bool, ...]) -> None:
+def set_training_modes(layer: nn.Module, modes: tuple[bool, ...]) -> None:
     """Have each of a layer's parts train or not."""
     for part, training in zip(layer.modules(), modes, strict=True):
         part.training = training
@@ -90,7 +90,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
     }
 
 
-def assigned(module: nn.Module) -> Callable[[], list[str]]:
+def assigned_attributes(module: nn.Module) -> Callable[[], list[str]]:
     """What a forward has assigned on a module and within it since, when the function returned is called."""
     before = {name: _snapshot(part) for name, part in module.named_modules()}
 
@@ -107,15 +107,15 @@ def assigned(module: nn.Module) -> Callable[[], list[str]]:
 
 def _snapshot(part: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Each attribute, kept so that its identity stays its own, and what shows that it was changed."""
-    return {key: (value, worth(value)) for key, value in vars(part).items() if not key.startswith("_")}
+    return {key: (value, comparison_key(value)) for key, value in vars(part).items() if not key.startswith("_")}
 
 
-def worth(value: Any) -> Any:
+def comparison_key(value: Any) -> Any:
     """What an attribute is compared by: plain values by themselves, others (configurations, functions) as objects."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), tuple(worth(each) for each in value)
+        return type(value), tuple(comparison_key(each) for each in value)
     if isinstance(value, dict):
-        return dict, tuple((repr(key), worth(each)) for key, each in value.items())
+        return dict, tuple((repr(key), comparison_key(each)) for key, each in value.items())
     return id(value)

@@ -3,7 +3,7 @@ import torch.distributed as dist
 from torch import nn
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear
-from oases.parallel.gradients import clip_grad_norm
+from oases.parallel.gradient_clipping import clip_grad_norm
 from oases.parallel.linear import shard
 
 

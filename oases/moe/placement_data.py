@@ -46,7 +46,7 @@ class Placement:
         return tuple(expert for expert, devices in enumerate(self.copies) if devices)
 
 
-def described(method: str, counts: Integers, costs: Costs, chosen: Chosen) -> Placement:
+def make_placement(method: str, counts: Integers, costs: Costs, chosen: Chosen) -> Placement:
     """The placement with these routes and copies, and what it costs."""
     import torch
 
@@ -54,16 +54,18 @@ def described(method: str, counts: Integers, costs: Costs, chosen: Chosen) -> Pl
 
     routes, copies = chosen
     found = place_experts(torch.from_numpy(counts), torch.from_numpy(routes), copies, costs.native(counts.shape[1]))
-    return placed(method, *found)
+    return placement_from_native(method, *found)
 
 
-def placed(method: str, routes: Any, copies: list[list[int]], tokens: list[float], seconds: float) -> Placement:
+def placement_from_native(
+    method: str, routes: Any, copies: list[list[int]], tokens: list[float], seconds: float
+) -> Placement:
     """Of what csrc/bindings.cpp returns."""
     loads = np.rint(np.array(tokens)).astype(np.int64)
     return Placement(method, tuple(map(tuple, copies)), routes.numpy(), loads, seconds)
 
 
-def homes(experts: int, devices: int) -> Integers:
+def owner_ranks(experts: int, devices: int) -> Integers:
     """The home of each expert. UsageError where the devices do not divide the experts."""
     if devices < 1 or experts < devices or experts % devices:
         raise UsageError(
@@ -73,13 +75,13 @@ def homes(experts: int, devices: int) -> Integers:
     return np.repeat(np.arange(devices), experts // devices)
 
 
-def at_home(counts: Integers) -> Chosen:
+def owner_only(counts: Integers) -> Chosen:
     """No copies: every token goes to its expert's home."""
     experts, devices = counts.shape
-    return np.repeat(homes(experts, devices)[:, None], devices, axis=1), [()] * experts
+    return np.repeat(owner_ranks(experts, devices)[:, None], devices, axis=1), [()] * experts
 
 
-def checked(counts: ArrayLike) -> Integers:
+def checked_counts(counts: ArrayLike) -> Integers:
     """Counts as whole numbers [expert, device]; UsageError for anything else."""
     found: NDArray[Any] = np.asarray(counts)
     if found.ndim != 2 or not found.size:
@@ -93,5 +95,5 @@ def checked(counts: ArrayLike) -> Integers:
         raise UsageError(
             f"counts[{expert}, {device}] is {found[expert, device]}; tokens are whole numbers of at least 0"
         )
-    homes(*whole.shape)
+    owner_ranks(*whole.shape)
     return whole

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from oases.autotp.experts import ACTIVATIONS, Collection, author_s_own
+from oases.autotp.experts import ACTIVATIONS, ExpertCollection, original_module
 from oases.autotp.splitter import Splitter, Value, args_of, rule
 from oases.moe.dispatch import by_expert, by_token
 from oases.moe.experts import ExpertWeights, compute
 
 
-def held_experts(
+def local_experts(
     x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, first: int, gated: bool, activation: str
 ) -> Tensor:
     """Tokens [T, hidden] through those of their experts that are among the L from `first` on, [T, hidden].
@@ -38,12 +38,12 @@ def held_experts(
     return by_token(made, source, weights).to(x.dtype)
 
 
-class OwnForward:
+class OriginalForward:
     """A collection's own forward on whole parameters, as a function in a graph."""
 
     def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
         self.__name__, self.__module__ = "own_forward", __name__  # which a graph's code calls it by
-        self._module, self._names = author_s_own(module), names
+        self._module, self._names = original_module(module), names
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
         """As the author has it."""
@@ -59,19 +59,19 @@ def experts(s: Splitter, node: fx.Node) -> Value:
     names = [s.exported.parameters[each.name] for each in parameters]
     path = names[0].rpartition(".")[0]
     module = s.exported.layer.get_submodule(path)
-    known: Collection = vars(module)["_collection"]
-    perceptron = known.perceptron
+    known: ExpertCollection = vars(module)["_collection"]
+    mlp = known.mlp
     if known.whole:
         s.refused[path] = known.whole
-    if perceptron is None:
+    if mlp is None:
         given: tuple[Any, ...] = tuple(s.whole(each) for each in (x, index, weights, *parameters))
-        return Value(s.call(OwnForward(module, known.names), given, node))
-    how: tuple[Any, ...] = (perceptron.gated, perceptron.activation)
+        return Value(s.call(OriginalForward(module, known.names), given, node))
+    how: tuple[Any, ...] = (mlp.gated, mlp.activation)
     if known.whole:
         given = tuple(s.whole(each) for each in (x, index, weights, *parameters))
-        return Value(s.call(held_experts, (*given, 0, *how), node))
+        return Value(s.call(local_experts, (*given, 0, *how), node))
     s.experts.extend(names)
     up, down = (s.cut(each, 0, (known.number,)) for each in parameters)
     first = s.rank * s.local(known.number)
     given = (s.entered(x), s.whole(index), s.entered(weights), up, down)
-    return Value(s.call(held_experts, (*given, first, *how), node), None, True)
+    return Value(s.call(local_experts, (*given, first, *how), node), None, True)

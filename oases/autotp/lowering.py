@@ -17,7 +17,7 @@ from oases.parallel.dropout import masked
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupRank:
     """This process in a tensor-parallel group, which is held by name."""
 
     group: str = ""
@@ -25,7 +25,7 @@ class Place:
     ranks: int = 1
 
     @classmethod
-    def of(cls, group: ProcessGroup | None) -> Place:
+    def of(cls, group: ProcessGroup | None) -> GroupRank:
         """This process's place in a group."""
         return cls(group_name(group), group_rank(group), group_size(group))
 
@@ -63,26 +63,26 @@ def total(x: Tensor, group: str) -> Tensor:
     return summed(x, group_of(group), "layer sum")
 
 
-def row_product(x: Tensor, weight: Tensor, group: str, transposed: bool) -> Tensor:
+def row_linear(x: Tensor, weight: Tensor, group: str, transposed: bool) -> Tensor:
     """A row-parallel product whose sum over the group hides under its own chunks."""
     found: Tensor = torch.ops.oases.row_linear(x, weight.t() if transposed else weight, None, group, 2, False)
     return found
 
 
-def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, transposed: bool) -> Tensor:
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, transposed: bool) -> Tensor:
     """A column-parallel product whose input's gradient is summed under its weight gradient."""
     weight = weight.t() if transposed else weight
     found: Tensor = torch.ops.oases.column_linear(x, weight, bias, group, 2, False)
     return found
 
 
-def lower(graph: fx.Graph, place: Place) -> fx.Graph:
+def lower(graph: fx.Graph, place: GroupRank) -> fx.Graph:
     """A rank's graph with its sums in it: overlapped linears where a product makes or takes a sum of its own."""
     made = fx.Graph()
     values: dict[fx.Node, Any] = {}
     several = place.ranks > 1
     inside = {node.args[0] for node in graph.nodes if several and node.target is reduce and _alone(node.args[0])}
-    taken = {node for node in graph.nodes if several and node.target is enter and _used_by_one_product(node)}
+    taken = {node for node in graph.nodes if several and node.target is enter and _used_by_one_linear(node)}
     for node in graph.nodes:
         if node in inside or node in taken:
             continue
@@ -90,7 +90,7 @@ def lower(graph: fx.Graph, place: Place) -> fx.Graph:
         if node.target is reduce and node.args[0] in inside:
             x, weight, _, transposed = node.args[0].args  # type: ignore[union-attr]
             args = (values[x], values[weight], place.group, transposed)  # type: ignore[index]
-            values[node] = made.call_function(row_product, args)
+            values[node] = made.call_function(row_linear, args)
         elif node.target in (reduce, enter) and not several:
             values[node] = given[0]
         elif node.target is reduce:
@@ -99,7 +99,7 @@ def lower(graph: fx.Graph, place: Place) -> fx.Graph:
             values[node] = made.call_function(entered, (given[0], place.group))
         elif node.target is product and node.args[0] in taken:
             x = values[node.args[0].args[0]]  # type: ignore[union-attr, index]
-            values[node] = made.call_function(column_product, (x, given[1], given[2], place.group, given[3]))
+            values[node] = made.call_function(column_linear, (x, given[1], given[2], place.group, given[3]))
         else:
             values[node] = made.node_copy(node, lambda each: values[each])
     return made
@@ -109,6 +109,6 @@ def _alone(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is product and len(node.users) == 1 and node.args[2] is None
 
 
-def _used_by_one_product(node: fx.Node) -> bool:
+def _used_by_one_linear(node: fx.Node) -> bool:
     (user, *others) = node.users or (node,)
     return not others and user.target is product and user.args[0] is node and user.args[1] is not node

@@ -12,9 +12,9 @@ import torch
 
 from oases.execution.clock import synchronize
 from oases.execution.group import ProcessGroup, group_size, scheduler_of
-from oases.moe.assignment import Placement, at_home
 from oases.moe.costs import Costs
 from oases.moe.experts import ExpertWeights, compute
+from oases.moe.placement_data import Placement, owner_only
 from oases.moe.transfer import Transfer
 from oases.parallel.collectives import all_reduce
 
@@ -26,7 +26,7 @@ TIMES = 5
 
 
 @torch.no_grad()
-def measured(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGroup, label: str) -> Costs:
+def measure_costs(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGroup, label: str) -> Costs:
     """Costs of a layer without overlap: medians over a few runs, averaged over the ranks, so the same on all.
 
     weights: of the experts at home. tokens: of a call on this rank, for each of them.
@@ -87,7 +87,7 @@ def handling_seconds(weights: ExpertWeights, costs: Costs, group: ProcessGroup, 
     """
     size, local = group_size(group), len(weights.up)
     experts = size * local
-    routes, _ = at_home(np.zeros((experts, size), dtype=np.int64))
+    routes, _ = owner_only(np.zeros((experts, size), dtype=np.int64))
     number = min(2, size - 1)
     copies = tuple(tuple(sorted((e // local + k) % size for k in range(1, 1 + number))) for e in range(experts))
     transfer = Transfer(weights, Placement("measured", copies, routes, np.zeros(size, np.int64), 0.0), group, label)

@@ -24,7 +24,7 @@ collective takes to start.
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
+class TensorShard:
     """One tensor of the state: this rank's part of it, or all of it where it is replicated.
 
     names: those it has in the model's state_dict, the one it is saved under first. aliases: those of the names under
@@ -81,7 +81,7 @@ class Holding:
                     yield (*whole, *between, slice(*columns)), (*local, *between, slice(*own))
 
 
-def holdings(model: nn.Module, process_group: ProcessGroup | None) -> list[Holding]:
+def shard_map(model: nn.Module, process_group: ProcessGroup | None) -> list[TensorShard]:
     """Every tensor of the model's state_dict once, in its order.
 
     process_group: the group that cuts where a module names none. UsageError for state that is no tensor and for a
@@ -104,12 +104,12 @@ def holdings(model: nn.Module, process_group: ProcessGroup | None) -> list[Holdi
             group = _cutting(ordered[0], held_by[key], process_group)
             cut = cut if group_size(group) > 1 else None
         shape = tuple(tensor.shape) if cut is None else _whole(ordered[0], tensor, cut, group)
-        found.append(Holding(ordered, tied.intersection(ordered), tensor, shape, cut, group))
+        found.append(TensorShard(ordered, tied.intersection(ordered), tensor, shape, cut, group))
     return found
 
 
 @contextmanager
-def together(process_group: ProcessGroup | None) -> Iterator[None]:
+def raise_together(process_group: ProcessGroup | None) -> Iterator[None]:
     """What the block raises on one rank is raised on all, at its end; all ranks of the group enter it.
 
     So no rank waits in a later collective for one that gave up. The block itself holds no collective.

@@ -85,7 +85,7 @@ class _Lane:
             torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
 
 
-class GradientAverage:
+class GradientAverager:
     """Averages gradients over data-parallel groups, overlapped with the backward pass that completes them.
 
         for tokens in earlier_micro_batches:

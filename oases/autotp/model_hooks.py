@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from oases.autotp.layers import takes
-from oases.autotp.requirements import checkpoints
+from oases.autotp.layers import has_argument
+from oases.autotp.preconditions import checkpoints
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size
 
@@ -18,7 +18,7 @@ _CAPTURED = ("output_attentions", "output_router_logits")
 """Results that transformers captures inside of layers, by hooks that the layers' graphs pass by."""
 
 
-class Conduct:
+class ModelHooks:
     """Hooks of a model.
 
     Keys and values are not cached unless the caller asks (layers that run together then say why they cannot). In
@@ -29,7 +29,7 @@ class Conduct:
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
         self._group = group_name(group)
-        self._caches = takes(model, "use_cache")
+        self._caches = has_argument(model, "use_cache")
         self._seed: int | None = None
         self._calls = 0
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
