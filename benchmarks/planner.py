@@ -84,7 +84,7 @@ def run_planner_bench(config: PlannerBenchConfig, ranks: Ranks, shows: bool) -> 
     joined = (
         f"over {ranks.backend}" if ranks.link is None else f"over a link of {with_nodes(ranks.link, ranks.nodes)}"
     )
-    around = Surroundings(joined, True, ranks.backend.endswith(",alone"))
+    around = Surroundings(joined, True, ranks.backend.endswith((",single_process", ",alone")))
     known: Hardware | None = None
     runs: list[dict[str, Any]] = []
     models = config.models()

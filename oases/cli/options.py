@@ -85,8 +85,8 @@ def add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None 
     )  # fmt: skip
     parser.add_argument(
         "--backend", default="gloo", metavar="NAME",
-        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link; with ,alone at its end, and always "
-        "on a GPU, one process stands for all ranks (default: gloo)",
+        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link; with ,single_process appended, and "
+        "always on a GPU, one process represents all ranks (default: gloo)",
     )  # fmt: skip
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="X",
@@ -158,7 +158,9 @@ def make_rank_options(options: argparse.Namespace, device: str, ranks: int | Non
     if backend.name == "nccl" and device != "cuda":
         raise UsageError(f"backend nccl needs --device cuda, got --device {device}; use gloo on the CPU")
     if backend.name == "sim" and device == "cuda" and "WORLD_SIZE" not in os.environ:
-        backend = dataclasses.replace(backend, alone=True)  # several ranks on one GPU would share its compute
+        backend = dataclasses.replace(
+            backend, single_process=True
+        )  # several ranks on one GPU would share its compute
     nodes = None if options.nodes == 1 else testbed.Nodes(options.nodes, options.link)
     return RankOptions(options.tp if ranks is None else ranks, backend, options.timeout, nodes)
 

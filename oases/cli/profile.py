@@ -176,7 +176,7 @@ def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
     joined = enter_link(options, given)
     ranks = make_rank_options(options, config.device)
     shaped = options.link is not None or ranks.backend.name == "sim"
-    around = Surroundings(joined, shaped, ranks.backend.alone, known)
+    around = Surroundings(joined, shaped, ranks.backend.single_process, known)
     console.print(
         f"{options.tp} ranks {joined}; blocks of tp {', '.join(map(str, config.tensor_parallel(options.tp)))}"
     )

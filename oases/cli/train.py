@@ -115,7 +115,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     config, plan = run.config, run.plan
     corpus = run.corpus()
     ranks = _restarting(options, make_rank_options(options, config.device, plan.world))
-    if ranks.backend.alone and not (config.checkpoint is config.resume is None):
+    if ranks.backend.single_process and not (config.checkpoint is config.resume is None):
         raise UsageError(
             "checkpoints need all ranks, and this backend has one process stand for them; leave out --checkpoint "
             "and --resume, or use gloo or nccl"
@@ -124,7 +124,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     if config.plan is not None or not (one_group or config.experts):
         asked = str(config.degrees) if config.plan is None else f"the plan {config.plan!r}"
         ranks = dataclasses.replace(ranks, asked=asked)
-        if ranks.backend.alone and plan.world > 1:
+        if ranks.backend.single_process and plan.world > 1:
             raise UsageError(
                 "a plan needs its ranks, and this backend has one process stand for all; use gloo or nccl"
             )

@@ -352,5 +352,13 @@ def test_exported_weights_are_whole(two_ranks, corpus, tmp_path, capsys):
 
 def test_one_process_for_all_ranks_saves_nothing(capsys, tmp_path):
     with pytest.raises(SystemExit):
-        main(["train", "--backend", "sim:alpha=1us,bandwidth=1gbit,alone", "--checkpoint", str(tmp_path / "c")])
+        main(
+            [
+                "train",
+                "--backend",
+                "sim:alpha=1us,bandwidth=1gbit,single_process",
+                "--checkpoint",
+                str(tmp_path / "c"),
+            ]
+        )
     assert "checkpoints need all ranks" in capsys.readouterr().err
