@@ -141,7 +141,7 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
                 f"with torchrun --nproc-per-node {options.size}, or without torchrun"
             )
         return _rank_main(function, arguments, options)
-    if options.backend.alone:
+    if options.backend.single_process:
         return _stand_for_all(function, arguments, options)
     return _launch(function, arguments, options)
 
