@@ -9,10 +9,11 @@ import torch
 from at_hand import RanksAtHand
 from script_ranks import ScriptRanks
 
-from oases.testing import PRELOADED, RankPool
+from oases.launch import fork_server
+from oases.testing import RankPool
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-PRELOADED += [
+fork_server.MODULES += [
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "torch.export._trace",
     "torch._export.non_strict_utils", "oases.autotp.parallelization", "oases.train.trainer",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oases.testing import start_context
+from oases.launch import fork_server
 
 
 class ScriptRanks:
@@ -57,7 +57,7 @@ class ScriptRanks:
         self._ranks = []
 
     def _start(self) -> None:
-        context = start_context()
+        context = fork_server.context()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)

@@ -16,7 +16,7 @@ Programs = Callable[[Tensor, "tuple[Any, ...]"], Program]
 """Gives the program for a sub-batch: its activation, the other leaves of the call as they are for it."""
 
 
-class Call:
+class LayerCall:
     """One call of a layer, as its blocks get it: which program runs a sub-batch, and where it reads.
 
     leaves: those of (args, kwargs), the activation's place left out of account. What cannot change within a call is
@@ -90,10 +90,10 @@ class GraphBlock(HoldsGroup, nn.Module):
             if held.get(own) is not found:
                 self.register_parameter(own, found)
 
-    def partial(self, x: Tensor, call: Call, *rest: Any) -> Tensor:
+    def partial(self, x: Tensor, call: LayerCall, *rest: Any) -> Tensor:
         """The activation [batch, ...] -> this rank's share of what is summed."""
         return call.run(self, "partial", x, (), rest)
 
-    def combine(self, x: Tensor, y: Tensor, call: Call, *rest: Any) -> Tensor:
+    def combine(self, x: Tensor, y: Tensor, call: LayerCall, *rest: Any) -> Tensor:
         """The activation and the sum -> the next activation, [batch, ...]."""
         return call.run(self, "combine", x, (y,), rest)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from oases.autotp.export import UnsplittableError, shape_of
-from oases.autotp.operations import block_dropout
+from oases.autotp.lowering import block_dropout
 from oases.autotp.splitter import ABSENT, Splitter, enter, reduce
 
 
@@ -88,7 +88,7 @@ def _is_random(node: fx.Node) -> bool:
     return node.target is block_dropout or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def beside(walk: Splitter, activation: str) -> list[Any]:
+def other_results(walk: Splitter, activation: str) -> list[Any]:
     """The layer's other results: a Piece for what depends on the activation's lengths alone (a table of position
     biases), ABSENT for what only its run gives, constants as they are.
     """

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oases.autotp.watch import worth
+from oases.autotp.module_snapshot import comparison_key
 from oases.moe.experts import ExpertWeights, compute
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Perceptron:
+class ExpertMlp:
     """What each expert of a collection computes: down(activation(gate(x)) * up(x)), or down(activation(up(x))).
 
     up: the name of the parameter [E, i or 2 i, hidden], the gate's rows first; down: that of [E, hidden, i].
@@ -44,34 +44,34 @@ class Perceptron:
 
 
 @dataclass(frozen=True)
-class Collection:
+class ExpertCollection:
     """What is known of a module's experts. names: its parameters, in the order in which the op takes them.
 
-    perceptron: None where what they compute was not recognised. whole: why every rank holds all of them; empty where
+    mlp: None where what they compute was not recognised. whole: why every rank holds all of them; empty where
     each holds its share.
     """
 
     number: int
     names: tuple[str, ...]
-    perceptron: Perceptron | None
+    mlp: ExpertMlp | None
     whole: str
 
 
-def stand_in(model: nn.Module, ranks: int) -> None:
+def substitute_experts(model: nn.Module, ranks: int) -> None:
     """Put the op `oases::experts` in the place of what every collection of experts of a twin computes.
 
     model: a `twin_of` one. ranks: over how many the experts are to be spread.
     """
-    known: dict[Any, Perceptron | None] = {}
+    known: dict[Any, ExpertMlp | None] = {}
     for module in list(model.modules()):
         stacked = _stacked(module)
         if not stacked or len({len(each) for each in stacked.values()}) != 1:
             continue
         look: tuple[Any, ...] = (type(module), *(tuple(each.shape) for each in stacked.values()),
-                *(worth(v) for name, v in sorted(vars(module).items()) if not name.startswith("_")),
+                *(comparison_key(v) for name, v in sorted(vars(module).items()) if not name.startswith("_")),
                 *(repr(child) for child in module.children()))  # fmt: skip
         if look not in known:
-            known[look] = _recognised(module, stacked)
+            known[look] = _recognise(module, stacked)
         found, number = known[look], len(next(iter(stacked.values())))
         whole = ""
         if found is None:
@@ -79,19 +79,19 @@ def stand_in(model: nn.Module, ranks: int) -> None:
         elif number % ranks:
             whole = f"{ranks} ranks do not divide its {number} experts"
         names = tuple(name for name, _ in module.named_parameters()) if found is None else (found.up, found.down)
-        object.__setattr__(module, "_collection", Collection(number, names, found, whole))
-        module.__class__ = _standing_in(type(module))  # type: ignore[arg-type]
+        object.__setattr__(module, "_collection", ExpertCollection(number, names, found, whole))
+        module.__class__ = _substitute_class(type(module))  # type: ignore[arg-type]
 
 
-def collections(model: nn.Module) -> Iterator[tuple[str, Collection]]:
-    """(name, what is known of it) of every collection of experts in a module that `stand_in` was given."""
+def collections(model: nn.Module) -> Iterator[tuple[str, ExpertCollection]]:
+    """(name, what is known of it) of every collection of experts in a module that `substitute_experts` was given."""
     for name, module in model.named_modules():
         found = vars(module).get("_collection")
         if found is not None:
             yield name, found
 
 
-def keep_whole(layer: nn.Module, kept: Container[str]) -> None:
+def replicate_experts(layer: nn.Module, kept: Container[str]) -> None:
     """Have every rank hold all experts of a collection in a layer of which a parameter is named in `kept`."""
     for path, known in collections(layer):
         names = [name for name in known.names if f"{path}.{name}".lstrip(".") in kept]
@@ -100,7 +100,7 @@ def keep_whole(layer: nn.Module, kept: Container[str]) -> None:
             object.__setattr__(layer.get_submodule(path), "_collection", replace(known, whole=why))
 
 
-def author_s_own(module: nn.Module) -> nn.Module:
+def original_module(module: nn.Module) -> nn.Module:
     """A collection with its author's forward again; it shares what it holds with the one that stands in."""
     own = copy.copy(module)
     own._parameters = dict(module._parameters)
@@ -116,7 +116,7 @@ def _stacked(module: nn.Module) -> dict[str, Tensor]:
 
 
 @cache
-def _standing_in(kind: type[nn.Module]) -> type[nn.Module]:
+def _substitute_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A class whose instances answer a call by experts with the op; other calls are the author's."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def _is_call(x: Any, index: Any, weights: Any) -> bool:
     return floats and not index.is_floating_point() and index.shape == weights.shape and len(index) == len(x)
 
 
-def _recognised(module: nn.Module, stacked: dict[str, Tensor]) -> Perceptron | None:
+def _recognise(module: nn.Module, stacked: dict[str, Tensor]) -> ExpertMlp | None:
     """What the experts compute, if their author's forward gives what one of the known perceptrons gives."""
     if len(stacked) != 2 or any(each.dim() != 3 for each in stacked.values()):
         return None
@@ -147,7 +147,7 @@ def _recognised(module: nn.Module, stacked: dict[str, Tensor]) -> Perceptron | N
             if shape != (number, hidden, wide // 2 if gated else wide) or (gated and wide % 2):
                 continue
             for activation in ACTIVATIONS:
-                found = Perceptron(up, down, gated, activation)
+                found = ExpertMlp(up, down, gated, activation)
                 if _computes(module, number, found):
                     return found
     return None
@@ -157,16 +157,16 @@ _TOKENS, _HIDDEN, _INNER, _CHOICES = 6, 8, 4, 2
 """Of the numbers that collections are tried with. Grouped products take widths of 16 bytes, in float32."""
 
 
-def _computes(module: nn.Module, number: int, perceptron: Perceptron) -> bool:
-    """Whether a copy of the module with small weights gives what the perceptron does, on a few tokens."""
+def _computes(module: nn.Module, number: int, mlp: ExpertMlp) -> bool:
+    """Whether a copy of the module with small weights gives what the mlp does, on a few tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    up = drawn(number, 2 * _INNER if perceptron.gated else _INNER, _HIDDEN)
+    up = drawn(number, 2 * _INNER if mlp.gated else _INNER, _HIDDEN)
     down = drawn(number, _HIDDEN, _INNER)
-    small = {perceptron.up: nn.Parameter(up), perceptron.down: nn.Parameter(down)}
+    small = {mlp.up: nn.Parameter(up), mlp.down: nn.Parameter(down)}
     x, choices = drawn(_TOKENS, _HIDDEN), min(_CHOICES, number)
     index = torch.stack([torch.randperm(number, generator=generator)[:choices] for _ in range(_TOKENS)])
     weights = drawn(_TOKENS, choices).softmax(-1)
@@ -174,8 +174,8 @@ def _computes(module: nn.Module, number: int, perceptron: Perceptron) -> bool:
     for token, slot in itertools.product(range(_TOKENS), range(choices)):
         one = int(index[token, slot])
         only = ExpertWeights(up[one : one + 1], down[one : one + 1])
-        activation = ACTIVATIONS[perceptron.activation]
-        row = compute(x[token : token + 1], [1], only, gated=perceptron.gated, activation=activation)
+        activation = ACTIVATIONS[mlp.activation]
+        row = compute(x[token : token + 1], [1], only, gated=mlp.gated, activation=activation)
         expected[token] += weights[token, slot] * row[0]
     copied = copy.deepcopy(module, {id(getattr(module, name)): each for name, each in small.items()})
     for training in (True, False):

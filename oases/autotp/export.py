@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from oases.autotp.watch import assigned
+from oases.autotp.module_snapshot import assigned_attributes
 from oases.errors import UsageError
 
 
@@ -124,7 +124,7 @@ def export(
         shapes = pytree.tree_map(
             lambda leaf: leaf if isinstance(leaf, dict) else None, shapes, is_leaf=_is_dimensions
         )
-    call, changed = _Call(layer), assigned(layer)
+    call, changed = _Call(layer), assigned_attributes(layer)
     try:
         with quiet():
             program = torch.export.export(
@@ -176,7 +176,7 @@ def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -
     signature = program.graph_signature
     graph = program.graph
     _drop_asserts(graph)
-    _with_plain_products(graph, signature.inputs_to_parameters)
+    _normalise_linears(graph, signature.inputs_to_parameters)
     given = pytree.tree_leaves(call)
     names = iter(signature.user_inputs)
     inputs = tuple(name if isinstance(leaf, Tensor) else None for leaf, name in zip(given, names, strict=True))
@@ -289,7 +289,7 @@ def _looks_like_view(node: fx.Node) -> bool:
     return any(name in str(node.target) for name in _VIEWS)
 
 
-def _with_plain_products(graph: fx.Graph, parameters: Mapping[str, str]) -> None:
+def _normalise_linears(graph: fx.Graph, parameters: Mapping[str, str]) -> None:
     """Write `x @ weight.T` as a linear, which it is."""
     for node in graph.nodes:
         if str(node.target) not in ("aten.matmul.default", "aten.mm.default"):

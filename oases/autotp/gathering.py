@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.autotp.holdings import Holding, holdings
+from oases.autotp.shard_map import TensorShard, shard_map
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.sharding import Cut
@@ -28,13 +28,13 @@ def gather_state(
     handed out is not kept here. process_group: all ranks of the model.
     """
     group = resolve(process_group)
-    first, wire = group_rank(group) == 0, Wire()
-    for holding in holdings(model, group):
-        whole = torch.empty(holding.shape, dtype=holding.tensor.dtype, device=to) if first else None
-        for row, block in gathered(holding, group, wire):
+    first, wire = group_rank(group) == 0, GatherBuffers()
+    for shard in shard_map(model, group):
+        whole = torch.empty(shard.shape, dtype=shard.tensor.dtype, device=to) if first else None
+        for row, block in gather_blocks(shard, group, wire):
             if whole is not None and block is not None:
-                whole.reshape(holding.shape or (1,))[row : row + len(block)] = block
-        for name in holding.names:
+                whole.reshape(shard.shape or (1,))[row : row + len(block)] = block
+        for name in shard.names:
             yield name, whole
         del whole  # before the next one is there
 
@@ -52,33 +52,35 @@ def full_state_dict(
 
 
 @torch.no_grad()
-def gathered(holding: Holding, process_group: ProcessGroup | None, wire: Wire) -> Iterator[tuple[int, Tensor | None]]:
+def gather_blocks(
+    shard: TensorShard, process_group: ProcessGroup | None, wire: GatherBuffers
+) -> Iterator[tuple[int, Tensor | None]]:
     """(first row, rows of the whole tensor) until all were there, in no order; all ranks iterate to the end.
 
     The first rank of process_group gets the rows, good until the next are asked for; other ranks get None. Ranks
     whose group does not reach that rank hold copies of what it gets from others, and have no part in it.
     """
     first = group_rank(process_group) == 0
-    local = holding.tensor.detach().reshape(holding.tensor.shape or (1,))
-    if holding.cut is None or holding.process_group is None:
-        for row in range(0, holding.rows, holding.block_rows) if first else ():
-            yield row, local[row : row + holding.block_rows]
+    local = shard.tensor.detach().reshape(shard.tensor.shape or (1,))
+    if shard.cut is None or shard.process_group is None:
+        for row in range(0, shard.rows, shard.block_rows) if first else ():
+            yield row, local[row : row + shard.block_rows]
         return
     root = dist.get_global_rank(process_group, 0) if process_group is not None else 0
-    if root not in dist.get_process_group_ranks(holding.process_group):
+    if root not in dist.get_process_group_ranks(shard.process_group):
         return
-    if holding.cut.dim == 0:
-        yield from _rows(local, holding, holding.cut, holding.process_group, root, wire)
+    if shard.cut.dim == 0:
+        yield from _rows(local, shard, shard.cut, shard.process_group, root, wire)
     else:
-        yield from _columns(local, holding, holding.cut, holding.process_group, root, wire)
+        yield from _columns(local, shard, shard.cut, shard.process_group, root, wire)
 
 
 def _rows(
-    local: Tensor, holding: Holding, cut: Cut, group: ProcessGroup, root: int, wire: Wire
+    local: Tensor, shard: TensorShard, cut: Cut, group: ProcessGroup, root: int, wire: GatherBuffers
 ) -> Iterator[tuple[int, Tensor | None]]:
     """Every rank sends rows of its own, segment after segment."""
     ranks, mine = group_size(group), group_rank(group)
-    at_once = max(1, holding.block_rows // ranks)
+    at_once = max(1, shard.block_rows // ranks)
     begin = 0
     for spans in zip(*(cut.ranges(rank, ranks) for rank in range(ranks)), strict=True):
         lengths = [last - first for first, last in spans]
@@ -93,19 +95,19 @@ def _rows(
 
 
 def _columns(
-    local: Tensor, holding: Holding, cut: Cut, group: ProcessGroup, root: int, wire: Wire
+    local: Tensor, shard: TensorShard, cut: Cut, group: ProcessGroup, root: int, wire: GatherBuffers
 ) -> Iterator[tuple[int, Tensor | None]]:
     """Every rank sends its part of the same rows."""
     ranks = group_size(group)
     widths = [sum(last - first for first, last in cut.ranges(rank, ranks)) for rank in range(ranks)]
-    for row in range(0, holding.rows, holding.block_rows):
-        own = local[row : row + holding.block_rows]
+    for row in range(0, shard.rows, shard.block_rows):
+        own = local[row : row + shard.block_rows]
         shapes = [(*own.shape[: cut.dim], width, *own.shape[cut.dim + 1 :]) for width in widths]
         parts = wire.gather(own, shapes, group, root)
         yield row, None if parts is None else cut.join(parts)
 
 
-class Wire:
+class GatherBuffers:
     """Memory for the blocks on their way to the first rank, one after the other in the same place.
 
     Blocks allocated one by one leave holes in the heap, which the process keeps.
@@ -145,7 +147,7 @@ def wire_device(tensor: Tensor, group: ProcessGroup) -> torch.device:
     return tensor.device if tensor.is_cuda and "nccl" in dist.get_backend(group) else torch.device("cpu")
 
 
-FILLED = "_is_hf_initialized"
+INITIALISED = "_is_hf_initialized"
 """The mark of tensors that transformers' initialisation leaves alone."""
 
 
@@ -211,14 +213,14 @@ def _filled(module: nn.Module, but: set[str]) -> Iterator[None]:
     marked = []
     for child in module.modules():
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if tensor is not None and not (child is module and name in but) and not hasattr(tensor, FILLED):
-                setattr(tensor, FILLED, True)
+            if tensor is not None and not (child is module and name in but) and not hasattr(tensor, INITIALISED):
+                setattr(tensor, INITIALISED, True)
                 marked.append(tensor)
     try:
         yield
     finally:
         for tensor in marked:
-            delattr(tensor, FILLED)
+            delattr(tensor, INITIALISED)
 
 
 def _refuse_plain(path: str, module: nn.Module) -> None:

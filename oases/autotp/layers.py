@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oases.autotp.export import leaves, running_without_data, without_data
-from oases.autotp.watch import assigned
+from oases.autotp.module_snapshot import assigned_attributes
 from oases.errors import UsageError
 from oases.graph.trace.configuration import sample_inputs
 
@@ -27,18 +27,18 @@ Ops = tuple[str, ...]
 """The ops of one call of a layer, in order: what each is called with, tensors by the place where they came from."""
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Notes every op while a model runs.
 
-    layers: the modules that are called one after the other. vocabulary: tables and heads. Both are watched: `ops` are
-    those of each layer's calls; `strangers` the names of parameters that are read outside of the layer, table or head
-    that holds them; `read` the calls of layers whose first result was read outside of layers, by their number.
+    layers: modules that are called one after the other. vocabulary: embedding tables and output heads. ops: the ops
+    of each layer call. outside_reads: names of parameters that are read outside of the layer, table or head that
+    holds them. read: numbers of the layer calls whose first result is read outside of the layers.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module], vocabulary: Iterable[nn.Module]) -> None:
         super().__init__()
         self.ops: list[Ops] = []
-        self.strangers: set[str] = set()
+        self.outside_reads: set[str] = set()
         self.read: set[int] = set()
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):
         for part in model.modules():  # another module has it, and may read it in another mode
             for held in [] if id(part) in parts else part.parameters(recurse=False):
                 if id(held) in self._users:
-                    self.strangers.update(self._names[id(held)])
+                    self.outside_reads.update(self._names[id(held)])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         for tensor in (each for each in flat if isinstance(each, Tensor)):
             users = self._users.get(id(tensor))
             if users is not None and not any(id(module) in users for module in self._inside):
-                self.strangers.update(self._names[id(tensor)])
+                self.outside_reads.update(self._names[id(tensor)])
             if id(tensor) in self._results and not self._inside:
                 self.read.add(self._results[id(tensor)])
         result = func(*args, **kwargs)
@@ -144,8 +144,8 @@ BATCH, SEQUENCE = 3, 11
 
 
 @dataclass
-class Called:
-    """One call of a layer: its arguments and result, without data, and the ops of it (see `Recorder`)."""
+class TracedCall:
+    """One call of a layer: its arguments and result, without data, and the ops of it (see `OpRecorder`)."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -161,58 +161,59 @@ class LayerList:
 
     paths: the layers' names in the model, each layer once; calls: the first call of each. activations: for each
     layer, the place among the leaves of its call that holds the result of the one before; -1 where there is none.
-    broken: why the layers cannot run together; empty where they can. strangers: names within a layer of parameters
-    that are read outside of it, which must stay whole. assigned: attributes that a layer's forward sets, by the
-    layer's name, where it does.
+    broken: reason why the layers cannot run as one stack, or "". outside_reads: names within a layer of parameters
+    that other code reads, which are replicated. assigned: attributes that forwards set, by the layer's name.
     """
 
     name: str
     paths: list[str] = field(default_factory=list)
-    calls: list[Called] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
     activations: list[int] = field(default_factory=list)
     broken: str = ""
-    strangers: set[str] = field(default_factory=set)
+    outside_reads: set[str] = field(default_factory=set)
     assigned: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
-class Observed:
-    """What one run showed. strangers: names of parameters that are read outside of the modules that hold them."""
+class Observation:
+    """What one run showed. outside_reads: names of parameters that are read outside of the modules that hold them."""
 
     lists: list[LayerList]
-    strangers: set[str]
+    outside_reads: set[str]
 
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def made_up_inputs(model: nn.Module) -> Inputs:
-    """Arguments that a transformers model takes (see `sample_inputs`), of lengths that tell its dimensions apart.
+def example_inputs(model: nn.Module) -> Inputs:
+    """Sample arguments of a transformers model (see `sample_inputs`), with lengths that distinguish its dimensions.
 
-    Raises UsageError for a model that does not say what it takes.
+    Raises UsageError for a model whose inputs are unknown.
     """
     try:
         given = sample_inputs(model, BATCH, SEQUENCE)
     except UsageError as error:
-        raise UsageError(f"{error}; parallelize() takes them as spec=ParallelSpec(inputs=(args, kwargs))") from error
+        raise UsageError(
+            f"{error}; pass them to parallelize() as spec=ParallelSpec(inputs=(args, kwargs))"
+        ) from error
     if "decoder_input_ids" in given:
         given["decoder_input_ids"] = torch.empty(BATCH, SEQUENCE + 2, dtype=torch.long, device="meta")
     return (), given
 
 
-def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = ()) -> Observed:
+def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = ()) -> Observation:
     """The lists of layers that the model's forward calls, outermost lists alone, by one run without data.
 
     model: a `twin_of` one. vocabulary: its tables and heads. Raises UsageError where the run fails, with the reason.
     """
     lists = _outermost_lists(model)
     layers = dict.fromkeys(layer for _, module in lists for layer in module)
-    recorder = Recorder(model, layers, vocabulary)
-    calls: list[Called] = []
-    changes = {layer: assigned(layer) for layer in layers}
+    recorder = OpRecorder(model, layers, vocabulary)
+    calls: list[TracedCall] = []
+    changes = {layer: assigned_attributes(layer) for layer in layers}
 
     def note(layer: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        calls.append(Called(layer, args, kwargs, result, len(calls), recorder.ops[-1]))
+        calls.append(TracedCall(layer, args, kwargs, result, len(calls), recorder.ops[-1]))
 
     handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     try:
@@ -229,18 +230,18 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
         for handle in handles:
             handle.remove()
     results = {id(leaf) for leaf in pytree.tree_leaves(given_back) if isinstance(leaf, Tensor)}
-    read = {call.order for call in calls if call.order in recorder.read or id(first_of(call.result)) in results}
+    read = {call.order for call in calls if call.order in recorder.read or id(first_leaf(call.result)) in results}
     found = []
     for name, module in lists:
         mine = [call for call in calls if any(call.module is layer for layer in module)]
         if mine:
             found.append(_chained(name, module, mine, read))
-            found[-1].strangers = _within(found[-1].paths, recorder.strangers)
+            found[-1].outside_reads = _within(found[-1].paths, recorder.outside_reads)
             since = {
                 path: changes[call.module]() for path, call in zip(found[-1].paths, found[-1].calls, strict=True)
             }
             found[-1].assigned = {path: names for path, names in since.items() if names}
-    return Observed(found, recorder.strangers)
+    return Observation(found, recorder.outside_reads)
 
 
 def _outermost_lists(model: nn.Module) -> list[tuple[str, Any]]:
@@ -262,18 +263,18 @@ def _within(paths: list[str], names: Iterable[str]) -> set[str]:
     return {name[len(path) + 1 :] for name in names for path in paths if name.startswith(f"{path}.")}
 
 
-def as_one_layer(model: nn.Module, inputs: Inputs) -> LayerList:
+def single_layer(model: nn.Module, inputs: Inputs) -> LayerList:
     """A model without lists of layers, as a list of one that is the model itself."""
     args, kwargs = _complete(model, inputs)
     why = "the model has no list of layers that it calls one after the other"
-    return LayerList("", [""], [Called(model, args, kwargs, None, 0)], [-1], why)
+    return LayerList("", [""], [TracedCall(model, args, kwargs, None, 0)], [-1], why)
 
 
 def _complete(model: nn.Module, inputs: Inputs) -> Inputs:
     """Without data, and for a pass that keeps no keys and values."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: without_data(tensor, device), inputs)
-    return args, {"use_cache": False, **kwargs} if takes(model, "use_cache") else kwargs
+    return args, {"use_cache": False, **kwargs} if has_argument(model, "use_cache") else kwargs
 
 
 def _alike(modules: Any) -> bool:
@@ -283,7 +284,7 @@ def _alike(modules: Any) -> bool:
     )
 
 
-def _chained(name: str, module: Any, calls: list[Called], read: set[int]) -> LayerList:
+def _chained(name: str, module: Any, calls: list[TracedCall], read: set[int]) -> LayerList:
     """A list by its calls. read: the numbers of the calls whose results other code reads."""
     path = f"{name}." if name else ""
     first = {id(call.module): call for call in reversed(calls)}
@@ -307,7 +308,7 @@ def _chained(name: str, module: Any, calls: list[Called], read: set[int]) -> Lay
     return found
 
 
-def _activations(calls: list[Called]) -> tuple[list[int], str]:
+def _activations(calls: list[TracedCall]) -> tuple[list[int], str]:
     """Where each call has the result of the one before, and why the calls are no chain; empty where they are."""
     places, results, why = [], list[Any](), ""
     for number, call in enumerate(calls):
@@ -318,22 +319,22 @@ def _activations(calls: list[Called]) -> tuple[list[int], str]:
         elif any(leaf is other for leaf in flat for other in results[:-1]):
             why = f"layer {number} reads the results of several layers before it"
         places.append(mine[0] if len(mine) == 1 else -1)
-        results.append(first_of(call.result))
+        results.append(first_leaf(call.result))
     places[0] = places[1] if len(calls) > 1 else -1  # the first layer gets its activation where the others do
     for call, at in zip(calls, places, strict=True):
         flat, _ = leaves(call.args, call.kwargs)
-        x, result = flat[at] if 0 <= at < len(flat) else None, first_of(call.result)
+        x, result = flat[at] if 0 <= at < len(flat) else None, first_leaf(call.result)
         if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.shape != result.shape:
             why = why or "a layer's result has another shape than its input"
     return places, why
 
 
-def first_of(result: Any) -> Any:
+def first_leaf(result: Any) -> Any:
     """The first leaf of what a layer returns."""
     flat = pytree.tree_leaves(result)
     return flat[0] if flat else None
 
 
-def takes(module: nn.Module, name: str) -> bool:
+def has_argument(module: nn.Module, name: str) -> bool:
     """Whether a module's forward has an argument of this name."""
     return name in inspect.signature(module.forward).parameters

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from oases.autotp.block import value_of
-from oases.autotp.conduct import Conduct
-from oases.autotp.experts import stand_in
+from oases.autotp.experts import substitute_experts
 from oases.autotp.export import UnsplittableError, leaves, twin_of
-from oases.autotp.layers import LayerList, as_one_layer, made_up_inputs, observe
-from oases.autotp.operations import Place
-from oases.autotp.pretrained import WholeSaving
-from oases.autotp.program import Form, Kind, Program, kinds_of
-from oases.autotp.report import LayersReport, PartitionReport, compared
-from oases.autotp.requirements import placed, require_alike, require_cuttable, require_layers
+from oases.autotp.layers import LayerList, example_inputs, observe, single_layer
+from oases.autotp.lowering import GroupRank
+from oases.autotp.model_hooks import ModelHooks
+from oases.autotp.module_snapshot import ModuleSnapshot, training_modes
+from oases.autotp.preconditions import require_alike, require_cuttable, require_layers, tensor_parallel_group
+from oases.autotp.pretrained import FullModelSaver
+from oases.autotp.program import CallSignature, LayerSignature, Program, layer_signatures
+from oases.autotp.report import LayersReport, PartitionReport, compare_with_plan
 from oases.autotp.runner import Layer, Runner
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
-from oases.autotp.watch import Watch, modes_of
 from oases.autotp.weights import load_weights
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_rank, group_size
@@ -63,20 +63,20 @@ def parallelize(
     without data, where weights are quantised, or of a plan for another model. Source: arXiv 2206.04959, section 4.
     """
     spec = spec or ParallelSpec()
-    group, options = placed(mesh, plan, schedule, stack_options)
+    group, options = tensor_parallel_group(mesh, plan, schedule, stack_options)
     require_cuttable(model)
     spec.require_names(model)
     require_alike(model, group, values=weights is None)
-    place = Place.of(group)
+    place = GroupRank.of(group)
     report = PartitionReport(type(model).__name__, place.ranks)
     vocabulary, twin = spec.vocabulary_of(model), twin_of(model)
-    stand_in(twin, place.ranks)
-    inputs = spec.inputs or made_up_inputs(model)
+    substitute_experts(twin, place.ranks)
+    inputs = spec.inputs or example_inputs(model)
     names = [*vocabulary.tables, *vocabulary.heads] if vocabulary is not None else []
     observed = observe(twin, inputs, [twin.get_submodule(name) for name in names])
     lists = observed.lists
     if not lists and not spec.layers:
-        lists = [as_one_layer(twin, inputs)]
+        lists = [single_layer(twin, inputs)]
     if spec.layers is not None:
         missing = set(spec.layers) - {each.name for each in lists}
         if missing:
@@ -84,34 +84,34 @@ def parallelize(
         lists = [each for each in lists if each.name in spec.layers]
     if plan is not None:
         require_layers(plan, [len(each.calls) for each in lists])
-    found = [(each, kinds_of(each, model, spec, place)) for each in lists]
+    found = [(each, layer_signatures(each, model, spec, place)) for each in lists]
     _require_divisible(
-        [(each.name, kind) for each, kinds in found for kind in kinds if isinstance(kind, Kind)], place
+        [(each.name, kind) for each, kinds in found for kind in kinds if isinstance(kind, LayerSignature)], place
     )
-    conduct = Conduct(model, group)
+    hooks = ModelHooks(model, group)
     cut_parameters(
         (
             (model.get_submodule(path), kind.cuts)
             for each, kinds in found
             for path, kind in zip(each.paths, kinds, strict=True)
-            if isinstance(kind, Kind)
+            if isinstance(kind, LayerSignature)
         ),
         group,
     )
     for each, kinds in found:
         report.layers.append(_install(model, each, kinds, group, options))
-    _cut_vocabulary(model, vocabulary, observed.strangers, group, report)
+    _cut_vocabulary(model, vocabulary, observed.outside_reads, group, report)
     if place.ranks > 1:
-        report.plan_agrees, report.plan_differs = compared(model)
+        report.plan_agrees, report.plan_differs = compare_with_plan(model)
     if weights is not None:
         kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
         load_weights(model, weights, device=device or kind, process_group=group)
     known = {id(p) for each in lists for path in each.paths for p in model.get_submodule(path).parameters()}
     known |= {id(p) for name in report.vocabulary for p in model.get_submodule(name).parameters()}
     report.replicated = [name for name, p in model.named_parameters() if id(p) not in known]
-    conduct.begin(model)
+    hooks.begin(model)
     if callable(getattr(model, "save_pretrained", None)) and place.ranks > 1:
-        object.__setattr__(model, "save_pretrained", WholeSaving(model, group))
+        object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
     return model
 
@@ -119,14 +119,14 @@ def parallelize(
 def _install(
     model: nn.Module,
     found: LayerList,
-    kinds: list[Kind | UnsplittableError],
+    kinds: list[LayerSignature | UnsplittableError],
     group: ProcessGroup | None,
     options: dict[str, Any],
 ) -> LayersReport:
     """Cut the layers of one list and put what runs them in the place of their forward."""
     modules = [model.get_submodule(path) for path in found.paths]
     report = LayersReport(found.name, len(modules), "replicated")
-    cut = [kind for kind in kinds if isinstance(kind, Kind)]
+    cut = [kind for kind in kinds if isinstance(kind, LayerSignature)]
     reasons = [str(kind) for kind in kinds if isinstance(kind, UnsplittableError)]
     report.reason = found.broken or (reasons[0] if reasons else "")
     programs: list[Program] = []
@@ -147,8 +147,8 @@ def _install(
         report.blocks_per_layer = len(runner.stack.blocks) // len(layers)
     else:
         for module, kind, path in zip(modules, kinds, found.paths, strict=True):
-            if isinstance(kind, Kind):
-                module.forward = WholeForward(module, kind, path)
+            if isinstance(kind, LayerSignature):
+                module.forward = StandaloneForward(module, kind, path)
                 report.runs = "inside layers"
         if options["schedule"] == "layers":
             report.reason = report.reason or "schedule='layers' was asked for"
@@ -159,14 +159,14 @@ def _install(
 def _cut_vocabulary(
     model: nn.Module,
     vocabulary: Vocabulary | None,
-    strangers: set[str],
+    outside_reads: set[str],
     group: ProcessGroup | None,
     report: PartitionReport,
 ) -> None:
-    """strangers: names of parameters that the model reads by itself, which needs all rows of them."""
-    if vocabulary is None or group is None or isinstance(model.forward, WholeForward):
+    """outside_reads: names of parameters that the model reads by itself, which needs all rows of them."""
+    if vocabulary is None or group is None or isinstance(model.forward, StandaloneForward):
         return
-    read = sorted(strangers & {f"{name}.weight" for name in (*vocabulary.tables, *vocabulary.heads)})
+    read = sorted(outside_reads & {f"{name}.weight" for name in (*vocabulary.tables, *vocabulary.heads)})
     if read:
         report.notes.append(f"the vocabulary stays whole: {', '.join(read)} is read outside of its module")
         return
@@ -178,12 +178,12 @@ def _cut_vocabulary(
         report.vocabulary = [*vocabulary.tables, *vocabulary.heads]
 
 
-def _sample(kind: Kind, call: Any, at: int) -> Program:
+def _sample(kind: LayerSignature, call: Any, at: int) -> Program:
     flat, tree = leaves(call.args, call.kwargs)
-    return kind.program(Form.of(flat, tree, modes_of(call.module)), flat, tree, at, flat[at].device)
+    return kind.program(CallSignature.of(flat, tree, training_modes(call.module)), flat, tree, at, flat[at].device)
 
 
-def _require_divisible(kinds: list[tuple[str, Kind]], place: Place) -> None:
+def _require_divisible(kinds: list[tuple[str, LayerSignature]], place: GroupRank) -> None:
     """Raise UsageError, with the degrees that fit, unless all lengths that are cut divide by the degree."""
     wrong = dict.fromkeys(
         f"{length} ({name}.*.{of})"
@@ -199,19 +199,19 @@ def _require_divisible(kinds: list[tuple[str, Kind]], place: Place) -> None:
         )
 
 
-class WholeForward:
+class StandaloneForward:
     """The forward of one layer, by its kind's programs."""
 
-    def __init__(self, module: nn.Module, kind: Kind, path: str) -> None:
+    def __init__(self, module: nn.Module, kind: LayerSignature, path: str) -> None:
         self.module = module
         self.kind = kind
-        self._watch = Watch(module, path)
+        self._snapshot = ModuleSnapshot(module, path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the layer's author has it."""
         found, tree = leaves(args, kwargs)
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
-        form = Form.of(found, tree, self._watch.modes())
+        form = CallSignature.of(found, tree, self._snapshot.modes())
         program = self.kind.program(form, found, tree, None, device)
         run, names = program.module()
         exported = program.exported

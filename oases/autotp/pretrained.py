@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from oases.autotp.gathering import Wire, gathered, is_pretrained
-from oases.autotp.holdings import Holding, holdings, together
+from oases.autotp.gathering import GatherBuffers, gather_blocks, is_pretrained
+from oases.autotp.shard_map import TensorShard, raise_together, shard_map
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, resolve
 from oases.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
@@ -45,23 +45,23 @@ def save_pretrained(
     group, path = resolve(process_group), Path(folder).resolve()
     first = group_rank(group) == 0
     aside = path.with_name(f".{path.name}.part")
-    with together(group):
-        tensors = _written(model, holdings(model, group))
+    with raise_together(group):
+        tensors = _written(model, shard_map(model, group))
         files = _shards(tensors, max_shard_bytes)
         if first:
             _require_replaceable(path)
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-    failures, wire = [], Wire()
+    failures, wire = [], GatherBuffers()
     for name, held in files.items():
         file = _File(aside / name, held) if first else None
-        for tensor, holding in held.items():
-            for row, block in gathered(holding, group, wire):
+        for tensor, shard in held.items():
+            for row, block in gather_blocks(shard, group, wire):
                 if file is not None and block is not None:
                     file.write(tensor, row, block)
         if file is not None:
             failures.append(file.close())
-    with together(group):
+    with raise_together(group):
         if first:
             for failure in filter(None, failures):
                 shutil.rmtree(aside, ignore_errors=True)
@@ -70,7 +70,7 @@ def save_pretrained(
             _replace(path, aside)
 
 
-class WholeSaving:
+class FullModelSaver:
     """In the place of a model's own `save_pretrained`, which would write this rank's part as if it were the model."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
@@ -89,7 +89,7 @@ class WholeSaving:
 class _File:
     """A file that the first rank writes. It keeps its failure to the end, until when the others go on sending."""
 
-    def __init__(self, path: Path, held: dict[str, Holding]) -> None:
+    def __init__(self, path: Path, held: dict[str, TensorShard]) -> None:
         self._held = held
         self._failure: OSError | None = None
         self._begins: dict[str, int] = {}
@@ -98,7 +98,7 @@ class _File:
 
     def _open(self, path: Path) -> None:
         self._file = path.open("wb")
-        sizes = {name: (holding.tensor.dtype, holding.shape) for name, holding in self._held.items()}
+        sizes = {name: (shard.tensor.dtype, shard.shape) for name, shard in self._held.items()}
         self._begins = write_header(self._file, sizes)
 
     def write(self, name: str, row: int, block: Tensor) -> None:
@@ -125,42 +125,42 @@ class _File:
                 self._failure = error
 
 
-def _written(model: nn.Module, held: list[Holding]) -> dict[str, Holding]:
+def _written(model: nn.Module, held: list[TensorShard]) -> dict[str, TensorShard]:
     """What is written, by name: every tensor once, and again only under a name that transformers would not tie."""
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     found = {}
-    for holding in held:
-        if holding.tensor.is_meta:
-            raise UsageError(f"{holding.name!r} is on meta and has no value to save; load weights first")
-        names = [name for name in holding.names if name not in holding.aliases] or list(holding.names[:1])
-        for name in names if is_pretrained(model) else holding.names[:1]:
+    for shard in held:
+        if shard.tensor.is_meta:
+            raise UsageError(f"{shard.name!r} is on meta and has no value to save; load weights first")
+        names = [name for name in shard.names if name not in shard.aliases] or list(shard.names[:1])
+        for name in names if is_pretrained(model) else shard.names[:1]:
             if name not in left_out:
-                found[name] = holding
+                found[name] = shard
     return found
 
 
-def _shards(tensors: dict[str, Holding], max_shard_bytes: int) -> dict[str, dict[str, Holding]]:
+def _shards(tensors: dict[str, TensorShard], max_shard_bytes: int) -> dict[str, dict[str, TensorShard]]:
     """The tensors of each file, in their order."""
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}; give at least 1")
-    shards: list[dict[str, Holding]] = [{}]
+    shards: list[dict[str, TensorShard]] = [{}]
     size = 0
-    for name, holding in tensors.items():
-        more = holding.rows * holding.row_bytes
+    for name, shard in tensors.items():
+        more = shard.rows * shard.row_bytes
         if shards[-1] and size + more > max_shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = holding
+        shards[-1][name] = shard
         size += more
     if len(shards) == 1:
         return {MODEL_FILE: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _describe(model: nn.Module, files: dict[str, dict[str, Holding]], folder: Path) -> None:
+def _describe(model: nn.Module, files: dict[str, dict[str, TensorShard]], folder: Path) -> None:
     """Write the index of several files and the configuration that transformers builds the model from."""
     if len(files) > 1:
-        sizes = [holding.rows * holding.row_bytes for held in files.values() for holding in held.values()]
+        sizes = [shard.rows * shard.row_bytes for held in files.values() for shard in held.values()]
         index = {
             "metadata": {"total_size": sum(sizes)},
             "weight_map": {name: file for file, held in files.items() for name in held},

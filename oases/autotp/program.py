@@ -17,22 +17,22 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from oases.autotp.cutting import BlockPieces, Piece, beside, cut
-from oases.autotp.experts import keep_whole
+from oases.autotp.cutting import BlockPieces, Piece, cut, other_results
+from oases.autotp.experts import replicate_experts
 from oases.autotp.export import Exported, UnsplittableError, export, leaves, twin_of
-from oases.autotp.layers import Called, LayerList
-from oases.autotp.operations import Place, block_dropout, lower, product
-from oases.autotp.rules import is_product, product_of
+from oases.autotp.layers import LayerList, TracedCall
+from oases.autotp.lowering import GroupRank, block_dropout, lower, product
+from oases.autotp.module_snapshot import comparison_key, inner_hooks, set_training_modes
+from oases.autotp.rules import is_linear, linear_operands
 from oases.autotp.shapes import Segments
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.splitter import Splitter
 from oases.autotp.structure import Structure, find
-from oases.autotp.watch import hooks_inside, set_modes, worth
 from oases.parallel.sharding import Cut
 
 
 @dataclass(frozen=True)
-class Form:
+class CallSignature:
     """What of a call decides which graph it needs, but for shapes: the tree, what is no tensor, types, the mode."""
 
     tree: str
@@ -41,7 +41,7 @@ class Form:
     modes: tuple[bool, ...]
 
     @classmethod
-    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]) -> Form:
+    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]) -> CallSignature:
         """The form of a call by its leaves. UnsplittableError for one that is neither a tensor nor a plain value."""
         for leaf in found:
             if not isinstance(leaf, (Tensor, int, float, str, bool, torch.dtype, torch.device, type(None))):
@@ -65,15 +65,15 @@ _Length = int | tuple[Any, float, float]
 class Program:
     """The rank's graphs for one form of call and a range of shapes.
 
-    blocks: as a stack runs them; beside: the layer's other results (see `cutting.beside`). module: the whole layer
-    with its sums in it, which is made when first asked for.
+    blocks: graphs of the stack's blocks. other_results: see `cutting.other_results`. module: the whole layer with its
+    all-reduces, made on first use.
     """
 
     walk: Splitter
     activation: int | None
-    place: Place
+    place: GroupRank
     blocks: list[BlockPieces] | None
-    beside: list[Any] = field(default_factory=list)
+    other_results: list[Any] = field(default_factory=list)
     reason: str = ""
     _module: tuple[Any, tuple[str, ...]] | None = field(default=None, repr=False)
     _constants: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
@@ -178,35 +178,35 @@ def mangled(name: str) -> str:
     return name.replace(".", "/")
 
 
-class Kind:
+class LayerSignature:
     """Layers that differ in their weights alone: one twin, one structure, a program for every form of call.
 
     Raises UnsplittableError where the layer cannot be traced or nothing of it can be cut.
     """
 
     def __init__(
-        self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Any, place: Place
+        self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Any, place: GroupRank
     ) -> None:
         self.twin = twin
         self.place = place
-        Form.of(*leaves(args, kwargs), ())
+        CallSignature.of(*leaves(args, kwargs), ())
         exported = export(twin, args, kwargs)
         self.structure: Structure = find(exported, keep, place.ranks)
         self.columns: dict[str, Segments] = {
             _weight(exported, node): segments for node, segments in self.structure.columns.items()
         }
         self.rows = tuple(_weight(exported, node) for node in self.structure.rows)
-        walk = _walk(exported, self.columns, Place())
+        walk = _walk(exported, self.columns, GroupRank())
         self.cuts: Mapping[str, Cut] = walk.cuts
         self.experts, self.refused = tuple(walk.experts), {**self.structure.refused, **walk.refused}
         if not self.cuts:
             raise UnsplittableError(
                 "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of products"
             )
-        self.programs: dict[Form, list[Program]] = {}
+        self.programs: dict[CallSignature, list[Program]] = {}
 
     def program(
-        self, form: Form, found: list[Any], tree: pytree.TreeSpec, activation: int | None, device: Any
+        self, form: CallSignature, found: list[Any], tree: pytree.TreeSpec, activation: int | None, device: Any
     ) -> Program:
         """The program for a call of this form by its leaves."""
         programs = self.programs.setdefault(form, [])
@@ -216,7 +216,7 @@ class Kind:
         args, kwargs = pytree.tree_unflatten(found, tree)
         if next(self.twin.parameters()).device != device:
             self.twin = twin_of(self.twin, device)
-        set_modes(self.twin, form.modes)
+        set_training_modes(self.twin, form.modes)
         try:
             exported = export(self.twin, args, kwargs, _varying)
             walk = self._walked(exported)
@@ -228,7 +228,7 @@ class Kind:
             name = None if activation is None or activation < 0 else exported.inputs[activation]
             if name is None:
                 raise UnsplittableError("it has no activation")
-            blocks, others = cut(walk, name), beside(walk, name)
+            blocks, others = cut(walk, name), other_results(walk, name)
         except UnsplittableError as error:
             reason = str(error)
         shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in found)
@@ -236,7 +236,7 @@ class Kind:
         programs.append(Program(walk, activation, self.place, blocks, others, reason, _accepted=accepted))
         return programs[-1]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSignature:
         """Itself: it has no weights, and a copy of a layer is of the same kind."""
         return self
 
@@ -247,21 +247,23 @@ class Kind:
         return walk
 
 
-def _walk(exported: Exported, columns: Mapping[str, Segments], place: Place) -> Splitter:
+def _walk(exported: Exported, columns: Mapping[str, Segments], place: GroupRank) -> Splitter:
     nodes = {node: columns[_weight(exported, node)] for node in exported.graph.nodes
-             if is_product(node) and _weight(exported, node) in columns}  # fmt: skip
+             if is_linear(node) and _weight(exported, node) in columns}  # fmt: skip
     return Splitter(exported, nodes, product, block_dropout, place.rank, place.ranks).run()
 
 
 def _weight(exported: Exported, node: fx.Node) -> str:
-    return exported.parameters.get(getattr(product_of(node)[1], "name", ""), "")
+    return exported.parameters.get(getattr(linear_operands(node)[1], "name", ""), "")
 
 
 def _varying(tensor: Tensor) -> dict[int, Any]:
     return {dim: torch.export.Dim.AUTO for dim, length in enumerate(tensor.shape) if length > 1}
 
 
-def kinds_of(found: LayerList, model: nn.Module, spec: ParallelSpec, place: Place) -> list[Kind | UnsplittableError]:
+def layer_signatures(
+    found: LayerList, model: nn.Module, spec: ParallelSpec, place: GroupRank
+) -> list[LayerSignature | UnsplittableError]:
     """The kind of each layer, one object for layers of one kind; what was raised for those that have none.
 
     model: the author's, whose layers are asked for hooks, which the twins do not have.
@@ -272,24 +274,26 @@ def kinds_of(found: LayerList, model: nn.Module, spec: ParallelSpec, place: Plac
         kept = frozenset(
             name
             for name, _ in call.module.named_parameters()
-            if name in found.strangers or spec.keeps_whole(f"{path}.{name}" if path else name)
+            if name in found.outside_reads or spec.keeps_whole(f"{path}.{name}" if path else name)
         )
-        refused = hooks_inside(model.get_submodule(path))
+        refused = inner_hooks(model.get_submodule(path))
         if path in found.assigned:
             refused = f"{type(call.module).__name__} sets {', '.join(found.assigned[path])} in its forward"
         groups.setdefault((_look(call.module, indices), _form(call), call.ops, kept, refused), []).append(at)
-    kinds: dict[int, Kind | UnsplittableError] = {}
+    kinds: dict[int, LayerSignature | UnsplittableError] = {}
     for (*_, kept, refused), members in groups.items():
         kinds.update(dict.fromkeys(members, _kind(found.calls[members[0]], kept, refused, place)))
     return [kinds[at] for at in range(len(found.calls))]
 
 
-def _kind(call: Called, kept: frozenset[str], refused: str, place: Place) -> Kind | UnsplittableError:
+def _kind(
+    call: TracedCall, kept: frozenset[str], refused: str, place: GroupRank
+) -> LayerSignature | UnsplittableError:
     if refused:
         return UnsplittableError(refused)
-    keep_whole(call.module, kept)
+    replicate_experts(call.module, kept)
     try:
-        return Kind(call.module, call.args, call.kwargs, kept.__contains__, place)
+        return LayerSignature(call.module, call.args, call.kwargs, kept.__contains__, place)
     except UnsplittableError as error:
         return error
 
@@ -301,7 +305,7 @@ def _look(module: nn.Module, ignored: set[tuple[str, str]]) -> tuple[Any, ...]:
         (
             path,
             type(part),
-            tuple((name, worth(v)) for name, v in sorted(vars(part).items())
+            tuple((name, comparison_key(v)) for name, v in sorted(vars(part).items())
                   if not name.startswith("_") and (path, name) not in ignored and name != "training"),
             tuple((name, tuple(p.shape), p.dtype, p.requires_grad, shared.setdefault(id(p), len(shared)))
                   for name, p in part._parameters.items() if p is not None),
@@ -321,7 +325,7 @@ def _indices(modules: Sequence[nn.Module]) -> set[tuple[str, str]]:
     return counting or set()
 
 
-def _form(call: Called) -> str:
+def _form(call: TracedCall) -> str:
     """What else of a call may change the graph: which arguments there are."""
     return repr(
         [type(each).__name__ for each in call.args] + sorted((k, type(v).__name__) for k, v in call.kwargs.items())

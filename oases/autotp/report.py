@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from oases.autotp.program import Kind
+from oases.autotp.program import LayerSignature
 from oases.autotp.runner import Runner
 
 
@@ -39,7 +39,7 @@ class LayersReport:
     degrees: list[int] = field(default_factory=list)
     runner: Runner | None = field(default=None, repr=False, compare=False)
 
-    def describe(self, kinds: Iterable[Kind]) -> None:
+    def describe(self, kinds: Iterable[LayerSignature]) -> None:
         """Say what is cut in layers of these kinds."""
         fitting: set[int] | None = None
         for kind in kinds:
@@ -111,7 +111,7 @@ def _named(what: str, names: Iterable[str]) -> list[str]:
 _WHOLE = "whole"
 
 
-def compared(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+def compare_with_plan(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     """The entries of the plan that agree with how the model is cut now, and what is different of the others.
 
     A model without a plan gives nothing. Entries in styles for which no weight is cut one way (experts) are left out.

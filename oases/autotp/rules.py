@@ -273,12 +273,12 @@ def size(s: Splitter, node: fx.Node) -> Value:
     return Value(s.emit(node, (value.node, *rest), dict(node.kwargs)))
 
 
-def is_product(node: fx.Node) -> bool:
+def is_linear(node: fx.Node) -> bool:
     """Whether a node multiplies by a weight: a linear of some spelling."""
     return node.op == "call_function" and name_of(node) in ("linear", "addmm", "mm", "matmul")
 
 
-def product_of(node: fx.Node) -> tuple[Any, Any, Any, bool]:
+def linear_operands(node: fx.Node) -> tuple[Any, Any, Any, bool]:
     """(x, weight, bias, transposed) of a product."""
     name, args = name_of(node), args_of(node)
     if name == "linear":

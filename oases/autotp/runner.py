@@ -15,12 +15,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from oases.autotp.block import Call, GraphBlock, value_of
+from oases.autotp.block import GraphBlock, LayerCall, value_of
 from oases.autotp.cutting import Piece
 from oases.autotp.export import UnsplittableError, leaves
-from oases.autotp.program import Form, Kind, Program
+from oases.autotp.module_snapshot import ModuleSnapshot
+from oases.autotp.program import CallSignature, LayerSignature, Program
 from oases.autotp.splitter import ABSENT
-from oases.autotp.watch import Watch
 from oases.execution.group import ProcessGroup
 from oases.parallel.batch import BlockInputs
 from oases.parallel.stack import OverlappedStack
@@ -68,19 +68,19 @@ class Layer:
     path: its name in the model.
     """
 
-    def __init__(self, module: nn.Module, kind: Kind, activation: int, path: str) -> None:
+    def __init__(self, module: nn.Module, kind: LayerSignature, activation: int, path: str) -> None:
         self.module = module
         self.kind = kind
         self.activation = activation
         self.path = path
-        self.watch = Watch(module, path)
+        self.snapshot = ModuleSnapshot(module, path)
 
-    def noted(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Noted:
+    def noted(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> DeferredCall:
         """A call by its leaves, `x` in the place of its activation."""
-        form = Form.of(self.with_activation(found, x), tree, self.watch.modes())
-        return Noted(found, tree, form, self.program(form, found, tree, x))
+        form = CallSignature.of(self.with_activation(found, x), tree, self.snapshot.modes())
+        return DeferredCall(found, tree, form, self.program(form, found, tree, x))
 
-    def program(self, form: Form, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
+    def program(self, form: CallSignature, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
         """The program for a call of this form, `x` in the place of its activation."""
         return self.kind.program(form, self.with_activation(found, x), tree, self.activation, x.device)
 
@@ -90,12 +90,12 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Noted:
+class DeferredCall:
     """A layer's call that waits for the last one: its leaves, their form, and the program for them."""
 
     found: list[Any]
     tree: pytree.TreeSpec
-    form: Form
+    form: CallSignature
     program: Program
 
 
@@ -140,7 +140,7 @@ class Runner:
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
         self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
         """Runs the stack on its input and its blocks' inputs. A benchmark puts its own collectives in between."""
-        self._calls: list[Noted] = []
+        self._calls: list[DeferredCall] = []
         self._x: Tensor | None = None
         self._pending: Pending | None = None
 
@@ -178,11 +178,11 @@ class Runner:
             out = self._run()
         else:
             out = self._pending = Pending.of(first, where)
-        rest = [self._beside(each, layer, program, layer.with_activation(found, first), where)
-                for each in program.beside]  # fmt: skip
+        rest = [self._other_result(each, layer, program, layer.with_activation(found, first), where)
+                for each in program.other_results]  # fmt: skip
         return pytree.tree_unflatten([out, *rest], program.exported.result)
 
-    def _beside(self, other: Any, layer: Layer, program: Program, found: list[Any], where: str) -> Any:
+    def _other_result(self, other: Any, layer: Layer, program: Program, found: list[Any], where: str) -> Any:
         """One of a layer's other results: now, if it does not need the layers to have run."""
         if other is ABSENT:
             return Pending.of(found[layer.activation], f"{where}, of which this is another result,")
@@ -207,7 +207,7 @@ class Runner:
         return self.run(x, [of_layer[index] for index in self.layer_of])
 
     @staticmethod
-    def _inputs(layer: Layer, call: Noted) -> BlockInputs:
+    def _inputs(layer: Layer, call: DeferredCall) -> BlockInputs:
         """What travels along to a layer's blocks."""
 
         def programs(part: Tensor, rest: tuple[Any, ...]) -> Program:
@@ -219,4 +219,4 @@ class Runner:
             for at, leaf in enumerate(found)
         ]
         values = [None if at == layer.activation else leaf for at, leaf in enumerate(found)]
-        return BlockInputs((Call(layer.module, programs), *values), (False, *flags))
+        return BlockInputs((LayerCall(layer.module, programs), *values), (False, *flags))

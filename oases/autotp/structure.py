@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import fx
 
-import oases.autotp.mixture
-import oases.autotp.rules_of_shape  # noqa: F401  (both fill the table of rules)
+import oases.autotp.expert_rules
+import oases.autotp.shape_rules  # noqa: F401  (both fill the table of rules)
 from oases.autotp.export import Exported, UnsplittableError, shape_of
-from oases.autotp.rules import is_product, product_of
+from oases.autotp.rules import is_linear, linear_operands
 from oases.autotp.shapes import Segments
 from oases.autotp.splitter import Splitter, args_of, name_of
 
@@ -54,7 +54,7 @@ def find(exported: Exported, keep: Callable[[str], bool] = lambda name: False, d
     queries, the keys stay whole.
     """
     found = Structure()
-    products = [node for node in exported.graph.nodes if is_product(node) and _has_weight(exported, node)]
+    products = [node for node in exported.graph.nodes if is_linear(node) and _has_weight(exported, node)]
     for row in products:
         weight = _weight(exported, row)
         if row in found.columns or row in found.rows or keep(weight):
@@ -125,7 +125,7 @@ def _segments(column: fx.Node) -> list[Segments]:
                 continue
             seen.add(user)
             found.extend(_taken_apart(user, features))
-            if not is_product(user):
+            if not is_linear(user):
                 queue.append(user)
     boundaries = sorted({end for node in seen for end in _slice_ends(node, features)})
     if boundaries:
@@ -161,17 +161,17 @@ def _slice_ends(node: fx.Node, features: int) -> list[int]:
 
 
 def _has_weight(exported: Exported, node: fx.Node) -> bool:
-    weight = product_of(node)[1]
+    weight = linear_operands(node)[1]
     return isinstance(weight, fx.Node) and weight.name in exported.parameters and len(shape_of(weight)) == 2
 
 
 def _weight(exported: Exported, node: fx.Node) -> str:
-    return exported.parameters[product_of(node)[1].name]
+    return exported.parameters[linear_operands(node)[1].name]
 
 
 def _feeding(exported: Exported, row: fx.Node, products: list[fx.Node]) -> list[fx.Node]:
     """The products whose outputs reach `row` through no other product."""
-    found, seen, queue = [], set[fx.Node](), [product_of(row)[0]]
+    found, seen, queue = [], set[fx.Node](), [linear_operands(row)[0]]
     known = set(products)
     while queue:
         node = queue.pop()

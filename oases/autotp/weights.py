@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.autotp.gathering import is_pretrained, materialize_buffers, wire_device
-from oases.autotp.holdings import Holding, holdings, together
+from oases.autotp.shard_map import TensorShard, raise_together, shard_map
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.safetensors_files import Index, Stored, configuration, stored_tensors
@@ -101,17 +101,17 @@ def load_weights(
     and for tensors that are missing, too many, or of another shape or type.
     """
     group = resolve(process_group)
-    with together(group):
-        held = holdings(model, group)
+    with raise_together(group):
+        held = shard_map(model, group)
         _refuse_quantised(source)
         stored = stored_tensors(source)
         chosen, passed = _choose(model, held, stored, strict)
         _require_equal_ties(chosen, {one.name: [whole for whole, _ in one.pieces()] for one in held})
-    with together(group):
+    with raise_together(group):
         materialize_buffers(model, device)
         places = _places(model)
-        for holding in held:
-            _fill(holding, chosen[holding.name][0], _materialized(holding, places, device, dtype))
+        for shard in held:
+            _fill(shard, chosen[shard.name][0], _materialized(shard, places, device, dtype))
     return passed
 
 
@@ -132,37 +132,37 @@ def load_full_state_dict(
         load_weights(model, state, device=device, process_group=group)
         return
     said: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
-    with together(group):
-        held = holdings(model, group)
+    with raise_together(group):
+        held = shard_map(model, group)
         if group_rank(group) == 0:
             said = [{name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}]
     dist.broadcast_object_list(said, group=group, group_src=0)
     given = said[0]
-    with together(group):
+    with raise_together(group):
         theirs = {name: Stored("the first rank's state", *what, _unread) for name, what in given.items()}
         chosen, _ = _choose(model, held, theirs if group_rank(group) else stored_tensors(state), strict=True)
         if group_rank(group) == 0:
             _require_equal_ties(chosen, {one.name: [(slice(None),) * len(one.shape)] for one in held})
-    with together(group):
+    with raise_together(group):
         materialize_buffers(model, device)
         places = _places(model)
-        local = [_materialized(holding, places, device, None) for holding in held]
-    for holding, part in zip(held, local, strict=True):
-        _receive(holding, chosen[holding.name][0], part, group)
+        local = [_materialized(shard, places, device, None) for shard in held]
+    for shard, part in zip(held, local, strict=True):
+        _receive(shard, chosen[shard.name][0], part, group)
 
 
 def _choose(
-    model: nn.Module, held: list[Holding], stored: Mapping[str, Stored], strict: bool
+    model: nn.Module, held: list[TensorShard], stored: Mapping[str, Stored], strict: bool
 ) -> tuple[dict[str, list[Stored]], list[str]]:
-    """What is stored for each holding, and the names of what is for none; UsageError for all that does not fit."""
+    """What is stored for each shard, and the names of what is for none; UsageError for all that does not fit."""
     named, extra = named_as(model, stored)
     chosen = {one.name: [stored[named[name]] for name in one.names if name in named] for one in held}
     kind = type(model).__name__
     marked = [name for name in extra if name.lower().endswith(QUANTISED)]
-    for holding in held:
-        for found in chosen[holding.name]:
-            if holding.tensor.is_floating_point() and found.dtype not in FLOATS:
-                marked.append(f"{holding.name} ({found.dtype or 'of an unknown type'})")
+    for shard in held:
+        for found in chosen[shard.name]:
+            if shard.tensor.is_floating_point() and found.dtype not in FLOATS:
+                marked.append(f"{shard.name} ({found.dtype or 'of an unknown type'})")
     if marked:
         raise UsageError(
             f"{_where(stored)} is quantised: {_listed(marked)}; quantised weights are not trained here: give the "
@@ -179,22 +179,22 @@ def _choose(
             f"{_where(stored)} holds {len(extra)} tensors that {kind} has no place for: {_listed(extra)}; build the "
             "model that was saved, or pass them over with strict=False"
         )
-    for holding in held:
-        for found in chosen[holding.name]:
-            _require_fit(holding, found, kind)
+    for shard in held:
+        for found in chosen[shard.name]:
+            _require_fit(shard, found, kind)
     return chosen, extra
 
 
-def _require_fit(holding: Holding, found: Stored, kind: str) -> None:
-    ours = holding.tensor.dtype
+def _require_fit(shard: TensorShard, found: Stored, kind: str) -> None:
+    ours = shard.tensor.dtype
     if not ours.is_floating_point and found.dtype != ours:
         raise UsageError(
-            f"tensor {holding.name!r} is of {found.dtype} in {found.where!r} and of {ours} in {kind}; save it as "
+            f"tensor {shard.name!r} is of {found.dtype} in {found.where!r} and of {ours} in {kind}; save it as "
             "the type that the model has"
         )
-    if found.shape != holding.shape:
+    if found.shape != shard.shape:
         raise UsageError(
-            f"tensor {holding.name!r} has shape {found.shape} in {found.where!r} and {holding.shape} in {kind}; "
+            f"tensor {shard.name!r} has shape {found.shape} in {found.where!r} and {shard.shape} in {kind}; "
             "build the model with the sizes of the one that was saved"
         )
 
@@ -232,13 +232,13 @@ def _places(model: nn.Module) -> dict[int, list[tuple[dict[str, nn.Parameter | T
 
 
 def _materialized(
-    holding: Holding,
+    shard: TensorShard,
     places: Mapping[int, list[tuple[dict[str, nn.Parameter | Tensor | None], str]]],
     device: torch.device | str,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """The holding's tensor, real and of the type asked for; another one in all its places where it was not."""
-    old = holding.tensor
+    """The shard's tensor, real and of the type asked for; another one in all its places where it was not."""
+    old = shard.tensor
     wanted = dtype if dtype is not None and old.is_floating_point() else old.dtype
     if not old.is_meta and old.dtype == wanted:
         return old.detach()
@@ -254,18 +254,18 @@ def _materialized(
 
 
 @torch.no_grad()
-def _fill(holding: Holding, stored: Stored, local: Tensor) -> None:
-    for whole, own in holding.pieces():
+def _fill(shard: TensorShard, stored: Stored, local: Tensor) -> None:
+    for whole, own in shard.pieces():
         local[own].copy_(stored.read(whole))
 
 
 @torch.no_grad()
-def _receive(holding: Holding, stored: Stored, local: Tensor, group: ProcessGroup) -> None:
+def _receive(shard: TensorShard, stored: Stored, local: Tensor, group: ProcessGroup) -> None:
     """The first rank sends blocks of rows of what it has stored; every rank keeps what it holds of them."""
     assert stored.dtype is not None
-    pieces = list(holding.pieces())
-    for row in range(0, holding.rows, holding.block_rows):
-        stop = min(holding.rows, row + holding.block_rows)
+    pieces = list(shard.pieces())
+    for row in range(0, shard.rows, shard.block_rows):
+        stop = min(shard.rows, row + shard.block_rows)
         shape = torch.Size((stop - row, *stored.shape[1:])) if stored.shape else torch.Size(())
         data = torch.empty(shape.numel() * stored.dtype.itemsize, dtype=torch.uint8, device=wire_device(local, group))
         if group_rank(group) == 0:

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from oases.execution.executor import Context, Executor, Guard, Handlers, Program, Step
-from oases.execution.failure import Watch
+from oases.execution.executor import Context, Executor, FailureScope, Handlers, Program, Step
+from oases.execution.failure import FailureMonitor
 from oases.execution.piece import BlockParameters, Leaves
 
 Put = Callable[[int], None]
@@ -58,24 +58,24 @@ class Gathering(Protocol):
         """After a failure: free all that is whole."""
 
 
-class Call:
+class ScheduledCall:
     """The passes of one call. Subclasses say in `finish_block` and `finish` how gradients are handed over.
 
-    gathering: None where weights lie whole on every rank. AGAIN: kinds of ops that compute again.
+    gathering: None where weights lie whole on every rank. RECOMPUTE: kinds of ops that compute again.
     """
 
-    AGAIN: ClassVar[frozenset[str]] = frozenset()
+    RECOMPUTE: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self, name: str, program: Program, work: Work, parameters: Sequence[BlockParameters], *,
-        watch: Watch | None, context: Context, gathering: Gathering | None, differentiable: bool,
+        monitor: FailureMonitor | None, context: Context, gathering: Gathering | None, differentiable: bool,
         unanimous: tuple[type[Exception], ...] = (),
     ) -> None:  # fmt: skip
         self.num_blocks = len(parameters)
         self.output: Tensor | None = None
         self._name, self._program, self._work, self._parameters = name, program, work, parameters
         self._differentiable = differentiable
-        self._guard = Guard(program.schedule, program.label, watch, self._forget, unanimous)
+        self._guard = FailureScope(program.schedule, program.label, monitor, self._forget, unanimous)
         self._gathering = gathering
         handlers = work.handlers()
         if gathering is not None:
@@ -92,7 +92,7 @@ class Call:
             if self._gathering is not None:
                 self._gathering.begin(steps)
             self._executor.run(steps)
-            self._guard.doing = "the output"
+            self._guard.current_op = "the output"
             return self._work.output()
 
     def begin(self, grad: Tensor) -> None:
@@ -110,10 +110,10 @@ class Call:
     def recompute(self) -> None:
         """Compute again now, with the collectives that this sends, in the list's order; for a pipeline."""
         rest = self._backward[self._position :]
-        again = [step for step in rest if (step.op.of or step.op.kind) in self.AGAIN]
+        again = [step for step in rest if (step.op.of or step.op.kind) in self.RECOMPUTE]
         if not again:
             return
-        left = tuple(step for step in rest if (step.op.of or step.op.kind) not in self.AGAIN)
+        left = tuple(step for step in rest if (step.op.of or step.op.kind) not in self.RECOMPUTE)
         self._backward = self._backward[: self._position] + left
         self._ends = self._program.ends_of(self._backward)
         if self._gathering is not None:
@@ -129,7 +129,9 @@ class Call:
         """Part of the backward pass. What is computed again reads parameters, by their stand-ins."""
         again: set[int] = set()
         if self._program.schedule.recomputed:
-            again = {block for step in steps if step.op.kind in self.AGAIN for block in self._program.reads(step.op)}
+            again = {
+                block for step in steps if step.op.kind in self.RECOMPUTE for block in self._program.reads(step.op)
+            }
         with torch.enable_grad(), self._stand_ins(again):
             self._executor.run(steps)
 
@@ -163,7 +165,7 @@ def _put(parameters: Sequence[BlockParameters], leaves: Sequence[Leaves], block:
 # --- nodes of the outer autograd graph ---
 
 
-class Delivered(Protocol):
+class DifferentiableCall(Protocol):
     """A call that can be delivered: what its nodes do."""
 
     num_blocks: int
@@ -189,7 +191,7 @@ class Delivered(Protocol):
         """Run the rest; the gradients of the input and of `entry_tensors()`."""
 
 
-def deliver(call: Delivered, x: Tensor) -> Tensor:
+def apply_call(call: DifferentiableCall, x: Tensor) -> Tensor:
     """Run the forward pass of a call on `x`, differentiable in `x` and in the tensors that it hands over."""
     if not x.requires_grad:
         x = x.detach().requires_grad_()  # so that the entry's backward, which ends the schedule, is called
@@ -201,7 +203,7 @@ def deliver(call: Delivered, x: Tensor) -> Tensor:
 
 class _Entry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Delivered, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, call: DifferentiableCall, x: Tensor, *others: Tensor) -> Tensor:
         ctx.call = call
         call.output = call.forward()
         return x.new_zeros(())
@@ -214,7 +216,7 @@ class _Entry(torch.autograd.Function):
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Delivered, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, call: DifferentiableCall, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.block = call, block
         return token.view_as(token)
 
@@ -225,7 +227,7 @@ class _Block(torch.autograd.Function):
 
 class _Exit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Delivered, token: Tensor) -> Tensor:
+    def forward(ctx: Any, call: DifferentiableCall, token: Tensor) -> Tensor:
         ctx.call = call
         output, call.output = call.output, None
         assert output is not None, "the entry has run"

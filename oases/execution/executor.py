@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from weakref import WeakMethod, ref
 
 from oases.errors import UsageError
-from oases.execution.failure import FailedRankError, Failure, Watch, error_of, is_out_of_memory, lost_a_rank
+from oases.execution.failure import FailedRankError, Failure, FailureMonitor, error_of, is_out_of_memory, lost_a_rank
 from oases.schedule import Op, Schedule
 from oases.schedule.ops import STARTS
 
@@ -82,7 +82,7 @@ Handlers = Mapping[str, Callable[[Step], None]]
 """The work of each op, by `Step.key`."""
 
 
-class Splittable(Protocol):
+class StackHandle(Protocol):
     """A call of a stack whose backward pass can be split."""
 
     def recompute(self) -> None:
@@ -95,8 +95,8 @@ class Splittable(Protocol):
         """After such a backward pass: add the weight gradients to those of the parameters."""
 
 
-class Calls:
-    """Calls of stacks whose passes are split up: what they recompute, and their weight gradients.
+class StackHandles:
+    """Handles of stack calls whose passes are split up: what they recompute, and their weight gradients.
 
     They are held weakly and live as long as their graphs, so this keeps no tensor; but for weight gradients that were
     deferred, which it keeps until they are computed. All ranks of the stacks' groups must do the same at the same
@@ -104,10 +104,10 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._calls: list[Callable[[], Splittable | None]] = []
-        self._waiting: list[Splittable] = []
+        self._calls: list[Callable[[], StackHandle | None]] = []
+        self._waiting: list[StackHandle] = []
 
-    def add(self, call: Splittable) -> None:
+    def add(self, call: StackHandle) -> None:
         """A call that was made, in the order of the forward pass."""
         self._calls.append(ref(call))
 
@@ -128,7 +128,7 @@ class Calls:
             call.compute_weights()
         self._waiting = []
 
-    def _backwards(self) -> list[Splittable]:
+    def _backwards(self) -> list[StackHandle]:
         return [call for held in reversed(self._calls) if (call := held()) is not None]
 
 
@@ -137,63 +137,63 @@ class Context:
     """One call's surroundings, which its stack cannot know.
 
     spans: list to append (op, start, end) of every compute op and wait to, in what `clock` gives; on an accelerator,
-    which works behind the host, one that records an event. calls: takes the call, for a pipeline that splits its
-    passes; none where it is made without gradients.
+    which works behind the host, one that records an event. handles: receives the call's handle, for a pipeline that
+    splits its passes; nothing where it runs without gradients.
     """
 
     spans: list[tuple[str, Any, Any]] | None = None
     clock: Callable[[], Any] = time.perf_counter
-    calls: Calls = field(default_factory=Calls)
+    handles: StackHandles = field(default_factory=StackHandles)
 
 
-class Guard:
+class FailureScope:
     """Around the ops of one call of a stack: what they raise is raised on every rank, with the op's place.
 
-    watch: None for a group of one, where only what runs out of memory is given its place. forget: lets go of the
+    monitor: None for a group of one, where only what runs out of memory is given its place. forget: lets go of the
     call's tensors, so that others can use their memory. unanimous: errors that all ranks raise by themselves. A
     UsageError stays what it is on the rank that raises it.
     """
 
     def __init__(
-        self, schedule: Schedule, label: str, watch: Watch | None, forget: Callable[[], None],
+        self, schedule: Schedule, label: str, monitor: FailureMonitor | None, forget: Callable[[], None],
         unanimous: tuple[type[Exception], ...] = (),
     ) -> None:  # fmt: skip
-        self.doing: Op | str = "the start of the call"
+        self.current_op: Op | str = "the start of the call"
         """The op under way; set by who runs it."""
         self._schedule = schedule
         self._label = label
-        self._watch = watch
+        self._monitor = monitor
         self._unanimous = unanimous
         self._forget_weakly = WeakMethod(forget)  # strongly, the call would live until the garbage collector comes
         self._failures = 0
 
     def __enter__(self) -> None:
-        self._failures = self._watch.scheduler.failures if self._watch is not None else 0
+        self._failures = self._monitor.scheduler.failures if self._monitor is not None else 0
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, FailedRankError):
             return
-        watch = self._watch
-        if watch is not None and watch.scheduler.failures != self._failures:  # the scheduler stopped this rank
+        monitor = self._monitor
+        if monitor is not None and monitor.scheduler.failures != self._failures:  # the scheduler stopped this rank
             self._forget()
-            raise watch.error() from error
+            raise monitor.error() from error
         if lost_a_rank(error):
             return  # that is no op's failure
         if isinstance(error, self._unanimous):
             self._forget()
             return
-        failure = self._described(error, watch.rank if watch is not None else 0)
-        if watch is None and not failure.out_of_memory:
+        failure = self._described(error, monitor.rank if monitor is not None else 0)
+        if monitor is None and not failure.out_of_memory:
             return  # nobody else to tell: the block's own error says it best
         self._forget()
         if failure.out_of_memory:
             traceback.clear_frames(trace)  # they hold tensors, too
-        broken = watch.fail(failure) if watch is not None else ""
+        broken = monitor.fail(failure) if monitor is not None else ""
         if isinstance(error, UsageError):
             return
-        raise error_of(failure, broken, watch.size if watch is not None else 1) from error
+        raise error_of(failure, broken, monitor.size if monitor is not None else 1) from error
 
     def _forget(self) -> None:
         forget = self._forget_weakly()
@@ -201,7 +201,7 @@ class Guard:
             forget()
 
     def _described(self, error: Exception, rank: int) -> Failure:
-        schedule, op = self._schedule, self.doing
+        schedule, op = self._schedule, self.current_op
         where = f"{op} ({self._label}, schedule {schedule.name})"
         if isinstance(op, Op):
             line = f"line {schedule.lines[op]} of {schedule.name}"
@@ -218,7 +218,7 @@ class Guard:
 class Executor:
     """Runs the steps of one call by its handlers."""
 
-    def __init__(self, handlers: Handlers, guard: Guard, context: Context) -> None:
+    def __init__(self, handlers: Handlers, guard: FailureScope, context: Context) -> None:
         self._handlers, self.guard, self._context = handlers, guard, context
 
     def run(self, steps: Iterable[Step]) -> None:
@@ -226,12 +226,12 @@ class Executor:
         handlers, guard, spans = self._handlers, self.guard, self._context.spans
         if spans is None:
             for step in steps:
-                guard.doing = step.op
+                guard.current_op = step.op
                 handlers[step.key](step)
             return
         clock = self._context.clock
         for step in steps:
-            guard.doing = step.op
+            guard.current_op = step.op
             if step.is_start:
                 handlers[step.key](step)
                 continue

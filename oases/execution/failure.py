@@ -89,7 +89,7 @@ def error_of(failure: Failure, broken: str, size: int) -> FailedRankError:
     return error
 
 
-class Watch:
+class FailureMonitor:
     """Looks after one process group on this rank: its thread does what this module's docstring says.
 
     device: where the group's tensors lie. incarnation: tells groups of one name that came one after another apart.
@@ -113,7 +113,7 @@ class Watch:
         self._wake = threading.Event()
         self._stopped = False
         scheduler.renew()
-        self._thread = threading.Thread(target=self._serve, name="oases-watch", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="oases-failure-monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -125,10 +125,10 @@ class Watch:
 
     def fail(self, failure: Failure) -> str:
         """Tell every rank; return when the collectives have ended: "", or why the group was aborted."""
-        self.tell(failure)
+        self.report_failure(failure)
         return str(self.scheduler.acknowledge())
 
-    def tell(self, failure: Failure) -> None:
+    def report_failure(self, failure: Failure) -> None:
         """Tell every rank; the main thread then has to acknowledge."""
         key = self._key("failure")  # before the halt, which another rank's failure may have begun and ended
         if self.scheduler.halt(str(failure), failure.out_of_memory).newly:
@@ -265,20 +265,20 @@ def _answers(everyone: list[dict[str, Any]], number: int, rank: int) -> list[lis
     return [sent, received]
 
 
-_watches: WeakKeyDictionary[ProcessGroup, Watch] = WeakKeyDictionary()
+_monitors: WeakKeyDictionary[ProcessGroup, FailureMonitor] = WeakKeyDictionary()
 _incarnations: Counter[str] = Counter()
 
 
-def watch_of(group: ProcessGroup, scheduler: Any, device: torch.device) -> Watch:
-    """The watch of a group, started when it is first asked for; it ends with the group or the process.
+def monitor_of(group: ProcessGroup, scheduler: Any, device: torch.device) -> FailureMonitor:
+    """The monitor of a group, started when it is first asked for; it ends with the group or the process.
 
     scheduler: the group's OverlapScheduler.
     """
-    if group not in _watches:
+    if group not in _monitors:
         _incarnations[group.group_name] += 1
-        watch = _watches[group] = Watch(group, scheduler, device, _incarnations[group.group_name])
-        finalize(group, watch.stop)
-    return _watches[group]
+        monitor = _monitors[group] = FailureMonitor(group, scheduler, device, _incarnations[group.group_name])
+        finalize(group, monitor.stop)
+    return _monitors[group]
 
 
 def _innermost(store: dist.Store) -> dist.Store:
@@ -288,29 +288,31 @@ def _innermost(store: dist.Store) -> dist.Store:
 
 
 @contextmanager
-def told(watch: Watch | None, where: str, unanimous: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """What is raised inside, on one rank, is raised on every rank of the group, which all are here or will be.
+def fail_together(
+    monitor: FailureMonitor | None, where: str, unanimous: tuple[type[BaseException], ...] = ()
+) -> Iterator[None]:
+    """Raise an exception of the body on every rank of the group; all ranks must enter it at the same point.
 
-    watch: of the group; None for a group of one. where: what failed, for the message. unanimous: what all ranks raise
-    by themselves. A UsageError stays what it is on the rank that raises it.
+    monitor: the group's; None for a group of one. where: the failed operation, for the message. unanimous: exception
+    types that all ranks raise by themselves. A UsageError keeps its type on the rank that raises it.
     """
-    before = watch.scheduler.failures if watch is not None else 0
+    before = monitor.scheduler.failures if monitor is not None else 0
     try:
         yield
     except Exception as error:
-        if watch is None or isinstance(error, (FailedRankError, *unanimous)):
+        if monitor is None or isinstance(error, (FailedRankError, *unanimous)):
             raise
-        if watch.scheduler.failures != before:  # the scheduler stopped this rank
-            raise watch.error() from error
+        if monitor.scheduler.failures != before:  # the scheduler stopped this rank
+            raise monitor.error() from error
         if lost_a_rank(error):
             raise
         first_line = (str(error).strip().splitlines() or [""])[0]
         cause = f"{type(error).__name__}: {first_line}"
-        failure = Failure(watch.rank, where, cause, "", is_out_of_memory(error))
-        broken = watch.fail(failure)
+        failure = Failure(monitor.rank, where, cause, "", is_out_of_memory(error))
+        broken = monitor.fail(failure)
         if isinstance(error, UsageError):
             raise
-        raise error_of(failure, broken, watch.size) from error
+        raise error_of(failure, broken, monitor.size) from error
 
 
 def lost_a_rank(error: Exception) -> bool:

@@ -28,15 +28,15 @@ class Scheduler(Protocol):
         """Return once the ticket's result may be used."""
 
 
-class Silence:
-    """A scheduler that sends nothing: what computes alone, for a group of one and for benchmarks.
+class NullScheduler:
+    """Scheduler without communication, for a group of one and for benchmarks of the compute alone.
 
-    pretends: let the stack make all the buffers of sums that would be sent, those of replicated gradients too, for a
-    step whose memory is measured. (Gloo's threads hold tensors besides, now and then for longer than anybody else.)
+    allocate_buffers: allocate the buffers of all collectives, also those of replicated gradients, to measure a step's
+    memory. (With gloo, its threads hold tensors besides, sometimes longer than the step.)
     """
 
-    def __init__(self, *, pretends: bool = False) -> None:
-        self.pretends = pretends
+    def __init__(self, *, allocate_buffers: bool = False) -> None:
+        self.allocate_buffers = allocate_buffers
 
     def all_reduce(self, tensor: Tensor, label: str = "") -> None:
         """Leave `tensor` as it is."""
@@ -60,11 +60,11 @@ class Silence:
         """Return at once."""
 
 
-class Flight(NamedTuple):
-    """A collective under way: its ticket, and the function that makes of it what is wanted, once it has arrived."""
+class PendingCollective(NamedTuple):
+    """A collective under way: its ticket, and the function that makes of it what is wanted, once it has ended."""
 
     ticket: Any
-    arrived: Callable[[], Tensor]
+    result: Callable[[], Tensor]
 
 
 class Wire:
@@ -78,30 +78,30 @@ class Wire:
         self._size = size
         self._dtype = wire_dtype
 
-    def wait(self, flight: Flight) -> Tensor:
+    def wait(self, flight: PendingCollective) -> Tensor:
         """Wait for a collective; its result in the type that was given."""
         self.scheduler.wait(flight.ticket)
-        return flight.arrived()
+        return flight.result()
 
-    def all_reduce(self, tensor: Tensor, label: str) -> Flight:
+    def all_reduce(self, tensor: Tensor, label: str) -> PendingCollective:
         """Start summing a tensor over the ranks, which is overwritten if it can be."""
         whole = tensor.contiguous()
         if self._dtype is None or self._dtype == whole.dtype:
-            return Flight(self.scheduler.all_reduce(whole, label), lambda: whole)
+            return PendingCollective(self.scheduler.all_reduce(whole, label), lambda: whole)
         sent = whole.to(self._dtype)
-        return Flight(self.scheduler.all_reduce(sent, label), lambda: whole.copy_(sent))
+        return PendingCollective(self.scheduler.all_reduce(sent, label), lambda: whole.copy_(sent))
 
-    def reduce_scatter(self, tensor: Tensor, label: str) -> Flight:
+    def reduce_scatter(self, tensor: Tensor, label: str) -> PendingCollective:
         """Start summing a tensor over the ranks, of which each gets its part of the sequence."""
         parts = tensor.unflatten(1, (self._size, -1)).movedim(1, 0)
         sent = parts.to(self._dtype or tensor.dtype).contiguous()
         mine = torch.empty_like(sent[0])
         ticket = self.scheduler.reduce_scatter(mine, sent, label)
-        return Flight(ticket, lambda: mine.to(tensor.dtype))
+        return PendingCollective(ticket, lambda: mine.to(tensor.dtype))
 
-    def all_gather(self, part: Tensor, label: str) -> Flight:
+    def all_gather(self, part: Tensor, label: str) -> PendingCollective:
         """Start joining the ranks' parts of a sequence."""
         sent = part.to(self._dtype or part.dtype).contiguous()
         parts = sent.new_empty((self._size, *sent.shape))
         ticket = self.scheduler.all_gather(parts, sent, label)
-        return Flight(ticket, lambda: parts.movedim(0, 1).flatten(1, 2).to(part.dtype))
+        return PendingCollective(ticket, lambda: parts.movedim(0, 1).flatten(1, 2).to(part.dtype))

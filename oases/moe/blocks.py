@@ -17,8 +17,8 @@ from oases.execution.group import ProcessGroup, group_rank
 from oases.execution.piece import Leaves, Piece, RandomStates, method_of
 from oases.moe.dispatch import (
     AllToAll,
-    Demand,
     DispatchPlan,
+    ExpertCounts,
     combined,
     dispatch_plan,
     grouped,
@@ -27,7 +27,7 @@ from oases.moe.dispatch import (
 )
 from oases.moe.layer import OverlappedMoE
 from oases.moe.program import ExpertParameters, ExpertProgram
-from oases.moe.recomputation import Pass, Setting
+from oases.moe.recomputation import ForwardPass, RoutingState
 from oases.moe.router import Routing
 from oases.moe.transfer import Transfer
 
@@ -50,10 +50,10 @@ class _Run:
 class _State:
     """A block on its way through the pass."""
 
-    setting: Setting
-    opened: Pass | None
+    setting: RoutingState
+    opened: ForwardPass | None
     routing: Routing | None = None
-    demand: Demand | None = None
+    demand: ExpertCounts | None = None
     plan: DispatchPlan | None = None
     source: Tensor | None = None
     shape: torch.Size | None = None
@@ -66,7 +66,7 @@ class _State:
     between: list[Tensor | None] = field(default_factory=list)
 
 
-class ExpertBlocks:
+class ExpertWork:
     """The data of one call on its way from op to op.
 
     leaves: of each block, its stand-ins. gradient_scale: times the experts' gradients, which at home are the sum over
@@ -213,12 +213,12 @@ class ExpertBlocks:
             state.demand = demand
             state.plan = dispatch_plan(demand.counts, state.setting.placement, group_rank(self._group), x.device)
         assert state.plan is not None
-        tokens = layer.share(flat)
+        tokens = layer.shard_tokens(flat)
         rows, state.source = permuted(tokens, routing, state.plan)
         state.routing = replace(routing, weights=routing.weights.detach())
-        shared = layer.shared_of(tokens)
+        shared = layer.shared_expert(tokens)
         if shared is not None:  # past the experts, and added to their results
-            x = x + layer.whole(shared, len(flat)).view(h.shape)
+            x = x + layer.gather_tokens(shared, len(flat)).view(h.shape)
         return x, routing.weights, rows
 
     def _behind(self, b: int, x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
@@ -227,7 +227,9 @@ class ExpertBlocks:
         assert state.source is not None
         assert state.shape is not None
         y = combined(rows, state.source, replace(state.routing, weights=weights))
-        found: Tensor = self._after[b](x, self._layers[b].whole(y, state.shape[:-1].numel()).view(state.shape))
+        found: Tensor = self._after[b](
+            x, self._layers[b].gather_tokens(y, state.shape[:-1].numel()).view(state.shape)
+        )
         return found
 
     def _do_P(self, step: Step) -> None:  # noqa: N802

@@ -6,27 +6,28 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from oases.execution.call import Call
+from oases.execution.call import ScheduledCall
 from oases.execution.executor import Context
-from oases.execution.failure import Watch
-from oases.moe.blocks import ExpertBlocks
+from oases.execution.failure import FailureMonitor
+from oases.moe.blocks import ExpertWork
 from oases.moe.dispatch import RoutingError
 from oases.moe.program import ExpertParameters, ExpertProgram
-from oases.parallel.fsdp import Gathers, Unit
+from oases.parallel.fsdp import FsdpUnit, UnitGatherer
 
 
-class ExpertCall(Call):
+class ExpertCall(ScheduledCall):
     """A call of an ExpertStack, as `execution.delivery` and a pipeline use it."""
 
-    AGAIN = frozenset({"RN", "RE"})
+    RECOMPUTE = frozenset({"RN", "RE"})
 
     def __init__(
-        self, program: ExpertProgram, work: ExpertBlocks, parameters: Sequence[ExpertParameters],
-        units: Sequence[Unit], *, watch: Watch | None, context: Context, differentiable: bool,
+        self, program: ExpertProgram, work: ExpertWork, parameters: Sequence[ExpertParameters],
+        units: Sequence[FsdpUnit], *, monitor: FailureMonitor | None, context: Context, differentiable: bool,
     ) -> None:  # fmt: skip
         super().__init__(
-            "ExpertStack", program, work, parameters, watch=watch, context=context,
-            gathering=Gathers(units) if units else None, differentiable=differentiable, unanimous=(RoutingError,),
+            "ExpertStack", program, work, parameters, monitor=monitor, context=context,
+            gathering=UnitGatherer(units) if units else None, differentiable=differentiable,
+            unanimous=(RoutingError,),
         )  # fmt: skip
         self._blocks, self._units = work, units
 

@@ -2,8 +2,8 @@
 
 A slot is a pair of a token and one of its experts. Slots travel grouped by (device that computes them, expert), so
 the counts of all ranks, which every rank has, say how many rows go where: nothing else is agreed upon.
-Each all-to-all is two autograd nodes, `depart` and `arrive`. What is computed between them hides it, in the backward
-pass, too: there `arrive` starts the way back and `depart` waits for it.
+Each all-to-all is two autograd nodes, `send` and `receive`. What is computed between them hides it, in the backward
+pass, too: there `receive` starts the way back and `send` waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.kernels import permute as kernels
-from oases.moe.assignment import Integers, Placement, homes
+from oases.moe.placement_data import Integers, Placement, owner_ranks
 from oases.moe.router import Routing
 
 
@@ -26,7 +26,7 @@ class RoutingError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Demand:
+class ExpertCounts:
     """What all ranks know of a forward pass.
 
     counts[expert, device]: slots that are sent. slots[device]: those there were before any was dropped. candidates:
@@ -49,7 +49,7 @@ class Demand:
 
 def exchange_counts(
     routings: list[Routing], group: ProcessGroup | None, *, state: int = 0, label: str = "MoE layer"
-) -> Demand:
+) -> ExpertCounts:
     """Tell all ranks of `group` this rank's counts; they come with an all-gather of E numbers.
 
     routings: one, or, where it is yet to be found which of them is meant, several. state: a number of 62 bits that
@@ -84,7 +84,7 @@ def exchange_counts(
             "rank must call the layer as often, train and evaluate alike, and be given the same costs and placement"
         )
     by_rank = found[:, :-2].reshape(size, len(routings), -1)
-    return Demand(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())
+    return ExpertCounts(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def dispatch_plan(counts: Integers, placement: Placement, rank: int, device: tor
     positions[outgoing] = np.arange(experts)
     sent = np.bincount(to, weights=counts[:, rank], minlength=devices).astype(np.int64)
 
-    at_home = np.flatnonzero(homes(experts, devices) == rank)
+    at_home = np.flatnonzero(owner_ranks(experts, devices) == rank)
     held = [*at_home.tolist(), *(expert for expert in placement.moved if rank in placement.copies[expert])]
     # Blocks of rows [held expert, source]: they come by source, then by expert, and are wanted by held expert.
     blocks = np.where(placement.routes[held] == rank, counts[held], 0)
@@ -199,13 +199,13 @@ class AllToAll:
         """Whether there are other ranks; else rows stay where they are."""
         return self._scheduler is not None
 
-    def depart(self, rows: Tensor) -> Tensor:
-        """Start. rows: [sum of sent, n]. Returns what `arrive` takes, which has the shape of what will have come."""
-        return rows if self._scheduler is None else _Departure.apply(rows, self)
+    def send(self, rows: Tensor) -> Tensor:
+        """Start. rows: [sum of sent, n]. Returns what `receive` takes, which has the shape of what will have come."""
+        return rows if self._scheduler is None else _Send.apply(rows, self)
 
-    def arrive(self, pending: Tensor) -> Tensor:
-        """Wait for what `depart` started: [sum of received, n]."""
-        return pending if self._scheduler is None else _Arrival.apply(pending, self)
+    def receive(self, pending: Tensor) -> Tensor:
+        """Wait for what `send` started: [sum of received, n]."""
+        return pending if self._scheduler is None else _Receive.apply(pending, self)
 
     def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
         """Start to send rows, or their gradients back; `finish` waits. Returns zeros like what goes the other way.
@@ -231,7 +231,7 @@ class AllToAll:
         return coming
 
 
-class _Departure(torch.autograd.Function):
+class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: AllToAll) -> Tensor:
         ctx.exchange = exchange
@@ -242,7 +242,7 @@ class _Departure(torch.autograd.Function):
         return ctx.exchange.finish(), None
 
 
-class _Arrival(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _: Tensor, exchange: AllToAll) -> Tensor:
         ctx.exchange = exchange
@@ -271,7 +271,7 @@ def dispatch(x: Tensor, routing: Routing, plan: DispatchPlan, group: ProcessGrou
     """Permute and start; see `Dispatched`."""
     rows, source = permuted(x, routing, plan)
     exchange = AllToAll(group, plan.sent, plan.received, f"dispatch of {label}")
-    return Dispatched(exchange, exchange.depart(rows), source, plan)
+    return Dispatched(exchange, exchange.send(rows), source, plan)
 
 
 @dataclass(frozen=True)
@@ -285,15 +285,15 @@ class Dispatched:
 
     def wait(self) -> Tensor:
         """Rows by held expert, as many of each as `plan.rows` says."""
-        return grouped(self.exchange.arrive(self.pending), self.plan)
+        return grouped(self.exchange.receive(self.pending), self.plan)
 
 
 def start_combine(
     rows: Tensor, plan: DispatchPlan, group: ProcessGroup | None, label: str
 ) -> tuple[AllToAll, Tensor]:
-    """Send rows by held expert back to their tokens' ranks; `arrive` of the exchange takes the tensor."""
+    """Send rows by held expert back to their tokens' ranks; `receive` of the exchange takes the tensor."""
     exchange = AllToAll(group, plan.received, plan.sent, f"combine of {label}")
-    return exchange, exchange.depart(ungrouped(rows, plan))
+    return exchange, exchange.send(ungrouped(rows, plan))
 
 
 def bytes_sent(plan: DispatchPlan, group: ProcessGroup | None, row_bytes: int) -> int:

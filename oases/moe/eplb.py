@@ -9,20 +9,20 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from oases.moe.assignment import Chosen, Integers, at_home, homes
 from oases.moe.costs import Costs
+from oases.moe.placement_data import Chosen, Integers, owner_only, owner_ranks
 
 Loads = NDArray[np.float64]
 
 
-def replicated(counts: Integers, costs: Costs, slots: int) -> Chosen:
+def eplb_placement(counts: Integers, costs: Costs, slots: int) -> Chosen:
     """Routes and copies. slots: copies that a device may hold; where more fit, as many as it has experts at home.
 
     A device computes its own tokens for what it holds; those of the others go to the replica with the fewest.
     """
     experts, devices = counts.shape
     slots = min(slots, experts // devices)
-    home, loads = homes(experts, devices), counts.sum(1).astype(np.float64)
+    home, loads = owner_ranks(experts, devices), counts.sum(1).astype(np.float64)
     number = _replicas(loads, experts + slots * devices, most=devices)
     share = loads / number
     # Heaviest replicas first, each to the lightest device that has a slot and no replica of it.
@@ -38,7 +38,7 @@ def replicated(counts: Integers, costs: Costs, slots: int) -> Chosen:
             copies[expert].append(device)
             weight[device] += share[expert]
             free[device] -= 1
-    routes, _ = at_home(counts)
+    routes, _ = owner_only(counts)
     for expert, held in enumerate(copies):
         tokens = {device: int(counts[expert, device]) for device in (int(home[expert]), *held)}
         for device in np.argsort(-counts[expert], kind="stable").tolist():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
-from oases.moe.assignment import homes
+from oases.moe.placement_data import owner_ranks
 
 
 class ExpertWeights(NamedTuple):
@@ -68,7 +68,7 @@ class Experts(HoldsGroup, nn.Module):
             raise UsageError(f"experts: hidden and intermediate must be at least 1, got {hidden} and {intermediate}")
         self.process_group = resolve(process_group)
         size, rank = group_size(self.process_group), group_rank(self.process_group)
-        local = (homes(num_experts, size) == rank).sum().item()
+        local = (owner_ranks(num_experts, size) == rank).sum().item()
         self.num_experts, self.gated = num_experts, gated
         self.first = rank * local
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -164,7 +164,7 @@ def compute(
         return rows
     if grouped is None:
         grouped = can_group(rows, weights)
-    product = _grouped_product if grouped else _looped_product
+    product = _grouped_matmul if grouped else _looped_matmul
     middle = product(rows, counts, weights.up, weights.up_bias)
     activation = activation or (F.silu if gated else F.gelu)
     if gated:
@@ -186,7 +186,7 @@ def can_group(rows: Tensor, weights: ExpertWeights) -> bool:
     return (rows.is_cpu or rows.is_cuda) and rows.dtype in dtypes and aligned
 
 
-def _grouped_product(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+def _grouped_matmul(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
     product = F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
     product = _DenseGradient.apply(product)
@@ -195,7 +195,7 @@ def _grouped_product(rows: Tensor, counts: list[int], weight: Tensor, bias: Tens
     return torch.cat([part + b for part, b in zip(product.split(counts), bias.unbind(0), strict=True)])
 
 
-def _looped_product(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+def _looped_matmul(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
     biases = [None] * len(counts) if bias is None else bias.unbind(0)
     parts = zip(rows.split(counts), weight.unbind(0), biases, strict=True)
     return torch.cat([F.linear(part, w, b) for part, w, b in parts])

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.placement import Integers, Placement, checked, described, plan
+from oases.moe.placement import Integers, Placement, checked_counts, make_placement, plan
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Forecast:
 
     def observe(self, counts: ArrayLike) -> None:
         """A step's counts. UsageError for other sizes than before."""
-        found = checked(counts)
+        found = checked_counts(counts)
         if self.mean is None:
             self.mean = found.astype(np.float64)
             return
@@ -70,7 +70,7 @@ class Planner:
         expected = self.forecast.counts()
         found = plan(expected, self.costs, method=self.method, memory_budget=self.memory_budget)
         now = self.current or plan(expected, self.costs, method="none")
-        stays = described(now.method, expected, self.costs, (now.routes, now.copies))
+        stays = make_placement(now.method, expected, self.costs, (now.routes, now.copies))
         if found.predicted_seconds > (1 - self.hysteresis) * stays.predicted_seconds:
             found = stays
         else:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from oases.errors import UsageError
-from oases.execution.failure import told, watch_of
+from oases.execution.failure import fail_together, monitor_of
 from oases.execution.group import (
     HoldsGroup,
     ProcessGroup,
@@ -27,11 +27,11 @@ from oases.execution.group import (
     resolve,
     scheduler_of,
 )
-from oases.moe.assignment import Placement
+from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
 from oases.moe.dispatch import (
-    Demand,
     DispatchPlan,
+    ExpertCounts,
     RoutingError,
     bytes_sent,
     combined,
@@ -41,11 +41,11 @@ from oases.moe.dispatch import (
     start_combine,
 )
 from oases.moe.experts import Experts, ExpertWeights, SharedExpert, compute
-from oases.moe.measure import measured
-from oases.moe.recomputation import Pass, Setting, closing, is_recomputation
+from oases.moe.placement_data import Placement
+from oases.moe.placement_state import METHODS, MoEStatistics, PlacementState
+from oases.moe.recomputation import ForwardPass, RoutingState, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
-from oases.moe.shares import bounds, share, shared_over, summed, whole
-from oases.moe.steps import METHODS, Step, Steps
+from oases.moe.token_shards import experts_are_shared, gather_tokens, shard_bounds, shard_tokens, sum_gradients
 from oases.moe.traces import Recorder
 from oases.moe.transfer import Transfer, tie
 from oases.parallel.collectives import all_reduce
@@ -110,7 +110,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         self.process_group = group = resolve(process_group)
         self._load_group = group_name(load_group if load_group is not None else group)
         self._tensor_group = group_name(tensor_group)
-        self._experts_are_shared = shared_over(tensor_group, group, name)
+        self._experts_are_shared = experts_are_shared(tensor_group, group, name)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = Router(
             hidden, num_experts, top_k=top_k, gate=gate, normalised=top_k > 1 if normalised is None else normalised,
@@ -125,14 +125,14 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             if shared_intermediate
             else None
         )
-        self._steps = Steps(num_experts, group_size(group), placement, costs, memory_budget)
-        self.last: Step | None = None
+        self._placement_state = PlacementState(num_experts, group_size(group), placement, costs, memory_budget)
+        self.last: MoEStatistics | None = None
         """Of the last forward pass that was no recomputation."""
         self._recorder: tuple[Recorder, int] | None = None
-        self._make_alike()
+        self._broadcast_parameters()
 
     @torch.no_grad()
-    def _make_alike(self) -> None:
+    def _broadcast_parameters(self) -> None:
         """Give every rank the first one's router and shared expert, whatever their random states."""
         group = self.process_group
         if group is None or group_size(group) == 1 or self.router.weight.is_meta:
@@ -171,28 +171,28 @@ class OverlappedMoE(HoldsGroup, nn.Module):
     @property
     def placement(self) -> str:
         """How copies are chosen."""
-        return self._steps.method
+        return self._placement_state.method
 
     @property
     def costs(self) -> Costs | None:
         """What the placement reckons with; None until they are measured. Set, on every rank the same, they hold."""
-        return self._steps.costs
+        return self._placement_state.costs
 
     @costs.setter
     def costs(self, costs: Costs) -> None:
-        self._steps.costs = costs
+        self._placement_state.costs = costs
 
     @property
     def needs_costs(self) -> bool:
         """Whether they are yet to be measured."""
-        return self._steps.needs_costs
+        return self._placement_state.needs_costs
 
     def place(self, placement: Placement | None) -> None:
         """Take this placement from the next forward pass on, on every rank the same; None: choose them again.
 
         UsageError where tokens are routed to a device that does not hold their expert.
         """
-        self._steps.fix(placement)
+        self._placement_state.fix(placement)
 
     def record(self, recorder: Recorder | None, layer: int = 0) -> None:
         """Have the first rank of the group write the counts of every training pass, as those of this layer."""
@@ -202,10 +202,10 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         """[..., hidden], any number of tokens, also 0 -> the same shape."""
         refuse_capture(x)
         group = self.process_group
-        watch = None
+        monitor = None
         if group is not None and group_size(group) > 1:
-            watch = watch_of(group, scheduler_of(group), x.device)
-        with told(watch, self.name, unanimous=(RoutingError, _StopRecomputationError)):
+            monitor = monitor_of(group, scheduler_of(group), x.device)
+        with fail_together(monitor, self.name, unanimous=(RoutingError, _StopRecomputationError)):
             if x.dim() < 1 or x.shape[-1] != self.hidden or not x.is_floating_point():
                 raise UsageError(
                     f"{self.name}: the input must be of floating-point numbers [..., {self.hidden}], got {x.dtype} "
@@ -216,7 +216,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
     def _run(self, x: Tensor, group: ProcessGroup | None) -> Tensor:
         routing, demand, setting, opened = self._route(x, group)
         tensor_group = group_of(self._tensor_group)
-        tokens = share(x, tensor_group)
+        tokens = shard_tokens(x, tensor_group)
         plan = dispatch_plan(demand.counts, setting, group_rank(group), x.device)
         weights = self._weights(tensor_group)
         if torch.is_autocast_enabled(x.device.type):  # half the bytes travel, of tokens and of experts
@@ -226,17 +226,17 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         if setting.moved:
             assert group is not None, "one device has no copies"
             transfer = Transfer(weights, setting, group, self.name)
-            pending = transfer.depart(weights)
+            pending = transfer.send(weights)
         dispatched = dispatch(tokens, routing, plan, group, self.name)
         if opened is not None and opened.counts is None:  # while tokens travel, and not when they are computed again
             self._observe(opened, demand, routing)
         shared = self._shared(tokens, tensor_group)
         rows = self._compute(dispatched.wait(), plan, weights, transfer, pending)
         exchange, coming = start_combine(rows, plan, group, self.name)
-        y = combined(exchange.arrive(coming), dispatched.source, routing)
+        y = combined(exchange.receive(coming), dispatched.source, routing)
         if shared is not None:
             y = y + shared
-        y = whole(y, len(x), tensor_group)
+        y = gather_tokens(y, len(x), tensor_group)
         if opened is not None:
             opened.done = True
         if not is_recomputation():
@@ -245,12 +245,14 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             self.last = self._described(demand, setting, plan, expert_bytes, routing, row_bytes)
         return y if opened is None else closing(y, opened)
 
-    def _route(self, x: Tensor, group: ProcessGroup | None) -> tuple[Routing, Demand, Placement, Pass | None]:
+    def _route(
+        self, x: Tensor, group: ProcessGroup | None
+    ) -> tuple[Routing, ExpertCounts, Placement, ForwardPass | None]:
         """This rank's share of the routing, what all ranks know of it, and what this pass is computed with."""
         opened = None
         again = self.training and is_recomputation()
         if again:
-            settings = self._steps.passes.settings()
+            settings = self._placement_state.passes.settings()
             if not settings:
                 raise RoutingError(
                     f"{self.name}: called inside of a backward pass, but no forward pass in training is open that "
@@ -259,44 +261,44 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         else:
             if self.training:
                 self._begin(len(x), group)
-            settings = [self._steps.setting(self.router)]
+            settings = [self._placement_state.setting(self.router)]
         routings = [self._share_of(self.router(x, bias=setting.bias)) for setting in settings]
-        demand = exchange_counts(routings, group, state=self._steps.state(settings), label=self.name)
+        demand = exchange_counts(routings, group, state=self._placement_state.state(settings), label=self.name)
         index = 0
         if again:
-            index, opened = self._steps.passes.find(settings, demand.candidates, self.name)
-            demand = Demand(demand.candidates[index : index + 1], demand.slots)
+            index, opened = self._placement_state.passes.find(settings, demand.candidates, self.name)
+            demand = ExpertCounts(demand.candidates[index : index + 1], demand.slots)
         elif self.training:
-            opened = self._steps.open(settings[0])
+            opened = self._placement_state.open(settings[0])
         return routings[index], demand, settings[index].placement, opened
 
     # --- the pieces that a stack of experts runs one by one ---
 
-    def begin(self, tokens: int) -> tuple[Setting, Pass | None]:
+    def begin(self, tokens: int) -> tuple[RoutingState, ForwardPass | None]:
         """What a forward pass of so many tokens is computed with; in training also the pass, which is open now."""
         if not self.training:
-            return self._steps.setting(self.router), None
+            return self._placement_state.setting(self.router), None
         self._begin(tokens, self.process_group)
-        setting = self._steps.setting(self.router)
-        return setting, self._steps.open(setting)
+        setting = self._placement_state.setting(self.router)
+        return setting, self._placement_state.open(setting)
 
-    def routed(self, x: Tensor, setting: Setting, demand: Demand | None) -> tuple[Routing, Demand]:
+    def routed(self, x: Tensor, setting: RoutingState, demand: ExpertCounts | None) -> tuple[Routing, ExpertCounts]:
         """[T, hidden] -> this rank's share of the routing, and all ranks' demand, asked for if unknown."""
         routing = self._share_of(self.router(x, bias=setting.bias))
         if demand is None:
-            state = self._steps.state([setting])
+            state = self._placement_state.state([setting])
             demand = exchange_counts([routing], self.process_group, state=state, label=self.name)
         return routing, demand
 
-    def share(self, x: Tensor) -> Tensor:
+    def shard_tokens(self, x: Tensor) -> Tensor:
         """This rank's share of tokens that all tensor-parallel ranks have."""
-        return share(x, group_of(self._tensor_group))
+        return shard_tokens(x, group_of(self._tensor_group))
 
-    def whole(self, y: Tensor, tokens: int) -> Tensor:
+    def gather_tokens(self, y: Tensor, tokens: int) -> Tensor:
         """All tensor-parallel ranks' shares of so many tokens, on each of them."""
-        return whole(y, tokens, group_of(self._tensor_group))
+        return gather_tokens(y, tokens, group_of(self._tensor_group))
 
-    def shared_of(self, tokens: Tensor) -> Tensor | None:
+    def shared_expert(self, tokens: Tensor) -> Tensor | None:
         """What the shared expert makes of this rank's share; None where there is none."""
         return self._shared(tokens, group_of(self._tensor_group))
 
@@ -304,7 +306,9 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         """Rows through experts with these weights, as `oases.moe.experts.compute`."""
         return compute(rows, counts, weights, gated=self.experts.gated)
 
-    def observe(self, opened: Pass, demand: Demand, routing: Routing, plan: DispatchPlan, expert_bytes: int) -> None:
+    def observe(
+        self, opened: ForwardPass, demand: ExpertCounts, routing: Routing, plan: DispatchPlan, expert_bytes: int
+    ) -> None:
         """Take note of a pass in training: the next step's placement, loads to record, `last`."""
         if opened.counts is None:
             self._observe(opened, demand, routing)
@@ -322,32 +326,32 @@ class OverlappedMoE(HoldsGroup, nn.Module):
 
     def _begin(self, tokens: int, group: ProcessGroup | None) -> None:
         """A forward pass in training: what may change between steps, changes now."""
-        if self._steps.needs_costs and group is not None:
+        if self._placement_state.needs_costs and group is not None:
             per_expert = tokens * self.router.top_k // self.router.num_experts
             weights = self.experts.weights
-            self._steps.costs = measured(weights, per_expert, self.experts.gated, group, self.name)
-        self._steps.begin(self.router, group_of(self._load_group))
+            self._placement_state.costs = measure_costs(weights, per_expert, self.experts.gated, group, self.name)
+        self._placement_state.begin(self.router, group_of(self._load_group))
 
-    def _observe(self, opened: Pass, demand: Demand, routing: Routing) -> None:
+    def _observe(self, opened: ForwardPass, demand: ExpertCounts, routing: Routing) -> None:
         opened.counts = demand.counts
-        self._steps.observe(demand.counts)
+        self._placement_state.observe(demand.counts)
         self.router.note(routing.demand)
         if self._recorder is not None and group_rank(self.process_group) == 0:
             recorder, layer = self._recorder
-            recorder.write(self._steps.number - 1, layer, demand.counts)
+            recorder.write(self._placement_state.number - 1, layer, demand.counts)
 
     def _share_of(self, routing: Routing) -> Routing:
         tensor_group = group_of(self._tensor_group)
         if group_size(tensor_group) == 1:
             return routing
-        first, last = bounds(len(routing.experts), tensor_group)
-        return routing.part(first, last, share(routing.weights, tensor_group))
+        first, last = shard_bounds(len(routing.experts), tensor_group)
+        return routing.part(first, last, shard_tokens(routing.weights, tensor_group))
 
     def _weights(self, tensor_group: ProcessGroup | None) -> ExpertWeights:
         weights = self.experts.weights
         if not self._experts_are_shared:
             return weights
-        return weights.like(summed(weights.given, tensor_group, f"gradients of experts of {self.name}"))
+        return weights.like(sum_gradients(weights.given, tensor_group, f"gradients of experts of {self.name}"))
 
     def _shared(self, tokens: Tensor, tensor_group: ProcessGroup | None) -> Tensor | None:
         if self.shared is None:
@@ -356,7 +360,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             return self.shared(tokens)
         names, parameters = zip(*self.shared.named_parameters(), strict=True)
         label = f"gradients of the shared expert of {self.name}"
-        found = dict(zip(names, summed(parameters, tensor_group, label), strict=True))
+        found = dict(zip(names, sum_gradients(parameters, tensor_group, label), strict=True))
         return torch.func.functional_call(self.shared, found, (tokens,))
 
     def _compute(
@@ -372,22 +376,22 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         own, others = plan.rows[: plan.own], plan.rows[plan.own :]
         at_home, copied = rows.split([sum(own), sum(others)])
         done = self.compute(at_home, own, weights)
-        copies, number = transfer.arrive(pending)
+        copies, number = transfer.receive(pending)
         return tie(torch.cat([done, self.compute(copied, others, copies)]), number)
 
     def _described(
-        self, demand: Demand, placement: Placement, plan: DispatchPlan, expert_bytes: int, routing: Routing,
+        self, demand: ExpertCounts, placement: Placement, plan: DispatchPlan, expert_bytes: int, routing: Routing,
         row_bytes: int,
-    ) -> Step:  # fmt: skip
+    ) -> MoEStatistics:  # fmt: skip
         counts = demand.counts
         devices = counts.shape[1]
         loads = np.bincount(placement.routes.ravel(), counts.ravel(), devices).astype(np.int64)
         at_home = counts.reshape(devices, -1).sum(1)
-        return Step(
+        return MoEStatistics(
             counts, placement, loads, float(np.std(loads)), float(np.std(at_home)), demand.dropped,
             bytes_sent(plan, self.process_group, row_bytes), expert_bytes, routing.balance_loss, routing.z_loss,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         """How experts are placed."""
-        return f"placement={self._steps.method!r}"
+        return f"placement={self._placement_state.method!r}"

@@ -12,13 +12,22 @@ from collections.abc import Callable
 from numpy.typing import ArrayLike
 
 from oases.errors import UsageError
-from oases.moe.assignment import Chosen, Integers, Placement, at_home, checked, described, homes, placed
 from oases.moe.costs import Costs
-from oases.moe.eplb import replicated
-from oases.moe.optimum import optimum
-from oases.moe.shadowing import shadowed
+from oases.moe.eplb import eplb_placement
+from oases.moe.placement_data import (
+    Chosen,
+    Integers,
+    Placement,
+    checked_counts,
+    make_placement,
+    owner_only,
+    owner_ranks,
+    placement_from_native,
+)
+from oases.moe.placement_milp import optimal_placement
+from oases.moe.shadowing import shadowing_placement
 
-__all__ = ["Chosen", "Integers", "Placement", "at_home", "checked", "described", "homes", "plan"]
+__all__ = ["Chosen", "Integers", "Placement", "checked_counts", "make_placement", "owner_only", "owner_ranks", "plan"]
 
 
 def plan(
@@ -36,7 +45,7 @@ def plan(
     methods = _methods()
     if method not in methods:
         raise UsageError(f"unknown placement {method!r}; known are {', '.join(methods)}")
-    loads = checked(counts)
+    loads = checked_counts(counts)
     slots = _slots(memory_budget, costs, len(loads))
     return methods[method](loads, costs, slots)
 
@@ -54,7 +63,9 @@ def _searched(counts: Integers, costs: Costs, slots: int) -> Placement:
 
     from oases._C import search_experts
 
-    return placed("prophet", *search_experts(torch.from_numpy(counts), costs.native(counts.shape[1]), slots))
+    return placement_from_native(
+        "prophet", *search_experts(torch.from_numpy(counts), costs.native(counts.shape[1]), slots)
+    )
 
 
 Method = Callable[[Integers, Costs, int], Placement]
@@ -63,12 +74,12 @@ Method = Callable[[Integers, Costs, int], Placement]
 
 def _methods() -> dict[str, Method]:
     def of(name: str, choose: Callable[[Integers, Costs, int], Chosen]) -> Method:
-        return lambda counts, costs, slots: described(name, counts, costs, choose(counts, costs, slots))
+        return lambda counts, costs, slots: make_placement(name, counts, costs, choose(counts, costs, slots))
 
     return {
-        "none": of("none", lambda counts, costs, slots: at_home(counts)),
+        "none": of("none", lambda counts, costs, slots: owner_only(counts)),
         "prophet": _searched,
-        "faster_moe": of("faster_moe", shadowed),
-        "eplb": of("eplb", replicated),
-        "optimum": of("optimum", optimum),
+        "faster_moe": of("faster_moe", shadowing_placement),
+        "eplb": of("eplb", eplb_placement),
+        "optimum": of("optimum", optimal_placement),
     }

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oases.moe.assignment import Integers, Placement
 from oases.moe.dispatch import RoutingError
+from oases.moe.placement_data import Integers, Placement
 
 MOST_OPEN = 64
 """Forward passes that wait for their backward passes; of more, the oldest are taken to have none."""
@@ -27,7 +27,7 @@ def is_recomputation() -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class RoutingState:
     """What may change between steps. bias: a copy of the router's, None where it has none."""
 
     placement: Placement
@@ -35,20 +35,20 @@ class Setting:
 
 
 @dataclass(eq=False)
-class Pass:
+class ForwardPass:
     """A forward pass in training. counts: [expert, device], once they are known. done: it came to its end."""
 
-    setting: Setting
+    setting: RoutingState
     counts: Integers | None = None
     done: bool = False
     closed: bool = False
 
 
-class Passes:
+class OpenPasses:
     """The open passes of one layer, and the setting of the next one."""
 
     def __init__(self) -> None:
-        self._open: list[Pass] = []
+        self._open: list[ForwardPass] = []
 
     def all_closed(self) -> bool:
         """Whether the setting may change. The same on every rank: it follows from the order of calls alone."""
@@ -58,20 +58,20 @@ class Passes:
         del self._open[0]
         return True
 
-    def open(self, setting: Setting) -> Pass:
+    def open(self, setting: RoutingState) -> ForwardPass:
         """A forward pass begins."""
-        self._open.append(Pass(setting))
+        self._open.append(ForwardPass(setting))
         return self._open[-1]
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[RoutingState]:
         """Those of open passes, one of which a recomputation has; nearly always one."""
-        found: list[Setting] = []
+        found: list[RoutingState] = []
         for each in self._open:
             if each.counts is not None and each.setting not in found:
                 found.append(each.setting)
         return found
 
-    def find(self, settings: list[Setting], candidates: Integers, label: str) -> tuple[int, Pass]:
+    def find(self, settings: list[RoutingState], candidates: Integers, label: str) -> tuple[int, ForwardPass]:
         """Which pass is computed again: (place of its setting, pass). candidates: the counts under each setting.
 
         RoutingError where none had such counts.
@@ -90,7 +90,7 @@ class Passes:
 
 class _Closing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, each: Pass) -> Tensor:
+    def forward(ctx: Any, x: Tensor, each: ForwardPass) -> Tensor:
         ctx.each = each
         return x.view_as(x)
 
@@ -100,6 +100,6 @@ class _Closing(torch.autograd.Function):
         return grad, None
 
 
-def closing(x: Tensor, each: Pass) -> Tensor:
+def closing(x: Tensor, each: ForwardPass) -> Tensor:
     """`x`, the output of a pass: the backward pass that begins with it closes the pass."""
     return _Closing.apply(x, each)

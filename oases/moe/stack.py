@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.execution.call import deliver
+from oases.execution.call import apply_call
 from oases.execution.executor import Context
-from oases.execution.failure import told, watch_of
+from oases.execution.failure import fail_together, monitor_of
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, refuse_capture, scheduler_of
-from oases.moe.blocks import ExpertBlocks
+from oases.moe.blocks import ExpertWork
 from oases.moe.call import ExpertCall
+from oases.moe.cost_measurement import mean_seconds, measure_costs
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
 from oases.moe.layer import OverlappedMoE
-from oases.moe.measure import mean_seconds, measured
 from oases.moe.program import ExpertBlock, ExpertParameters, ExpertProgram
 from oases.parallel.call import leaves_of
-from oases.parallel.fsdp import Unit
+from oases.parallel.fsdp import FsdpUnit
 from oases.schedule import Schedule, generate_experts, validate
 
 _numbers = itertools.count()
@@ -85,7 +85,7 @@ class ExpertStack(HoldsGroup, nn.Module):
         self._gradient_scale = gradient_scale
         self._program = ExpertProgram(schedule, self.label)
         self._compiled: list[nn.Module] = []
-        self._units: list[Unit] = []
+        self._units: list[FsdpUnit] = []
         self._known: list[ExpertParameters] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class ExpertStack(HoldsGroup, nn.Module):
             sizes = (gated, *((weight.shape, weight.dtype) for weight in weights.given))
             if sizes not in known:
                 per_expert = x.numel() // x.shape[-1] * layer.router.top_k // layer.router.num_experts
-                costs = measured(weights, per_expert, gated, group, layer.name)
+                costs = measure_costs(weights, per_expert, gated, group, layer.name)
                 if self.schedule.name == "block_wise":
                     before = cast(ExpertBlock, block).before
                     if self._units:
@@ -128,34 +128,34 @@ class ExpertStack(HoldsGroup, nn.Module):
         # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
         self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
 
-    def shard(self, units: Sequence[Unit]) -> None:
+    def shard(self, units: Sequence[FsdpUnit]) -> None:
         """Have the weights of the blocks gathered as the list needs them, a unit for each, of all but its experts."""
         self._units = list(units)
 
     def forward(self, x: Tensor, *, context: Context | None = None) -> Tensor:
         """[..., hidden] -> the same shape. context: spans to record, a pipeline's handle of the call."""
         refuse_capture(x)
-        group, watch = self.process_group, None
+        group, monitor = self.process_group, None
         if group is not None and group_size(group) > 1:
-            watch = watch_of(group, scheduler_of(group), x.device)
+            monitor = monitor_of(group, scheduler_of(group), x.device)
         differentiable = torch.is_grad_enabled()
         context = Context() if context is None else context
         blocks = self._compiled or list(self.blocks)
         if self._known is None or not (self._units or all(each.current for each in self._known)):
             self._known = [ExpertParameters(block) for block in self.blocks]
-        with told(watch, f"the start of {self.label}", unanimous=(RoutingError,)):
+        with fail_together(monitor, f"the start of {self.label}", unanimous=(RoutingError,)):
             if self.training and group is not None:
                 self._measure(x, group)
             leaves = leaves_of(self._known, self._units) if differentiable else []
-            work = ExpertBlocks(
+            work = ExpertWork(
                 blocks, self._program, group, x.detach(), leaves, self._known, differentiable=differentiable,
                 gradient_scale=self._gradient_scale,
             )  # fmt: skip
         call = ExpertCall(
-            self._program, work, self._known, self._units, watch=watch, context=context,
+            self._program, work, self._known, self._units, monitor=monitor, context=context,
             differentiable=differentiable,
         )  # fmt: skip
         if not differentiable:
             return call.forward()
-        context.calls.add(call)
-        return deliver(call, x)
+        context.handles.add(call)
+        return apply_call(call, x)

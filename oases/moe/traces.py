@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from oases.errors import UsageError
-from oases.moe.assignment import Integers, checked
+from oases.moe.placement_data import Integers, checked_counts
 
 KIND = "oases loads"
 
@@ -29,7 +29,7 @@ class Recorder:
 
     def write(self, step: int, layer: int, counts: ArrayLike) -> None:
         """One layer's counts [expert, device] of a step."""
-        self._file.write(json.dumps({"step": step, "layer": layer, "counts": checked(counts).tolist()}) + "\n")
+        self._file.write(json.dumps({"step": step, "layer": layer, "counts": checked_counts(counts).tolist()}) + "\n")
 
     def close(self) -> None:
         """Finish the file."""
@@ -62,7 +62,7 @@ def replay(path: str | Path) -> Iterator[tuple[int, int, Integers]]:
     for number, line in enumerate(lines[1:], start=2):
         try:
             found = json.loads(line)
-            step, layer, counts = int(found["step"]), int(found["layer"]), checked(found["counts"])
+            step, layer, counts = int(found["step"]), int(found["layer"]), checked_counts(found["counts"])
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 return

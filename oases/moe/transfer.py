@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
-from oases.moe.assignment import Placement
 from oases.moe.experts import ExpertWeights
+from oases.moe.placement_data import Placement
 
 
 class _Piece(NamedTuple):
@@ -35,7 +35,7 @@ Pieces = list[list[_Piece]]
 class Transfer:
     """The copies of one forward pass on this rank, under a placement that moves something; all ranks make one.
 
-    `depart` and `arrive` are Trans with a gradient, which is Agg. For a schedule of its own there are their parts:
+    `send` and `receive` are Trans with a gradient, which is Agg. For a schedule of its own there are their parts:
     scatter, exchange, finish for the parameters, and reduce, gather, collect for the gradients, in this order.
     """
 
@@ -84,16 +84,16 @@ class Transfer:
         """Of the sizes of the weights at home, for `collect`."""
         return [self._form.up.new_zeros((self._local, *shape)) for shape in self._shapes]
 
-    def depart(self, weights: ExpertWeights) -> Tensor:
-        """Start to send the weights at home; returns what `arrive` takes."""
-        return _Departure.apply(self, *weights.given)
+    def send(self, weights: ExpertWeights) -> Tensor:
+        """Start to send the weights at home; returns what `receive` takes."""
+        return _Send.apply(self, *weights.given)
 
-    def arrive(self, pending: Tensor) -> tuple[ExpertWeights, Tensor]:
+    def receive(self, pending: Tensor) -> tuple[ExpertWeights, Tensor]:
         """Wait: the parameters of `held`, stacked, and a number to `tie` to what is computed.
 
         A rank without copies takes part in Agg, too: it may be the home of some.
         """
-        number, *copies = _Arrival.apply(pending, self)
+        number, *copies = _Receive.apply(pending, self)
         return self._form.like(copies), number
 
     @torch.no_grad()
@@ -211,7 +211,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-class _Departure(torch.autograd.Function):
+class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, transfer: Transfer, *weights: Tensor) -> Tensor:
         ctx.transfer = transfer
@@ -227,7 +227,7 @@ class _Departure(torch.autograd.Function):
         return None, *(gradient if wants else None for gradient, wants in zip(found, wanted, strict=True))
 
 
-class _Arrival(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: Tensor, transfer: Transfer) -> tuple[Tensor, ...]:
         ctx.transfer = transfer

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from oases.parallel.batch import BlockInputs
 from oases.parallel.dropout import ParallelDropout
 from oases.parallel.embedding import OverlappedEmbedding
-from oases.parallel.gradients import clip_grad_norm
+from oases.parallel.gradient_clipping import clip_grad_norm
 from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.parallel.loss import parallel_cross_entropy
 from oases.parallel.sharding import sharded_parameters

@@ -44,7 +44,7 @@ def refuse_mixing(blocks: nn.ModuleList) -> None:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class SequenceShard:
     """This rank's part of the sequence under sequence parallelism: the `rank`-th of `size`."""
 
     rank: int = 0
@@ -61,7 +61,7 @@ class SubBatches:
     tokens: what this rank holds between the blocks. The first sub-batches are longer by one where it does not divide.
     """
 
-    def __init__(self, shape: Sequence[int], schedule: Schedule, tokens: Tokens) -> None:
+    def __init__(self, shape: Sequence[int], schedule: Schedule, tokens: SequenceShard) -> None:
         self._shape = tuple(shape)
         self._dim = 0 if schedule.along == "batch" else 1
         self.tokens = tokens
@@ -133,7 +133,7 @@ def differentiable(inputs: Sequence[BlockInputs]) -> list[Tensor]:
     return [tensor for tensor in found.values() if tensor.requires_grad]
 
 
-class Inputs:
+class CallInputs:
     """The inputs of one call: cut into sub-batches, and what their gradients have added up to.
 
     given: one BlockInputs per block, or nothing where blocks read the activation alone. with_gradients: whether there

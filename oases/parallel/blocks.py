@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from oases.execution.executor import Place, Program, Step
 from oases.execution.piece import Leaves, Piece, method_of, recorded
 from oases.execution.weight_gradient import DeferredGradients, deferring
-from oases.execution.wire import Flight, Wire
-from oases.parallel.batch import Inputs, SubBatches
+from oases.execution.wire import PendingCollective, Wire
+from oases.parallel.batch import CallInputs, SubBatches
 from oases.parallel.randomness import MethodName, Randomness
 from oases.schedule import Op, Schedule
 
@@ -73,7 +73,7 @@ def _places(schedule: Schedule, kind: str) -> frozenset[Place]:
     return frozenset((op.block, op.sub_batch) for op in schedule if op.kind == kind)
 
 
-class Blocks:
+class BlockWork:
     """The data of one call on its way from op to op.
 
     cut: how the batch is cut. inputs: what the blocks read besides `x`. leaves: of each block, its stand-ins.
@@ -90,7 +90,7 @@ class Blocks:
         differentiable: bool,
         randomness: Randomness,
         cut: SubBatches,
-        inputs: Inputs,
+        inputs: CallInputs,
     ) -> None:
         self._program, self._wire, self._cut, self.inputs = program, wire, cut, inputs
         self._differentiable, self.randomness, self.device = differentiable, randomness, x.device
@@ -107,7 +107,7 @@ class Blocks:
         self._h: dict[Place, Tensor] = {}
         self._y: dict[Place, Tensor] = {}
         self._to_gather: dict[Any, Tensor] = {}  # parts of a sequence, by the op that made them
-        self._flights: dict[Any, Flight] = {}
+        self._flights: dict[Any, PendingCollective] = {}
         self._outputs: dict[int, Tensor] = {}  # of the last block, by sub-batch
         self._g: dict[Place, Tensor] = {}
         self._grad_y: dict[Place, Tensor] = {}

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.execution.call import Call
+from oases.execution.call import ScheduledCall
 from oases.execution.clock import synchronize
 from oases.execution.executor import Context
-from oases.execution.failure import Watch
+from oases.execution.failure import FailureMonitor
 from oases.execution.group import ProcessGroup, group_size
 from oases.execution.piece import BlockParameters, Leaves
-from oases.execution.wire import Scheduler, Silence
+from oases.execution.wire import NullScheduler, Scheduler
 from oases.parallel.autotune import Tuning
-from oases.parallel.blocks import BlockProgram, Blocks
-from oases.parallel.fsdp import Gathers, Unit
+from oases.parallel.blocks import BlockProgram, BlockWork
+from oases.parallel.fsdp import FsdpUnit, UnitGatherer
 from oases.parallel.randomness import hash_of
 from oases.parallel.sharding import sharded_parameters
 from oases.schedule import Schedule, ScheduleError, format_schedule
@@ -48,19 +48,19 @@ class CallOptions:
     """
 
     scheduler: Scheduler
-    watch: Watch | None
+    monitor: FailureMonitor | None
     context: Context
     tuning: Tuning | None = None
-    units: Sequence[Unit] = ()
+    units: Sequence[FsdpUnit] = ()
 
 
-class StackCall(Call):
+class StackCall(ScheduledCall):
     """A call of an OverlappedStack, as `execution.delivery` and a pipeline use it."""
 
-    AGAIN = frozenset({"R", "RC"})
+    RECOMPUTE = frozenset({"R", "RC"})
 
     def __init__(
-        self, program: BlockProgram, work: Blocks, parameters: Sequence[StackParameters], options: CallOptions,
+        self, program: BlockProgram, work: BlockWork, parameters: Sequence[StackParameters], options: CallOptions,
         *, differentiable: bool,
     ) -> None:  # fmt: skip
         if differentiable and not program.backward:
@@ -68,8 +68,8 @@ class StackCall(Call):
                 f"schedule '{program.schedule.name}' has no backward pass, and gradients were asked for"
             )
         super().__init__(
-            "OverlappedStack", program, work, parameters, watch=options.watch, context=options.context,
-            gathering=Gathers(options.units) if options.units else None, differentiable=differentiable,
+            "OverlappedStack", program, work, parameters, monitor=options.monitor, context=options.context,
+            gathering=UnitGatherer(options.units) if options.units else None, differentiable=differentiable,
         )  # fmt: skip
         self._blocks, self._cut = work, parameters
         self._scheduler, self._units = options.scheduler, options.units
@@ -119,11 +119,11 @@ class StackCall(Call):
         guard, parameters, above = self._guard, self._cut[block], block + 1
         with guard:
             self._run_to(self._ends[block])
-            guard.doing = f"the gradients of block {block}"
+            guard.current_op = f"the gradients of block {block}"
             replicated = self._summed(above) if above < self.num_blocks else []
             shares, whole = self._blocks.gradients_of(block)
             held = [number for number in parameters.replicated if shares[number] is not None]
-            if held and not (isinstance(self._scheduler, Silence) and not self._scheduler.pretends):
+            if held and not (isinstance(self._scheduler, NullScheduler) and not self._scheduler.allocate_buffers):
                 flat = torch.cat([shares[number].flatten() for number in held])  # type: ignore[union-attr]
                 label = f"replicated gradients of block {block}"
                 self._pending = (self._scheduler.all_reduce(flat, label), flat, held)
@@ -136,7 +136,7 @@ class StackCall(Call):
         """Run the rest; the gradients of `x` and of `entry_tensors()`."""
         with self._guard:
             self._run_to(len(self._backward))
-            self._guard.doing = "the gradient of the input"
+            self._guard.current_op = "the gradient of the input"
             grad = self._blocks.input_gradient()
             others = self._summed(0) + self._blocks.inputs.gradients(self._scheduler)
         if self._tuning is not None:
@@ -154,7 +154,7 @@ class StackCall(Call):
         """After a backward pass without W: add its weight gradients to the parameters', hooks included."""
         with self._guard:
             for block in reversed(range(self.num_blocks)):
-                self._guard.doing = f"the weight gradients of block {block}"
+                self._guard.current_op = f"the weight gradients of block {block}"
                 found = self._blocks.weights_of(block)
                 for number in self._cut[block].replicated:
                     gradient = found[number]
@@ -190,14 +190,14 @@ class StackCall(Call):
         return share + whole
 
 
-def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[Unit]) -> list[Leaves]:
+def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[FsdpUnit]) -> list[Leaves]:
     """Each block's stand-ins, of whole weights where they are sharded."""
     if not units:
         return [Leaves(each.parameters) for each in parameters]
     return [Leaves(each.whole(unit.parameters)) for each, unit in zip(parameters, units, strict=True)]
 
 
-def agreed(
+def agree_on_schedule(
     schedule: Schedule, group: ProcessGroup | None, wire_dtype: torch.dtype | None, calls: int
 ) -> tuple[int, int]:
     """Before a schedule's first run: the ranks' common seed and number of calls.

@@ -35,7 +35,7 @@ def local(tensor: Tensor) -> Tensor:
     return cast("DTensor", tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
 
-class _Arrival(dist.Work):
+class _TicketWork(dist.Work):
     """A gather's ticket as FSDP2 waits for it."""
 
     def __init__(self, scheduler: Any, ticket: Any) -> None:
@@ -64,11 +64,11 @@ class _AllGather:
         """Start it; waited for at once where the work is not asked for."""
         scheduler = scheduler_of(group)
         ticket = scheduler.all_gather(output_tensor.view(group.size(), -1), input_tensor, self._label)
-        work = _Arrival(scheduler, ticket)
+        work = _TicketWork(scheduler, ticket)
         return work if async_op or not work.wait() else None
 
 
-class Unit:
+class FsdpUnit:
     """Weights that are gathered and freed together: all of a module but those in `others`.
 
     group: the ranks that hold the same weights, over which gradients are averaged. gathering: a group of the same
@@ -145,13 +145,13 @@ class Unit:
         return cast(nn.Module, self._module).get_parameter(name)
 
 
-class Gathers:
+class UnitGatherer:
     """Gathers the units of a stack's blocks for a list of ops, one ahead, and releases each after its last op.
 
     units: by block.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[FsdpUnit]) -> None:
         self._units = units
         self._reads: Callable[[Op], Iterable[int]] = lambda op: ()
         self._left = Counter[int]()
@@ -204,7 +204,7 @@ class Gathers:
 class _Bucket:
     """The gradients of a unit, and what of them is on its way."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: FsdpUnit) -> None:
         self.unit = unit
         self.trained = {name: p for name, p in unit.parameters.items() if p.requires_grad}
         self.missing: set[str] = set()
@@ -245,14 +245,14 @@ class _Bucket:
             shards[name].grad = gradient
 
 
-class ShardedAverage:
-    """As `GradientAverage`, of units: each rank has a shard of the averages.
+class ShardedGradientAverager:
+    """As `GradientAverager`, of units: each rank has a shard of the averages.
 
     units: in the order of the forward pass. Until the last pass gradients accumulate in whole parameters; the weights
     of what no list releases stay whole until then, too.
     """
 
-    def __init__(self, units: Iterable[Unit]) -> None:
+    def __init__(self, units: Iterable[FsdpUnit]) -> None:
         self._units = list(units)
         self._buckets: list[_Bucket] = []
         self._active = False
@@ -309,16 +309,16 @@ class ShardedAverage:
             self._next[name] += 1
 
 
-def units_of(model: nn.Module) -> dict[int, Unit]:
+def units_of(model: nn.Module) -> dict[int, FsdpUnit]:
     """The unit of each parameter that is sharded, by the id of its shard.
 
     A shard's own mesh tells less: torch may have replaced it by an equal one of a group that was destroyed.
     """
-    units = [unit for module in model.modules() if isinstance(unit := getattr(module, "fsdp_unit", None), Unit)]
+    units = [unit for module in model.modules() if isinstance(unit := getattr(module, "fsdp_unit", None), FsdpUnit)]
     return {id(shard): unit for unit in units for shard in unit.shards.values()}
 
 
-def laid_out(held: Tensor, unit: Unit, shard: DTensor, tensor: ProcessGroup | None, dim: int) -> DTensor:
+def laid_out(held: Tensor, unit: FsdpUnit, shard: DTensor, tensor: ProcessGroup | None, dim: int) -> DTensor:
     """This rank's shard as its place in the whole tensor, which a checkpoint needs.
 
     held: the shard, or what is kept for it, on any device. tensor: the tensor-parallel group whose ranks have parts

@@ -91,7 +91,7 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
                 setattr(layer, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         return layer
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _chunked_linear(self, x: Tensor) -> Tensor:
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         return self._chunks.product(self.num_chunks, x, weight, bias, self._group_name, self.sequence_parallel)
 
@@ -160,7 +160,7 @@ class OverlappedColumnLinear(_OverlappedLinear):
         """[..., in_features] -> [..., out_features / t]."""
         if self.tensor_parallel == 1:
             return F.linear(x, self.weight, self.bias)
-        y = self._product(x)
+        y = self._chunked_linear(x)
         return gather(y, self.process_group) if self.gather_output else y
 
     def partial(self, x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class OverlappedRowLinear(_OverlappedLinear):
             return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter(x, self.process_group)
-        return self._product(x)
+        return self._chunked_linear(x)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's share of the product, without bias, for a caller that sums it and adds the bias."""

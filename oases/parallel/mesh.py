@@ -45,7 +45,7 @@ class Mesh:
         num_stages: int = 1,
         fsdp: bool = False,
         order: Sequence[int] | None = None,
-        apart: bool = False,
+        separate_groups: bool = False,
     ) -> None:
         run = resolve(process_group)
         self.stage, self.num_stages, self.timeout = stage, num_stages, timeout
@@ -65,15 +65,15 @@ class Mesh:
                 raise UsageError(f"plan: tp {degree} does not divide the {self.ranks} ranks of the run")
         self._run_name = group_name(run)
         self._members = self._everyone[stage * self.ranks : (stage + 1) * self.ranks]
-        self._ends = ""
+        self._embedding_group = ""
         self._tensor: dict[Layout, str] = {}
         self._data: dict[Layout, str] = {}
         self._weights: dict[Layout, str] = {}
         self._stage: dict[Layout, str] = {}
-        if self.degrees == (group_size(run),) and order is None and not apart:
+        if self.degrees == (group_size(run),) and order is None and not separate_groups:
             self._tensor[self._replicas(self.ranks)] = self._run_name
         options = self.group_options()
-        if apart and num_stages > 1:
+        if separate_groups and num_stages > 1:
             self._make(self._stage, self._replicas(self.ranks), options)
         for degree in self.degrees:
             self._make_groups(degree, options, fsdp)
@@ -116,13 +116,13 @@ class Mesh:
                 num_stages=stages,
                 fsdp=plan.fsdp,
                 order=order,
-                apart=plan.experts is not None,
+                separate_groups=plan.experts is not None,
             )
             for stage in range(stages)
         ]
         mine = next(mesh for mesh in made if 0 <= mesh.rank < mesh.ranks)
         if stages > 1:
-            mine._join_ends()
+            mine._make_embedding_group()
         return mine
 
     def group_options(self) -> dict[str, Any]:
@@ -138,13 +138,13 @@ class Mesh:
         return self.members_of(stage)[self.rank]
 
     @property
-    def ends(self) -> ProcessGroup | None:
+    def embedding_group(self) -> ProcessGroup | None:
         """This rank of the first or the last stage and its peer in the other; None on stages between them."""
-        return group_of(self._ends)
+        return group_of(self._embedding_group)
 
     @property
     def stage_group(self) -> ProcessGroup | None:
-        """All ranks of this stage; of several stages only a mesh whose groups are apart has it."""
+        """All ranks of this stage; of several stages only a mesh made with separate_groups has it."""
         return group_of(self._run_name if self.num_stages == 1 else self._stage[self._replicas(self.ranks)])
 
     def tensor(self, degree: int) -> ProcessGroup | None:
@@ -179,7 +179,7 @@ class Mesh:
     def groups(self) -> list[ProcessGroup]:
         """All groups of this rank that were made here and have more than one rank."""
         made = [name for names in self._all for name in names.values() if name != self._run_name]
-        found = [group_of(name) for name in made] + [self.ends]
+        found = [group_of(name) for name in made] + [self.embedding_group]
         return [group for group in found if group is not None and group.size() > 1]
 
     def destroy(self) -> None:
@@ -190,9 +190,9 @@ class Mesh:
                 if group is not None:
                     dist.destroy_process_group(group)
             names.clear()
-        if self.ends is not None:
-            dist.destroy_process_group(self.ends)
-        self._ends = ""
+        if self.embedding_group is not None:
+            dist.destroy_process_group(self.embedding_group)
+        self._embedding_group = ""
 
     def _replicas(self, degree: int) -> Layout:
         return tuple(tuple(range(first, first + degree)) for first in range(0, self.ranks, degree))
@@ -223,12 +223,12 @@ class Mesh:
                 if self.rank in ranks:
                     names[layout] = group_name(group)
 
-    def _join_ends(self) -> None:
+    def _make_embedding_group(self) -> None:
         options = self.group_options()
         for pair in zip(self.members_of(0), self.members_of(self.num_stages - 1), strict=True):
             group = dist.new_group(list(pair), **options)
             if dist.get_rank() in pair:
-                self._ends = group_name(group)
+                self._embedding_group = group_name(group)
 
 
 def _options(run: ProcessGroup | None) -> Any:

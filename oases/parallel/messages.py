@@ -35,7 +35,7 @@ _HEADER = 10
 Form = tuple[torch.Size, torch.dtype]
 
 
-_in_use: WeakSet[Messages] = WeakSet()
+_in_use: WeakSet[StageMessages] = WeakSet()
 
 
 def waiting_for() -> str:
@@ -43,7 +43,7 @@ def waiting_for() -> str:
     return next((messages.waiting_for for messages in list(_in_use) if messages.waiting_for), "")
 
 
-def known_by(pipeline: Schedule, stage: int) -> dict[Op, list[Op]]:
+def sends_confirmed_by(pipeline: Schedule, stage: int) -> dict[Op, list[Op]]:
     """For each receive of a stage, the stage's sends whose arrival it proves: the other side has read them before."""
     found: dict[Op, list[Op]] = {}
     for other in range(pipeline.num_stages):
@@ -76,7 +76,7 @@ class _Lane:
         self.row = Row(f"{what}, stage {self.source} to {self.target}")
 
 
-class Messages:
+class StageMessages:
     """The messages of one rank of a pipeline. All ranks of the run make it together.
 
     mesh: of the rank's stage. degrees: the tensor-parallel degree at each border between two parts of the model, in
@@ -108,7 +108,7 @@ class Messages:
         self._clock = Clock(self._device)
         self._waits: list[tuple[Row, Any, Any]] = []  # rows and marks that are not in them yet
         self._stages = pipeline.num_stages
-        self._known = known_by(pipeline, mesh.stage)
+        self._known = sends_confirmed_by(pipeline, mesh.stage)
         self._sent: dict[Op, tuple[Any, Tensor]] = {}
         self._headers: list[tuple[Any, Tensor, Op]] = []
         self._lanes: dict[tuple[int, int, str], _Lane] = {}

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oases.execution.executor import Calls, Context, Executor, Guard, Place, Step
+from oases.execution.executor import Context, Executor, FailureScope, Place, StackHandles, Step
 from oases.execution.piece import Piece
-from oases.parallel.messages import Messages
+from oases.parallel.messages import StageMessages
 from oases.schedule import Schedule
 
 Forward = Callable[[int, int, Tensor | None, Context], Tensor]
@@ -30,15 +30,15 @@ given None and knows its input; the last part's output is the loss of the micro-
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     """A micro-batch between the forward and the backward pass of a part."""
 
     piece: Piece
     gradient: Tensor | None
-    calls: Calls
+    handles: StackHandles
 
 
-class StageRun:
+class StageRunner:
     """Runs the list of one stage of `pipeline`.
 
     stage: this rank's. messages: to and from its neighbours; None for a pipeline of one stage. A receive comes to an
@@ -46,9 +46,9 @@ class StageRun:
     afterwards messages and run are to be made anew.
     """
 
-    def __init__(self, pipeline: Schedule, stage: int, messages: Messages | None) -> None:
+    def __init__(self, pipeline: Schedule, stage: int, messages: StageMessages | None) -> None:
         if messages is None and pipeline.num_stages > 1:
-            raise ValueError(f"{pipeline.num_stages} stages need messages between them; give a Messages")
+            raise ValueError(f"{pipeline.num_stages} stages need messages between them; give a StageMessages")
         self.pipeline, self.stage, self.messages = pipeline, stage, messages
         ops = pipeline.stages[stage]
         # Right before its backward pass, recomputation is the stack's own: it hides all-reduces under it.
@@ -59,8 +59,8 @@ class StageRun:
         kinds = [step.op.kind for step in self._steps]
         self._last_backward = max((at for at, kind in enumerate(kinds) if kind in ("B", "W")), default=0)
         self._splits_weights = "W" in kinds
-        self._flights: dict[Place, _Flight] = {}
-        self._weights: dict[Place, Calls] = {}  # whose weight gradients wait for their W
+        self._flights: dict[Place, _InFlight] = {}
+        self._weights: dict[Place, StackHandles] = {}  # whose weight gradients wait for their W
         self._arrived: dict[Place, Tensor] = {}
         self._leaving: dict[Place, Tensor] = {}
 
@@ -71,7 +71,7 @@ class StageRun:
         """All forward and backward passes of a step; returns the losses, by micro-batch, on the last stage.
 
         around_last: entered before the stage's last B, or its last W where there are any, and left when all its
-        messages are under way (`GradientAverage.overlapped()`). Gradients are added to those of the parameters.
+        messages are under way (`GradientAverager.overlapped()`). Gradients are added to those of the parameters.
         spans: list to append (op, start, end) of every op to, in seconds of time.perf_counter().
         """
         losses: list[Tensor] = []
@@ -101,7 +101,7 @@ class StageRun:
             "R": self._do_R, "B": self._do_B, "W": self._do_W,
             **{f"send {of}": self._send for of in "FB"}, **{f"receive {of}": self._receive for of in "FB"},
         }  # fmt: skip
-        guard = Guard(self.pipeline, f"stage {self.stage}", None, self._forget)
+        guard = FailureScope(self.pipeline, f"stage {self.stage}", None, self._forget)
         executor = Executor(handlers, guard, Context(spans))
         steps = self._steps if keep else self._forward_steps
         try:
@@ -121,7 +121,7 @@ class StageRun:
             held.clear()
 
     @property
-    def _messages(self) -> Messages:
+    def _messages(self) -> StageMessages:
         assert self.messages is not None, "a message needs a neighbour"
         return self.messages
 
@@ -142,22 +142,22 @@ class StageRun:
         result = piece.output(y) if keep else y.detach()
         if keep:
             gradient = torch.ones_like(result) if is_loss else None
-            self._flights[place] = _Flight(piece, gradient, context.calls)
+            self._flights[place] = _InFlight(piece, gradient, context.handles)
         if is_loss:
             losses.append(result)
         else:
             self._leaving[place] = result
 
     def _do_R(self, step: Step) -> None:  # noqa: N802
-        self._flights[step.place].calls.recompute()
+        self._flights[step.place].handles.recompute()
 
     def _do_B(self, step: Step) -> None:  # noqa: N802
         place = step.place
         flight = self._flights.pop(place)
         gradient = self._arrived.pop(place) if flight.gradient is None else flight.gradient
         if self._splits_weights:
-            flight.calls.defer_weights()
-            self._weights[place] = flight.calls
+            flight.handles.defer_weights()
+            self._weights[place] = flight.handles
         for found in flight.piece.backward([gradient]):
             assert found is not None, "the input is what the part computes on"
             self._leaving[place] = found

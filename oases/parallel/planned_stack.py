@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, group_size
-from oases.parallel.fsdp import Unit
+from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.mesh import Mesh
 from oases.parallel.reshard import reshard
 from oases.parallel.stack import OverlappedStack
@@ -20,7 +20,7 @@ BlockMaker = Callable[[int, ProcessGroup | None], nn.Module]
 """(number of the block in the model, tensor-parallel group) -> the block, cut over that group."""
 
 
-class Blocks(nn.Module):
+class NumberedBlocks(nn.Module):
     """Blocks by their numbers in the model, which are their names."""
 
     def __init__(self, blocks: Mapping[int, nn.Module]) -> None:
@@ -38,7 +38,7 @@ class Blocks(nn.Module):
         return len(self._modules)
 
 
-class _Placed(NamedTuple):
+class _PlacedSegment(NamedTuple):
     """A segment, its modules' numbers in the model, and what runs it."""
 
     segment: Segment
@@ -53,8 +53,8 @@ class PlannedStack(nn.Module):
     stack_options: those of OverlappedStack that no plan has, such as wire_dtype, or in place of what the plan says.
     Input: [local samples, ...], those of this rank at the first segment's degree, the same on its tensor-parallel
     ranks; output: [local samples, ...] at the last segment's degree. A replica's loss is the mean over its samples;
-    gradients are averaged by `GradientAverage(stack.parts())`. Parameters are called blocks.0, blocks.1, ... whatever
-    the plan and the stage, as in one OverlappedStack of the whole model.
+    gradients are averaged by `GradientAverager(stack.parts())`. Parameter names (blocks.0, blocks.1, ...) are those
+    of one OverlappedStack of the whole model, for every plan and stage.
     """
 
     def __init__(self, plan: Plan, blocks: BlockMaker, mesh: Mesh, **stack_options: Any) -> None:
@@ -64,7 +64,7 @@ class PlannedStack(nn.Module):
         self.mesh = mesh
         made: dict[int, nn.Module] = {}
         # In plain lists, so that the names of parameters tell nothing of the plan: any other reads the checkpoint.
-        self._placed: list[list[_Placed]] = []
+        self._placed: list[list[_PlacedSegment]] = []
         for part in self.chunks:
             self._placed.append([])
             first = part.first_block
@@ -72,9 +72,9 @@ class PlannedStack(nn.Module):
                 numbers, group = self._numbers(first, segment), mesh.tensor(segment.tp)
                 made |= {number: blocks(number, group) for number in numbers}
                 stack = self._stack([made[number] for number in numbers], first, segment, stack_options)
-                self._placed[-1].append(_Placed(segment, numbers, stack))
+                self._placed[-1].append(_PlacedSegment(segment, numbers, stack))
                 first += segment.num_blocks
-        self.blocks = Blocks(made)
+        self.blocks = NumberedBlocks(made)
 
     def _numbers(self, first: int, segment: Segment) -> range:
         """The modules of a segment that begins with block `first`, by their numbers in the model."""
@@ -144,15 +144,15 @@ class PlannedStack(nn.Module):
                 if unshared:
                     yield unshared, None
 
-    def shard_weights(self) -> list[Unit]:
+    def shard_weights(self) -> list[FsdpUnit]:
         """Have the ranks of `parts` hold a shard of every weight; a unit for each block that has replicas."""
-        found: list[Unit] = []
+        found: list[FsdpUnit] = []
         for segment, numbers, stack in itertools.chain.from_iterable(self._placed):
             group, gathering = self.mesh.data(segment.tp), self.mesh.weights(segment.tp)
             if group is not None and gathering is not None and group_size(group) > 1:
                 blocks = {number: self.blocks[number] for number in numbers}
                 units = [
-                    Unit(block, group, gathering, f"block {number}", others=self._unshared(block))
+                    FsdpUnit(block, group, gathering, f"block {number}", others=self._unshared(block))
                     for number, block in blocks.items()
                 ]
                 stack.shard(units)

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from oases._C import OverlapScheduler
 from oases.errors import OverlapError
-from oases.execution.call import deliver
+from oases.execution.call import apply_call
 from oases.execution.executor import Context
-from oases.execution.failure import Watch, watch_of
+from oases.execution.failure import FailureMonitor, monitor_of
 from oases.execution.group import HoldsGroup, ProcessGroup, refuse_capture, resolve
-from oases.execution.wire import Scheduler, Silence, Wire
+from oases.execution.wire import NullScheduler, Scheduler, Wire
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
-from oases.parallel.batch import BlockInputs, Inputs, SubBatches, Tokens, differentiable, refuse_mixing
-from oases.parallel.blocks import BlockProgram, Blocks
-from oases.parallel.call import CallOptions, StackCall, StackParameters, agreed, leaves_of
+from oases.parallel.batch import BlockInputs, CallInputs, SequenceShard, SubBatches, differentiable, refuse_mixing
+from oases.parallel.blocks import BlockProgram, BlockWork
+from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_schedule, leaves_of
 from oases.parallel.dropout import adopt_dropouts
-from oases.parallel.fsdp import Unit
+from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.randomness import MethodName, Randomness
 from oases.reporting import WHOLE_BATCH, report
 from oases.schedule import (
@@ -119,7 +119,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.number = next(_numbers)
         """Counts the stacks of this process, so that errors and statistics can tell them apart."""
         self.first_block, self._replica = first_block, replica
-        self._units: list[Unit] = []  # by block, where weights are sharded
+        self._units: list[FsdpUnit] = []  # by block, where weights are sharded
         self._compiled: list[nn.Module] = []
         self._block_parameters: list[StackParameters] = []
         self._programs: dict[int, BlockProgram] = {}  # by the id of the schedule, which they hold
@@ -127,7 +127,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self._seed: int | None = None
         self._agreed: set[tuple[int, int]] = set()  # ids of programs, with the failures before
         self._calls = 0
-        self._watch: Callable[[], Watch | None] = _nothing  # weakly: a stack keeps no group alive
+        self._monitor: Callable[[], FailureMonitor | None] = _nothing  # weakly: a stack keeps no group alive
         self.run_as(schedule, sub_batches, recompute)
 
     @property
@@ -144,14 +144,14 @@ class OverlappedStack(HoldsGroup, nn.Module):
         """Have this many forward passes behind the next one; for a run that goes on."""
         self._calls = number
 
-    def shard(self, units: Sequence[Unit]) -> None:
+    def shard(self, units: Sequence[FsdpUnit]) -> None:
         """Have the weights of the blocks gathered as the list needs them: a unit for each block."""
         self._units = list(units)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles begin without what is known of this process's groups, parameters and lists."""
         caches: dict[str, Any] = {
-            "_watch": _nothing,
+            "_monitor": _nothing,
             "_block_parameters": [],
             "_programs": {},
             "_by_tokens": {},
@@ -211,7 +211,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         tuning = self._tuning(x, given) if self._tunings is not None else None
         if tuning is not None:
             self.schedule = tuning.current
-        scheduler: Scheduler = Silence()
+        scheduler: Scheduler = NullScheduler()
         if self.tensor_parallel > 1:
             scheduler = OverlapScheduler.of(self._group_name)
         if self.require_overlap and (tuning is None or tuning.choice is not None):
@@ -317,7 +317,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         inputs: Sequence[BlockInputs] = (),
         context: Context | None = None,
     ) -> Tensor:
-        """Forward with collectives by `scheduler`; `Silence()` measures the compute alone.
+        """Forward with collectives by `scheduler`; `NullScheduler()` measures the compute alone.
 
         tuning: takes the time of this call's forward and backward pass. inputs, context: as for `forward`.
         """
@@ -329,14 +329,16 @@ class OverlappedStack(HoldsGroup, nn.Module):
         )
         program = self._program_of(schedule, blocks)
         rank, size = self._group_rank, self.tensor_parallel
-        cut = SubBatches(x.shape, schedule, Tokens(rank, size) if schedule.sequence_parallel else Tokens())
-        held = Inputs(inputs, cut, with_gradients=with_gradients)
-        watch = None
+        cut = SubBatches(
+            x.shape, schedule, SequenceShard(rank, size) if schedule.sequence_parallel else SequenceShard()
+        )
+        held = CallInputs(inputs, cut, with_gradients=with_gradients)
+        monitor = None
         if isinstance(scheduler, OverlapScheduler):
-            watch = self._watched(scheduler, x.device)
-        failures = 0 if watch is None else watch.scheduler.failures
+            monitor = self._checked_monitor(scheduler, x.device)
+        failures = 0 if monitor is None else monitor.scheduler.failures
         if (id(program), failures) not in self._agreed:
-            seed, self._calls = agreed(schedule, self.process_group, self.wire_dtype, self._calls)
+            seed, self._calls = agree_on_schedule(schedule, self.process_group, self.wire_dtype, self._calls)
             self._seed = seed if self._seed is None else self._seed
             self._agreed.add((id(program), failures))
         assert self._seed is not None
@@ -347,28 +349,28 @@ class OverlappedStack(HoldsGroup, nn.Module):
             first_block=self.first_block, first_sample=self._replica * x.shape[0],
         )  # fmt: skip
         context = Context() if context is None else context
-        work = Blocks(
+        work = BlockWork(
             blocks, program, Wire(scheduler, size, self.wire_dtype), x, leaves, differentiable=with_gradients,
             randomness=randomness, cut=cut, inputs=held,
         )  # fmt: skip
-        options = CallOptions(scheduler, watch, context, tuning, self._units)
+        options = CallOptions(scheduler, monitor, context, tuning, self._units)
         call = StackCall(program, work, parameters, options, differentiable=with_gradients)
         if not with_gradients:
             return call.forward()
-        context.calls.add(call)
-        return deliver(call, x)
+        context.handles.add(call)
+        return apply_call(call, x)
 
-    def _watched(self, scheduler: OverlapScheduler, device: torch.device) -> Watch:
-        """The group's watch. Raises another rank's failure, if this one has not heard of it yet."""
-        watch = self._watch()
-        if watch is None or watch.scheduler is not scheduler:
-            watch = watch_of(cast(ProcessGroup, self.process_group), scheduler, device)
-            self._watch = ref(watch)
+    def _checked_monitor(self, scheduler: OverlapScheduler, device: torch.device) -> FailureMonitor:
+        """The group's monitor. Raises another rank's failure, if this one has not heard of it yet."""
+        monitor = self._monitor()
+        if monitor is None or monitor.scheduler is not scheduler:
+            monitor = monitor_of(cast(ProcessGroup, self.process_group), scheduler, device)
+            self._monitor = ref(monitor)
         try:
             scheduler.check()
         except RuntimeError as error:
-            raise watch.error() from error
-        return watch
+            raise monitor.error() from error
+        return monitor
 
     def _parameters_of(self, blocks: Sequence[nn.Module]) -> list[StackParameters]:
         """The blocks' parameters as they are now, looked at again where something has changed."""

@@ -31,7 +31,7 @@ Steps = Generator[None, None, Tensor]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReducerSettings:
     """What a reducer was asked for; see `S2Reducer`."""
 
     mode: str
@@ -42,7 +42,7 @@ class Settings:
 
 
 @dataclass
-class Memory:
+class TensorState:
     """What is kept of one tensor between steps.
 
     union, largest: rows of any rank in the last step, and the most of one rank where all are known. residual: what
@@ -73,7 +73,7 @@ class Exchange:
     """Runs the steps of one gradient. if_sparse: send it dense where more than half of the rows are used."""
 
     def __init__(
-        self, wire: Wire, settings: Settings, costs: Costs | None, rows: Rows, memory: Memory, *,
+        self, wire: Wire, settings: ReducerSettings, costs: Costs | None, rows: Rows, memory: TensorState, *,
         if_sparse: bool = False,
     ) -> None:  # fmt: skip
         self.wire, self.settings, self.rows, self.memory = wire, settings, rows, memory

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.sparse.exchange import Exchange, Memory, Steps
+from oases.sparse.exchange import Exchange, Steps, TensorState
 from oases.sparse.reducer import S2Reducer
 from oases.sparse.wire import Reduction, Sending
 
@@ -30,7 +30,7 @@ class _Bucket:
 
     reducer: S2Reducer
     buffer: Tensor
-    sparse: list[tuple[Tensor, Memory]]
+    sparse: list[tuple[Tensor, TensorState]]
     others: list[Tensor]
     is_last: bool
     future: Any
@@ -81,7 +81,7 @@ def s2_hook(state: S2Reducer, bucket: dist.GradBucket) -> torch.futures.Future[T
             "model.register_comm_hook(oases.S2Reducer(), oases.s2_hook)"
         )
     buffer = bucket.buffer()
-    sparse: list[tuple[Tensor, Memory]] = []
+    sparse: list[tuple[Tensor, TensorState]] = []
     others: list[Tensor] = []
     if buffer.is_sparse:
         sparse.append((buffer, state.memory_of(bucket.parameters()[0])))
@@ -101,9 +101,9 @@ def s2_hook(state: S2Reducer, bucket: dist.GradBucket) -> torch.futures.Future[T
 
 def _parted(
     state: S2Reducer, buffer: Tensor, parameters: list[Tensor], gradients: list[Tensor]
-) -> tuple[list[tuple[Tensor, Memory]], list[Tensor]]:
+) -> tuple[list[tuple[Tensor, TensorState]], list[Tensor]]:
     """Gradients to look at for zero rows, and the runs of the buffer between them."""
-    sparse: list[tuple[Tensor, Memory]] = []
+    sparse: list[tuple[Tensor, TensorState]] = []
     others: list[Tensor] = []
     first = 0
     placed = sorted(

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from oases.reporting import register
 from oases.sparse.costs import Costs, measure
-from oases.sparse.exchange import MODES, Exchange, Memory, Settings, Steps
+from oases.sparse.exchange import MODES, Exchange, ReducerSettings, Steps, TensorState
 from oases.sparse.gradient import rows_of
 from oases.sparse.wire import Account, Reduction, Report, Wire
 
@@ -53,13 +53,13 @@ class S2Reducer:
                 f"cells_per_nonzero must be above 0, got {cells_per_nonzero}; None takes the default, and 1 is as "
                 "much as packed sends"
             )
-        self.settings = Settings(mode, rows, cells_per_nonzero, error_feedback, seed)
+        self.settings = ReducerSettings(mode, rows, cells_per_nonzero, error_feedback, seed)
         self.measure_error = measure_error
         self.wire = Wire(process_group)
         self.last: Reduction | None = None
         self.costs: Costs | None = None
         """What "auto" chooses by, once it is measured."""
-        self._named: dict[str, Memory] = {}
+        self._named: dict[str, TensorState] = {}
         self._of_parameters: Any = WeakTensorKeyDictionary()
         self._names: Any = WeakTensorKeyDictionary()
         self._accounts: dict[str, Account] = {}
@@ -98,7 +98,7 @@ class S2Reducer:
             self.costs = measure(self.wire, device, self.settings.rows)
 
     def begin(
-        self, gradient: Tensor, memory: Memory, *, in_place: bool = False, if_sparse: bool = False
+        self, gradient: Tensor, memory: TensorState, *, in_place: bool = False, if_sparse: bool = False
     ) -> tuple[Steps, Exchange]:
         """The steps of one gradient, none of them taken yet; see `Exchange`."""
         if not gradient.is_floating_point():
@@ -113,9 +113,9 @@ class S2Reducer:
         self.prepare(gradient.device)
         rows = rows_of(gradient, in_place)
         exchange = Exchange(self.wire, self.settings, self.costs, rows, memory, if_sparse=if_sparse)
-        return self._watched(exchange) if self.measure_error else exchange.steps(), exchange
+        return self._with_error(exchange) if self.measure_error else exchange.steps(), exchange
 
-    def _watched(self, exchange: Exchange) -> Steps:
+    def _with_error(self, exchange: Exchange) -> Steps:
         """The same, with the error of what comes out."""
         exact = exchange.rows.dense().clone().double()
         self.wire.sum(exact, Reduction("", "")).wait()
@@ -142,19 +142,19 @@ class S2Reducer:
         """Add a reduction to its tensor's account."""
         self._accounts.setdefault(found.name, Account(found.name)).add(found)
 
-    def memory_of(self, parameter: Tensor) -> Memory:
+    def memory_of(self, parameter: Tensor) -> TensorState:
         """What the hook keeps of a parameter."""
         if parameter not in self._of_parameters:
             shape = "x".join(map(str, parameter.shape))
             self._of_parameters[parameter] = self._new_memory(
                 self._names.get(parameter, f"parameter {self._numbered} {shape}")
             )
-        memory: Memory = self._of_parameters[parameter]
+        memory: TensorState = self._of_parameters[parameter]
         return memory
 
-    def _new_memory(self, name: str) -> Memory:
+    def _new_memory(self, name: str) -> TensorState:
         self._numbered += 1
-        return Memory(name, self._numbered)
+        return TensorState(name, self._numbered)
 
     def name_parameters(self, model: torch.nn.Module) -> None:
         """Have reports call parameters by their names in the model. To be called before the first backward pass."""

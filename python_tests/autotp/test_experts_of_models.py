@@ -11,7 +11,7 @@ from autotp.zoo import MIXTURES, batch, build
 from torch import nn
 
 import oases
-from oases.autotp.experts import collections, stand_in
+from oases.autotp.experts import collections, substitute_experts
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -129,7 +129,7 @@ def test_experts_are_known_by_what_they_compute():
     crowds = nn.ModuleDict({"relu": Crowd(F.relu), "odd": Crowd(torch.sin), "none": Bilinear()})
     x = torch.randn(2, 4)
     expected = crowds["none"](x, x, x)
-    stand_in(crowds, 2)
+    substitute_experts(crowds, 2)
     found = dict(collections(crowds))
     assert (found["relu"].perceptron.up, found["relu"].perceptron.down) == ("first", "second")
     assert (found["relu"].perceptron.gated, found["relu"].perceptron.activation) == (False, "relu")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from oases.models import MoEGPT, MoEGPTConfig
 from oases.moe.costs import Costs
-from oases.parallel.average import GradientAverage
+from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.mesh import Mesh
 from oases.parallel.sharding import holders
 
@@ -20,7 +20,7 @@ def gradients(tensor=1, steps=2, **options):
     mesh = Mesh([tensor])
     sizes = MoEGPTConfig(**vars(CONFIG) | {"shared_hidden": 8})
     model = MoEGPT(sizes, mesh=mesh, costs=COSTS, **options).double()
-    average = GradientAverage(model.parts())
+    average = GradientAverager(model.parts())
     replica, replicas = mesh.replica(tensor), mesh.replicas(tensor)
     losses, copies = [], 0
     for step in range(steps):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import oases
 from oases.moe.costs import Costs
 from oases.moe.layer import OverlappedMoE
-from oases.moe.placement import Placement, homes
+from oases.moe.placement import Placement, owner_ranks
 from oases.moe.traces import Recorder, replay
 
 HIDDEN, WIDTH = 12, 10
@@ -111,7 +111,7 @@ def expected_of(layer, tokens):
 
 def random_placement(experts, devices, seed):
     generator = np.random.default_rng(seed)
-    home = homes(experts, devices)
+    home = owner_ranks(experts, devices)
     copies, routes = [], np.empty((experts, devices), dtype=np.int64)
     for expert in range(experts):
         held = [d for d in range(devices) if d != home[expert] and generator.random() < 0.6]

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.placements import bound
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.placement import described, plan
+from oases.moe.placement import make_placement, plan
 from oases.moe.traces import generate
 
 FAST = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
@@ -169,7 +169,7 @@ def test_every_placement_of_a_small_case_is_at_least_the_optimum(options):
     counts = counts_of(3, 3, 2, 0.2, tokens=300)
     best = plan(counts, costs, method="optimum").predicted_seconds
     least = min(
-        described("", counts, costs, (np.array(routes).reshape(3, 3), copies)).predicted_seconds
+        make_placement("", counts, costs, (np.array(routes).reshape(3, 3), copies)).predicted_seconds
         for copies in itertools.product(*([[], [a], [b], [a, b]] for a, b in ((1, 2), (0, 2), (0, 1))))
         for routes in itertools.product(*([e, *copies[e]] for e in range(3) for _ in range(3)))
     )

@@ -297,7 +297,7 @@ def check_end(path):
     for turn in range(2):
         dist.destroy_process_group()
         names = [thread.name for thread in threading.enumerate()]
-        assert "oases-watch" not in names, names
+        assert "oases-failure-monitor" not in names, names
         dist.init_process_group("gloo", init_method=f"file://{path}-{turn}", rank=rank, world_size=2)
         if rank == 1:
             stack.blocks[1].plan = ["partial", 1, out_of_memory()]

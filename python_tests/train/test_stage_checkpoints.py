@@ -51,7 +51,7 @@ def leg(text, data, folder, resumed):
     if tied is not None:  # compared by the stages that have it
         table = tied.detach().clone()
         other = [torch.empty_like(table) for _ in range(2)]
-        dist.all_gather(other, table, group=trainer.mesh.ends)
+        dist.all_gather(other, table, group=trainer.mesh.embedding_group)
         assert torch.equal(*other)
     trainer.close()
     return losses
