@@ -140,7 +140,12 @@ def test_mistakes_are_named(config, capsys, options, said):
 
 def test_files_that_are_no_graph(tmp_path, capsys):
     path = tmp_path / "some.json"
-    for text, said in (("{", "is not JSON"), ("[]", "not a JSON object"), ("\0", "is not JSON"), ("{}", "model_type")):
+    for text, said in (
+        ("{", "is not JSON"),
+        ("[]", "a JSON object"),
+        ("\0", "is not JSON"),
+        ("{}", "model_type"),
+    ):
         path.write_text(text)
         assert said in fails(capsys, "plan", "--graph", str(path))
     path.write_bytes(b"\xff")

@@ -33,7 +33,7 @@ import numpy as np
 
 from oases.cli.options import Parser, fail, require_writable
 from oases.cli.plan import figures, plan_table, title
-from oases.cli.problem import add_cluster, add_model, batch_of, cluster_of, counts, model_of, parse_bytes
+from oases.cli.plan_options import add_cluster, add_model, batch_of, cluster_of, counts, model_of, parse_bytes
 from oases.errors import UsageError
 from oases.planner.block_chain import Chain
 from oases.planner.memory import head_bytes, usable_bytes

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oases.cli import lists
+from oases.cli import op_lists
 from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan import searched, space_of
-from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
+from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
 from oases.planner.block_chain import StackTimings
 from oases.planner.explain import throughput
@@ -82,7 +82,7 @@ def add(commands: Any) -> None:
         metavar="NAME|FILE",
         help=f"{', '.join(PLANNED)} (default: one_f_one_b), or a list in its text form",
     )
-    lists.add(simulate)
+    op_lists.add(simulate)
     simulate.add_argument("--html", metavar="FILE", help="write a page with the timeline there")
     simulate.add_argument("--trace", metavar="FILE", help="write a trace there that ui.perfetto.dev opens")
     simulate.set_defaults(run=_simulate)
@@ -94,11 +94,11 @@ def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     for name in ("html", "trace"):
         require_writable(f"--{name}", getattr(options, name))
-    if lists.names_list(options.schedule):
+    if op_lists.names_list(options.schedule):
         besides = (*_OF_A_PLAN, *_OF_A_CLUSTER, *_BY_HAND, *_FOR_SEARCH)
         rest = [name for name in besides if name not in ("schedule", "recompute")]
         _refuse(f"--schedule {options.schedule} is a list that is simulated by itself", options, rest)
-        lists.simulate_list(options)
+        op_lists.simulate_list(options)
         return
     _refuse("these are for a list by itself, with --schedule FILE or of experts", options, ("costs", "blocks"))
     plan, hardware, predictor = _what(options)

@@ -130,6 +130,6 @@ def _shapes(matrices: Sequence[Parameter]) -> str:
 
 def _unfit(graph: LayerGraph, why: str) -> UsageError:
     return UsageError(
-        f"{graph.name} is not a stack of equal transformer layers, which the planner needs: {why}; give its sizes as a "
-        "ModelShape, or cut its graph into stages with oases.graph.stages.split"
+        f"{graph.name} is not a stack of equal transformer layers, which the planner needs: {why}; give its sizes as "
+        "a ModelShape, or cut its graph into stages with oases.graph.stages.split"
     )

@@ -340,7 +340,7 @@ class StageModel:
         return starts
 
     def _resharded(self, name: str, before: int, after: int) -> Iterator[Instruction]:
-        """All-gather of samples over the replicas that become one if the degree grows; otherwise ranks keep a part."""
+        """All-gather of samples over replicas that are joined if the degree grows; otherwise ranks keep a part."""
         if after <= before:
             return
         num_bytes = self.model.unit_bytes(self.plan.samples(after))

@@ -24,7 +24,7 @@ class Sample:
 
 
 def wire_bytes(collective: str, ranks: int, num_bytes: float) -> float:
-    """Bytes that each rank sends in a ring: 2 (n-1)/n of the tensor for an all-reduce, half of that for its halves."""
+    """Bytes that each rank sends in a ring: 2 (n-1)/n of the tensor for an all-reduce, half of that for each half."""
     if collective in ("send", "broadcast"):
         return num_bytes
     return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks * num_bytes
