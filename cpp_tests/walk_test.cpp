@@ -70,9 +70,9 @@ std::vector<double> inverse_of(const Walk& walk) {
 bool minimised(Walk& walk, const std::vector<double>& tau, int64_t limit = 100000) {
   walk.begin();
   int64_t pivots = 0;
-  double products = 0;
+  double work = 0;
   for (;;) {
-    const Status status = walk.minimise(tau.data(), limit, 1e15, &pivots, &products);
+    const Status status = walk.minimise(tau.data(), limit, 1e15, &pivots, &work);
     if (status != Status::kRefresh) return status == Status::kMinimum;
     walk.refresh(inverse_of(walk).data(), false);
   }
@@ -112,8 +112,8 @@ TEST(WalkTest, ItEndsAfterTheStepsAndTheWorkAllowed) {
   Walk walk(problem.columns.data(), 60, 40, problem.weights.data(), problem.targets.data());
   EXPECT_FALSE(minimised(walk, tau, 5));
   int64_t pivots = 0;
-  double products = 0;
-  EXPECT_EQ(walk.minimise(tau.data(), 1000, 0.0, &pivots, &products), Status::kLimit);
+  double work = 0;
+  EXPECT_EQ(walk.minimise(tau.data(), 1000, 0.0, &pivots, &work), Status::kLimit);
   EXPECT_EQ(pivots, 1);
   EXPECT_TRUE(minimised(walk, tau));
 }

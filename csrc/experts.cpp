@@ -35,7 +35,7 @@ Layer::Layer(const int64_t* counts, int64_t experts, int64_t devices, const Cost
   for (auto* row : {&tokens_, &sent_, &received_, &out_, &in_, &exchanged_}) row->assign(devices, 0);
   for (auto* row : {&tokens_out_, &tokens_in_, &experts_out_, &experts_in_}) row->assign(nodes_, 0);
   for (int64_t expert = 0; expert < experts; ++expert) {
-    const int64_t to = home(expert);
+    const int64_t to = owner(expert);
     std::fill_n(routes_.begin() + expert * devices, devices, static_cast<int32_t>(to));
     double all = 0;
     for (int64_t device = 0; device < devices; ++device) {
@@ -107,7 +107,7 @@ void Layer::drop(int64_t expert, int64_t device) {
 void Layer::shadow(int64_t expert) {
   carry(expert, -1);
   for (int64_t device = 0; device < devices_; ++device) {
-    if (device == home(expert) || holds(device, expert)) continue;
+    if (device == owner(expert) || holds(device, expert)) continue;
     copied_[expert * devices_ + device] = 1;
     ++number_[expert];
     ++held_[device];
@@ -121,7 +121,7 @@ void Layer::carry(int64_t expert, double sign) {
   if (!number(expert)) return;
   const double number = static_cast<double>(number_[expert]);
   const uint8_t* held = copied_.data() + expert * devices_;
-  out_[home(expert)] += sign;
+  out_[owner(expert)] += sign;
   for (int64_t device = 0; device < devices_; ++device) {
     if (!held[device]) continue;
     in_[device] += sign / number;
@@ -134,9 +134,9 @@ void Layer::carry(int64_t expert, double sign) {
     const double exchanged = here * (number - here) / number;
     experts_out_[at] += sign * exchanged;
     experts_in_[at] += sign * exchanged;
-    if (at == node(home(expert))) continue;
+    if (at == node(owner(expert))) continue;
     experts_in_[at] += sign * here / number;
-    experts_out_[node(home(expert))] += sign * here / number;
+    experts_out_[node(owner(expert))] += sign * here / number;
   }
 }
 

@@ -27,7 +27,7 @@ class Layer {
 
   int64_t experts() const { return experts_; }
   int64_t devices() const { return devices_; }
-  int64_t home(int64_t expert) const { return expert / (experts_ / devices_); }
+  int64_t owner(int64_t expert) const { return expert / (experts_ / devices_); }
   int64_t count(int64_t expert, int64_t device) const { return counts_[expert * devices_ + device]; }
   int64_t route(int64_t expert, int64_t device) const { return routes_[expert * devices_ + device]; }
   // Whether a device has a replica (not as the owner); replicas of an expert, and on a device.

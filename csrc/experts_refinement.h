@@ -89,7 +89,7 @@ class Refinement {
     for (const auto& [heat, device] : hottest)
       for (int64_t expert = 0; expert < layer_.experts(); ++expert)
         if (layer_.holds(device, expert) ||
-            (layer_.home(expert) == device && (slots_ || layer_.number(expert))))
+            (layer_.owner(expert) == device && (slots_ || layer_.number(expert))))
           for (int64_t from = 0; from < devices_; ++from)
             if (layer_.route(expert, from) == device && layer_.count(expert, from) &&
                 move(expert, from, device))
@@ -117,7 +117,7 @@ class Refinement {
     double least = -1e-9 * layer_.compute_seconds(), least_copied = least;
     int64_t chosen = -1, copied = -1;
     for (int64_t to = 0; to < devices_; ++to) {
-      const bool held = to == layer_.home(expert) || layer_.holds(to, expert);
+      const bool held = to == layer_.owner(expert) || layer_.holds(to, expert);
       if (to == now || (!held && (!more || layer_.copies(to) >= slots_))) continue;
       double change = away + per_computed_ * (power(layer_.tokens()[to] + tokens) - computed_[to]);
       if (to == from)

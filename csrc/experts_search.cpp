@@ -169,7 +169,7 @@ class Search {
     }
     for (int64_t expert = 0; expert < experts_; ++expert) {
       share[expert] = total[expert] / static_cast<double>(number[expert]);
-      weight[start.home(expert)] += share[expert];
+      weight[start.owner(expert)] += share[expert];
     }
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return share[a] > share[b]; });
@@ -182,11 +182,11 @@ class Search {
 
   void spread(Layer& layer, int64_t expert, int64_t copies, double share, std::vector<double>& weight,
               std::vector<int64_t>& left) {
-    std::vector<int64_t> holders{layer.home(expert)};
+    std::vector<int64_t> holders{layer.owner(expert)};
     for (int64_t more = 0; more < copies; ++more) {
       int64_t lightest = -1;
       for (int64_t device = 0; device < devices_; ++device)
-        if (left[device] && device != layer.home(expert) && !layer.holds(device, expert) &&
+        if (left[device] && device != layer.owner(expert) && !layer.holds(device, expert) &&
             (lightest < 0 || weight[device] < weight[lightest]))
           lightest = device;
       if (lightest < 0) break;
@@ -223,7 +223,7 @@ class Search {
   Weights loads(const Layer& start) const {
     Weights weights;
     for (int64_t expert = 0; expert < experts_; ++expert)
-      weights.emplace_back(start.at(expert, start.home(expert)), expert);
+      weights.emplace_back(start.at(expert, start.owner(expert)), expert);
     heaviest_first(weights);
     return weights;
   }
@@ -268,7 +268,7 @@ class Search {
       const bool anywhere = freed < 0 || !below(4);
       const int64_t given = anywhere ? expert : busiest(layer) * mine + below(mine);
       const int64_t to = anywhere ? below(devices_) : freed;
-      if (below(2) && layer.copies(to) < slots_ && layer.home(given) != to && !layer.holds(to, given)) {
+      if (below(2) && layer.copies(to) < slots_ && layer.owner(given) != to && !layer.holds(to, given)) {
         layer.copy(given, to);
         layer.send(given, to, to);
       }
@@ -286,7 +286,7 @@ class Search {
                     device = at % devices_;
       if (!layer.holds(device, expert)) continue;
       for (int64_t source = 0; source < devices_; ++source)
-        if (layer.route(expert, source) == device) layer.send(expert, source, layer.home(expert));
+        if (layer.route(expert, source) == device) layer.send(expert, source, layer.owner(expert));
       layer.drop(expert, device);
       return device;
     }
@@ -306,7 +306,7 @@ class Search {
       for (const int32_t device : best_.holders(expert)) {
         if (best_.at(expert, device)) continue;
         for (int64_t from = 0; from < devices_; ++from)  // routes of no tokens
-          if (best_.route(expert, from) == device) best_.send(expert, from, best_.home(expert));
+          if (best_.route(expert, from) == device) best_.send(expert, from, best_.owner(expert));
         best_.drop(expert, device);
         const double seconds = best_.seconds();
         if (seconds > seconds_)

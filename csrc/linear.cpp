@@ -38,7 +38,7 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t features) {
   return sizes;
 }
 
-void product(Tensor out, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+void matmul_into(Tensor out, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   if (bias)
     at::addmm_out(out, *bias, x, weight.t());
   else
@@ -49,9 +49,9 @@ void product(Tensor out, const Tensor& x, const Tensor& weight, const std::optio
 // contiguous result, because one large matmul and a copy cost less than many small matmuls.
 void product_into(const Tensor& out, const Tensor& x, const Tensor& weight,
                   const std::optional<Tensor>& bias) {
-  if (out.is_contiguous()) return product(out.view({-1, out.size(-1)}), x, weight, bias);
+  if (out.is_contiguous()) return matmul_into(out.view({-1, out.size(-1)}), x, weight, bias);
   const Tensor whole = out.new_empty(out.sizes());
-  product(whole.view({-1, out.size(-1)}), x, weight, bias);
+  matmul_into(whole.view({-1, out.size(-1)}), x, weight, bias);
   out.copy_(whole);
 }
 
@@ -125,8 +125,8 @@ class Gather {
 
 // Matmuls x W^T of the chunks of a gather, each computed while the next is in flight, into `out`: [batch,
 // sequence, out].
-void gathered_product(const Tensor& out, Gather& gather, const Tensor& weight,
-                      const std::optional<Tensor>& bias) {
+void gathered_matmul(const Tensor& out, Gather& gather, const Tensor& weight,
+                     const std::optional<Tensor>& bias) {
   for (int64_t k = 0; k < gather.cut().chunks(); ++k) {
     const Tensor rows = gather.await(k);
     product_into(gather.cut().of_whole(out, k), rows, weight, bias);
@@ -136,8 +136,8 @@ void gathered_product(const Tensor& out, Gather& gather, const Tensor& weight,
 // Matmuls x W^T of chunks, each reduce-scattered along the sequence while the next is computed. x: [batch,
 // sequence, in] -> [batch, sequence / t, out]. The input is permuted to rank-major order, because it is the
 // narrower side, so that the result needs no copy for reduce_scatter.
-Tensor scattered_product(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
-                         int64_t num_chunks, const char* label, const std::function<void()>& meanwhile) {
+Tensor scattered_matmul(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
+                        int64_t num_chunks, const char* label, const std::function<void()>& meanwhile) {
   const int64_t t = scheduler.size(), batch = x.size(0), sequence = x.size(1), features = weight.size(0);
   TORCH_CHECK(sequence % t == 0, "sequence_parallel: a sequence of ", sequence,
               " does not divide by the group size ", t);
@@ -149,7 +149,7 @@ Tensor scattered_product(OverlapScheduler& scheduler, const Tensor& x, const Ten
     const Tensor part = cut.of_whole(x, k).transpose(0, 1);
     const Tensor place = cut.of_part(y, k);
     Tensor unreduced = x.new_empty({t, place.size(0), place.size(1), features});
-    product(unreduced.view({-1, features}), rows_of(part), weight, std::nullopt);
+    matmul_into(unreduced.view({-1, features}), rows_of(part), weight, std::nullopt);
     // reduce_scatter needs contiguous memory; the rows of several batch entries are strided.
     reduced.push_back(place.is_contiguous() ? place : x.new_empty(place.sizes()));
     tickets.push_back(scheduler.reduce_scatter(reduced.back(), unreduced, label));
@@ -164,16 +164,16 @@ Tensor scattered_product(OverlapScheduler& scheduler, const Tensor& x, const Ten
 }
 
 // Matmuls x W^T of row chunks, each all-reduced in place while the next is computed.
-Tensor reduced_product(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
-                       const std::optional<Tensor>& bias, int64_t num_chunks, const char* label,
-                       const std::function<void()>& meanwhile) {
+Tensor reduced_matmul(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
+                      const std::optional<Tensor>& bias, int64_t num_chunks, const char* label,
+                      const std::function<void()>& meanwhile) {
   const Tensor y = x.new_empty({x.size(0), weight.size(0)});
   const int64_t chunks = std::max<int64_t>(1, std::min(num_chunks, x.size(0)));
   Tickets tickets;
   for (int64_t k = 0; k < chunks; ++k) {
     const auto [from, to] = span(x.size(0), chunks, k);
     const Tensor part = y.narrow(0, from, to - from);
-    product(part, x.narrow(0, from, to - from), weight, std::nullopt);
+    matmul_into(part, x.narrow(0, from, to - from), weight, std::nullopt);
     tickets.push_back(scheduler.all_reduce(part, label));
   }
   meanwhile();
@@ -193,7 +193,7 @@ Tensor column_linear(const Tensor& x, const Tensor& weight, const std::optional<
   const int64_t features = weight.size(0);
   if (!sequence_parallel) {
     const Tensor y = x.new_empty(with_last(x, features));
-    product(y.view({-1, features}), rows_of(x), weight, bias);
+    matmul_into(y.view({-1, features}), rows_of(x), weight, bias);
     return y;
   }
   const auto scheduler = OverlapScheduler::of(group);
@@ -201,7 +201,7 @@ Tensor column_linear(const Tensor& x, const Tensor& weight, const std::optional<
   auto sizes = with_last(x, features);
   sizes[sizes.size() - 2] *= scheduler->size();
   const Tensor y = x.new_empty(sizes);
-  gathered_product(sequences_of("column_linear", y), gather, weight, bias);
+  gathered_matmul(sequences_of("column_linear", y), gather, weight, bias);
   return y;
 }
 
@@ -212,7 +212,7 @@ Gradients column_linear_backward(const Tensor& grad, const Tensor& x, const Tens
   Tensor grad_x, grad_weight, grad_bias;
   if (!sequence_parallel) {
     grad_x =
-        reduced_product(*scheduler, grad_rows, weight.t(), std::nullopt, num_chunks, "column backward", [&] {
+        reduced_matmul(*scheduler, grad_rows, weight.t(), std::nullopt, num_chunks, "column backward", [&] {
           grad_weight = at::mm(grad_rows.t(), rows_of(x));
           grad_bias = grad_rows.sum(0);
         }).view(x.sizes());
@@ -221,7 +221,7 @@ Gradients column_linear_backward(const Tensor& grad, const Tensor& x, const Tens
   // The gathered input was not kept; it is gathered again under the matmuls of the input gradient.
   std::optional<Gather> gather;
   grad_x =
-      scattered_product(
+      scattered_matmul(
           *scheduler, sequences_of("column_linear_backward", grad), weight.t(), num_chunks, "column backward",
           [&] {
             gather.emplace(*scheduler, sequences_of("column_linear_backward", x), 1, "column regather", true);
@@ -238,12 +238,12 @@ Tensor row_linear(const Tensor& x, const Tensor& weight, const std::optional<Ten
   check("row_linear", x, weight, num_chunks);
   const auto scheduler = OverlapScheduler::of(group);
   if (!sequence_parallel)
-    return reduced_product(*scheduler, rows_of(x), weight, bias, num_chunks, "row forward", [] {})
+    return reduced_matmul(*scheduler, rows_of(x), weight, bias, num_chunks, "row forward", [] {})
         .view(with_last(x, weight.size(0)));
   auto sizes = with_last(x, weight.size(0));
   sizes[sizes.size() - 2] /= scheduler->size();
   Tensor y =
-      scattered_product(*scheduler, sequences_of("row_linear", x), weight, num_chunks, "row forward", [] {});
+      scattered_matmul(*scheduler, sequences_of("row_linear", x), weight, num_chunks, "row forward", [] {});
   if (bias) y.add_(*bias);
   return y.view(sizes);
 }
@@ -261,7 +261,7 @@ Gradients row_linear_backward(const Tensor& grad, const Tensor& x, const Tensor&
   const Tensor grad_bias = rows_of(grad).sum(0);
   const auto bias_ticket = scheduler->all_reduce(grad_bias, "row bias");
   const Tensor grad_x = x.new_empty(x.sizes());
-  gathered_product(sequences_of("row_linear_backward", grad_x), gather, weight.t(), std::nullopt);
+  gathered_matmul(sequences_of("row_linear_backward", grad_x), gather, weight.t(), std::nullopt);
   const Tensor grad_weight = at::mm(rows_of(gather.whole()).t(), x_rows);
   scheduler->wait(bias_ticket);
   return {grad_x, grad_weight, grad_bias};

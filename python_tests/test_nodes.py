@@ -57,13 +57,13 @@ def wait_until_gone(mark):
 
 
 def bytes_sent():
-    """Of this node to others, since it is there."""
+    """Bytes sent by this node to others since it was created."""
     lines = (line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
     return sum(int(numbers.split()[8]) for name, numbers in lines if name.strip() != "lo")
 
 
 def price_of_all_reduces():
-    """Of 8 MB: between two ranks of a node, of different nodes, and of two such pairs at once.
+    """Seconds of all-reduces of 8 MB: between two ranks of a node, of different nodes, and of two such pairs at once.
 
     For each the seconds of the fastest of four, and the bytes that rank 0's node sent in all.
     """
@@ -92,7 +92,7 @@ def price_and_places():
 
 @pytest.fixture(scope="module")
 def told():
-    """What four ranks on two nodes tell: the price of all-reduces, and their places."""
+    """Reports of four ranks on two nodes: seconds of all-reduces, and their placement."""
     run = start("t.price_and_places, ()", ranks=4)
     output, error = run.communicate(timeout=300)
     assert run.returncode == 0, error

@@ -140,7 +140,7 @@ def test_links_that_were_measured_again_are_told_of(two_ranks):
 
 
 def found_after(noisy_tries, victims):
-    """How often each rank measured until a link was found where the first tries are noise on some, and the link."""
+    """Number of measurements per rank until a link was fitted if the first are noise on some ranks, and the link."""
     asked = []
 
     def measure(attempt):

@@ -87,7 +87,7 @@ def test_a_rank_that_dies_is_named_by_the_others(size):
 
 
 def runs_out_of_memory(victim):
-    """What every rank says of a step in which one of them ran out of memory, and the loss of the step after it."""
+    """Every rank's error in a step in which one rank runs out of memory, and the loss of the next step."""
     trainer = Trainer(TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=1000))
     trainer.step()
     block = trainer.model.stack.blocks[3]

@@ -59,10 +59,10 @@ std::tuple<Status, int64_t, double> minimise(Walk& walk, const Vector& tau, int6
   require_size("tau", tau.size(), walk.columns());
   const double* values = tau.data();
   int64_t pivots = 0;
-  double products = 0;
+  double work = 0;
   py::gil_scoped_release release;
-  const Status status = walk.minimise(values, limit, allowed, &pivots, &products);
-  return {status, pivots, products};
+  const Status status = walk.minimise(values, limit, allowed, &pivots, &work);
+  return {status, pivots, work};
 }
 
 void refresh(Walk& walk, const Vector& inverse, bool reset) {

@@ -125,14 +125,14 @@ void Walk::begin() {
   for (const int64_t j : s_) sign_[j] = w_[j] != 0 ? sign_of(w_[j]) : 1.0;
 }
 
-Status Walk::minimise(const double* tau, int64_t limit, double allowed, int64_t* pivots, double* products) {
-  for (;; *products += products_of_pivot()) {
+Status Walk::minimise(const double* tau, int64_t limit, double allowed, int64_t* pivots, double* work) {
+  for (;; *work += work_of_pivot()) {
     if (since_ >= std::max(kRefresh, size()) || (since_ % kChecked == kChecked - 1 && drifted())) {
       return Status::kRefresh;
     }
     Edge edge;
     if (!find_edge(tau, &edge)) return since_ == 0 || !drifted() ? Status::kMinimum : Status::kRefresh;
-    if (*pivots == limit || *products > allowed) return Status::kLimit;
+    if (*pivots == limit || *work > allowed) return Status::kLimit;
     ++*pivots;
     if (!follow(tau, edge))
       return fresh_ ? Status::kMinimum : Status::kRefresh;  // fresh: only rounding is left
@@ -141,21 +141,21 @@ Status Walk::minimise(const double* tau, int64_t limit, double allowed, int64_t*
 }
 
 // Approximate; terms that do not grow with the data count as a few thousand.
-double Walk::products_of_pivot() const {
+double Walk::work_of_pivot() const {
   const double k = static_cast<double>(size()), n = static_cast<double>(n_), m = static_cast<double>(m_);
   return 5e3 + k * (n + m + 10 * k) + 10 * n + static_cast<double>(crossed_.size()) * m;
 }
 
 bool Walk::drifted() const {
   const int64_t k = size();
-  std::vector<double> tight(k), anew(k);
+  std::vector<double> tight(k), fresh_weights(k);
   for (int64_t i = 0; i < k; ++i) tight[i] = t_[e_[i]];
-  for (int64_t i = 0; i < k; ++i) anew[i] = dot(inverse_.data() + i * room_, tight.data(), k);
+  for (int64_t i = 0; i < k; ++i) fresh_weights[i] = dot(inverse_.data() + i * room_, tight.data(), k);
   for (int64_t i = 0; i < k; ++i) {
     double kept = -tight[i], computed = -tight[i];
     for (int64_t j = 0; j < k; ++j) {
       const double value = matrix(i, j);
-      kept += value * w_[s_[j]], computed += value * anew[j];
+      kept += value * w_[s_[j]], computed += value * fresh_weights[j];
     }
     if (!(std::abs(kept) <= kDrift && std::abs(computed) <= kDrift)) return true;
   }

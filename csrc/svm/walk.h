@@ -41,7 +41,7 @@ class Walk {
   void begin();
   // At most `limit` pivots for the weights tau [m], none begun after `allowed` multiplications; adds to the
   // counters. After kRefresh, refresh and continue.
-  Status minimise(const double* tau, int64_t limit, double allowed, int64_t* pivots, double* products);
+  Status minimise(const double* tau, int64_t limit, double allowed, int64_t* pivots, double* work);
 
  private:
   struct Edge {
@@ -61,7 +61,7 @@ class Walk {
   void have_room(int64_t size);
   void have_width(int64_t columns);
   bool drifted() const;
-  double products_of_pivot() const;
+  double work_of_pivot() const;
   void weigh(const double* tau);
   bool find_edge(const double* tau, Edge* edge);
   void price_columns(const double* tau, Edge* edge);

@@ -121,7 +121,7 @@ def _step(times: BlockTimes) -> float:
 def _flops(block: MeasuredBlock) -> float:
     """Per second, of the products: the backward pass has twice as many as the forward pass."""
     shape = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=block.dtype)
-    return 3 * sum(shape.product_flops(block.kind, block.tp, block.samples)) / _step(block.times)
+    return 3 * sum(shape.matmul_flops(block.kind, block.tp, block.samples)) / _step(block.times)
 
 
 def add(commands: Any) -> None:

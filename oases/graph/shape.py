@@ -34,14 +34,14 @@ def shape_of_graph(graph: LayerGraph) -> ModelShape:
             f"{heads} heads of {head_size}",
         )
     intermediate = mlp[-1].size // width if mlp else 0
-    products = _elements(mlp) / width / intermediate if intermediate else 0
-    if products not in (2, 3):
+    matmuls = _elements(mlp) / width / intermediate if intermediate else 0
+    if matmuls not in (2, 3):
         raise _unfit(graph, f"the matmuls of its MLP, {_shapes(mlp)}, are not two, or three of a gated MLP")
     return ModelShape(
         hidden=width, layers=len(layers), heads=heads, sequence=length, vocabulary=vocabulary,
         dtype=table.dtype, name=graph.name, head_size=0 if heads * head_size == width else head_size,
         kv_heads=0 if kv_heads == heads else int(kv_heads),
-        intermediate=0 if intermediate == 4 * width else intermediate, gated=products == 3,
+        intermediate=0 if intermediate == 4 * width else intermediate, gated=matmuls == 3,
         tied=_tied(graph, table),
     )  # fmt: skip
 

@@ -138,7 +138,7 @@ class StackTiming:
     schedule: str
     sub_batches: int
     layer_seconds: float
-    besides_seconds: float
+    fixed_seconds: float
 
 
 class StackTimings:
@@ -150,13 +150,13 @@ class StackTimings:
         self.space = space
         self._fastest: dict[tuple[int, float, bool], StackTiming] = {}
 
-    def fastest(self, tp: int, samples: float, *, again: bool) -> StackTiming:
-        """For a stack of degree `tp` on `samples` samples, computed `again` in the backward pass or not."""
-        key = (tp, samples, again)
+    def fastest(self, tp: int, samples: float, *, recompute: bool) -> StackTiming:
+        """For a stack of degree `tp` on `samples` samples, with recomputation or without."""
+        key = (tp, samples, recompute)
         if key not in self._fastest:
             timings = [self._simulated(key, name, count) for name, count in self.ways(tp, samples)]
             self._fastest[key] = min(
-                timings, key=lambda each: each.layer_seconds + each.besides_seconds / self.model.layers
+                timings, key=lambda each: each.layer_seconds + each.fixed_seconds / self.model.layers
             )
         return self._fastest[key]
 
@@ -175,8 +175,8 @@ class StackTimings:
         return StackTiming(name, sub_batches, layer, short - _LAYERS[0] * layer)
 
     def _stack_seconds(self, key: tuple[int, float, bool], name: str, sub_batches: int, layers: int) -> float:
-        tp, samples, again = key
-        schedule = generated(name, 2 * layers, sub_batches, "full" if again else "none")
+        tp, samples, recompute = key
+        schedule = generated(name, 2 * layers, sub_batches, "full" if recompute else "none")
         kinds = [self.model.kind_of(b) for b in range(2 * layers)]
         costs = stack_costs(self.hardware, self.model, kinds, tp, samples, schedule)
         return run(program_of(schedule, costs)).total_seconds

@@ -36,8 +36,8 @@ def head(
     name = f"{prefix}head {'backward' if backward else 'forward'}"
     flops = 2.0 * samples * model.sequence * model.hidden * model.vocabulary / tp
     held = head_bytes(model, tp, samples)
-    products = 2 if backward else 1
-    seconds = products * flops / hardware.device.rate(model.dtype) + held / hardware.device.bytes_per_second
+    matmuls = 2 if backward else 1
+    seconds = matmuls * flops / hardware.device.rate(model.dtype) + held / hardware.device.bytes_per_second
     yield Compute(name, seconds, *((0, held) if backward else (held, 0)))
     if backward:
         seconds = hardware.collective_seconds("all_reduce", tp, model.unit_bytes(samples))

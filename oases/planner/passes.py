@@ -82,15 +82,15 @@ class Lowered:
     @cached_property
     def recompute(self) -> tuple[Instruction, ...]:
         """Ops R and RC, with the collectives that carry them."""
-        return tuple(instruction for instruction, op in self.backward if _again(op))
+        return tuple(instruction for instruction, op in self.backward if _recomputes(op))
 
     @cached_property
     def backward_after(self) -> Tagged:
         """The backward pass after `recompute`."""
-        return tuple(each for each in self.backward if not _again(each[1]))
+        return tuple(each for each in self.backward if not _recomputes(each[1]))
 
 
-def _again(op: Op | None) -> bool:
+def _recomputes(op: Op | None) -> bool:
     return op is not None and (op.of or op.kind) in ("R", "RC")
 
 
@@ -180,10 +180,10 @@ class StageModel:
         forward, backward = self.forward(part, 0), self._backward(part, 0, after=False, gradients=False)
         recompute, backward_after, weights = PassCost(), PassCost(), PassCost()
         if self.early:
-            again = self._recompute(part, 0)
-            recompute = PassCost.of(contention, again, forward)
+            early = self._recompute(part, 0)
+            recompute = PassCost.of(contention, early, forward)
             after = self._backward(part, 0, after=True, gradients=False)
-            backward_after = PassCost.of(contention, after, forward + again)
+            backward_after = PassCost.of(contention, after, forward + early)
         if self.weights_apart:
             weights = PassCost.of(contention, self._weights(part, 0, gradients=False), forward + backward)
         first, then = PassCost.of(contention, forward), PassCost.of(contention, backward, forward)

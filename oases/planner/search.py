@@ -48,13 +48,15 @@ class SettingSearch:
     def states(self) -> tuple[State, ...]:
         """Possible states of a block."""
         return tuple(
-            (tp, again) for tp in self.degrees for again in ((False, True) if self.space.recompute else (False,))
+            (tp, recomputed)
+            for tp in self.degrees
+            for recomputed in ((False, True) if self.space.recompute else (False,))
         )
 
     def timing_of(self, state: State) -> StackTiming:
         """Timing of the fastest way to run blocks in this state."""
-        tp, again = state
-        return self._timings.fastest(tp, self.setting.samples(tp), again=again)
+        tp, recomputed = state
+        return self._timings.fastest(tp, self.setting.samples(tp), recompute=recomputed)
 
     def ways(self, tp: int) -> list[tuple[str, int]]:
         """Schedules and sub-batches that a stack of this degree can run."""
@@ -88,10 +90,8 @@ class SettingSearch:
         kinds = [self.model.kind_of(b) for b in range(count)]  # stages hold whole layers
         by_kind = {kind: np.array([self._node_seconds(kind, state, gradients) for state in states]) for kind in KINDS}
         costs = [by_kind[kind] for kind in kinds]
-        besides = np.array(
-            [self.setting.micro_batches * self.timing_of(state).besides_seconds / 2 for state in states]
-        )
-        costs[0], costs[-1] = costs[0] + besides, costs[-1] + besides
+        fixed = np.array([self.setting.micro_batches * self.timing_of(state).fixed_seconds / 2 for state in states])
+        costs[0], costs[-1] = costs[0] + fixed, costs[-1] + fixed
         if border is not None:
             costs[0] = np.where([tp == border for tp, _ in states], costs[0], np.inf)
         heavy = {kind: np.array([self._weight(kind, state, stage) for state in states]) for kind in KINDS}
@@ -130,15 +130,15 @@ class SettingSearch:
         low, high = sorted((one[0], other[0]))
         num_bytes = self.model.unit_bytes(self.setting.samples(high))
         seconds = self.hardware.collective_seconds("all_gather", high // low, num_bytes, low)
-        ends = (self.timing_of(one).besides_seconds + self.timing_of(other).besides_seconds) / 2
+        ends = (self.timing_of(one).fixed_seconds + self.timing_of(other).fixed_seconds) / 2
         return self.setting.micro_batches * (seconds + ends)
 
     def _weight(self, kind: BlockKind, state: State, stage: int) -> float:
         """Bytes of parameters and activations. Early recomputation holds one whole micro-batch."""
-        tp, again = state
+        tp, recomputed = state
         parameters, samples = self.model.block_parameters(kind, tp), self.setting.samples(tp)
         replicas = self.setting.stage_ranks // tp
-        kept = kept_bytes(self.model, kind, tp, samples, recomputed=again)
+        kept = kept_bytes(self.model, kind, tp, samples, recomputed=recomputed)
         whole = kept_bytes(self.model, kind, tp, samples, recomputed=False)
         # A micro-batch in flight on a model part holds that part's share of the stage's blocks.
         held = self.setting.in_flight(stage) / self.setting.chunks * kept
@@ -175,17 +175,21 @@ class SettingSearch:
         found = []
         for tp in degrees:
             ends = ends_seconds(self.hardware, self.model, tp, self.setting.samples(tp))
-            besides = ends[0] * (stage == 0) + ends[1] * (stage == self.setting.stages - 1)
-            keeping, again = (self.timing_of((tp, each)).layer_seconds for each in (False, True))
+            fixed = ends[0] * (stage == 0) + ends[1] * (stage == self.setting.stages - 1)
+            keeping, recomputed = (self.timing_of((tp, each)).layer_seconds for each in (False, True))
             if shares is not None:
-                seconds = keeping + shares[stage] * (again - keeping)
-                found.append(StageLoad(seconds, seconds, besides))
+                seconds = keeping + shares[stage] * (recomputed - keeping)
+                found.append(StageLoad(seconds, seconds, fixed))
                 continue
-            kept, remade = (sum(self._weight(kind, (tp, each), stage) for kind in KINDS) for each in (False, True))
+            kept, recomputed_bytes = (
+                sum(self._weight(kind, (tp, each), stage) for kind in KINDS) for each in (False, True)
+            )
             if not self.space.recompute:
-                again, remade = keeping, kept
+                recomputed, recomputed_bytes = keeping, kept
             once = self._once((tp, False), stage)
-            found.append(StageLoad(keeping, max(keeping, again), besides, kept, remade, once, self.capacity))
+            found.append(
+                StageLoad(keeping, max(keeping, recomputed), fixed, kept, recomputed_bytes, once, self.capacity)
+            )
         return found
 
     def plan_of(self, states: tuple[tuple[State, ...], ...]) -> Plan:
@@ -203,9 +207,9 @@ class SettingSearch:
 
     def _segments(self, states: tuple[State, ...]) -> Iterator[Segment]:
         for tp, run_of_states in groupby(states, key=lambda state: state[0]):
-            again = [state[1] for state in run_of_states]
-            way = self.timing_of((tp, sum(again) * 2 > len(again)))
-            yield Segment(len(again), tp, way.schedule, way.sub_batches, (sum(again) + 1) // 2)
+            recomputed = [state[1] for state in run_of_states]
+            way = self.timing_of((tp, sum(recomputed) * 2 > len(recomputed)))
+            yield Segment(len(recomputed), tp, way.schedule, way.sub_batches, (sum(recomputed) + 1) // 2)
 
     def candidates(self, limit: float = np.inf) -> Iterator[Plan]:
         """Plans that fit, solved over all states and over those of each degree.
@@ -339,25 +343,25 @@ def part_blocks(blocks: int, chunks: int) -> list[int]:
 class StageLoad:
     """Time of a stage per micro-batch by its number of layers, keeping what fits and recomputing the rest.
 
-    layer_seconds, again_seconds: of a layer without and with recomputation. besides_seconds: embedding or head.
-    kept_bytes, again_bytes: of such layers, with state and tensors in flight. held_bytes: besides the layers.
+    layer_seconds, recomputed_seconds: of a layer without and with recomputation. fixed_seconds: embedding or head.
+    kept_bytes, recomputed_bytes: of such layers, with state and tensors in flight. held_bytes: besides the layers.
     capacity: bytes of memory.
     """
 
     layer_seconds: float
-    again_seconds: float
-    besides_seconds: float = 0.0
+    recomputed_seconds: float
+    fixed_seconds: float = 0.0
     kept_bytes: float = 0.0
-    again_bytes: float = 0.0
+    recomputed_bytes: float = 0.0
     held_bytes: float = 0.0
     capacity: float = float("inf")
 
     def seconds(self, layers: int) -> float:
         """Seconds, increasing in layers; steep where memory does not suffice even with recomputation."""
-        free = self.capacity - self.held_bytes - layers * self.again_bytes
-        more = self.kept_bytes - self.again_bytes
+        free = self.capacity - self.held_bytes - layers * self.recomputed_bytes
+        more = self.kept_bytes - self.recomputed_bytes
         keeping = layers if free >= layers * more else max(0, int(free // more)) if more else 0
-        seconds = self.besides_seconds + keeping * self.layer_seconds + (layers - keeping) * self.again_seconds
+        seconds = self.fixed_seconds + keeping * self.layer_seconds + (layers - keeping) * self.recomputed_seconds
         return seconds if free >= 0 else seconds * (1 + _STEEP * -free / self.capacity)
 
 

@@ -23,10 +23,10 @@ def pipeline_of(plan: Plan) -> Schedule:
 
     A plan of one stage has a pipeline of one stage, in which each backward pass follows its forward pass.
     """
-    again = any(segment.recomputed_layers for stage in plan.stages for segment in stage.segments)
+    recomputed = any(segment.recomputed_layers for stage in plan.stages for segment in stage.segments)
     stages = len(plan.stages)
     name = plan.pipeline if stages > 1 or is_text(plan.pipeline) else "one_f_one_b"
-    return resolve_pipeline(name, stages, plan.micro_batches, again)
+    return resolve_pipeline(name, stages, plan.micro_batches, recomputed)
 
 
 def degrees_of(plan: Plan, stage: int) -> set[int]:

@@ -237,11 +237,11 @@ class Plan:
         for stage in self.stages:
             parts = []
             for segment in stage.segments:
-                again = f", {segment.recomputed_layers} layers recomputed" if segment.recomputed_layers else ""
-                again += ", sequence-parallel" if segment.sequence_parallel else ""
+                extra = f", {segment.recomputed_layers} layers recomputed" if segment.recomputed_layers else ""
+                extra += ", sequence-parallel" if segment.sequence_parallel else ""
                 replicas = self.stage_ranks // segment.tp
                 name = segment.name if self.experts is None else self.experts.name
-                parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{again})")
+                parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{extra})")
             text = " -> ".join(parts)
             if runs and runs[-1][1] == text:
                 runs[-1] = (runs[-1][0] + 1, text)

@@ -87,7 +87,7 @@ class ModelShape:
 
         The backward pass of a matmul is two matmuls; embeddings are lookups, the head is a matmul.
         """
-        blocks = self.layers * sum(sum(self.product_flops(kind, 1, samples)) for kind in KINDS)
+        blocks = self.layers * sum(sum(self.matmul_flops(kind, 1, samples)) for kind in KINDS)
         head = 2.0 * samples * self.sequence * self.hidden * self.vocabulary
         return 3 * (blocks + head)
 
@@ -153,7 +153,7 @@ class ModelShape:
             inner = inner * 4 // 3
         return 2 * unit + inner * unit // (self.hidden * tp)
 
-    def product_flops(self, kind: BlockKind, tp: int, samples: float) -> tuple[float, float, float]:
+    def matmul_flops(self, kind: BlockKind, tp: int, samples: float) -> tuple[float, float, float]:
         """FLOPs of a forward pass: column-parallel matmuls, attention itself, row-parallel matmul."""
         tokens, h, inner = samples * self.sequence, self.hidden, self.inner_width(kind)
         if kind == "mlp":

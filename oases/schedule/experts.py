@@ -123,13 +123,13 @@ def _backward(
 ) -> Iterator[Op]:
     """Backward ops. Recomputation depends on no collective, so it hides the all-to-alls of the gradients."""
 
-    def again(kind: Compute, b: int) -> list[Op]:
+    def recomputed(kind: Compute, b: int) -> list[Op]:
         return [Op(kind, b, 0)] if recompute else []
 
-    yield from (*again("RN", num_blocks), Op("BN", num_blocks, 0))
+    yield from (*recomputed("RN", num_blocks), Op("BN", num_blocks, 0))
     for b in reversed(range(num_blocks)):
-        yield from (_sent("BN", b + 1), *again("RE", b), _wait("BN", b + 1), *before_experts(b))
-        yield from (Op("BE", b, 0), *behind_experts(b), _sent("BE", b), *again("RN", b), _wait("BE", b))
+        yield from (_sent("BN", b + 1), *recomputed("RE", b), _wait("BN", b + 1), *before_experts(b))
+        yield from (Op("BE", b, 0), *behind_experts(b), _sent("BE", b), *recomputed("RN", b), _wait("BE", b))
         yield from (*before_non_experts(b), Op("BN", b, 0), *behind(b))
 
 

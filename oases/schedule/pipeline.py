@@ -141,12 +141,12 @@ def _listed(
     parts = num_stages * chunks
 
     def ops(stage: int) -> Iterator[Op]:
-        again = recompute and not (keeps_last and stage == num_stages - 1)
+        recomputed = recompute and not (keeps_last and stage == num_stages - 1)
         early = set[tuple[int, int]]()
         for kind, part, m in _PASSES[name](num_stages, num_micro_batches, stage, chunks):
             if kind == "R":
                 early.add((part, m))
-                if again:
+                if recomputed:
                     yield Op("R", part, m)
             elif kind == "W":
                 yield Op("W", part, m)
@@ -154,7 +154,7 @@ def _listed(
                 first, last = (0, parts - 1) if kind == "F" else (parts - 1, 0)
                 if part != first:
                     yield Op("receive", part, m, kind)
-                if kind == "B" and again and (part, m) not in early:
+                if kind == "B" and recomputed and (part, m) not in early:
                     yield Op("R", part, m)
                 yield Op(kind, part, m)
                 if part != last:

@@ -90,10 +90,10 @@ def along_sequence(
     hidden under the adjacent token-wise blocks (MLP), and weight gradients fill the wait before them in the
     backward pass.
     """
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
-    passes = _Passes(num_blocks, num_sub_batches, frozenset(joint), again)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
+    passes = _Passes(num_blocks, num_sub_batches, frozenset(joint), recomputed)
     ops = (*passes.forward(), *passes.backward())
-    extent = extent_of(again, num_blocks)
+    extent = extent_of(recomputed, num_blocks)
     schedule = Schedule("oases", num_blocks, num_sub_batches, ops, extent, "sequence", passes.joint)
     validate(schedule)
     return schedule
@@ -106,7 +106,7 @@ class _Passes:
     num_blocks: int
     num_sub_batches: int
     joint: frozenset[int]
-    again: frozenset[int]
+    recomputed: frozenset[int]
 
     def forward(self) -> Iterator[Op]:
         for b in range(self.num_blocks):
@@ -147,7 +147,7 @@ class _Passes:
                 yield from received("F", block, s, "C")
 
     def _recomputed(self, block: int, s: int) -> Iterator[Op]:
-        if block in self.again:
+        if block in self.recomputed:
             yield Op("R", block, s)
 
     def _arrived(self, block: int, s: int) -> Iterator[Op]:

@@ -31,7 +31,7 @@ def sync(
     With recomputation a layer's input is kept and its whole forward pass is repeated, all-reduces included.
     """
 
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         for b in range(num_blocks):
@@ -39,12 +39,12 @@ def sync(
                 yield from _exposed("F", b, s, then="C")
         for layer in reversed(_layers(num_blocks, layer_of)):
             for s in reversed(range(num_sub_batches)):
-                for b in (b for b in layer if b in again):
+                for b in (b for b in layer if b in recomputed):
                     yield from _exposed("R", b, s, then="RC")
                 for b in reversed(layer):
                     yield from _exposed("B", b, s)
 
-    return Schedule("sync", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+    return Schedule("sync", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))
 
 
 def fine_grained(
@@ -52,7 +52,7 @@ def fine_grained(
 ) -> Schedule:
     """`sync` with recomputation between two all-reduces, which repeats none of them."""
 
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         for b in range(num_blocks):
@@ -60,11 +60,11 @@ def fine_grained(
                 yield from _exposed("F", b, s, then="C")
         for b in reversed(range(num_blocks)):
             for s in reversed(range(num_sub_batches)):
-                if b in again:
+                if b in recomputed:
                     yield Op("R", b, s)
                 yield from _exposed("B", b, s)
 
-    return Schedule("fine_grained", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+    return Schedule("fine_grained", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))
 
 
 def cross_pass(
@@ -72,24 +72,24 @@ def cross_pass(
 ) -> Schedule:
     """All-reduces are hidden under the other sub-batches; recomputation repeats its all-reduces."""
 
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         yield from _piped("F", list(range(num_blocks)), num_sub_batches, "C")
         order = list(reversed(range(num_sub_batches)))
         for layer in reversed(_layers(num_blocks, layer_of)):
-            if again.issuperset(layer):
+            if recomputed.issuperset(layer):
                 yield from _overlapped_recompute(layer, order)
             for b in reversed(layer):
                 for s in order:
-                    if b in again and b == layer[-1]:
+                    if b in recomputed and b == layer[-1]:
                         yield from received("R", b, s, "RC")
                     if b < num_blocks - 1:
                         yield Op("wait", b + 1, s, "B")
                     yield from started("B", b, s)
         yield from (Op("wait", 0, s, "B") for s in order)
 
-    return Schedule("cross_pass", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+    return Schedule("cross_pass", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))
 
 
 def oases(
@@ -103,7 +103,7 @@ def oases(
     the last one of the backward pass that the weight gradients of the first block do not hide.
     """
 
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         yield from _piped("F", list(range(num_blocks)), num_sub_batches, "C")
@@ -111,7 +111,7 @@ def oases(
         order = list(reversed(range(num_sub_batches)))
         for b in reversed(range(num_blocks)):
             for s in order:
-                if b in again:
+                if b in recomputed:
                     yield Op("R", b, s)
                 if b < num_blocks - 1:
                     yield Op("wait", b + 1, s, "B")
@@ -122,7 +122,7 @@ def oases(
         yield from (Op("W", 0, s) for s in order)
         yield from (Op("wait", 0, s, "B") for s in order)
 
-    return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+    return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))
 
 
 def sub_pipelined(
@@ -143,24 +143,24 @@ def sub_pipelined(
     layers = _layers(num_blocks, layer_of)
     reach = {1: [[b] for b in range(num_blocks)], 2: layers, 3: [list(range(num_blocks))]}[level]
 
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         for blocks in reach:
             yield from _piped("F", blocks, num_sub_batches, "C")
-        if not again:
+        if not recomputed:
             for blocks in reversed(reach):
                 yield from _piped("B", blocks[::-1], num_sub_batches)
             return
         for layer in reversed(layers):
             parts = [[b] for b in layer] if level == 1 else [layer]
-            for blocks in parts if again.issuperset(layer) else []:
+            for blocks in parts if recomputed.issuperset(layer) else []:
                 yield from _piped("R", blocks, num_sub_batches, "RC")
             for blocks in reversed(parts):
                 yield from _piped("B", blocks[::-1], num_sub_batches)
 
     name = "sub_pipelined" if level == 3 else f"sub_pipelined_{level}"
-    return Schedule(name, num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+    return Schedule(name, num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))
 
 
 def recomputed_blocks(num_blocks: int, recompute: Recompute, layer_of: LayerOf = None) -> frozenset[int]:
@@ -174,14 +174,14 @@ def recomputed_blocks(num_blocks: int, recompute: Recompute, layer_of: LayerOf =
     return frozenset(b for layer in layers[:count] for b in layer)
 
 
-def extent_of(again: frozenset[int], num_blocks: int) -> Extent:
+def extent_of(recomputed: frozenset[int], num_blocks: int) -> Extent:
     """Extent of recomputation: none, some or full."""
-    return "none" if not again else "full" if len(again) == num_blocks else "some"
+    return "none" if not recomputed else "full" if len(recomputed) == num_blocks else "some"
 
 
-def recomputed_layers(again: AbstractSet[int], num_blocks: int, layer_of: LayerOf = None) -> int:
+def recomputed_layers(recomputed: AbstractSet[int], num_blocks: int, layer_of: LayerOf = None) -> int:
     """Number of layers among these blocks, wholly or in part: the value of `recompute` for them."""
-    return sum(not again.isdisjoint(layer) for layer in _layers(num_blocks, layer_of))
+    return sum(not recomputed.isdisjoint(layer) for layer in _layers(num_blocks, layer_of))
 
 
 def _layers(num_blocks: int, layer_of: LayerOf = None) -> list[list[int]]:

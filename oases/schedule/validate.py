@@ -98,10 +98,10 @@ def required(schedule: Schedule) -> Iterator[Op]:
         yield from (Op(kind, b, s) for b, s in places for kind in kinds)
         return
     if schedule.unit == "experts":
-        n, again = schedule.num_blocks, schedule.recompute == "full"
-        both: list[Compute] = ["N", "BN", *(["RN"] if again else [])]  # type: ignore[list-item]
+        n, recomputed = schedule.num_blocks, schedule.recompute == "full"
+        both: list[Compute] = ["N", "BN", *(["RN"] if recomputed else [])]  # type: ignore[list-item]
         yield from (Op(kind, b, 0) for kind in both for b in range(n + 1))
-        both = ["E", "P", "BE", *(["RE"] if again else [])]  # type: ignore[list-item]
+        both = ["E", "P", "BE", *(["RE"] if recomputed else [])]  # type: ignore[list-item]
         yield from (Op(kind, b, 0) for kind in both for b in range(n))
         moved: tuple[Transfer, ...] = ("join", "return") if schedule.copies else ()
         yield from (Op("wait", b, 0, kind) for kind in moved for b in range(n))

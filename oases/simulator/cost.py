@@ -49,8 +49,8 @@ class BlockTimes:
         if op.kind == "W":
             return self.weight_gradient
         assert op.kind == "B", f"{op} is not compute"
-        apart, put_off = Op("BC", *place) in schedule.backward_set, Op("W", *place) in schedule.backward_set
-        return self.backward + (0 if apart else self.combine_backward) + (0 if put_off else self.weight_gradient)
+        apart, deferred = Op("BC", *place) in schedule.backward_set, Op("W", *place) in schedule.backward_set
+        return self.backward + (0 if apart else self.combine_backward) + (0 if deferred else self.weight_gradient)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class Hardware:
     def _by_rates(self, model: ModelShape, kind: BlockKind, tp: int, samples: float) -> BlockTimes:
         device = self.device
         rate = device.rate(model.dtype)
-        column, core, row = (flops / rate for flops in model.product_flops(kind, tp, samples))
+        column, core, row = (flops / rate for flops in model.matmul_flops(kind, tp, samples))
         unit = model.unit_bytes(samples) / device.bytes_per_second
         inner = (model.kept_bytes(kind, tp, samples) - 2 * model.unit_bytes(samples)) / device.bytes_per_second
         launch = device.launch_seconds

@@ -112,7 +112,7 @@ def _samples(value: Any, where: str) -> float:
 def _slowdown(value: Any, where: str) -> float:
     number = _number(value, where, "times as long")
     if number < 1:
-        raise UsageError(f"{where} must be at least 1, which is no slowdown, got {value!r}")
+        raise UsageError(f"{where} must be at least 1 (no slowdown), got {value!r}")
     return number
 
 

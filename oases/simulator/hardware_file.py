@@ -127,7 +127,7 @@ def _device(name: str, dtype: str, blocks: list[MeasuredBlock], where: str) -> D
     flops = moved = 0.0
     for block in blocks:
         shape = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=dtype)
-        done = sum(shape.product_flops(block.kind, block.tp, block.samples))
+        done = sum(shape.matmul_flops(block.kind, block.tp, block.samples))
         touched = 2 * shape.kept_bytes(block.kind, block.tp, block.samples)
         flops, moved = max(flops, done / block.times.forward), max(moved, touched / block.times.forward)
     from oases.simulator.cluster import shipped_device  # imported here: cluster imports this module

@@ -133,7 +133,7 @@ class _Memory:
     def __init__(self, schedule: Schedule, costs: StackCosts) -> None:
         self._schedule = schedule
         self._costs = costs
-        self._put_off = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
+        self._deferred = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
 
     def of(self, op: Op) -> tuple[int, int]:
         if self._costs.no_bytes:
@@ -152,7 +152,7 @@ class _Memory:
             whole = size.unit if op in schedule.starts else 0
             return size.kept - size.unit + whole, 0
         if op.kind == "B":  # allocates g; frees its gradient and the kept activations
-            kept = 0 if place in self._put_off else size.kept
+            kept = 0 if place in self._deferred else size.kept
             return size.unit, size.unit + kept
         if op.kind == "W":
             return 0, size.kept

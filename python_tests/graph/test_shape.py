@@ -67,7 +67,7 @@ def test_sizes_products_and_flops(model, wanted):
     shape = shape_of_graph(graph)
     assert shape == wanted
     layer = [node for node in graph.nodes if node.module.startswith(f"{graph.layers[0]}.")]
-    assert sum(sum(shape.product_flops(kind, 1, 1)) for kind in KINDS) == sum(node.flops for node in layer)
+    assert sum(sum(shape.matmul_flops(kind, 1, 1)) for kind in KINDS) == sum(node.flops for node in layer)
     matrices = {p for node in layer for p in node.parameters if len(graph.table[p].shape) == 2}
     products = sum(shape.hidden * shape.inner_width(kind) for kind in KINDS)
     assert products == sum(graph.table[name].size for name in matrices)
@@ -79,7 +79,7 @@ def test_a_gpt_keeps_the_formulas_it_had():
     assert shape.is_gpt
     assert plain.block_parameters("attention", 1) == 4 * 64 * 64 + 6 * 64
     assert plain.block_parameters("mlp", 2) == (8 * 64 * 64 + 4 * 64) // 2 + 3 * 64
-    assert plain.product_flops("attention", 1, 1) == (6 * 16 * 64 * 64, 4 * 16 * 16 * 64, 2 * 16 * 64 * 64)
+    assert plain.matmul_flops("attention", 1, 1) == (6 * 16 * 64 * 64, 4 * 16 * 16 * 64, 2 * 16 * 64 * 64)
     assert plain.kept_bytes("mlp", 2, 3) == 2 * 3 * 16 * 64 * 4 + 8 * 3 * 16 * 64 * 4 // 2
 
 
@@ -177,7 +177,7 @@ def test_a_gated_mlp_keeps_four_results():
     unit = 16 * 64 * 4
     assert plain.kept_bytes("mlp", 1, 1) == 2 * unit + 2 * 160 * 16 * 4
     assert gated.kept_bytes("mlp", 1, 1) == 2 * unit + 4 * 160 * 16 * 4
-    assert gated.product_flops("mlp", 2, 1) == (4 * 16 * 64 * 160 / 2, 0, 2 * 16 * 64 * 160 / 2)
+    assert gated.matmul_flops("mlp", 2, 1) == (4 * 16 * 64 * 160 / 2, 0, 2 * 16 * 64 * 160 / 2)
     assert gated.block_parameters("mlp", 1) == 3 * 64 * 160 + 4 * 64 + 3 * 64
 
 

@@ -81,7 +81,7 @@ def test_the_nodes_are_those_of_the_exported_program(built):
     exported = torch.export.export(model, (), inputs, strict=False)
 
     def ops(module):
-        """Of the program and of the parts that it runs under a context, each of which is read where it is called."""
+        """Ops of the program and of subgraphs that it runs under a context, read where they are called."""
         for node in module.graph.nodes:
             if "wrap_with" in str(node.target):
                 inner = next(arg for arg in node.args if getattr(arg, "op", "") == "get_attr")

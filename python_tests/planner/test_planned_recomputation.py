@@ -1,4 +1,4 @@
-"""How much each stage recomputes: Merak's closed form, as much as fits against every choice, what it buys."""
+"""Recomputation per stage: Merak's closed form, as much as fits against every choice, and its gain."""
 
 import itertools
 from dataclasses import replace
@@ -91,7 +91,7 @@ def test_as_much_as_fits_is_the_best_of_every_choice(pipeline):
 
 
 def test_nothing_that_fits_is_faster():
-    """Of all 625 choices of a pipeline of four stages."""
+    """Compares all 625 choices of a pipeline of four stages."""
     predictor, plan = Predictor(HARDWARE), plan_of()
     budget = predictor.peak_bytes(recomputing(plan, 0, 2), 0)
     found = as_much_as_fits(plan, budget, predictor.peak_bytes)

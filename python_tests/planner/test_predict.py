@@ -186,7 +186,7 @@ def test_a_pipeline_of_nobodys_making_is_predicted():
 
 
 def test_predicted_steps_are_the_closed_forms_of_merak():
-    """Of equal stages, where messages take no time and nothing is sent besides."""
+    """Equal stages, free messages and no other communication."""
     found, p, m = cluster(), 4, 8
     free = replace(found.node, startup_seconds=0.0, bytes_per_second=1e30)
     predictor = Predictor(replace(found, node=free, cluster=free), stack_only=True)

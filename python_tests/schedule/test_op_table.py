@@ -266,7 +266,7 @@ NAMED = ("op ", "header", "is missing", "stages", "at least", "joint", "does not
 
 
 def refused(schedule):
-    """What validate says; "" where it accepts the list."""
+    """Error message of validate; "" if it accepts the list."""
     try:
         validate(schedule)
     except ScheduleError as error:

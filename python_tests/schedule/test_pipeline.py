@@ -109,7 +109,7 @@ def test_more_micro_batches_are_no_more_in_flight(name):
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), CASES)
 def test_passes_are_those_of_the_lists(name, stages, micro_batches):
-    """What stands right before its backward pass is no recomputation ahead of time."""
+    """An R right before its backward pass is not early recomputation."""
     pipeline = generate_pipeline(name, stages, micro_batches)
     for stage, ops in enumerate(pipeline.stages):
         listed = [(op.kind, op.block, op.sub_batch) for op in ops if op.kind in "FRBW"]

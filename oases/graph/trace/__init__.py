@@ -177,7 +177,7 @@ class _Reader:
         )  # fmt: skip
 
     def _called(self, each: Any, path: str) -> str:
-        """Of a tied parameter's names the one in the module that reads it; torch.export takes any."""
+        """Name of a tied parameter in the module that reads it; torch.export uses any of its names."""
         name = self._weights[each]
         own = f"{path}.{name.rpartition('.')[2]}"
         same = own in self._parameters and self._parameters[own].identity == self._parameters[name].identity
