@@ -61,7 +61,7 @@ def test_over_four_ranks(four_ranks):
             {"hidden_act": "tanh"},
             {},
             "across layers",
-            "none of the perceptrons that are known",
+            "is not a known MLP",
             marks=pytest.mark.slow,
         ),
         pytest.param(
