@@ -19,16 +19,16 @@ class ParallelSpec:
     """Properties that `parallelize` cannot infer of a module that is not from transformers.
 
     inputs: (args, kwargs) of a sample call, tensors of the right shapes and types, with or without data; batch size
-    and lengths may differ in later calls.
+        and lengths may differ in later calls.
     layers: names of the lists of layers ("encoder.blocks"); None: every outermost list of modules of one class.
     replicate: patterns of parameter names in the model ("*.gate.weight") to replicate.
     vocabulary: name of the embedding to shard over the vocabulary; "" for none; None: the model's input embedding.
     heads: names of the linears that give logits over that vocabulary.
 
-    class Encoder(nn.Module):        # not from transformers, no recognisable names
-        ...
-    spec = ParallelSpec(inputs=((torch.empty(2, 64, 32),), {}), replicate=("*.gate.weight",))
-    oases.parallelize(Encoder(), mesh=mesh, spec=spec)
+        class Encoder(nn.Module):        # not from transformers, no recognisable names
+            ...
+        spec = ParallelSpec(inputs=((torch.empty(2, 64, 32),), {}), replicate=("*.gate.weight",))
+        oases.parallelize(Encoder(), mesh=mesh, spec=spec)
     """
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None

@@ -206,7 +206,7 @@ class VocabularyHead(_Sharded, nn.Linear):
         """[..., width] -> logits [..., vocabulary]."""
         group = self._group()
         x, weight, bias = under_autocast(input, self.weight, self.bias)
-        part = self._chunks.product(self.num_chunks, x, weight, bias, self._group_name, False)
+        part = self._chunks.linear(self.num_chunks, x, weight, bias, self._group_name, False)
         return VocabularyLogits.of(part, self.out_features, group)
 
     def extra_repr(self) -> str:

@@ -116,7 +116,7 @@ def _uncuttable():
 def test_cuts_that_do_not_fit_are_named(two_ranks):
     segments, group = two_ranks.run(_uncuttable)[0]
     assert "'fused.weight' of shape (8, 6) has 8 along dimension 0, where rank 0 of 2 holds 10" in segments
-    assert "'fused.weight' is cut over 2 ranks, its group has 1" in group
+    assert "'fused.weight' is sharded over 2 ranks, its group has 1" in group
 
 
 def _replicas(source, target):

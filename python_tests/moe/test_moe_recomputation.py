@@ -72,7 +72,7 @@ def check_recomputation_that_differs():
     another = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()))
     y = x * 2
     y.register_hook(lambda _: another(x))
-    with pytest.raises(RoutingError, match="no forward pass in training is open"):
+    with pytest.raises(RoutingError, match="no open training pass to recompute"):
         y.sum().backward()
 
 
