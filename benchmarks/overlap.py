@@ -21,7 +21,7 @@ SHAPES = {"3 x 768": (4, 256, 768, 3), "6 x 512": (8, 128, 512, 6)}
 """Batch, sequence, hidden, layers."""
 SCHEDULES = ("sync", "fine_grained", "sub_pipelined", "cross_pass", "oases", "oases@2", "auto")
 OURS = ("oases", "oases@2", "auto")
-PEERS = {"torch": "torch TP", "megatron": "Megatron-Core", "domino": "Domino"}
+BASELINES = {"torch": "torch TP", "megatron": "Megatron-Core", "domino": "Domino"}
 _ALONE = ("compute", "communication", "communication_cpu", "ideal")
 Cell = tuple[str, str, str]
 """Link, shape, recomputation."""
@@ -78,7 +78,7 @@ def tables(results: dict[Cell, dict[str, Any]]) -> str:
         best = min(OURS, key=lambda name: schedules[name]["step_seconds"])
         mine = schedules[best]["step_seconds"]
         default = schedules["oases"]["step_seconds"]
-        line = [*cell, *(milliseconds(result, name) for name in (*PEERS, *OURS))]
+        line = [*cell, *(milliseconds(result, name) for name in (*BASELINES, *OURS))]
         if peers:
             fastest = min(row["step_seconds"] for row in peers.values())
             ratios.setdefault(cell[0], []).append(fastest / mine)
@@ -102,7 +102,7 @@ def tables(results: dict[Cell, dict[str, Any]]) -> str:
     text += table(
         [
             *place,
-            *PEERS.values(),
+            *BASELINES.values(),
             *OURS,
             "oases over fastest peer",
             "best of ours",

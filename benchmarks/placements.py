@@ -24,7 +24,7 @@ from oases.moe.placement_milp import FullPlacementMilp, PlacementMilp
 from oases.moe.traces import generate, replay
 from oases.terminal import percent, progress, table
 from oases.train.config import option
-from oases.train.loads import METHODS, rb
+from oases.train.load_replay import METHODS, rb
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
@@ -164,7 +164,7 @@ class Outcome:
         return self.placements[method].predicted_seconds / self.placements[other].predicted_seconds
 
     def rb(self, method: str) -> float:
-        """As `oases.train.loads.rb`."""
+        """As `oases.train.load_replay.rb`."""
         return rb(*(self.placements[each].balance_degree for each in ("none", method)))
 
 

@@ -18,7 +18,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from oases.testing import start_context
+from oases.launch import fork_server
 
 ROOT = Path(__file__).parents[1]
 FINETUNE = ROOT / "examples" / "finetune.py"
@@ -42,7 +42,7 @@ def run_at_hand(script, *args, folder):
     """As `run`, without torchrun and what its processes import anew."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    context = start_context()
+    context = fork_server.context()
     ranks = [context.Process(target=as_rank, args=(rank, port, script, args, folder)) for rank in range(2)]
     for process in ranks:
         process.start()

@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 _COMMANDS = {
-    "demo": "run",
-    "train": "run",
+    "demo": "train",
+    "train": "train",
     "bench": "bench",
     "loads": "loads",
     "profile": "profile",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oases.cli.options import require_writable
-from oases.cli.problem import cluster_of, require_count
+from oases.cli.plan_options import cluster_of, require_count
 from oases.errors import UsageError
 from oases.graph.layer_graph import FORMAT, LayerGraph, layer_of, read_graph
 from oases.graph.part import Part, shards, travels

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from oases import testbed
 from oases.errors import UsageError
+from oases.launch import fork_server
 from oases.testbed import Backend
 
 
@@ -27,12 +28,12 @@ class Parser(argparse.ArgumentParser):
 
 def fail(message: str) -> NoReturn:
     """Say what is wrong, once, and exit with 2."""
-    if speaks():
+    if is_first_rank():
         print(f"oases: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def speaks() -> bool:
+def is_first_rank() -> bool:
     """Under torchrun every rank runs the command; the first one prints and writes."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -85,8 +86,8 @@ def add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None 
     )  # fmt: skip
     parser.add_argument(
         "--backend", default="gloo", metavar="NAME",
-        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link; with ,alone at its end, and always "
-        "on a GPU, one process stands for all ranks (default: gloo)",
+        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link; with ,single_process appended, and "
+        "always on a GPU, one process represents all ranks (default: gloo)",
     )  # fmt: skip
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="X",
@@ -100,12 +101,12 @@ def values(cls: type[Any], options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in names}
 
 
-def configured(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any:
+def config_from(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any:
     """A configuration from the options of the same names."""
     return cls(**values(cls, options) | fixed)
 
 
-def behind_link(
+def enter_link(
     options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False, ranks: int | None = None,
     script: str | None = None,
 ) -> str:  # fmt: skip
@@ -148,7 +149,14 @@ def _check_nodes(options: argparse.Namespace, ranks: int) -> None:
         )
 
 
-def rank_options(options: argparse.Namespace, device: str, ranks: int | None = None) -> Any:
+def prepare_ranks(options: argparse.Namespace, *modules: str) -> None:
+    """Start importing, beside this process, what the ranks that it will start need."""
+    replaced = options.link is not None and not testbed.inside(options.link, options.nodes)
+    if not replaced and "WORLD_SIZE" not in os.environ:
+        fork_server.start(modules)
+
+
+def make_rank_options(options: argparse.Namespace, device: str, ranks: int | None = None) -> Any:
     """How the ranks, by default --tp many, are set up, from what `add_ranks` added."""
     from oases.launch.ranks import RankOptions
 
@@ -158,7 +166,9 @@ def rank_options(options: argparse.Namespace, device: str, ranks: int | None = N
     if backend.name == "nccl" and device != "cuda":
         raise UsageError(f"backend nccl needs --device cuda, got --device {device}; use gloo on the CPU")
     if backend.name == "sim" and device == "cuda" and "WORLD_SIZE" not in os.environ:
-        backend = dataclasses.replace(backend, alone=True)  # several ranks on one GPU would share its compute
+        backend = dataclasses.replace(
+            backend, single_process=True
+        )  # several ranks on one GPU would share its compute
     nodes = None if options.nodes == 1 else testbed.Nodes(options.nodes, options.link)
     return RankOptions(options.tp if ranks is None else ranks, backend, options.timeout, nodes)
 

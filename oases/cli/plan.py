@@ -13,7 +13,7 @@ from rich.table import Table
 
 from oases.cli.graph import add_graph, require_no_graph, show_graph
 from oases.cli.options import command, require_writable, write_json
-from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
+from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
 from oases.errors import UsageError
 from oases.planner.choose import rank_plans
 from oases.planner.explain import Rival, Throughput, throughput

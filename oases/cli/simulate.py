@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oases.cli import lists
+from oases.cli import op_lists
 from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan import searched, space_of
-from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
+from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
-from oases.planner.chain import Runs
+from oases.planner.block_chain import StackTimings
 from oases.planner.explain import throughput
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
@@ -82,7 +82,7 @@ def add(commands: Any) -> None:
         metavar="NAME|FILE",
         help=f"{', '.join(PLANNED)} (default: one_f_one_b), or a list in its text form",
     )
-    lists.add(simulate)
+    op_lists.add(simulate)
     simulate.add_argument("--html", metavar="FILE", help="write a page with the timeline there")
     simulate.add_argument("--trace", metavar="FILE", help="write a trace there that ui.perfetto.dev opens")
     simulate.set_defaults(run=_simulate)
@@ -94,11 +94,11 @@ def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     for name in ("html", "trace"):
         require_writable(f"--{name}", getattr(options, name))
-    if lists.names_list(options.schedule):
+    if op_lists.names_list(options.schedule):
         besides = (*_OF_A_PLAN, *_OF_A_CLUSTER, *_BY_HAND, *_FOR_SEARCH)
         rest = [name for name in besides if name not in ("schedule", "recompute")]
         _refuse(f"--schedule {options.schedule} is a list that is simulated by itself", options, rest)
-        lists.simulate_list(options)
+        op_lists.simulate_list(options)
         return
     _refuse("these are for a list by itself, with --schedule FILE or of experts", options, ("costs", "blocks"))
     plan, hardware, predictor = _what(options)
@@ -117,7 +117,7 @@ def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def result_of(plan: Plan, predictor: Predictor, hardware: Hardware, capacity: int) -> dict[str, Any]:
     """What is predicted, with the plan: seconds, bytes, shares; by stage what differs there."""
-    found = predictor.course(plan)
+    found = predictor.pipeline_times(plan)
     stages = zip(found.exposed, found.bubbles, found.peak_bytes, strict=True)
     return {
         **dataclasses.asdict(throughput(plan, hardware)),
@@ -196,7 +196,7 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
         raise UsageError(f"--stages {stages} of {setting.chunks} parts each exceed the {model.layers} layers")
     space = Space((tp,), (schedule,), (sub_batches,), recompute=again.kind != "none")
     predictor, capacity = Predictor(hardware), usable_bytes(hardware, options.memory)
-    search = SettingSearch(setting, Runs(model, hardware, space), capacity, predictor)
+    search = SettingSearch(setting, StackTimings(model, hardware, space), capacity, predictor)
     made = [
         Stage(tuple(Segment(count, tp, schedule, sub_batches) for count in part_blocks(blocks, setting.chunks)))
         for blocks in search.stage_blocks((tp,), again.shares(stages, pipeline))
@@ -224,7 +224,7 @@ def _write_page(path: Path, plan: Plan, predictor: Predictor, hardware: Hardware
     from oases.simulator.drawing import Section, draw_timelines, write_page
 
     timeline, left_out = excerpt(predictor, plan, PAGE_SPANS)
-    found, rates = predictor.course(plan), throughput(plan, hardware)
+    found, rates = predictor.pipeline_times(plan), throughput(plan, hardware)
     each = enumerate(zip(found.exposed, found.bubbles, found.peak_bytes, strict=True))
     write_page(
         path,

@@ -63,8 +63,8 @@ class ProfileConfig(StackOptions):
             if ranks % degree:
                 raise UsageError(
                     f"--degrees {self.degrees!r}: {ranks} ranks do not form groups of {degree}; give degrees that "
-                    f"divide --tp {ranks}, or raise it with --backend sim:alpha=0us,bandwidth=1gbit,alone, where one "
-                    "process stands for all ranks"
+                    f"divide --tp {ranks}, or raise it with --backend "
+                    "sim:alpha=0us,bandwidth=1gbit,single_process, where one process represents all ranks"
                 )
             found.add(degree)
         return tuple(sorted(found))

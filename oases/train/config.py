@@ -15,19 +15,19 @@ from oases.errors import UsageError
 from oases.launch.ranks import restart_count
 from oases.plans.plan import Plan, read_plan
 from oases.schedule import GENERATORS, PIPELINES, read_schedule
-from oases.train.balance import require_new
-from oases.train.checkpoint.resumption import AUTO, require_resumable
+from oases.train.checkpoint.resume import AUTO, require_resumable
 from oases.train.checkpoint.retention import require_folder
-from oases.train.config_file import read_values, written
+from oases.train.config_file import config_text, read_values
 from oases.train.data import Corpus
-from oases.train.experts import ExpertOptions
-from oases.train.guard import POLICIES
-from oases.train.learning_rate import SCHEDULES, Course, share_of_peak
-from oases.train.logs import require_tensorboard, steps_in
-from oases.train.masters import PRECISIONS
-from oases.train.sizes import Degrees, ModelOptions, option, require_known, require_types
-from oases.train.tokenizer import tokenizer_called
-from oases.train.tokens import corpus_of
+from oases.train.expert_options import ExpertOptions
+from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
+from oases.train.load_balance import require_new_trace
+from oases.train.logs import last_logged_step, require_tensorboard
+from oases.train.master_weights import PRECISIONS
+from oases.train.model_options import Degrees, ModelOptions, option, require_known, require_types
+from oases.train.step_check import POLICIES
+from oases.train.tokenizer import load_tokenizer
+from oases.train.tokens import open_corpus
 
 ROWS_MULTIPLE = 64
 """Rows of a tokenizer's table are rounded up to one, so that the degrees in use divide them."""
@@ -183,33 +183,33 @@ class TrainConfig(ExpertOptions):
 
     def to_yaml(self) -> str:
         """A YAML of all fields with their help as comments, which `from_yaml` reads back."""
-        return written(self.given(), fields(self))
+        return config_text(self.given(), fields(self))
 
     def given(self) -> dict[str, Any]:
         """The fields that are not as they are where nothing is given."""
         usual = {item.name: item.default for item in fields(self)}
-        usual |= {"heads": self.usual_heads, "sub_batches": self.usual_sub_batches}
+        usual |= {"heads": self.default_heads, "sub_batches": self.default_sub_batches}
         return {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
 
     @property
-    def is_spread(self) -> bool:
+    def beyond_tensor_parallel(self) -> bool:
         """Whether it asks for more than one tensor-parallel group and one pass, without experts."""
         if self.experts:
             return False
         return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp
 
     @property
-    def usual_sub_batches(self) -> int:
+    def default_sub_batches(self) -> int:
         """Where none were given: by a replica's samples of a micro-batch; 1 without tensor parallelism."""
-        if not self.is_spread:
-            return super().usual_sub_batches
+        if not self.beyond_tensor_parallel:
+            return super().default_sub_batches
         samples = self.batch // (self.degrees.data * max(1, self.micro_batches))
         return 1 if self.degrees.tensor == 1 or samples < 2 else 4 if samples >= 4 else 2
 
     @property
     def rows(self) -> int:
         """Rows of the table of tokens. UsageError for a tokenizer that cannot be had, or has more tokens."""
-        tokens = tokenizer_called(self.tokenizer).size
+        tokens = load_tokenizer(self.tokenizer).size
         if 0 < self.vocabulary < tokens:
             raise UsageError(
                 f"vocabulary {self.vocabulary} is too small; {self.tokenizer or 'bytes'} has {tokens} tokens"
@@ -218,12 +218,12 @@ class TrainConfig(ExpertOptions):
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        course = Course(self.steps, self.warmup, self.learning_rate_floor, self.decay_steps)
-        return self.learning_rate * share_of_peak(self.learning_rate_schedule, course, step)
+        schedule = RateSchedule(self.steps, self.warmup, self.learning_rate_floor, self.decay_steps)
+        return self.learning_rate * rate_factor(self.learning_rate_schedule, schedule, step)
 
     def corpus(self) -> Corpus:
         """What it trains on. UsageError where it cannot be read."""
-        return corpus_of(self.data, tokenizer_called(self.tokenizer), self.text_column)
+        return open_corpus(self.data, load_tokenizer(self.tokenizer), self.text_column)
 
     def _require_survival(self) -> None:
         """What of checkpoints, restarts and bad losses can be known from the values alone."""
@@ -234,7 +234,7 @@ class TrainConfig(ExpertOptions):
             raise UsageError(f"{what} needs a folder; give --checkpoint DIR")
 
     @property
-    def goes_on(self) -> bool:
+    def resumes_newest(self) -> bool:
         """Whether the run begins with the newest of its own checkpoints, where there is one."""
         return self.checkpoint is not None and (self.resume == AUTO or restart_count() > 0)
 
@@ -242,12 +242,12 @@ class TrainConfig(ExpertOptions):
         """What is read and written, for a model of these sizes; returns the corpus."""
         if self.checkpoint is not None:
             require_folder(self.checkpoint)
-        require_resumable(self.checkpoint, self.resume, self.goes_on, sizes)
+        require_resumable(self.checkpoint, self.resume, self.resumes_newest, sizes)
         self._require_step_log()
         if self.record_loads is not None:
-            require_new(self.record_loads, new=self.resume is None and not self.goes_on)
+            require_new_trace(self.record_loads, new=self.resume is None and not self.resumes_newest)
         if self.tensorboard is not None:
-            require_tensorboard(self.tensorboard, new=self.resume is None and not self.goes_on)
+            require_tensorboard(self.tensorboard, new=self.resume is None and not self.resumes_newest)
         corpus = self.corpus()
         for split in ("train", "validation"):
             corpus.batch(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)
@@ -261,7 +261,7 @@ class TrainConfig(ExpertOptions):
             raise UsageError(f"step log {self.step_log!r}: its folder does not exist")
         if Path(self.step_log).is_dir():
             raise UsageError(f"step log {self.step_log!r} is a folder; give the path of a file")
-        if steps_in(self.step_log) and self.resume is None and not self.goes_on:
+        if last_logged_step(self.step_log) and self.resume is None and not self.resumes_newest:
             raise UsageError(f"step log {self.step_log!r} holds the steps of another run; give a new file")
 
 
@@ -306,7 +306,7 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
             f"fsdp does not support precision {config.precision}: its float32 masters are not sharded; take zero, "
             "which shards them, or float32"
         )
-    tokenizer = tokenizer_called(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)
     if plan.model.vocabulary < tokenizer.size:
         raise UsageError(
             f"plan: a vocabulary of {plan.model.vocabulary} is too small; {tokenizer.name} has {tokenizer.size} "

@@ -33,7 +33,7 @@ TAGS = {
 _FLUSH_SECONDS = 10
 
 
-def steps_in(path: str | Path) -> int:
+def last_logged_step(path: str | Path) -> int:
     """The last step that a log tells of; 0 for none or no file. UsageError for a file that is no log."""
     path = Path(path)
     return _last(path, None)[0] if path.is_file() else 0

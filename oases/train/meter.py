@@ -111,12 +111,12 @@ class Meter:
         """The last step as far as it is known without waiting: its update may still go on, and is not told then."""
         return self._history[-1]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin a new history."""
         self._pending = []
         self._history.clear()
 
-    def everywhere(self, parts: StepParts) -> list[StepParts]:
+    def all_ranks(self, parts: StepParts) -> list[StepParts]:
         """Every rank's, in rank order; all ranks call it. One small all-gather, of numbers that the host has."""
         size = group_size(self.process_group)
         if size == 1:

@@ -11,8 +11,8 @@ from oases import cli
 from oases.errors import UsageError
 from oases.execution.wire import NullScheduler
 from oases_bench.harness import Ranks
-from oases_bench.layers import UneditedLayers, of_model
 from oases_bench.overlap import OverlapBenchConfig, bench_of, run_overlap_bench, shown
+from oases_bench.unedited_layers import UneditedLayers, of_model
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,

@@ -12,9 +12,9 @@ import oases
 from oases import TrainConfig
 from oases.cli import main
 from oases.errors import UsageError
-from oases.train.config_file import read_values, written
+from oases.train.config_file import config_text, read_values
+from oases.train.model_options import Degrees
 from oases.train.plan import Run
-from oases.train.sizes import Degrees
 
 FIELDS = dataclasses.fields(TrainConfig)
 
@@ -160,7 +160,7 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(options, message, caps
 def test_with_a_plan_a_file_leaves_to_it_what_it_has_at_its_default(tmp_path):
     plan = Run.of(TrainConfig(hidden=64, layers=2, degrees={"data": 2, "tensor": 1}, batch=4), 2).plan
     path = file_of(tmp_path, plan.to_json(), "plan.json")
-    whole = written({"plan": str(path), "steps": 3}, FIELDS)
+    whole = config_text({"plan": str(path), "steps": 3}, FIELDS)
     config = TrainConfig.from_yaml(file_of(tmp_path, whole))
     assert (config.hidden, config.layers, config.batch, config.steps) == (64, 2, 4, 3)
     assert Run.of(config, 2).plan == plan

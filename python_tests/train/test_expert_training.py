@@ -16,8 +16,8 @@ from oases.plans.check import check
 from oases.plans.plan import Experts, Plan, Segment, Stage
 from oases.train.checkpoint.files import export
 from oases.train.config import config_for
-from oases.train.plan import Run, by_hand, degrees_over, ranks_of
-from oases.train.sizes import Degrees
+from oases.train.model_options import Degrees
+from oases.train.plan import Run, num_ranks, plan_from_degrees, resolve_degrees
 
 CONFIG = TrainConfig(
     hidden=32, layers=2, heads=4, sequence=16, batch=8, steps=10, warmup=2, validation_batches=1, learning_rate=3e-3,
@@ -291,22 +291,22 @@ def test_what_does_not_go_together_is_named(changes, told):
 )
 def test_degrees_that_cannot_be_are_named(degrees, ranks, told):
     with pytest.raises(UsageError, match=told):
-        by_hand(dataclasses.replace(CONFIG, degrees=degrees), ranks)
+        plan_from_degrees(dataclasses.replace(CONFIG, degrees=degrees), ranks)
 
 
 def test_a_batch_has_to_divide():
     with pytest.raises(UsageError, match="a batch of 8 does not divide into 3 micro-batches for each of 4"):
-        by_hand(dataclasses.replace(CONFIG, micro_batches=3), 4)
+        plan_from_degrees(dataclasses.replace(CONFIG, micro_batches=3), 4)
 
 
 def test_replicas_are_on_all_ranks_unless_they_are_given():
-    assert degrees_over(CONFIG, 4) == Degrees(4, 1, 1)
-    assert degrees_over(dataclasses.replace(CONFIG, degrees={"tensor": 2}), 4) == Degrees(2, 1, 2)
-    assert degrees_over(dataclasses.replace(CONFIG, degrees={"data": 2}), 4) == Degrees(2, 1, 2)
-    assert ranks_of(CONFIG, None) == 2
-    assert ranks_of(CONFIG, 4) == 4
-    assert ranks_of(CONFIG, 4, one_replica=True) == 1
-    assert ranks_of(dataclasses.replace(CONFIG, degrees={"data": 2, "tensor": 2}), 8) == 4
+    assert resolve_degrees(CONFIG, 4) == Degrees(4, 1, 1)
+    assert resolve_degrees(dataclasses.replace(CONFIG, degrees={"tensor": 2}), 4) == Degrees(2, 1, 2)
+    assert resolve_degrees(dataclasses.replace(CONFIG, degrees={"data": 2}), 4) == Degrees(2, 1, 2)
+    assert num_ranks(CONFIG, None) == 2
+    assert num_ranks(CONFIG, 4) == 4
+    assert num_ranks(CONFIG, 4, one_replica=True) == 1
+    assert num_ranks(dataclasses.replace(CONFIG, degrees={"data": 2, "tensor": 2}), 8) == 4
 
 
 def test_the_command_trains_and_tells(corpus, tmp_path):

@@ -153,7 +153,7 @@ def waits_for_a_late_rank():
             if dist.get_rank() == 1:
                 time.sleep(1.0)
             all_reduce(torch.ones(1), dist.group.WORLD, "loss")
-    return [dataclasses.astuple(parts) for parts in meter.everywhere(meter.medians())]
+    return [dataclasses.astuple(parts) for parts in meter.all_ranks(meter.medians())]
 
 
 def test_what_a_rank_waited_is_exposed(two_ranks):
@@ -232,7 +232,7 @@ def test_a_gpus_update_is_told_when_it_is_done(monkeypatch):
     assert [parts.optimizer for parts in meter.history] == [3, 4, 5]
     assert meter.medians().optimizer == 4.5
     assert meter.medians().memory_bytes == 7
-    meter.forget()
+    meter.reset()
     assert list(meter.history) == []
 
 

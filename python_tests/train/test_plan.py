@@ -255,7 +255,7 @@ def test_plans_that_cannot_be_executed_are_refused():
         (plan_of(4, (4, 2)).to_json(), ["--hidden", "512"], "hidden is 16 there and 512 here"),
         (
             plan_of(4, (4, 2)).to_json(),
-            ["--backend", "sim:alpha=1us,bandwidth=1gbit,alone"],
+            ["--backend", "sim:alpha=1us,bandwidth=1gbit,single_process"],
             "a plan needs its ranks",
         ),
     ],

@@ -19,9 +19,9 @@ from oases.errors import SAVED_EXIT_CODE, SavedExit
 from oases.plans.plan import Plan
 from oases.train.checkpoint import files as checkpoint
 from oases.train.checkpoint import integrity
-from oases.train.checkpoint.record import FORMAT
+from oases.train.checkpoint.metadata import FORMAT
 from oases.train.config import config_for
-from oases.train.guard import LossError
+from oases.train.step_check import LossError
 
 TP = even(4, 2, 2, "oases", "some", "shifted_critical_path").to_json()
 DP = even(4, 2, 1, "sync", "none", "one_f_one_b", 2, zero=True).to_json()
@@ -166,7 +166,7 @@ def with_a_bad_loss(text, data, policy):
         said = str(error)
     finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
     trainer.close()
-    return said, trainer.updates, trainer.guard.skipped, len(losses), finite
+    return said, trainer.updates, trainer.step_check.skipped, len(losses), finite
 
 
 def test_a_bad_loss_of_the_last_stage_is_dealt_with_by_all(four_ranks, corpus):  # noqa: F811

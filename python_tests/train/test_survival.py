@@ -18,9 +18,9 @@ from oases.cli import main
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.launch.agents import RankFailedError
 from oases.launch.ranks import _go_on_or_exit
-from oases.train.guard import LossError, LossGuard
-from oases.train.logs import StepLog, steps_in
+from oases.train.logs import StepLog, last_logged_step
 from oases.train.plan import Run
+from oases.train.step_check import LossError, StepCheck
 
 CONFIG = TrainConfig(
     hidden=16, layers=2, heads=4, sequence=8, batch=16, steps=6, warmup=1, validation_batches=1, learning_rate=1e-2,
@@ -171,7 +171,7 @@ def with_a_bad_gradient(corpus, policy, value):
     except LossError as error:
         said = str(error)
     finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
-    return said, trainer.steps_done, trainer.updates, trainer.guard.skipped, losses, finite
+    return said, trainer.steps_done, trainer.updates, trainer.step_check.skipped, losses, finite
 
 
 def test_a_bad_gradient_on_one_rank_is_dealt_with_by_all(two_ranks, corpus, alone):
@@ -210,14 +210,14 @@ def test_a_skipped_step_is_logged_and_stays_skipped(corpus, tmp_path):
 
 
 def test_a_leap_of_the_loss():
-    guard = LossGuard("skip", 2.0)
-    assert all(guard.admits(loss, 1.0, step, None, CPU) for step, loss in enumerate([9.0, *[3.0] * 7]))
+    check = StepCheck("skip", 2.0)
+    assert all(check.accepts(loss, 1.0, step, None, CPU) for step, loss in enumerate([9.0, *[3.0] * 7]))
     with pytest.warns(UserWarning, match="step 8 is skipped: the loss leaps to 6.5, more than 2 times 3"):
-        assert not guard.admits(6.5, 1.0, 8, None, CPU)
-    assert guard.admits(5.9, 1.0, 9, None, CPU)
+        assert not check.accepts(6.5, 1.0, 8, None, CPU)
+    assert check.accepts(5.9, 1.0, 9, None, CPU)
     with pytest.raises(LossError, match="step 10: the loss is nan"):
-        LossGuard("stop", 0.0).admits(float("nan"), 1.0, 10, None, CPU)
-    assert LossGuard("off", 0.0).admits(float("nan"), 1.0, 11, None, CPU)
+        StepCheck("stop", 0.0).accepts(float("nan"), 1.0, 10, None, CPU)
+    assert StepCheck("off", 0.0).accepts(float("nan"), 1.0, 11, None, CPU)
 
 
 # --- the log ---
@@ -233,7 +233,7 @@ def test_a_log_goes_on_without_a_step_twice(corpus, alone, tmp_path):
     assert lines[0]["learning_rate"] == CONFIG.learning_rate
     with log.open("a") as file:
         file.write('{"step": 7, "lo')  # killed in the midst of it
-    assert steps_in(log) == 6
+    assert last_logged_step(log) == 6
     trainer_of(corpus, resume=str(folder / "step-000002"), step_log=str(log)).train()
     assert kills.losses_of(log) == list(enumerate(alone, start=1))
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from oases.errors import UsageError
-from oases.planner.chain import Chain, Dense
-from oases.planner.programme import InfeasibleError, solve
+from oases.planner.block_chain import Chain, DenseChain
+from oases.planner.milp import InfeasibleError, solve
 
 
 def random_chain(seed: int) -> Chain:
@@ -100,14 +100,14 @@ def test_a_change_that_costs_much_is_made_once():
 def test_a_state_that_another_replaces_is_left_out():
     costs = {"a": 2.0, "b": 1.0, "c": 1.0}
     chain = Chain.made([("a", "b", "c")] * 2, lambda i, s: costs[s], lambda i, s: 1, lambda *_: 0)
-    assert np.isfinite(Dense.of(chain).costs).tolist() == [[False, True, False]] * 2
+    assert np.isfinite(DenseChain.of(chain).costs).tolist() == [[False, True, False]] * 2
 
 
 def test_a_cheaper_edge_keeps_a_state_that_costs_more():
     chain = Chain.made(
         [("a", "b")] * 2, lambda i, s: float(s == "b"), lambda i, s: 1, lambda i, s, t: 2.0 * (s == "a")
     )
-    assert np.isfinite(Dense.of(chain).costs).tolist() == [[True, True], [True, False]]
+    assert np.isfinite(DenseChain.of(chain).costs).tolist() == [[True, True], [True, False]]
     assert solve(chain).states == ("b", "a")
 
 

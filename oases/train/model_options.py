@@ -35,9 +35,9 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         if self.heads == 0:
-            object.__setattr__(self, "heads", self.usual_heads)
+            object.__setattr__(self, "heads", self.default_heads)
         if self.sub_batches == 0:
-            object.__setattr__(self, "sub_batches", self.usual_sub_batches)
+            object.__setattr__(self, "sub_batches", self.default_sub_batches)
         for name in ("hidden", "layers", "heads", "sequence", "batch", "sub_batches"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -47,12 +47,12 @@ class ModelOptions:
             raise UsageError(f"hidden {self.hidden} does not divide by {self.heads} heads; change one of them")
 
     @property
-    def usual_heads(self) -> int:
+    def default_heads(self) -> int:
         """Where none were given."""
         return max(1, self.hidden // 64)
 
     @property
-    def usual_sub_batches(self) -> int:
+    def default_sub_batches(self) -> int:
         """Where none were given."""
         return 4 if self.batch >= 4 else 2
 
@@ -62,7 +62,7 @@ class ModelOptions:
         return BYTES
 
     @property
-    def further_sizes(self) -> dict[str, Any]:
+    def expert_sizes(self) -> dict[str, Any]:
         """Sizes of what a dense GPT has not."""
         return {}
 
@@ -129,7 +129,7 @@ class ModelOptions:
 def sizes_of(options: ModelOptions) -> dict[str, Any]:
     """What a model must be built with to load another's weights."""
     sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "sequence")}
-    return {"vocabulary": options.rows} | sizes | options.further_sizes
+    return {"vocabulary": options.rows} | sizes | options.expert_sizes
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def type_fault(item: Field[Any], value: Any) -> str:
+def type_mismatch(item: Field[Any], value: Any) -> str:
     """What is wrong with the type of a field's value, in words; empty where nothing is."""
     kinds, what = _KINDS.get(str(item.type), ((object,), ""))
     fits = isinstance(value, kinds) and (bool in kinds or object in kinds or not isinstance(value, bool))
@@ -196,7 +196,7 @@ def type_fault(item: Field[Any], value: Any) -> str:
 def require_types(config: Any) -> None:
     """Raise UsageError, naming field and value, unless every field of a dataclass holds its type."""
     for item in fields(config):
-        fault = type_fault(item, getattr(config, item.name))
+        fault = type_mismatch(item, getattr(config, item.name))
         if fault:
             raise UsageError(fault)
 

@@ -1,17 +1,17 @@
-// `lonely`: a c10d backend of one process that stands for a whole group. The other ranks are taken to hold
-// what this one holds in a gather and nothing in a sum, so nothing is sent; under the `sim` backend only time
-// passes. What a schedule hides then shows on one device, without the other ranks' compute on it.
+// `single_process`: a c10d backend of one process that stands for a whole group. The other ranks are taken to
+// hold what this one holds in a gather and nothing in a sum, so nothing is sent; under the `sim` backend only
+// time passes. What a schedule hides then shows on one device, without the other ranks' compute on it.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 namespace oases {
 
-class LonelyBackend : public c10d::Backend {
+class SingleProcessBackend : public c10d::Backend {
  public:
-  LonelyBackend(int rank, int size) : Backend(rank, size) {}
+  SingleProcessBackend(int rank, int size) : Backend(rank, size) {}
 
-  const std::string getBackendName() const override { return "lonely"; }
+  const std::string getBackendName() const override { return "single_process"; }
 
   using Work = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;

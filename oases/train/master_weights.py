@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
-from oases.train.optimizer import OPTIONS, Optimizer, Parts, adamw, decayed
+from oases.train.optimizer import OPTIONS, Optimizer, Parts, adamw, weight_decay_groups
 
 PRECISIONS: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types of weights and activations."""
 
 
-def optimizer_for(
+def make_optimizer(
     parts: Parts, precision: str, *, learning_rate: float, weight_decay: float, sharded: bool = False
 ) -> Optimizer:
     """AdamW over all `parts` of a model in float32, which is then in `precision`; sharded: as in `adamw`.
@@ -64,7 +64,7 @@ class MasterAdamW:
         for parameter in self._parameters:
             parameter.data = parameter.data.to(dtype)
             parameter.grad_dtype = torch.float32
-        groups = decayed(list(self._masters.values()), weight_decay)
+        groups = weight_decay_groups(list(self._masters.values()), weight_decay)
         # A rank may have nothing to update, where there are fewer parameters than ranks.
         self._inner = torch.optim.AdamW(groups, lr=learning_rate, **OPTIONS) if groups else None
 
@@ -82,7 +82,7 @@ class MasterAdamW:
             self._inner.step()
         for master in self._masters.values():
             master.grad = None
-        self.masters_to_model()
+        self.copy_masters_to_model()
         for name, owned in self._owned.items():
             _sent(owned, group_of(name))
 
@@ -103,7 +103,7 @@ class MasterAdamW:
         return self._masters.get(parameter)
 
     @torch.no_grad()
-    def masters_to_model(self) -> None:
+    def copy_masters_to_model(self) -> None:
         """Round the masters of this rank into its parameters, after they were changed."""
         if self._masters:
             torch._foreach_copy_([*self._masters], [master.detach() for master in self._masters.values()])

@@ -1,4 +1,4 @@
-#include "lonely_backend.h"
+#include "single_process_backend.h"
 
 #include "local_work.h"
 
@@ -14,34 +14,35 @@ c10::intrusive_ptr<c10d::Work> done(int rank, c10d::OpType type, std::vector<at:
 
 }  // namespace
 
-LonelyBackend::Work LonelyBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions&) {
+SingleProcessBackend::Work SingleProcessBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions&) {
   return done(getRank(), c10d::OpType::BROADCAST, tensors);
 }
 
-LonelyBackend::Work LonelyBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions&) {
+SingleProcessBackend::Work SingleProcessBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions&) {
   return done(getRank(), c10d::OpType::ALLREDUCE, tensors);
 }
 
-LonelyBackend::Work LonelyBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                             const c10d::AllgatherOptions&) {
+SingleProcessBackend::Work SingleProcessBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                           const c10d::AllgatherOptions&) {
   for (auto& output : outputs.front()) output.copy_(inputs.front());
   return done(getRank(), c10d::OpType::ALLGATHER, outputs.front());
 }
 
-LonelyBackend::Work LonelyBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                   const c10d::AllgatherOptions&) {
+SingleProcessBackend::Work SingleProcessBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                                 const c10d::AllgatherOptions&) {
   if (input.numel() > 0) output.view({getSize(), -1}).copy_(input.reshape({1, -1}).expand({getSize(), -1}));
   return done(getRank(), c10d::OpType::_ALLGATHER_BASE, Tensors{output});
 }
 
-LonelyBackend::Work LonelyBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                        const c10d::ReduceScatterOptions&) {
+SingleProcessBackend::Work SingleProcessBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                                      const c10d::ReduceScatterOptions&) {
   if (output.numel() > 0) output.view(-1).copy_(input.reshape({getSize(), -1})[getRank()]);
   return done(getRank(), c10d::OpType::_REDUCE_SCATTER_BASE, Tensors{output});
 }
 
-LonelyBackend::Work LonelyBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>&,
-                                                 std::vector<int64_t>&, const c10d::AllToAllOptions&) {
+SingleProcessBackend::Work SingleProcessBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                               std::vector<int64_t>&, std::vector<int64_t>&,
+                                                               const c10d::AllToAllOptions&) {
   // The others send what they would be sent, as far as it fits.
   const auto rows = std::min(output.size(0), input.size(0));
   output.zero_();
@@ -49,7 +50,7 @@ LonelyBackend::Work LonelyBackend::alltoall_base(at::Tensor& output, at::Tensor&
   return done(getRank(), c10d::OpType::ALLTOALL_BASE, Tensors{output});
 }
 
-LonelyBackend::Work LonelyBackend::barrier(const c10d::BarrierOptions&) {
+SingleProcessBackend::Work SingleProcessBackend::barrier(const c10d::BarrierOptions&) {
   return done(getRank(), c10d::OpType::BARRIER, Tensors{});
 }
 

@@ -27,7 +27,7 @@ class LossError(UsageError):
     """A step's loss or gradient was bad and the policy is to stop. The weights are those from before the step."""
 
 
-class LossGuard:
+class StepCheck:
     """Decides, the same on all ranks, whether a step may change the weights.
 
     policy: stop raises LossError, skip drops the step's gradients, off lets everything pass. spike: a loss above so
@@ -42,7 +42,7 @@ class LossGuard:
         self.skipped: list[int] = []
         """Steps whose gradients were dropped, in this process."""
 
-    def admits(
+    def accepts(
         self, loss: float, norm: float, step: int, process_group: ProcessGroup | None, device: torch.device
     ) -> bool:
         """Whether the step may change the weights; all ranks call it.

@@ -21,16 +21,16 @@ from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan
 from oases.simulator.hardware import Hardware
 from oases_bench.harness import timed_step
-from oases_bench.stages import timed_block
-from oases_bench.timed import TimedBlock
+from oases_bench.stage_steps import timed_block
+from oases_bench.timed_block import TimedBlock
 
-PEERS = ("torch",)
+BASELINES = ("torch",)
 """With all three kinds of parallelism."""
-PIPELINE_PEERS = ("torch_1f1b", "torch_gpipe")
+PIPELINE_BASELINES = ("torch_1f1b", "torch_gpipe")
 """Of pipelines alone."""
 
 
-def parse_peers(text: str, known: tuple[str, ...] = PEERS) -> tuple[str, ...]:
+def parse_baselines(text: str, known: tuple[str, ...] = BASELINES) -> tuple[str, ...]:
     """The names in `text`: names joined by commas, all or none. UsageError for one that is not `known`."""
     if text in ("all", "none"):
         return known if text == "all" else ()
@@ -153,7 +153,7 @@ def stage_of_blocks(blocks: list[TimedBlock], again: int, first: bool) -> nn.Mod
     return _StageModule(layers, again, first)
 
 
-class StagePeer(TorchPipeline):
+class TorchStage(TorchPipeline):
     """torch's Schedule1F1B on this rank, with its tensor and data parallelism.
 
     plan: one segment per stage, all of one degree; its schedules do not count. pipeline: the group of the ranks with

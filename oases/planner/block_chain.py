@@ -85,7 +85,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseChain:
     """A chain as three arrays, padded with states of infinite cost: costs and weights NS, edges NSS."""
 
     costs: Array
@@ -93,7 +93,7 @@ class Dense:
     edges: Array
 
     @staticmethod
-    def of(chain: Chain) -> Dense:
+    def of(chain: Chain) -> DenseChain:
         """A chain's arrays, without the states that need not be looked at."""
         nodes, most = len(chain.states), max(map(len, chain.states))
         costs, weights = np.full((nodes, most), np.inf), np.zeros((nodes, most))
@@ -102,9 +102,9 @@ class Dense:
             costs[i, : len(cost)], weights[i, : len(cost)] = cost, weight
         for i, edge in enumerate(chain.edges):
             edges[i, : len(edge), : len(edge[0])] = edge
-        return Dense(costs, weights, edges).undominated()
+        return DenseChain(costs, weights, edges).undominated()
 
-    def undominated(self) -> Dense:
+    def undominated(self) -> DenseChain:
         """Without states that another of their node replaces: no dearer, no heavier, no edge dearer."""
         costs = self.costs.copy()
         edges = self.edges.copy()
@@ -120,11 +120,11 @@ class Dense:
                 edges[i - 1][:, gone] = np.inf
             if i < len(edges):
                 edges[i][gone] = np.inf
-        return Dense(costs, self.weights, edges)
+        return DenseChain(costs, self.weights, edges)
 
-    def turned(self) -> Dense:
+    def reversed(self) -> DenseChain:
         """The same chain from its other end."""
-        return Dense(self.costs[::-1], self.weights[::-1], self.edges[::-1].transpose(0, 2, 1))
+        return DenseChain(self.costs[::-1], self.weights[::-1], self.edges[::-1].transpose(0, 2, 1))
 
 
 _LAYERS = (2, 4)
@@ -132,7 +132,7 @@ _LAYERS = (2, 4)
 
 
 @dataclass(frozen=True)
-class Run:
+class StackTiming:
     """The fastest way to run a stack of one degree: seconds of one more layer, and besides, of forward + backward."""
 
     schedule: str
@@ -141,22 +141,22 @@ class Run:
     besides_seconds: float
 
 
-class Runs:
+class StackTimings:
     """Finds and remembers the fastest way for every degree, number of samples and choice of recomputation."""
 
     def __init__(self, model: ModelShape, hardware: Hardware, space: Space) -> None:
         self.model = model
         self.hardware = hardware
         self.space = space
-        self._fastest: dict[tuple[int, float, bool], Run] = {}
+        self._fastest: dict[tuple[int, float, bool], StackTiming] = {}
 
-    def fastest(self, tp: int, samples: float, *, again: bool) -> Run:
+    def fastest(self, tp: int, samples: float, *, again: bool) -> StackTiming:
         """For a stack of degree `tp` on `samples` samples, computed `again` in the backward pass or not."""
         key = (tp, samples, again)
         if key not in self._fastest:
-            runs = [self._simulated(key, name, count) for name, count in self.ways(tp, samples)]
+            timings = [self._simulated(key, name, count) for name, count in self.ways(tp, samples)]
             self._fastest[key] = min(
-                runs, key=lambda each: each.layer_seconds + each.besides_seconds / self.model.layers
+                timings, key=lambda each: each.layer_seconds + each.besides_seconds / self.model.layers
             )
         return self._fastest[key]
 
@@ -167,12 +167,12 @@ class Runs:
         whole = [(name, 1) for name in self.space.schedules if name in WHOLE]
         counts = [count for count in self.space.sub_batches if count <= samples]
         cut = [(name, s) for name in self.space.schedules if name not in WHOLE for s in counts]
-        return whole + cut or [("fine_grained", 1)]  # what cannot be cut runs whole
+        return whole + cut or [("fine_grained", 1)]  # a batch that cannot be cut runs whole
 
-    def _simulated(self, key: tuple[int, float, bool], name: str, sub_batches: int) -> Run:
+    def _simulated(self, key: tuple[int, float, bool], name: str, sub_batches: int) -> StackTiming:
         short, long = (self._stack_seconds(key, name, sub_batches, layers) for layers in _LAYERS)
         layer = (long - short) / (_LAYERS[1] - _LAYERS[0])
-        return Run(name, sub_batches, layer, short - _LAYERS[0] * layer)
+        return StackTiming(name, sub_batches, layer, short - _LAYERS[0] * layer)
 
     def _stack_seconds(self, key: tuple[int, float, bool], name: str, sub_batches: int, layers: int) -> float:
         tp, samples, again = key

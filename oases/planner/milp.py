@@ -21,7 +21,7 @@ from time import perf_counter
 import numpy as np
 
 from oases.errors import UsageError
-from oases.planner.chain import Array, Chain, Dense
+from oases.planner.block_chain import Array, Chain, DenseChain
 
 TOLERANCE = 2e-6
 """By how much HiGHS may overstep a row, relatively, with room to spare."""
@@ -29,7 +29,9 @@ LEAST_GAP = 1e-6
 """Relative gap that its arithmetic can vouch for."""
 
 
-def solve_flow(chain: Dense, capacity: float, gap: float, time_limit: float) -> tuple[list[int] | None, float, float]:
+def solve_flow(
+    chain: DenseChain, capacity: float, gap: float, time_limit: float
+) -> tuple[list[int] | None, float, float]:
     """Places, cost and a lower bound; no places where nothing was found within the capacity.
 
     capacity: finite. time_limit: in seconds.
@@ -42,7 +44,7 @@ def solve_flow(chain: Dense, capacity: float, gap: float, time_limit: float) -> 
 
 
 def _solve(
-    chain: Dense, capacity: float, limit: float, gap: float, time_limit: float
+    chain: DenseChain, capacity: float, limit: float, gap: float, time_limit: float
 ) -> tuple[list[int] | None, float, float]:
     # Here, for the ranks of a run read plans and solve none.
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -141,7 +143,7 @@ def solve(chain: Chain, gap: float = GAP, max_labels: int = MAX_LABELS, time_lim
     is reached, `Solution.gap` says what is proven (HiGHS proves no less than 1e-6). Raises InfeasibleError.
     """
     started = perf_counter()
-    search = _Search(Dense.of(chain), chain.capacity, gap)
+    search = _Search(DenseChain.of(chain), chain.capacity, gap)
     method = search.bounds()
     if method is None:
         method = "labels"
@@ -164,7 +166,7 @@ class _Ways:
     weight alone.
     """
 
-    def __init__(self, chain: Dense, multiplier: float) -> None:
+    def __init__(self, chain: DenseChain, multiplier: float) -> None:
         self.multiplier = multiplier
         self._chain = chain
         if multiplier == np.inf:
@@ -196,15 +198,15 @@ class _Ways:
         return found
 
     @cached_property
-    def turned(self) -> _Ways:
+    def reversed(self) -> _Ways:
         """The best ways to every state from the chain's start; rows count nodes from the end."""
-        return _Ways(self._chain.turned(), self.multiplier)
+        return _Ways(self._chain.reversed(), self.multiplier)
 
 
 class _Search:
     """The best choice found, a bound below all, and what is left to decide in between."""
 
-    def __init__(self, chain: Dense, capacity: float | None, gap: float) -> None:
+    def __init__(self, chain: DenseChain, capacity: float | None, gap: float) -> None:
         self.chain = chain
         self.capacity = np.inf if capacity is None else float(capacity)
         self.best: tuple[int, ...] = ()
@@ -262,7 +264,7 @@ class _Search:
     def _cross(self) -> None:
         """Begin as one path does and go on as another: the best such pair at every edge."""
         edges = self.chain.edges
-        for before in [ways.turned for ways in self._ways]:
+        for before in [ways.reversed for ways in self._ways]:
             cost = before.cost[:0:-1, :, None] + edges
             weight = before.weight[:0:-1, :, None]
             for after in self._ways:
@@ -273,16 +275,16 @@ class _Search:
                     start = before.path(len(edges) - i, a)[::-1]
                     self.take([*start, *after.path(i + 1, b)], float(total[i, a, b]), -np.inf)
 
-    def undecided(self) -> Dense:
+    def undecided(self) -> DenseChain:
         """The chain without the edges that no choice better than the best one found can use."""
         edges = self.chain.edges.copy()
         for ways in self._ways:
-            through = ways.turned.value[:0:-1, :, None] + ways.value[1:, None, :]
+            through = ways.reversed.value[:0:-1, :, None] + ways.value[1:, None, :]
             if ways.multiplier == np.inf:
                 edges[through > self.capacity * (1 + ROUNDING)] = np.inf
             else:
                 edges[through + self.chain.edges > self.target + ways.multiplier * self.capacity] = np.inf
-        return Dense(self.chain.costs, self.chain.weights, edges)
+        return DenseChain(self.chain.costs, self.chain.weights, edges)
 
     def labels(self, most: int) -> bool:
         """Go through the nodes with all beginnings that are not worse in cost and weight than another one.
@@ -306,7 +308,7 @@ class _Search:
         self.bound = max(self.bound, self.target)
         return True
 
-    def _extended(self, chain: Dense, i: int, cost: Array, weight: Array, state: Array) -> tuple[Array, ...]:
+    def _extended(self, chain: DenseChain, i: int, cost: Array, weight: Array, state: Array) -> tuple[Array, ...]:
         """The labels of node i that grow out of those of the node before: cost, weight, state and parent."""
         found: list[tuple[Array, ...]] = []
         for b in np.flatnonzero(np.isfinite(chain.costs[i])):

@@ -26,17 +26,17 @@ MicroBatches = Sequence[tuple[Tensor, Tensor]]
 """Inputs and targets of each, of this rank's share of the samples."""
 
 
-class TrainedStage:
+class PipelineStage:
     """One rank's part of a step. All ranks make it together, and call it together.
 
-    model: this rank's stage of it, where it stays. mesh: of the plan. group: all ranks of the run. note: called with
-    the number of each part whose forward pass of a micro-batch is done, in training.
+    model: this rank's stage, already on its device. mesh: of the plan. group: all ranks of the run. after_forward:
+    called in training with the index of a model chunk when a micro-batch's forward pass through it is done.
     """
 
     def __init__(
-        self, model: Decoder, plan: Plan, mesh: Mesh, group: ProcessGroup | None, note: Callable[[int], None]
+        self, model: Decoder, plan: Plan, mesh: Mesh, group: ProcessGroup | None, after_forward: Callable[[int], None]
     ) -> None:
-        self.model, self.mesh, self.group, self._note = model, mesh, group, note
+        self.model, self.mesh, self.group, self._after_forward = model, mesh, group, after_forward
         pipeline = pipeline_of(plan)
         self.messages: StageMessages | None = None
         """To and from other stages; None where there is one."""
@@ -74,7 +74,7 @@ class TrainedStage:
         def forward(part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
             y = self.model.run_part(part, x, *batches[micro_batch], context)
             if torch.is_grad_enabled():
-                self._note(part)
+                self._after_forward(part)
             return y / over if y.dim() == 0 else y
 
         return forward

@@ -17,7 +17,7 @@ class SaveError(UsageError):
     """A checkpoint could not be written; those written before are as they were. Every rank raises it."""
 
 
-def gathered(mine: T, group: ProcessGroup | None) -> list[T]:
+def all_gather_objects(mine: T, group: ProcessGroup | None) -> list[T]:
     """Every rank's object, in rank order."""
     everyone: list[Any] = [mine] * group_size(group)
     if group_size(group) > 1:
@@ -25,7 +25,7 @@ def gathered(mine: T, group: ProcessGroup | None) -> list[T]:
     return everyone
 
 
-def everywhere(action: Callable[[], T], what: str, group: ProcessGroup | None) -> list[T]:
+def run_on_all_ranks(action: Callable[[], T], what: str, group: ProcessGroup | None) -> list[T]:
     """Do a part of saving on this rank; return every rank's result.
 
     Raises SaveError on every rank, with what the system said, if it failed on one.
@@ -40,7 +40,7 @@ def everywhere(action: Callable[[], T], what: str, group: ProcessGroup | None) -
         fault = str(error)
     except CheckpointException as error:  # holds what each rank raised
         fault = "; ".join(str(cause) for cause, _ in error.failures.values())
-    everyone = gathered((result, fault), group)
+    everyone = all_gather_objects((result, fault), group)
     for rank, (_, said) in enumerate(everyone):
         if said:
             raise SaveError(f"{what} could not be written: rank {rank}: {said}; make room, or save elsewhere")

@@ -16,8 +16,8 @@ import torch
 from oases.errors import SavedExit
 from oases.execution.group import group_rank
 from oases.parallel.collectives import all_reduce
-from oases.train.checkpoint.agreement import SaveError
-from oases.train.checkpoint.files import staged
+from oases.train.checkpoint.coordination import SaveError
+from oases.train.checkpoint.files import cpu_state
 from oases.train.checkpoint.writer import CheckpointWriter
 from oases.train.logs import Scalars, StepLog
 from oases.train.metrics import StepReport
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from oases.train.trainer import Trainer
 
 
-class Supervision:
+class TrainingCallbacks:
     """Called after every step of `trainer.train`, by all ranks; a context, for what is open meanwhile.
 
     With a checkpoint folder it saves every so many steps and after the last, and at SIGTERM: then it finishes the
@@ -43,7 +43,7 @@ class Supervision:
         self._saved_step = trainer.steps_done if trainer.resumed else -1
         self._open = ExitStack()
 
-    def __enter__(self) -> Supervision:
+    def __enter__(self) -> TrainingCallbacks:
         config = self.trainer.config
         self._writer: CheckpointWriter | None = None
         self._log: StepLog | None = None
@@ -57,7 +57,7 @@ class Supervision:
             self._writer = self._open.enter_context(
                 CheckpointWriter(config.checkpoint, config.keep, self.trainer.group)
             )
-            self._told = self._open.enter_context(sigterm_noted())
+            self._told = self._open.enter_context(defer_sigterm())
         return self
 
     def __exit__(
@@ -116,7 +116,7 @@ class Supervision:
         self._settle()  # before the copies: two of them at a time would need twice the memory
         trainer = self.trainer
         trainer.settle()
-        self._writer.start(staged(trainer.model, trainer.optimizer, trainer.group), trainer.record())
+        self._writer.start(cpu_state(trainer.model, trainer.optimizer, trainer.group), trainer.checkpoint_metadata())
         self._saved_step = trainer.steps_done
         self.stall_seconds += time.perf_counter() - start
 
@@ -142,7 +142,7 @@ class Supervision:
 
 
 @contextmanager
-def sigterm_noted() -> Iterator[Callable[[], bool]]:
+def defer_sigterm() -> Iterator[Callable[[], bool]]:
     """Note SIGTERM instead of ending at it; yields a function that tells whether it came.
 
     Only the main thread can do so; in another one the signal does what it did before.

@@ -100,7 +100,7 @@ def of_model(config: OverlapBenchConfig, given: Collection[str], degree: int) ->
     for name in ("hidden", "heads"):
         if name in given:
             raise UsageError(f"--{name} {getattr(config, name)}: it is the model's; change it in {config.model}")
-    if config.peer_names:
+    if config.baseline_names:
         raise UsageError(f"--peers {config.peers} run the built-in GPT; leave it out, or --model")
     for name in config.names:
         if ":sequence" in name:

@@ -21,13 +21,13 @@ from oases.moe.placement import Integers, make_placement, owner_only
 from oases.moe.traces import replay
 from oases.simulator.drawing import Section, draw_curves, draw_heat_map, write_page
 from oases.testbed.link import link_bytes_per_second
-from oases.train.sizes import option
+from oases.train.model_options import option
 
 METHODS = ("none", "faster_moe", "eplb", "prophet")
 
 
 @dataclass(frozen=True)
-class Contestant:
+class PlacementMethod:
     """A way to place experts. schedule: of its copies. coupled: the search knows that they travel under compute."""
 
     method: str
@@ -35,11 +35,11 @@ class Contestant:
     coupled: bool
 
 
-CONTESTANTS = {
-    "none": Contestant("none", "plain", False),
-    "faster_moe": Contestant("faster_moe", "blocking", False),
-    "eplb": Contestant("eplb", "blocking", False),
-    "prophet": Contestant("prophet", "block_wise", True),
+PLACEMENT_METHODS = {
+    "none": PlacementMethod("none", "plain", False),
+    "faster_moe": PlacementMethod("faster_moe", "blocking", False),
+    "eplb": PlacementMethod("eplb", "blocking", False),
+    "prophet": PlacementMethod("prophet", "block_wise", True),
 }
 
 DRAWN_LAYERS = 6
@@ -83,10 +83,10 @@ class LoadsConfig:
 
     @property
     def names(self) -> list[str]:
-        """The placements; none is always among them, for what it is compared with. UsageError for an unknown one."""
+        """Placements to replay, always with `none` as the baseline. UsageError for an unknown name."""
         found = [name.strip() for name in self.methods.split(",")]
         for name in found:
-            if name not in CONTESTANTS:
+            if name not in PLACEMENT_METHODS:
                 raise UsageError(f"--methods {name!r} is unknown; known are {', '.join(METHODS)}")
         return list(dict.fromkeys(["none", *found]))
 
@@ -105,7 +105,7 @@ def rb(before: float, after: float) -> float:
 
 
 @dataclass
-class Course:
+class ReplayedPlacement:
     """One placement over the steps of a trace: means over layers of balance degrees, sums of copies and seconds."""
 
     balance_before: list[float] = field(default_factory=list)
@@ -144,9 +144,9 @@ def read_loads(path: str | Path) -> dict[int, dict[int, Integers]]:
     return found
 
 
-def course(loads: dict[int, dict[int, Integers]], config: LoadsConfig, name: str) -> Course:
+def replay_placement(loads: dict[int, dict[int, Integers]], config: LoadsConfig, name: str) -> ReplayedPlacement:
     """What the placement called `name` makes of the loads."""
-    who, found = CONTESTANTS[name], Course()
+    who, found = PLACEMENT_METHODS[name], ReplayedPlacement()
     costs = replace(config.costs, scheduled=who.schedule == "block_wise")
     budget = None if config.expert_memory < 0 else float(config.expert_memory)
     planners = {
@@ -171,12 +171,12 @@ def course(loads: dict[int, dict[int, Integers]], config: LoadsConfig, name: str
     return found
 
 
-def compared(path: str | Path, config: LoadsConfig) -> dict[str, Any]:
+def compare_placements(path: str | Path, config: LoadsConfig) -> dict[str, Any]:
     """Every placement over a trace, and the trace's sizes."""
     config.check()
     loads = read_loads(path)
     experts, devices = next(iter(next(iter(loads.values())).values())).shape
-    rows = {name: course(loads, config, name).row() for name in config.names}
+    rows = {name: replay_placement(loads, config, name).row() for name in config.names}
     for row in rows.values():
         seconds = row["modelled_seconds"]
         row["speedup"] = rows["none"]["modelled_seconds"] / seconds if seconds else 1.0
@@ -198,7 +198,7 @@ def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def write_loads(path: Path, result: dict[str, Any]) -> None:
-    """Draw the trace of `result`, of `compared`, and its placements as one page that loads nothing from anywhere."""
+    """Write a self-contained HTML page of the trace and its placements; result: of `compare_placements`."""
     loads, rows = read_loads(result["trace"]), result["methods"]
     steps, layers = list(loads), list(next(iter(loads.values())))
 

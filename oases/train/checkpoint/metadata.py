@@ -24,7 +24,7 @@ _KINDS = {"step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict
 
 
 @dataclass(frozen=True)
-class Record:
+class Metadata:
     """Where a run stood when it was saved.
 
     step: steps done, which is also the learning rate's position. updates: those of them that changed the weights;
@@ -52,7 +52,7 @@ class Record:
         write_synced(folder / RECORD, json.dumps(dataclasses.asdict(self), indent=1))
 
     @classmethod
-    def read(cls, folder: str | Path) -> Record:
+    def read(cls, folder: str | Path) -> Metadata:
         """The record of a checkpoint. UsageError where there is none, it cannot be read, or is of a newer format."""
         if not is_checkpoint(folder):
             raise UsageError(f"{str(folder)!r} is no checkpoint folder; give one that --checkpoint wrote")
@@ -84,7 +84,7 @@ class Record:
                     "give the sizes of the model that was saved"
                 )
 
-    def other_data(self, data: dict[str, Any]) -> str:
+    def data_differences(self, data: dict[str, Any]) -> str:
         """How the batches to come differ from those of the run that was saved, in words; empty if they do not."""
         return ", ".join(
             f"{name} {self.data[name]} there and {value} here"

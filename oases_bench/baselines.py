@@ -25,7 +25,7 @@ from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.models.gpt import GPTConfig
 
-PEERS = ("torch", "megatron", "domino")
+BASELINES = ("torch", "megatron", "domino")
 
 _PACKAGES = {"torch": "torch", "megatron": "megatron-core", "domino": "deepspeed"}
 
@@ -33,21 +33,25 @@ MakeLinear = Callable[[int, int], nn.Module]
 """(input features, output features), both of the whole weight -> a linear layer."""
 
 
-def parse_peers(text: str, batch: int = 2, recompute: str = "none") -> tuple[str, ...]:
+def parse_baselines(text: str, batch: int = 2, recompute: str = "none") -> tuple[str, ...]:
     """The names in `text`: names joined by commas, none, or all: those that can run such a batch and recomputation.
 
     UsageError for one that is unknown.
     """
     if text in ("all", "none"):
-        return tuple(name for name in PEERS if why_not(name, batch, recompute) is None) if text == "all" else ()
+        return (
+            tuple(name for name in BASELINES if unsupported_reason(name, batch, recompute) is None)
+            if text == "all"
+            else ()
+        )
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
-        if name not in PEERS:
-            raise UsageError(f"unknown peer {name!r}; known are {', '.join(PEERS)}, or say all or none")
+        if name not in BASELINES:
+            raise UsageError(f"unknown peer {name!r}; known are {', '.join(BASELINES)}, or say all or none")
     return names
 
 
-def require_peer(name: str, batch: int, recompute: str = "none") -> None:
+def require_baseline(name: str, batch: int, recompute: str = "none") -> None:
     """Raise UsageError unless the peer is installed here and can run such a batch with such recomputation."""
     try:
         distribution(_PACKAGES[name])
@@ -56,12 +60,12 @@ def require_peer(name: str, batch: int, recompute: str = "none") -> None:
             f"the peer {name!r} needs {_PACKAGES[name]}, which is not installed; "
             "pip install -r requirements-peers.txt, or leave it out of --peers"
         ) from None
-    reason = why_not(name, batch, recompute)
+    reason = unsupported_reason(name, batch, recompute)
     if reason is not None:
         raise UsageError(f"the peer {name!r} {reason}, or leave it out of --peers")
 
 
-def why_not(name: str, batch: int, recompute: str) -> str | None:
+def unsupported_reason(name: str, batch: int, recompute: str) -> str | None:
     """Why a peer cannot run such a batch with such recomputation, and the remedy; None if it can."""
     if name == "domino" and recompute != "none":
         return (
@@ -73,7 +77,7 @@ def why_not(name: str, batch: int, recompute: str) -> str | None:
     return None
 
 
-def make_peer(
+def make_baseline(
     name: str,
     config: GPTConfig,
     blocks: Sequence[nn.Module],
@@ -83,10 +87,10 @@ def make_peer(
     """The peer `name` on this rank of `group`, with copies of the shards that `blocks` hold.
 
     blocks: what `transformer_blocks(config, group)` returns. recompute: "none", or "full" to compute each layer
-    again in the backward pass, its forward all-reduces included. UsageError as `require_peer`, which knows the
+    again in the backward pass, its forward all-reduces included. UsageError as `require_baseline`, which knows the
     batch.
     """
-    require_peer(name, batch=2, recompute=recompute)
+    require_baseline(name, batch=2, recompute=recompute)
     make = {"torch": _torch, "megatron": _megatron, "domino": _domino}[name]
     with torch.device(next(blocks[0].parameters()).device):
         peer, parts = make(config, group, recompute == "full")
@@ -173,7 +177,7 @@ def _megatron(config: GPTConfig, group: ProcessGroup, recompute: bool) -> _Made:
     # Its advice on the order of CUDA kernels, given on the CPU too.
     warnings.filterwarnings("ignore", message="When using async grad allreduce")
     given: dict[str, Any] = {
-        # "CPU initialization" leaves the device to torch's default one, which make_peer has set.
+        # "CPU initialization" leaves the device to torch's default one, which make_baseline has set.
         "config": ModelParallelConfig(
             tensor_model_parallel_size=group.size(), use_cpu_initialization=True, perform_initialization=False
         ),

@@ -15,11 +15,11 @@ from oases.execution.group import ProcessGroup, group_rank
 from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import make_placement, owner_only
 from oases.moe.traces import Recorder, replay
-from oases.train.checkpoint.agreement import gathered
+from oases.train.checkpoint.coordination import all_gather_objects
 
 
 @dataclass(frozen=True)
-class StepBalance:
+class StepLoadBalance:
     """Of one step.
 
     balance_before, balance_after: standard deviation of the ranks' loads without copies and as they were computed,
@@ -40,7 +40,7 @@ class StepBalance:
         return words + (f", {self.dropped} dropped" if self.dropped else "")
 
 
-class Balance:
+class LoadBalance:
     """Follows the layers of a model through its steps: `note` after every forward pass, `step` after the step.
 
     group: all ranks of the run. stages: those of its pipeline; each has some of the layers. trace: file to record
@@ -53,13 +53,13 @@ class Balance:
         self._trace = Path(trace) if trace is not None and group_rank(group) == 0 else None
         if self._trace is not None:
             _begin(self._trace, steps_done)
-        self._noted: dict[int, list[StepBalance]] = {}
+        self._noted: dict[int, list[StepLoadBalance]] = {}
         self._counts: dict[int, Any] = {}
-        self.last: StepBalance | None = None
+        self.last: StepLoadBalance | None = None
         """Of the last step."""
-        self.history: list[StepBalance] = []
+        self.history: list[StepLoadBalance] = []
 
-    def note(self, layers: Mapping[int, OverlappedMoE]) -> None:
+    def record_layers(self, layers: Mapping[int, OverlappedMoE]) -> None:
         """A micro-batch went forward through these layers, by their numbers."""
         for number, layer in layers.items():
             done, saved = layer.last, 0.0
@@ -71,10 +71,10 @@ class Balance:
                 now = make_placement(placed.method, done.counts, layer.costs, (placed.routes, placed.copies))
                 saved = plain.predicted_seconds - now.predicted_seconds
             copies = sum(map(len, placed.copies))
-            found = StepBalance(done.balance_degree_at_home, done.balance_degree, copies, done.dropped, saved)
+            found = StepLoadBalance(done.balance_degree_at_home, done.balance_degree, copies, done.dropped, saved)
             self._noted.setdefault(number, []).append(found)
 
-    def forget(self) -> None:
+    def discard_step(self) -> None:
         """The step has failed."""
         self._noted, self._counts = {}, {}
 
@@ -82,18 +82,18 @@ class Balance:
         """The step, counted from 0, is done; its loads go into the trace. All ranks call it."""
         noted, counts = self._noted, self._counts
         if self._stages > 1:
-            for others, loads in gathered((noted, counts), self._group):
+            for others, loads in all_gather_objects((noted, counts), self._group):
                 noted, counts = noted | others, counts | loads
         rows = [_over_layers(rows) for rows in zip(*(noted[layer] for layer in sorted(noted)), strict=True)]
         before, after, copies, dropped, saved = (list(column) for column in zip(*map(astuple, rows), strict=True))
         mean = statistics.mean
-        self.last = StepBalance(mean(before), mean(after), mean(copies), sum(dropped), sum(saved))
+        self.last = StepLoadBalance(mean(before), mean(after), mean(copies), sum(dropped), sum(saved))
         self.history.append(self.last)
         if self._trace is not None:
             with Recorder(self._trace, append=True) as recorder:
                 for layer in sorted(counts):
                     recorder.write(number, layer, counts[layer])
-        self.forget()
+        self.discard_step()
 
     def summary(self) -> dict[str, float]:
         """Means over the steps that were done here; rb: what the balance degrees were divided by."""
@@ -101,19 +101,21 @@ class Balance:
             return {}
         found = {
             item.name: statistics.mean(getattr(row, item.name) for row in self.history)
-            for item in fields(StepBalance)
+            for item in fields(StepLoadBalance)
         }
         before, after = found["balance_before"], found["balance_after"]
         return found | {"rb": before / after if after else 1.0 if not before else float(np.inf)}
 
 
-def _over_layers(rows: Sequence[StepBalance]) -> StepBalance:
+def _over_layers(rows: Sequence[StepLoadBalance]) -> StepLoadBalance:
     """Of a micro-batch, from those of its layers."""
     before, after, copies, dropped, saved = zip(*map(astuple, rows), strict=True)
-    return StepBalance(statistics.mean(before), statistics.mean(after), float(sum(copies)), sum(dropped), sum(saved))
+    return StepLoadBalance(
+        statistics.mean(before), statistics.mean(after), float(sum(copies)), sum(dropped), sum(saved)
+    )
 
 
-def require_new(trace: str, *, new: bool) -> None:
+def require_new_trace(trace: str, *, new: bool) -> None:
     """Raise UsageError unless loads may be recorded in this file. new: by a run that goes on from no other."""
     path = Path(trace)
     if path.is_dir():

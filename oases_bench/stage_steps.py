@@ -31,8 +31,8 @@ from oases.simulator.links import LinkModel
 from oases.simulator.timeline import Timeline
 from oases.terminal import percent, table
 from oases.train.config import option
-from oases_bench.harness import BenchConfig, Result, gathered, milliseconds, off, timed_step, times
-from oases_bench.timed import TimedBlock, TimedSeconds
+from oases_bench.harness import BenchConfig, Result, gather_objects, milliseconds, signed_percent, timed_step, times
+from oases_bench.timed_block import BlockSeconds, TimedBlock
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def timed_block(hardware: Hardware, model: ModelShape, number: int, group: Proce
     """The block of this number, cut over the group, that waits as long as the emulated device would compute."""
     kind, tp = model.kind_of(number), group_size(group)
 
-    def seconds(samples: float) -> TimedSeconds:
+    def seconds(samples: float) -> BlockSeconds:
         times = hardware.block_times(model, kind, tp, samples)
-        return TimedSeconds(**{item.name: getattr(times, item.name) for item in fields(TimedSeconds)})
+        return BlockSeconds(**{item.name: getattr(times, item.name) for item in fields(BlockSeconds)})
 
     return TimedBlock(seconds, num_parameters=model.block_parameters(kind, tp))
 
@@ -127,7 +127,7 @@ class StageSteps(ABC):
     def row(self, peak: int, found: Timeline) -> Result:
         """What is said of it, the same on every rank. found: a step as it is predicted."""
         idle = 1 - statistics.median(busy / all_ for busy, all_ in zip(self.busy, self.seconds, strict=True))
-        everyone = gathered((self.mesh.stage, statistics.median(self.seconds), idle, peak))
+        everyone = gather_objects((self.mesh.stage, statistics.median(self.seconds), idle, peak))
         stages, total = range(self.stages), found.total_seconds
         step = max(seconds for _, seconds, _, _ in everyone)
         return {
@@ -187,7 +187,7 @@ def stages_table(result: Result, first: str) -> Any:
     for name, row in (*result["schedules"].items(), *result["peers"].items()):
         predictions = ("-", "-")
         if "predicted_seconds" in row:
-            predictions = (milliseconds(row["predicted_seconds"]), off(row["prediction_error"]))
+            predictions = (milliseconds(row["predicted_seconds"]), signed_percent(row["prediction_error"]))
         rows.append(
             (
                 name, milliseconds(row["step_seconds"]), *predictions, times(row.get("speedup")),

@@ -22,7 +22,7 @@ _READ = 4096
 
 
 @dataclass(frozen=True)
-class TimedSeconds:
+class BlockSeconds:
     """What the parts of a block take, in seconds.
 
     forward and combine: one run, so that recomputation takes them again. backward: down to the input's gradient, that
@@ -56,7 +56,7 @@ class TimedBlock(nn.Module):
 
     def __init__(
         self,
-        seconds: Callable[[float], TimedSeconds],
+        seconds: Callable[[float], BlockSeconds],
         *,
         num_parameters: int = 1,
         value: float = 0.01,
@@ -84,7 +84,7 @@ class TimedBlock(nn.Module):
         sleep_until(start + self._seconds(x).combine)
         return out
 
-    def _seconds(self, x: Tensor) -> TimedSeconds:
+    def _seconds(self, x: Tensor) -> BlockSeconds:
         return self.seconds(x.shape[0] if self.tokens is None else x.shape[0] * x.shape[1] / self.tokens)
 
 
@@ -98,7 +98,7 @@ def sleep_until(end: float) -> None:
 class _Timed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, seconds: TimedSeconds, deferred: DeferredGradients | None
+        ctx: Any, x: Tensor, weight: Tensor, seconds: BlockSeconds, deferred: DeferredGradients | None
     ) -> Tensor:
         start = time.perf_counter()
         gain = weight[:_READ].mean()

@@ -9,15 +9,17 @@ from typing import Any
 import oases.train.checkpoint.retention as retention
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank
-from oases.train.checkpoint.agreement import gathered
-from oases.train.checkpoint.integrity import fault_of
-from oases.train.checkpoint.record import Record, is_checkpoint
+from oases.train.checkpoint.coordination import all_gather_objects
+from oases.train.checkpoint.integrity import find_fault
+from oases.train.checkpoint.metadata import Metadata, is_checkpoint
 
 AUTO = "auto"
 """As what to resume: the newest checkpoint of the run's own folder, or the start."""
 
 
-def first_checkpoint(own: str | None, resume: str | None, goes_on: bool, group: ProcessGroup | None) -> Path | None:
+def starting_checkpoint(
+    own: str | None, resume: str | None, resumes_newest: bool, group: ProcessGroup | None
+) -> Path | None:
     """The checkpoint that a run begins with, the same on all ranks, which call it together; None: from the start.
 
     own: the folder that the run writes to. resume: what it was given. A run that goes on, because a launcher has
@@ -30,18 +32,18 @@ def first_checkpoint(own: str | None, resume: str | None, goes_on: bool, group: 
     if own is not None:
         if group_rank(group) == 0:
             retention.tidy(own)
-        if goes_on:
+        if resumes_newest:
             found = _newest(own, group)
     if found is None and resume is not None and resume != AUTO:
         found = _whole(Path(resume), group)
     if own is not None:
-        _require_latest(own, 0 if found is None else Record.read(found).step, group)
+        _require_latest(own, 0 if found is None else Metadata.read(found).step, group)
     return found
 
 
-def require_resumable(own: str | None, resume: str | None, goes_on: bool, sizes: dict[str, Any]) -> None:
+def require_resumable(own: str | None, resume: str | None, resumes_newest: bool, sizes: dict[str, Any]) -> None:
     """What can be said before any rank starts: UsageError unless there is something of these sizes to begin with."""
-    if goes_on:
+    if resumes_newest:
         for path in retention.checkpoints(own or "")[:1]:
             _fits(path, sizes)
     if resume is None or resume == AUTO:
@@ -50,7 +52,7 @@ def require_resumable(own: str | None, resume: str | None, goes_on: bool, sizes:
     if not is_checkpoint(path):
         inside = retention.checkpoints(path)
         if not inside:
-            Record.read(path)  # says that it is none
+            Metadata.read(path)  # says that it is none
         path = inside[0]
     _fits(path, sizes)
 
@@ -58,17 +60,17 @@ def require_resumable(own: str | None, resume: str | None, goes_on: bool, sizes:
 def _fits(path: Path, sizes: dict[str, Any]) -> None:
     # One that has lost its record is broken, which the ranks will find and tell.
     if is_checkpoint(path):
-        Record.read(path).require_sizes(sizes, path)
+        Metadata.read(path).require_sizes(sizes, path)
 
 
 def _whole(given: Path, group: ProcessGroup | None) -> Path:
     if is_checkpoint(given):
-        fault = fault_of(given, group)
+        fault = find_fault(given, group)
         if fault:
             raise UsageError(f"checkpoint {str(given)!r} is broken: {fault}; take another")
         return given
     if not retention.checkpoints(given):
-        Record.read(given)  # says that it is none
+        Metadata.read(given)  # says that it is none
     found = _newest(given, group)
     if found is None:
         raise UsageError(f"resume {str(given)!r} holds no whole checkpoint; give another folder")
@@ -77,11 +79,11 @@ def _whole(given: Path, group: ProcessGroup | None) -> Path:
 
 def _newest(folder: str | Path, group: ProcessGroup | None) -> Path | None:
     """The newest good checkpoint in a folder."""
-    candidates = gathered([str(path) for path in retention.checkpoints(folder)], group)[0]
+    candidates = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, candidates):
-        fault = fault_of(path, group)
+        fault = find_fault(path, group)
         if not fault:
-            Record.read(path)  # a newer format is no fault of the files, and skipping it would lose steps
+            Metadata.read(path)  # a newer format is no fault of the files, and skipping it would lose steps
             return path
         if group_rank(group) == 0:
             warnings.warn(f"checkpoint {str(path)!r} is broken and skipped: {fault}", stacklevel=2)
@@ -89,16 +91,16 @@ def _newest(folder: str | Path, group: ProcessGroup | None) -> Path | None:
 
 
 def _require_latest(folder: str | Path, step: int, group: ProcessGroup | None) -> None:
-    later = gathered([str(path) for path in retention.checkpoints(folder)], group)[0]
+    later = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, later):
         if retention.step_of(path) <= step:
             break
-        if not fault_of(path, group):
+        if not find_fault(path, group):
             raise UsageError(
                 f"checkpoint {str(folder)!r} holds {path.name}, which is later than the step {step} that this run "
                 "begins with; give --resume auto to go on from the newest, or a new folder"
             )
-        gathered(None, group)  # nobody moves it before everybody has looked
+        all_gather_objects(None, group)  # nobody moves it before everybody has looked
         if group_rank(group) == 0:
             moved = retention.set_aside(path)
             warnings.warn(f"broken checkpoint {str(path)!r} is now {moved.name!r}", stacklevel=2)

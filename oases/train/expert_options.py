@@ -12,9 +12,9 @@ from oases.moe.router import GATES
 from oases.plans.shape import Experts
 from oases.schedule import format_schedule, read_schedule
 from oases.schedule.experts import EXPERT_SCHEDULES
-from oases.train.sizes import ModelOptions, option, require_known
+from oases.train.model_options import ModelOptions, option, require_known
 
-BY_PLACEMENT = "auto"
+AUTO_SCHEDULE = "auto"
 """As a schedule of experts: the one that fits the placement."""
 _NOT_WITH_EXPERTS: dict[str, Any] = {"sequence_parallel": False, "schedule": "oases", "wire_dtype": "none"}
 """Options that a mixture of experts must leave as they are."""
@@ -40,7 +40,7 @@ class ExpertOptions(ModelOptions):
     placement: str = option("prophet", f"how busy experts are copied to other ranks: {', '.join(METHODS)}")
     expert_memory: int = option(-1, "bytes that copies of one layer's experts may take on a rank; -1 = any number")
     expert_schedule: str = option(
-        BY_PLACEMENT,
+        AUTO_SCHEDULE,
         f"of what experts send: {', '.join(EXPERT_SCHEDULES)}, or a text's path; auto = block_wise, or plain where "
         "placement is none",
     )
@@ -49,7 +49,7 @@ class ExpertOptions(ModelOptions):
     )
 
     @property
-    def further_sizes(self) -> dict[str, Any]:
+    def expert_sizes(self) -> dict[str, Any]:
         """What a model with experts must be built with, beside other sizes."""
         if not self.experts:
             return {}
@@ -64,30 +64,30 @@ class ExpertOptions(ModelOptions):
         return self.expert_hidden or 4 * self.hidden
 
     @property
-    def generated(self) -> str:
+    def expert_schedule_name(self) -> str:
         """The schedule of experts by its name."""
-        if self.expert_schedule != BY_PLACEMENT:
+        if self.expert_schedule != AUTO_SCHEDULE:
             return self.expert_schedule
         return "plain" if self.placement == "none" else "block_wise"
 
     @property
-    def planned_experts(self) -> Experts | None:
+    def plan_experts(self) -> Experts | None:
         """What a plan says of them; None without experts. UsageError, naming the field, for what cannot be."""
         if not self.experts:
             return None
-        values, name = {item.name: getattr(self, item.name) for item in fields(Experts)}, self.generated
+        values, name = {item.name: getattr(self, item.name) for item in fields(Experts)}, self.expert_schedule_name
         text = name if name in EXPERT_SCHEDULES else format_schedule(read_schedule(name, "experts"))
         return Experts(**values | {"expert_schedule": text})
 
     @property
-    def flops_beside(self) -> float:
+    def extra_flops_per_token(self) -> float:
         """Floating-point operations a token that experts add to the step of a GPT with perceptrons of 4 x hidden."""
         if not self.experts:
             return 0.0
         used = 2 * self.hidden * (self.top_k * self.intermediate + self.shared_hidden) + self.experts * self.hidden
         return 6.0 * self.layers * (used - 8 * self.hidden**2)
 
-    def mixture(self, seed: int) -> MoEGPTConfig:
+    def moe_gpt(self, seed: int) -> MoEGPTConfig:
         """The built-in GPT of these sizes with experts."""
         return MoEGPTConfig(
             vocabulary=self.rows, hidden=self.hidden, layers=self.layers, heads=self.heads, sequence=self.sequence,
@@ -103,8 +103,8 @@ class ExpertOptions(ModelOptions):
             self._require_none()
             return
         require_known(self, {"gate": GATES, "placement": METHODS})
-        require_known(self, {"expert_schedule": (BY_PLACEMENT, *EXPERT_SCHEDULES)}, or_file=True)
-        assert self.planned_experts is not None  # or it says what cannot be
+        require_known(self, {"expert_schedule": (AUTO_SCHEDULE, *EXPERT_SCHEDULES)}, or_file=True)
+        assert self.plan_experts is not None  # or it says what cannot be
         for name, usual in _NOT_WITH_EXPERTS.items():
             if getattr(self, name, usual) != usual:
                 raise UsageError(

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from oases.cli.options import (
     add_options,
     add_ranks,
-    behind_link,
     command,
-    configured,
-    rank_options,
+    config_from,
+    enter_link,
+    is_first_rank,
+    make_rank_options,
+    prepare_ranks,
     require_writable,
-    speaks,
     values,
     write_json,
 )
@@ -74,13 +75,14 @@ def add(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
+    prepare_ranks(options, "oases.cli.demo")
     from oases.cli import demo
     from oases.launch.ranks import run_ranks
     from oases.terminal import console
     from oases.train.config import TrainConfig
     from oases.train.plan import Run
 
-    config = configured(TrainConfig, options)
+    config = config_from(TrainConfig, options)
     runs = [Run.of(dataclasses.replace(config, schedule=name), options.tp) for name in demo.SCHEDULES]
     corpus = runs[0].corpus()
     if options.tp < 2:
@@ -90,14 +92,14 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
         raise UsageError(f"--out {options.out!r} is no folder")
     for name in ("oases-report.html", "oases-trace.json"):
         require_writable("--out", str(folder / name))
-    link = behind_link(options, given, or_simulate=True)
+    link = enter_link(options, given, or_simulate=True)
     console.print(
         f"A GPT of {config.layers} layers, width {config.hidden}, on {corpus.described()}\n"
         f"{options.tp} ranks {link}; every step once per "
         "schedule: " + ", ".join(demo.SCHEDULES), soft_wrap=True,
     )  # fmt: skip
-    result = run_ranks(demo.run_demo, (config,), rank_options(options, config.device))
-    if not speaks():
+    result = run_ranks(demo.run_demo, (config,), make_rank_options(options, config.device))
+    if not is_first_rank():
         return
     demo.show(result, link, folder)
     result.pop("timelines")
@@ -111,11 +113,12 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     if options.write_config:
         _write_config(options)
         return
+    prepare_ranks(options, "oases.train.trainer")
     run = _what_to_train(options)
     config, plan = run.config, run.plan
     corpus = run.corpus()
-    ranks = _restarting(options, rank_options(options, config.device, plan.world))
-    if ranks.backend.alone and not (config.checkpoint is config.resume is None):
+    ranks = _restarting(options, make_rank_options(options, config.device, plan.world))
+    if ranks.backend.single_process and not (config.checkpoint is config.resume is None):
         raise UsageError(
             "checkpoints need all ranks, and this backend has one process stand for them; leave out --checkpoint "
             "and --resume, or use gloo or nccl"
@@ -124,15 +127,15 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     if config.plan is not None or not (one_group or config.experts):
         asked = str(config.degrees) if config.plan is None else f"the plan {config.plan!r}"
         ranks = dataclasses.replace(ranks, asked=asked)
-        if ranks.backend.alone and plan.world > 1:
+        if ranks.backend.single_process and plan.world > 1:
             raise UsageError(
                 "a plan needs its ranks, and this backend has one process stand for all; use gloo or nccl"
             )
-    link = behind_link(options, given, ranks=plan.world)
+    link = enter_link(options, given, ranks=plan.world)
     console.print(plan.text(), soft_wrap=True)
     console.print(f"{corpus.described()}; {plan.world} ranks {link}", soft_wrap=True)
     result = run_ranks(_train_on_rank, (run, options.timeout), ranks)
-    if speaks():
+    if is_first_rank():
         _show(result, config)
         write_json(options.json, result)
 
@@ -233,7 +236,7 @@ def _values_of(options: argparse.Namespace) -> dict[str, Any]:
     """What the file and the options give, options before the file."""
     from oases.train.config import TrainConfig
     from oases.train.config_file import read_values
-    from oases.train.sizes import Degrees
+    from oases.train.model_options import Degrees
 
     known = dataclasses.fields(TrainConfig)
     in_file = {} if options.config is None else read_values(options.config, known)
@@ -250,12 +253,12 @@ def _values_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def _write_config(options: argparse.Namespace) -> None:
     from oases.train.config import TrainConfig
-    from oases.train.config_file import written
+    from oases.train.config_file import config_text
 
     found = _values_of(options)
     if found.get("plan") is None:
         TrainConfig(**found)  # says what cannot be
-    print(written(found, dataclasses.fields(TrainConfig)), end="")
+    print(config_text(found, dataclasses.fields(TrainConfig)), end="")
 
 
 def _what_to_train(options: argparse.Namespace) -> Run:
@@ -264,7 +267,7 @@ def _what_to_train(options: argparse.Namespace) -> Run:
 
     from oases.launch.ranks import under_torchrun
     from oases.train.config import TrainConfig, values_for
-    from oases.train.plan import Run, degrees_over, ranks_of, read_plan
+    from oases.train.plan import Run, num_ranks, read_plan, resolve_degrees
 
     found = _values_of(options)
     if found.get("plan") is not None:
@@ -274,5 +277,5 @@ def _what_to_train(options: argparse.Namespace) -> Run:
         return Run(TrainConfig(**values_for(plan, found)), plan)
     config = TrainConfig(**found)
     launched = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-    ranks = ranks_of(config, launched, one_replica=options.dp == 1)
-    return Run.of(dataclasses.replace(config, degrees=degrees_over(config, ranks)), ranks)
+    ranks = num_ranks(config, launched, one_replica=options.dp == 1)
+    return Run.of(dataclasses.replace(config, degrees=resolve_degrees(config, ranks)), ranks)
