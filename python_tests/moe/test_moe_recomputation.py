@@ -25,8 +25,8 @@ def check_checkpoint(experts, tokens, reentrant, together, biased):
     for one, other in zip(found, expected, strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, **EXACT)
-    assert plain._steps.number == saved._steps.number == 12
-    assert plain._steps._planner.changes == saved._steps._planner.changes >= 1
+    assert plain._placement_state.number == saved._placement_state.number == 12
+    assert plain._placement_state._planner.changes == saved._placement_state._planner.changes >= 1
     assert moved
     if biased:
         assert torch.equal(plain.router.bias, saved.router.bias)
