@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: other te
 import torch
 from at_hand import RanksAtHand
 
+import oases.terminal
 from oases.testing import PRELOADED, RankPool
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -15,6 +16,9 @@ PRELOADED += [
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "torch.export._trace",
     "torch._export.non_strict_utils", "oases.autotp.parallelization", "oases.train.trainer",
 ]  # fmt: skip
+
+
+oases.terminal._FIRST_LINE_SECONDS = 1e6  # no lines of progress on stderr, which depend on time
 
 
 @pytest.fixture(autouse=True)
