@@ -8,7 +8,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.py csrc/svm/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-slow test-cpp test-gpu bench-gpu cuda-check lint format bench build clean sanitize
+.PHONY: demo test test-python test-slow test-cpp test-gpu bench-gpu cuda-check lint format bench build clean sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -67,6 +67,15 @@ sanitize: build
 $(VENV)/linters: requirements-lint.txt $(VENV)/built
 	$(PY) -m pip install --quiet -r requirements-lint.txt
 	@touch $@
+
+$(VENV)/docs: requirements-docs.txt $(VENV)/built
+	$(PY) -m pip install --quiet -r requirements-docs.txt
+	@touch $@
+
+# A broken link inside docs/, or a docstring that cannot be rendered, is an error. `make test` runs the code blocks.
+docs: $(VENV)/docs
+	$(PY) -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 lint: $(VENV)/linters
 	$(PY) -m ruff check .

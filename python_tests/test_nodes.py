@@ -181,7 +181,7 @@ def test_nothing_is_left(when, how, tmp_path):
     ready, mark, links = tmp_path / "ready", uuid.uuid4().hex, sorted(os.listdir("/sys/class/net"))
     run = start(f"test_ranks.tells_when_training, ({str(ready)!r},)", MARK=mark)
     while not (
-        ready.exists() or (when == "starting" and any("spawn_main" in command for command in with_mark(mark)))
+        ready.exists() or (when == "starting" and any("forkserver" in command for command in with_mark(mark)))
     ):
         assert run.poll() is None, run.communicate()
         time.sleep(0.1)

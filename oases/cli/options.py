@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from oases import testbed
 from oases.errors import UsageError, make_folder
+from oases.launch import fork_server
 from oases.testbed import Backend
 
 
@@ -172,6 +173,13 @@ def _check_nodes(options: argparse.Namespace, ranks: int) -> None:
         raise UsageError(
             f"--nodes {nodes} joins ranks by gloo, got --backend {options.backend}; leave out one of the two"
         )
+
+
+def prepare_ranks(options: argparse.Namespace, *modules: str) -> None:
+    """Start importing, beside this process, what the ranks that it will start need."""
+    replaced = options.link is not None and not testbed.inside(options.link, options.nodes)
+    if not replaced and "WORLD_SIZE" not in os.environ:
+        fork_server.start(modules)
 
 
 def make_rank_options(options: argparse.Namespace, device: str, ranks: int | None = None) -> Any:

@@ -16,6 +16,7 @@ from oases.cli.options import (
     enter_link,
     is_first_rank,
     make_rank_options,
+    prepare_ranks,
     require_writable,
     values,
     write_json,
@@ -73,6 +74,7 @@ def add(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
+    prepare_ranks(options, "oases.cli.demo")
     from oases.cli import demo
     from oases.launch.ranks import run_ranks
     from oases.terminal import console
@@ -108,6 +110,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     if options.write_config:
         _write_config(options)
         return
+    prepare_ranks(options, "oases.train.trainer")
     run = _what_to_train(options)
     config, plan = run.config, run.plan
     corpus = run.corpus()

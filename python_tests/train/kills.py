@@ -62,17 +62,24 @@ def losses_of(log):
     return [(line["step"], line["loss"]) for line in lines_of(log)]
 
 
-def ranks_of(parent):
-    """The processes that run ranks, in rank order."""
-    found = []
-    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        try:
-            words = Path(f"/proc/{child}/cmdline").read_text()
-        except FileNotFoundError:
-            continue
-        if "spawn_main" in words:
-            found.append(int(child))
-    return sorted(found)
+def ranks_of(launcher):
+    """The processes that run ranks, which the launcher's fork server has forked, in rank order."""
+    servers = [child for child in children_of(launcher) if "forkserver" in words_of(child)]
+    return sorted(rank for server in servers for rank in children_of(server))
+
+
+def children_of(parent):
+    try:
+        return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    except OSError:
+        return []  # it has ended meanwhile
+
+
+def words_of(process):
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def wait_until(condition, run, seconds=300):
