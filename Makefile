@@ -20,7 +20,7 @@ test-python: build $(VENV)/tests
 	$(PY) -m pytest -n 2 --dist loadfile
 
 # The cases that take long, of which `make test` runs some.
-test-slow: build $(VENV)/tests
+test-slow: build $(VENV)/tests $(VENV)/slow
 	$(PY) -m pytest -n 2 --dist loadfile -m slow
 
 # On a machine with a GPU and a CUDA torch.
@@ -66,6 +66,10 @@ sanitize: build
 
 $(VENV)/linters: requirements-lint.txt $(VENV)/built
 	$(PY) -m pip install --quiet -r requirements-lint.txt
+	@touch $@
+
+$(VENV)/slow: requirements-slow.txt $(VENV)/installed
+	$(PY) -m pip install --quiet -r requirements-slow.txt
 	@touch $@
 
 $(VENV)/docs: requirements-docs.txt $(VENV)/built

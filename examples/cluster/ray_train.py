@@ -1,11 +1,12 @@
 """Fine-tune a model of transformers by Ray Train: python examples/cluster/ray_train.py [--workers N] [--gpus]."""
 
 import argparse
+import tempfile
 from typing import Any
 
 import ray.train
 import torch
-from ray.train import ScalingConfig
+from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,15 +22,19 @@ def train(options: dict[str, Any]) -> None:
     oases.parallelize(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     windows = torch.arange(4096, device=device).remainder(256).unfold(0, 64, 16)
-    for step in range(options["steps"]):
+    for _ in range(options["steps"]):
         batch = windows[torch.randint(len(windows), (8,))]
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         oases.clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        ray.train.report({"step": step, "loss": loss.item()})
-    if ray.train.get_context().get_world_rank() == 0:
+    first = ray.train.get_context().get_world_rank() == 0
+    with tempfile.TemporaryDirectory() as folder:  # all workers take part; the first one writes the whole model
+        oases.save_pretrained(model, folder)
+        checkpoint = Checkpoint.from_directory(folder) if first else None
+        ray.train.report({"loss": loss.item()}, checkpoint=checkpoint)
+    if first:
         print(oases.report())
 
 
@@ -38,7 +43,12 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="tensor-parallel ranks (default: 2)")
     parser.add_argument("--gpus", action="store_true", help="one GPU per worker")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="optimizer steps (default: 10)")
+    parser.add_argument("--storage", metavar="DIR", help="folder that all nodes see (default: ~/ray_results)")
     given = parser.parse_args()
-    scaling = ScalingConfig(num_workers=given.workers, use_gpu=given.gpus)
-    result = TorchTrainer(train, train_loop_config={"steps": given.steps}, scaling_config=scaling).fit()
-    print(f"final loss {result.metrics['loss']:.3f}")
+    result = TorchTrainer(
+        train,
+        train_loop_config={"steps": given.steps},
+        scaling_config=ScalingConfig(num_workers=given.workers, use_gpu=given.gpus),
+        run_config=RunConfig(storage_path=given.storage),
+    ).fit()
+    print(f"loss {result.metrics['loss']:.3f}; the model is in {result.checkpoint.path}")
