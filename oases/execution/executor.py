@@ -49,7 +49,7 @@ class Program(ABC):
     """
 
     def __init__(self, schedule: Schedule, label: str, layer_of: Sequence[int] | None = None) -> None:
-        self.schedule, self.label = schedule, label
+        self.schedule, self.label, self._layer_of = schedule, label, layer_of
         lines = schedule.lines
         steps: dict[Op, Step] = {}
         for op in schedule:
@@ -60,6 +60,10 @@ class Program(ABC):
         self.forward = tuple(steps[op] for op in schedule.forward)
         self.backward = tuple(steps[op] for op in schedule.backward)
         self.ends = self.ends_of(self.backward)
+
+    def layer(self, block: int) -> int:
+        """Layer of a block, for statistics."""
+        return block // 2 if self._layer_of is None else self._layer_of[block]
 
     @abstractmethod
     def makes_gradients(self, op: Op) -> Iterable[int]:

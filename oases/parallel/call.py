@@ -125,7 +125,7 @@ class StackCall(ScheduledCall):
             held = [number for number in parameters.replicated if shares[number] is not None]
             if held and not (isinstance(self._scheduler, NullScheduler) and not self._scheduler.allocate_buffers):
                 flat = torch.cat([shares[number].flatten() for number in held])  # type: ignore[union-attr]
-                label = f"replicated gradients of block {block}"
+                label = f"replicated gradients of layer {self._program.layer(block)}"
                 self._pending = (self._scheduler.all_reduce(flat, label), flat, held)
             self._shares, self._whole = shares, whole
             if block == self._blocks.inputs.lowest_reader:  # these sums overlap with the rest of the backward pass
@@ -159,7 +159,7 @@ class StackCall(ScheduledCall):
                 for number in self._cut[block].replicated:
                     gradient = found[number]
                     if gradient is not None:
-                        label = f"replicated gradients of block {block}"
+                        label = f"replicated gradients of layer {self._program.layer(block)}"
                         self._scheduler.wait(self._scheduler.all_reduce(gradient, label))
                 numbers = [number for number, gradient in enumerate(found) if gradient is not None]
                 if numbers:
