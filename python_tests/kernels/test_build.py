@@ -9,7 +9,7 @@ import torch
 
 import oases
 from oases import cli
-from oases.build import build_info, described
+from oases.reporting import build_info, build_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,10 +152,10 @@ def test_a_build_says_what_it_is(capsys):
         cli.main(["--version"])
     assert caught.value.code == 0
     line = capsys.readouterr().out
-    assert line == f"oases {oases.__version__} ({described()})\n"
+    assert line == f"oases {oases.__version__} (torch {torch.__version__})\n"
     kernels = f"{' '.join(info['architectures'])} by nvcc {info['nvcc']}" if info["cuda"] else "none"
-    assert f"torch {torch.__version__}; CUDA kernels: {kernels})" in line
-    assert str(oases.report()).splitlines()[-1] == f"built with {described()}"
+    assert build_text() == f"torch {torch.__version__}; CUDA kernels: {kernels}"
+    assert str(oases.report()).splitlines()[-1] == f"built with {build_text()}"
 
 
 def test_a_torch_without_cuda_needs_one_architecture_to_link(cuda_build, nvcc, monkeypatch):
