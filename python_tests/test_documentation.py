@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import oases
 from benchmarks.overlap import cells, path_of, summary
 from oases.cli import _parser
 
@@ -62,3 +63,23 @@ def test_the_figures_of_readme_are_those_of_the_report():
     found = {cell: json.loads(path_of(cell, OVERLAP).read_text()) for cell in cells(["500mbit", "1gbit", "2gbit"])}
     assert summary(found) in (ROOT / "README.md").read_text()
     assert summary(found) in OVERLAP.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("page", ["design.md", "internals.md"])
+def test_classes_and_files_that_a_page_names_exist(page):
+    source = "\n".join(
+        path.read_text()
+        for folder in ("oases", "oases_svm", "csrc")
+        for path in (ROOT / folder).rglob("*.[phc]*")
+        if path.suffix != ".pyc"
+    )
+    for name in re.findall(r"`([\w./]+)`", (ROOT / "docs" / page).read_text()):
+        found = (ROOT / name).exists() or (ROOT / "oases" / name).exists()
+        if "/" in name or not found:
+            last = name.rpartition(".")[2]
+            assert found or re.search(rf"\b{re.escape(last)}\b", source), f"{page} names {name}, which does not exist"
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    assert set(re.findall(r":: oases\.(\w+)$", page, re.MULTILINE)) == set(oases.__all__) - {"__version__"}
