@@ -9,6 +9,7 @@ import torch
 from at_hand import RanksAtHand
 from script_ranks import ScriptRanks
 
+import oases.terminal
 from oases.launch import fork_server
 from oases.testing import RankPool
 
@@ -17,6 +18,9 @@ fork_server.MODULES += [
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "torch.export._trace",
     "torch._export.non_strict_utils", "oases.autotp.parallelization", "oases.train.trainer",
 ]  # fmt: skip
+
+
+oases.terminal._FIRST_LINE_SECONDS = 1e6  # no lines of progress on stderr, which depend on time
 
 
 @pytest.fixture(autouse=True)
