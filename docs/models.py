@@ -58,7 +58,7 @@ def _cells(layers: LayersReport, model: str, vocabulary: str) -> tuple[str, ...]
     how = {"across layers": f"across layers, `{layers.schedule}`", "inside layers": "inside layers"}
     remarks = [layers.reason] if layers.reason else []
     if layers.experts:
-        remarks.append(f"experts sharded over the ranks: {grouped(layers.experts)}")
+        remarks.append(f"expert-parallel: {grouped(layers.experts)}")
     if 0 < layers.blocks_per_layer < len(layers.row):
         remarks.append(f"{len(layers.row)} row-parallel linears share {layers.blocks_per_layer} all-reduce")
     remarks += [f"`{_short(name)}` is replicated: {why}" for name, why in layers.refused.items()]
