@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_expert_training import CONFIG as EXPERTS
+from plan_runs import EXPERTS
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
@@ -27,13 +27,6 @@ LISTS = {
         generate_experts("blocking", 2),
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)))
-    return str(path)
 
 
 def curve(config):

@@ -33,11 +33,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return kills.write_corpus(tmp_path_factory.mktemp("text") / "text.txt")
-
-
-@pytest.fixture(scope="module")
 def alone(corpus):
     return trainer_of(corpus).train()["losses"]
 
