@@ -215,7 +215,7 @@ def test_neither_command_needs_torch():
         ([*GIVEN, "--degrees", "3"], ["16 samples", "4 ranks", "degrees that the model allows are 1, 2, 4"]),
         ([*GIVEN, "--micro-batches", "-1"], ["--micro-batches"]),
         ([*GIVEN, "--memory", "2MiB"], ["no plan fits", "MiB may be filled", "It would fit with", "MiB per device"]),
-        ([*GIVEN, "--json", "/nowhere/x.json"], ["'/nowhere/x.json'", "folder does not exist"]),
+        ([*GIVEN, "--json", "/dev/null/x.json"], ["'/dev/null'", "a file is in the way"]),
     ],
 )
 def test_mistakes(capsys, command, arguments, parts):
@@ -266,8 +266,8 @@ def test_profiles_that_do_not_do(capsys, profile, tmp_path):
         ([*GIVEN, "--pipeline", "interleaved", "--stages", "2"], ["--stages 2 of 2 parts each", "2 layers"]),
         ([*GIVEN, "--recompute", "3"], ["recomputed_layers", "got 3"]),
         ([*GIVEN, "--pipeline", "nosuch"], ["'nosuch'", "gpipe"]),
-        ([*GIVEN, "--html", "/nowhere/x.html"], ["--html", "folder does not exist"]),
-        ([*GIVEN, "--trace", "/nowhere/x.json"], ["--trace", "folder does not exist"]),
+        ([*GIVEN, "--html", "/dev/null/x.html"], ["--html", "a file is in the way"]),
+        ([*GIVEN, "--trace", "/dev/null/x.json"], ["--trace", "a file is in the way"]),
     ],
 )
 def test_mistakes_of_simulate(capsys, planned, arguments, parts):
@@ -284,7 +284,7 @@ def test_an_empty_value_is_not_the_default(option, capsys):
 
 def test_an_empty_path_or_a_huge_batch_is_refused(capsys):
     assert "hardware profile" in fails(capsys, "profile", "--convert", "", "--json", "profile.json")
-    assert "--sweep '' is no folder" in fails(capsys, "plan", *GIVEN, "--sweep", "")
+    assert "--sweep '' is empty" in fails(capsys, "plan", *GIVEN, "--sweep", "")
     assert "--global-batch must be at most" in fails(capsys, "plan", *GIVEN[:-1], str(10**20))
     assert "do not nest" in fails(capsys, "plan", *GIVEN, "--degrees", "2,3")
 

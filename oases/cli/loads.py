@@ -14,9 +14,7 @@ def add(commands: Any) -> None:
     """Add it to the command line."""
     from oases.train.load_replay import LoadsConfig
 
-    loads = command(
-        commands, "loads", "compare placements of experts over loads that oases train --record-loads wrote"
-    )
+    loads = command(commands, "loads")
     loads.add_argument("trace", help="the file with the loads")
     loads.add_argument("--html", metavar="FILE", help="draw loads, balance, copies and time saved as a page there")
     add_options(loads, LoadsConfig())

@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from oases import testbed
-from oases.errors import UsageError
+from oases.errors import UsageError, make_folder
 from oases.launch import fork_server
 from oases.testbed import Backend
 
@@ -38,11 +38,35 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:
-    """A new command; every one takes --json."""
+class Command(NamedTuple):
+    """A command's module in `oases.cli`, and its help."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "demo": Command("train", "train a GPT over a slow link with synchronous and overlapped collectives, and compare"),
+    "train": Command("train", "train a GPT on text with data, pipeline and tensor parallelism, or by a plan"),
+    "export": Command("train", "export the weights of a checkpoint to one safetensors file"),
+    "bench": Command("bench", "run a benchmark on this machine"),
+    "loads": Command("loads", "compare expert placements on the token loads of oases train --record-loads"),
+    "profile": Command("profile", "measure blocks, links and contention of this machine, for plan and simulate"),
+    "plan": Command("plan", "find the fastest plan that fits in memory: degrees, schedules, recomputation; no GPU"),
+    "simulate": Command("simulate", "predict a training step on a cluster of any size without running it; no GPU"),
+}
+"""Commands in the order of the help."""
+
+
+def command(commands: Any, name: str, description: str | None = None) -> argparse.ArgumentParser:
+    """Add a command, with --json, to subparsers. description: None for one of COMMANDS."""
+    description = COMMANDS[name].help if description is None else description
     parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description + ".")
     parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
     return parser
+
+
+_METAVARS = {int: "N", float: "X"}
 
 
 def add_options(
@@ -66,9 +90,11 @@ def add_options(
             )  # fmt: skip
             continue
         shown = "" if default is None or follows else f" (default: {default})"
+        choices = item.metadata.get("choices") or None
         parser.add_argument(
             f"--{item.name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS if only_given else default,
-            metavar={int: "N", float: "X"}.get(kind, "TEXT"), help=item.metadata["help"] + shown,
+            choices=choices, metavar=None if choices else item.metadata.get("metavar") or _METAVARS.get(kind, "TEXT"),
+            help=item.metadata["help"] + shown,
         )  # fmt: skip
 
 
@@ -174,14 +200,13 @@ def make_rank_options(options: argparse.Namespace, device: str, ranks: int | Non
 
 
 def require_writable(name: str, path: str | None) -> None:
-    """Raise UsageError, before any work is done, unless a file can be written there."""
+    """Create a file's folder if missing. UsageError, before any work is done, unless the file can be written."""
     if path is None:
         return
     target = Path(path)
     if not path or target.is_dir():
         raise UsageError(f"{name} {path!r} is a folder; give the path of a file")
-    if not target.resolve().parent.is_dir():
-        raise UsageError(f"{name} {path!r}: its folder does not exist")
+    make_folder(target.resolve().parent, name)
     if not os.access(target if target.exists() else target.resolve().parent, os.W_OK):
         raise UsageError(f"{name} {path!r} cannot be written: permission denied")
 

@@ -30,7 +30,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         more = " (default: the model's)" if name == "sequence" else ""
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text + more)
     parser.add_argument(
-        "--dtype", metavar="NAME", help=f"of weights and activations: {', '.join(ELEMENT_BYTES)} (default: float32)"
+        "--dtype", choices=tuple(ELEMENT_BYTES), help="dtype of weights and activations (default: float32)"
     )
 
 

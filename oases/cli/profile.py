@@ -128,7 +128,7 @@ def add(commands: Any) -> None:
     """Add it to the command line."""
     from oases.profile.config import ProfileConfig
 
-    profile = command(commands, "profile", "measure blocks, links and contention of this machine for plans")
+    profile = command(commands, "profile")
     add_options(profile, ProfileConfig(), skip=("sub_batches", "recompute"))
     add_ranks(profile, link=None)
     profile.add_argument("--name", metavar="TEXT", help="what the profile calls this hardware")

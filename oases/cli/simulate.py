@@ -52,9 +52,7 @@ _OF_A_PLAN = (
 
 def add(commands: Any) -> None:
     """Add it to the command line."""
-    simulate = command(
-        commands, "simulate", "predict a step on a cluster of any size without running it; no GPU needed"
-    )
+    simulate = command(commands, "simulate")
     add_model(simulate)
     add_cluster(simulate)
     add_limits(simulate)
@@ -101,7 +99,7 @@ def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
         op_lists.simulate_list(options)
         return
     _refuse("these are for a list by itself, with --schedule FILE or of experts", options, ("costs", "blocks"))
-    plan, hardware, predictor = _what(options)
+    plan, predictor, hardware = _plan_to_simulate(options)
     capacity = usable_bytes(hardware, options.memory)
     console.print(title(plan), soft_wrap=True)
     console.print(plan_table(plan, capacity))
@@ -134,8 +132,8 @@ def result_of(plan: Plan, predictor: Predictor, hardware: Hardware, capacity: in
     }
 
 
-def _what(options: argparse.Namespace) -> tuple[Plan, Hardware, Predictor]:
-    """The plan to simulate, with its prediction."""
+def _plan_to_simulate(options: argparse.Namespace) -> tuple[Plan, Predictor, Hardware]:
+    """The plan with its prediction, the predictor and the hardware."""
     by_hand = [name for name in _BY_HAND if getattr(options, name) is not None]
     if options.plan is not None:
         _refuse(f"--plan {options.plan} says it", options, (*_OF_A_PLAN, *_BY_HAND, *_FOR_SEARCH))
@@ -143,17 +141,24 @@ def _what(options: argparse.Namespace) -> tuple[Plan, Hardware, Predictor]:
         hardware, world = cluster_of(options, plan.world)
         if world != plan.world:
             raise UsageError(f"--plan {options.plan} is for {plan.world} devices, the cluster has {world}")
-        predictor = Predictor(hardware)
-        return predictor.with_prediction(plan), hardware, predictor
+        return *_predicted(plan, hardware), hardware
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
     if by_hand:
         _refuse(f"{_option(by_hand[0])} is for a strategy by hand, which is not searched", options, _FOR_SEARCH)
         plan = _by_hand(options, model, hardware, world, batch)
-        predictor = Predictor(hardware)
-        return predictor.with_prediction(plan), hardware, predictor
+        return *_predicted(plan, hardware), hardware
     space = space_of(options)
     plans, predictor = searched(model, hardware, world, batch, options.memory, space)
-    return plans[0], hardware, predictor
+    return plans[0], predictor, hardware
+
+
+def _predicted(plan: Plan, hardware: Hardware) -> tuple[Plan, Predictor]:
+    """The plan with its prediction, and the predictor."""
+    from oases.terminal import working
+
+    predictor = Predictor(hardware)
+    with working("simulating"):
+        return predictor.with_prediction(plan), predictor
 
 
 def _refuse(why: str, options: argparse.Namespace, names: Sequence[str]) -> None:

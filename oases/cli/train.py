@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oases.cli.options import (
@@ -22,7 +21,7 @@ from oases.cli.options import (
     values,
     write_json,
 )
-from oases.errors import UsageError
+from oases.errors import UsageError, make_folder
 
 if TYPE_CHECKING:
     from oases.train.config import TrainConfig
@@ -40,13 +39,13 @@ def add(commands: Any) -> None:
     """Add them to the command line."""
     from oases.train.config import TrainConfig
 
-    demo = command(commands, "demo", "train a GPT over a slow link, synchronous and overlapped, and show why")
+    demo = command(commands, "demo")
     add_options(demo, TrainConfig(steps=40, validation_batches=4), skip=_NOT_OF_DEMO)
     add_ranks(demo, link="1gbit")
     demo.add_argument("--out", default=".", metavar="DIR", help="where report and trace go (default: .)")
     demo.set_defaults(run=_demo)
 
-    train = command(commands, "train", "train a GPT on text over ranks of one, two or three degrees, or by a plan")
+    train = command(commands, "train")
     train.add_argument(
         "--config", metavar="FILE",
         help="YAML with any of the options below by their names, _ for -, and degrees: {data, pipeline, tensor}; or "
@@ -68,7 +67,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     train.set_defaults(run=_train)
 
-    export = command(commands, "export", "write the weights of a checkpoint as one file of safetensors")
+    export = command(commands, "export")
     export.add_argument("checkpoint", help="a checkpoint, or a folder of them for the newest")
     export.add_argument("file", help="the file to write, e.g. model.safetensors")
     export.set_defaults(run=_export)
@@ -87,9 +86,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
     corpus = runs[0].corpus()
     if options.tp < 2:
         raise UsageError(f"--tp {options.tp} communicates nothing, so there is nothing to show; give at least 2")
-    folder = Path(options.out)
-    if not folder.is_dir():
-        raise UsageError(f"--out {options.out!r} is no folder")
+    folder = make_folder(options.out, "--out")
     for name in ("oases-report.html", "oases-trace.json"):
         require_writable("--out", str(folder / name))
     link = enter_link(options, given, or_simulate=True)
@@ -133,7 +130,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
             )
     link = enter_link(options, given, ranks=plan.world)
     console.print(plan.text(), soft_wrap=True)
-    console.print(f"{corpus.described()}; {plan.world} ranks {link}", soft_wrap=True)
+    console.print(f"{corpus.described()}; starting {plan.world} ranks {link}", soft_wrap=True)
     result = run_ranks(_train_on_rank, (run, options.timeout), ranks)
     if is_first_rank():
         _show(result, config)
@@ -151,18 +148,19 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
 
     from oases.launch.ranks import require_agreement
     from oases.parallel.mesh import Mesh
-    from oases.terminal import progress
+    from oases.terminal import progress, working
     from oases.train.config import settings
     from oases.train.trainer import Trainer
 
     config, plan = run.config, run.plan
     written = plan.to_json()
     require_agreement(settings(config) | {"plan": written})
-    mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timedelta(seconds=timeout_seconds))
-    trainer = Trainer(run, process_group=dist.group.WORLD, mesh=mesh)
+    with working("building the model", dist.get_rank() == 0):
+        mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timedelta(seconds=timeout_seconds))
+        trainer = Trainer(run, process_group=dist.group.WORLD, mesh=mesh)
     with progress(
         "training", config.steps, dist.get_rank() == 0,
-        done_before=trainer.steps_done, every=config.print_every, below=True,
+        done_before=trainer.steps_done, every=config.print_every, log=True,
     ) as advance:  # fmt: skip
         result = trainer.train(lambda report: advance(report.step, report.text()))
     return {"config": settings(config) | {"tp": plan.uniform_tp}, "plan": json.loads(written), **result}

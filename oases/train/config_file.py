@@ -64,9 +64,9 @@ def config_text(values: Mapping[str, Any], known: Sequence[Field[Any]]) -> str:
     lines = []
     for item in known:
         value = values.get(item.name, item.default)
-        lines += textwrap.wrap(
-            item.metadata["help"], _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
-        )
+        choices = item.metadata.get("choices")
+        text = item.metadata["help"] + (f"; one of {', '.join(map(str, choices))}" if choices else "")
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
         plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
         shown = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
         shown = shown.removesuffix("...\n").strip()

@@ -1,4 +1,4 @@
-"""A training run's options for experts: sizes, router, placement; and what does not go with them."""
+"""Options for mixture-of-experts models: sizes, router, expert placement; and options that exclude them."""
 
 from __future__ import annotations
 
@@ -15,42 +15,41 @@ from oases.schedule.experts import EXPERT_SCHEDULES
 from oases.train.model_options import ModelOptions, option, require_known
 
 AUTO_SCHEDULE = "auto"
-"""As a schedule of experts: the one that fits the placement."""
+"""Value of `expert_schedule` that selects the schedule by the placement."""
 _NOT_WITH_EXPERTS: dict[str, Any] = {"sequence_parallel": False, "schedule": "oases", "wire_dtype": "none"}
-"""Options that a mixture of experts must leave as they are."""
+"""Options that must keep their defaults in a mixture-of-experts model."""
 
 
 @dataclass(frozen=True)
 class ExpertOptions(ModelOptions):
-    """Sizes of the model, and of experts in the place of its layers' perceptrons."""
+    """Sizes of the model and of the experts that replace its MLPs."""
 
-    experts: int = option(0, "experts of a layer, spread over all ranks, in the place of a perceptron; 0 = none")
-    top_k: int = option(2, "experts of a token")
-    expert_hidden: int = option(0, "width inside of an expert; 0 = 4 x hidden")
-    shared_hidden: int = option(0, "width inside of an expert for every token; 0 = none")
-    gate: str = option("softmax", f"of the router: {', '.join(GATES)}")
-    balance_weight: float = option(0.01, "weight of the auxiliary loss that has the router spread tokens evenly")
-    z_weight: float = option(0.0, "weight of the loss that keeps the router's logits small")
+    experts: int = option(0, "experts per MoE layer, sharded over all ranks, in place of each MLP; 0 = dense model")
+    top_k: int = option(2, "experts per token")
+    expert_hidden: int = option(0, "intermediate size of an expert, features; 0 = 4 x hidden")
+    shared_hidden: int = option(0, "intermediate size of the shared expert, features; 0 = no shared expert")
+    gate: str = option("softmax", "router gate", GATES)
+    balance_weight: float = option(0.01, "weight of the auxiliary load-balancing loss")
+    z_weight: float = option(0.0, "weight of the router z-loss")
     bias_update_rate: float = option(
-        0.0, "step of a bias by which experts with few tokens are chosen more often; 0 = no bias"
+        0.0, "update rate of the router bias (auxiliary-loss-free load balancing); 0 = no bias"
     )
-    capacity_factor: float = option(
-        0.0, "an expert takes so many times the mean of a rank's tokens and drops the rest; 0 = drops none"
-    )
-    placement: str = option("prophet", f"how busy experts are copied to other ranks: {', '.join(METHODS)}")
-    expert_memory: int = option(-1, "bytes that copies of one layer's experts may take on a rank; -1 = any number")
+    capacity_factor: float = option(0.0, "capacity factor: maximum tokens per expert over the mean; 0 = no drops")
+    placement: str = option("prophet", "method that replicates busy experts on other ranks", METHODS)
+    expert_memory: int = option(-1, "memory for expert replicas per rank and layer, bytes; -1 = unlimited")
     expert_schedule: str = option(
         AUTO_SCHEDULE,
-        f"of what experts send: {', '.join(EXPERT_SCHEDULES)}, or a text's path; auto = block_wise, or plain where "
-        "placement is none",
+        f"schedule of expert communication: {', '.join(EXPERT_SCHEDULES)}, or the path of a schedule file; auto = "
+        "block_wise, or plain with placement none",
+        metavar="NAME|FILE",
     )
     record_loads: str | None = option(
-        None, "file for every step's tokens by layer, expert and rank, to look at with oases loads"
+        None, "file for the tokens of every step by layer, expert and rank; shown by oases loads", metavar="FILE"
     )
 
     @property
     def expert_sizes(self) -> dict[str, Any]:
-        """What a model with experts must be built with, beside other sizes."""
+        """Further arguments to build a model with experts; empty for a dense model."""
         if not self.experts:
             return {}
         return {
@@ -60,19 +59,19 @@ class ExpertOptions(ModelOptions):
 
     @property
     def intermediate(self) -> int:
-        """Width inside of an expert."""
+        """Intermediate size of an expert, features."""
         return self.expert_hidden or 4 * self.hidden
 
     @property
     def expert_schedule_name(self) -> str:
-        """The schedule of experts by its name."""
+        """Name or path of the expert schedule, with auto resolved."""
         if self.expert_schedule != AUTO_SCHEDULE:
             return self.expert_schedule
         return "plain" if self.placement == "none" else "block_wise"
 
     @property
     def plan_experts(self) -> Experts | None:
-        """What a plan says of them; None without experts. UsageError, naming the field, for what cannot be."""
+        """Experts section of a plan; None without experts. UsageError names an invalid field."""
         if not self.experts:
             return None
         values, name = {item.name: getattr(self, item.name) for item in fields(Experts)}, self.expert_schedule_name
@@ -81,14 +80,14 @@ class ExpertOptions(ModelOptions):
 
     @property
     def extra_flops_per_token(self) -> float:
-        """Floating-point operations a token that experts add to the step of a GPT with perceptrons of 4 x hidden."""
+        """Training FLOPs per token of experts minus those of MLPs of 4 x hidden."""
         if not self.experts:
             return 0.0
         used = 2 * self.hidden * (self.top_k * self.intermediate + self.shared_hidden) + self.experts * self.hidden
         return 6.0 * self.layers * (used - 8 * self.hidden**2)
 
     def moe_gpt(self, seed: int) -> MoEGPTConfig:
-        """The built-in GPT of these sizes with experts."""
+        """Configuration of the built-in GPT with experts."""
         return MoEGPTConfig(
             vocabulary=self.rows, hidden=self.hidden, layers=self.layers, heads=self.heads, sequence=self.sequence,
             seed=seed, experts=self.experts, top_k=self.top_k, expert_hidden=self.expert_hidden,
@@ -96,19 +95,18 @@ class ExpertOptions(ModelOptions):
         )  # fmt: skip
 
     def require_experts(self) -> None:
-        """Raise UsageError, naming the field, for what cannot be, and for what needs experts and has none."""
+        """Raise UsageError, naming the field, for invalid expert options, and for expert options without experts."""
         if self.experts < 0:
             raise UsageError(f"experts must be at least 1, or 0 for a dense model, got {self.experts}")
         if self.experts == 0:
             self._require_none()
             return
-        require_known(self, {"gate": GATES, "placement": METHODS})
         require_known(self, {"expert_schedule": (AUTO_SCHEDULE, *EXPERT_SCHEDULES)}, or_file=True)
-        assert self.plan_experts is not None  # or it says what cannot be
+        assert self.plan_experts is not None  # raises for an invalid value
         for name, usual in _NOT_WITH_EXPERTS.items():
             if getattr(self, name, usual) != usual:
                 raise UsageError(
-                    f"{name} {getattr(self, name)!r} and experts {self.experts} do not go together; leave out one"
+                    f"{name} {getattr(self, name)!r} and experts {self.experts} cannot be combined; leave out one"
                 )
 
     def _require_none(self) -> None:
@@ -116,5 +114,5 @@ class ExpertOptions(ModelOptions):
             own = item.name not in {known.name for known in fields(ModelOptions)} and item.name != "experts"
             if own and getattr(self, item.name) != item.default:
                 raise UsageError(
-                    f"{item.name} {getattr(self, item.name)!r} is for a mixture of experts; give --experts N, too"
+                    f"{item.name} {getattr(self, item.name)!r} needs a mixture of experts; give --experts N, too"
                 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from oases.errors import UsageError
+from oases.errors import UsageError, make_folder
 from oases.execution.group import ProcessGroup, group_rank
 from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import make_placement, owner_only
@@ -120,8 +120,7 @@ def require_new_trace(trace: str, *, new: bool) -> None:
     path = Path(trace)
     if path.is_dir():
         raise UsageError(f"record_loads {trace!r} is a folder; give the path of a file")
-    if not path.resolve().parent.is_dir():
-        raise UsageError(f"record_loads {trace!r}: its folder does not exist")
+    make_folder(path.resolve().parent, "record_loads")
     if path.is_file() and path.stat().st_size:
         for _ in replay(path):  # says what is no trace
             if new:

@@ -60,14 +60,14 @@ _SAVED = "Modelled seconds of a step, of all layers, less than with every expert
 class LoadsConfig:
     """What the loads are laid on: experts, and the ranks and links of a cluster."""
 
-    methods: str = option(",".join(METHODS), f"placements to compare, of {', '.join(METHODS)}, separated by commas")
-    hidden: int = option(512, "width of a token, features")
-    expert_hidden: int = option(0, "width inside of an expert; 0 = 4 x hidden")
-    token_us: float = option(40.0, "microseconds that an expert computes on a token, forward")
-    non_expert_ms: float = option(0.0, "milliseconds between two layers' experts, under which copies may travel")
-    link: str = option("1gbit", "rate of a rank's link")
-    latency_us: float = option(200.0, "microseconds until a collective moves bytes")
-    expert_memory: int = option(-1, "bytes that copies of one layer's experts may take on a rank; -1 = any number")
+    methods: str = option(",".join(METHODS), f"placement methods to compare, comma-separated: {', '.join(METHODS)}")
+    hidden: int = option(512, "hidden size, features")
+    expert_hidden: int = option(0, "intermediate size of an expert, features; 0 = 4 x hidden")
+    token_us: float = option(40.0, "forward time of an expert per token, microseconds")
+    non_expert_ms: float = option(0.0, "compute between MoE layers, which can hide replica transfers, milliseconds")
+    link: str = option("1gbit", "link bandwidth of a rank, e.g. 500mbit, 1gbit")
+    latency_us: float = option(200.0, "latency of a collective, microseconds")
+    expert_memory: int = option(-1, "memory for expert replicas per rank and layer, bytes; -1 = unlimited")
 
     @property
     def costs(self) -> Costs:

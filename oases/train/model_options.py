@@ -1,4 +1,4 @@
-"""Options that trainings and benchmarks share: sizes of model and batch, schedule, degrees, and checks of types."""
+"""Options shared by training and benchmarks: model and batch sizes, schedule, parallel degrees, and their checks."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from oases.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, gene
 from oases.train.tokenizer import BYTES
 
 
-def option(default: Any, description: str) -> Any:
-    """A field with the text its command-line option shows."""
-    return field(default=default, metadata={"help": description})
+def option(default: Any, description: str, choices: Iterable[Any] = (), metavar: str | None = None) -> Any:
+    """Dataclass field with the help text, choices (() for any value) and metavar of its command-line option."""
+    return field(default=default, metadata={"help": description, "choices": tuple(choices), "metavar": metavar})
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Sizes of the model and of a batch, and how the batch is scheduled."""
+    """Sizes of model and batch, sub-batches and recomputation."""
 
-    hidden: int = option(512, "width of the model, features")
+    hidden: int = option(512, "hidden size, features")
     layers: int = option(4, "transformer layers")
     heads: int = option(0, "attention heads; 0 = hidden / 64")
-    sequence: int = option(128, "tokens (bytes of text) per sample")
-    batch: int = option(8, "samples per step")
+    sequence: int = option(128, "sequence length, tokens per sample")
+    batch: int = option(8, "global batch size, samples per optimizer step")
     sub_batches: int = option(
-        0, "parts the batch is cut into by an overlapping schedule; 0 = 4, or 2 for a batch below 4"
+        0, "sub-batches per micro-batch of an overlapping schedule; 0 = 4, or 2 for fewer than 4 samples"
     )
-    recompute: str = option("none", "what the backward pass computes again: none, or full to keep block inputs alone")
+    recompute: str = option(
+        "none", "activation recomputation in the backward pass; full = keep only block inputs", ("none", "full")
+    )
 
     def __post_init__(self) -> None:
+        require_choices(self)
         if self.heads == 0:
             object.__setattr__(self, "heads", self.default_heads)
         if self.sub_batches == 0:
@@ -41,8 +44,6 @@ class ModelOptions:
         for name in ("hidden", "layers", "heads", "sequence", "batch", "sub_batches"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.recompute not in ("none", "full"):
-            raise UsageError(f"unknown recompute {self.recompute!r}; known are none and full")
         if self.hidden % self.heads:
             raise UsageError(f"hidden {self.hidden} does not divide by {self.heads} heads; change one of them")
 
@@ -199,6 +200,13 @@ def require_types(config: Any) -> None:
         fault = type_mismatch(item, getattr(config, item.name))
         if fault:
             raise UsageError(fault)
+
+
+def require_choices(config: Any) -> None:
+    """Raise UsageError, naming field and value, unless every field with choices holds one of them."""
+    require_known(
+        config, {item.name: item.metadata["choices"] for item in fields(config) if item.metadata.get("choices")}
+    )
 
 
 def require_known(config: Any, known: Mapping[str, Iterable[str]], *, or_file: bool = False) -> None:

@@ -152,9 +152,9 @@ def test_a_build_says_what_it_is(capsys):
         cli.main(["--version"])
     assert caught.value.code == 0
     line = capsys.readouterr().out
-    assert line == f"oases {oases.__version__} ({described()})\n"
+    assert line == f"oases {oases.__version__} (torch {torch.__version__})\n"
     kernels = f"{' '.join(info['architectures'])} by nvcc {info['nvcc']}" if info["cuda"] else "none"
-    assert f"torch {torch.__version__}; CUDA kernels: {kernels})" in line
+    assert described() == f"torch {torch.__version__}; CUDA kernels: {kernels}"
     assert str(oases.report()).splitlines()[-1] == f"built with {described()}"
 
 

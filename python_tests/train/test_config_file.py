@@ -146,7 +146,7 @@ def test_the_command_line_goes_before_the_file(tmp_path, capsys):
     [
         (["--dp", "2", "--pp", "8", "--micro-batches", "8", "--batch", "16"], "8 stages are more than the 4 layers"),
         (["--pp", "2", "--batch", "8"], "needs as many micro-batches as stages, got 1 for 2 stages"),
-        (["--precision", "float8"], "unknown precision 'float8'; known are float32, bfloat16"),
+        (["--precision", "float8"], "invalid choice: 'float8' (choose from 'float32', 'bfloat16')"),
         (["--plan", "nowhere.json"], "plan 'nowhere.json' cannot be read"),
     ],
 )

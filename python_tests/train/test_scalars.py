@@ -87,8 +87,8 @@ def fails(capsys, *options):
 def test_mistakes_are_told_before_ranks_start(capsys, monkeypatch, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    assert "is a file; give the path of a folder" in fails(capsys, "--tensorboard", str(file))
-    assert "its folder does not exist" in fails(capsys, "--tensorboard", "/nowhere/curves")
+    assert "a file is in the way; give the path of a folder" in fails(capsys, "--tensorboard", str(file))
+    assert "a file is in the way" in fails(capsys, "--tensorboard", "/dev/null/curves")
     with Scalars(tmp_path / "used", 0) as scalars:
         scalars.write(step=1, loss=1.0)
     assert "holds the curves of another run" in fails(capsys, "--tensorboard", str(tmp_path / "used"))

@@ -300,7 +300,7 @@ def test_a_log_of_another_run_is_not_overwritten(corpus, tmp_path):
         (["--bad-loss", "ignore"], "unknown bad_loss 'ignore'; known are stop, skip, off"),
         (["--spike", "0.5"], "spike must be above 1"),
         (["--max-restarts", "-1"], "--max-restarts must be at least 0"),
-        (["--step-log", "/nowhere/log"], "its folder does not exist"),
+        (["--step-log", "/dev/null/log"], "a file is in the way"),
     ],
 )
 def test_mistakes_end_the_command(capsys, options, message):
