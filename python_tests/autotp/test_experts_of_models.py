@@ -61,14 +61,14 @@ def test_over_four_ranks(four_ranks):
             {"hidden_act": "tanh"},
             {},
             "across layers",
-            "none of the perceptrons that are known",
+            "is not a known MLP",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {},
             {"spec": oases.ParallelSpec(replicate=("*.gate_up_proj",))},
             "across layers",
-            "gate_up_proj is to stay",
+            "gate_up_proj is replicated by request",
             marks=pytest.mark.slow,
         ),
     ],
@@ -131,8 +131,8 @@ def test_experts_are_known_by_what_they_compute():
     expected = crowds["none"](x, x, x)
     substitute_experts(crowds, 2)
     found = dict(collections(crowds))
-    assert (found["relu"].perceptron.up, found["relu"].perceptron.down) == ("first", "second")
-    assert (found["relu"].perceptron.gated, found["relu"].perceptron.activation) == (False, "relu")
+    assert (found["relu"].mlp.up, found["relu"].mlp.down) == ("first", "second")
+    assert (found["relu"].mlp.gated, found["relu"].mlp.activation) == (False, "relu")
     assert "do not divide its 3 experts" in found["relu"].whole
-    assert found["odd"].perceptron is None
+    assert found["odd"].mlp is None
     torch.testing.assert_close(crowds["none"](x, x, x), expected)

@@ -9,7 +9,7 @@ import torch
 
 import oases
 from oases import cli
-from oases.build import build_info, described
+from oases.reporting import build_info, build_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,8 +154,8 @@ def test_a_build_says_what_it_is(capsys):
     line = capsys.readouterr().out
     assert line == f"oases {oases.__version__} (torch {torch.__version__})\n"
     kernels = f"{' '.join(info['architectures'])} by nvcc {info['nvcc']}" if info["cuda"] else "none"
-    assert described() == f"torch {torch.__version__}; CUDA kernels: {kernels}"
-    assert str(oases.report()).splitlines()[-1] == f"built with {described()}"
+    assert build_text() == f"torch {torch.__version__}; CUDA kernels: {kernels}"
+    assert str(oases.report()).splitlines()[-1] == f"built with {build_text()}"
 
 
 def test_a_torch_without_cuda_needs_one_architecture_to_link(cuda_build, nvcc, monkeypatch):

@@ -169,7 +169,7 @@ def check_failing(kind):
 
     with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as caught:
         run.run(forward)
-    with pytest.raises(RuntimeError, match="was ended after a failure; make the messages anew"):
+    with pytest.raises(RuntimeError, match="was closed after a failure; create new messages"):
         run.run(forward)
     mesh.destroy()
     run, mesh = run_of("one_f_one_b", 4, 6)

@@ -289,7 +289,10 @@ def test_bad_arguments():
     blocks[0][0].register_module("bad", nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match=r"'0.norm.bad' \(BatchNorm1d\) mixes the samples"):
         make_stack(blocks, None)
-    for attribute, reason in (("capacity_factor", "drops tokens beyond a capacity"), ("mixes_samples", "says that")):
+    for attribute, reason in (
+        ("capacity_factor", "drops tokens beyond a capacity"),
+        ("mixes_samples", "has mixes_samples"),
+    ):
         blocks = plain_blocks(2)
         setattr(blocks[1][0], attribute, 1.25)
         with pytest.raises(ValueError, match=rf"'1.norm' \(LayerNorm\) {reason}"):
