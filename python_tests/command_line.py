@@ -10,6 +10,7 @@ GIVEN = [*MODEL, "--cluster", "4x3090", "--global-batch", "16"]
 
 def fails(capture, *arguments):
     """Run `oases`, which must exit with 2 and one line on stderr; return that. capture: capsys or capfd."""
+    capture.readouterr()  # of commands before, whose progress may be on stderr
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     error = capture.readouterr().err
