@@ -251,7 +251,7 @@ def test_dropped_slots_are_told(corpus):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"sequence_parallel": True}, "sequence_parallel True and experts 4 do not go together"),
+        ({"sequence_parallel": True}, "sequence_parallel True and experts 4 cannot be combined"),
         ({"schedule": "auto"}, "schedule 'auto' and experts 4"),
         ({"wire_dtype": "bfloat16"}, "wire_dtype 'bfloat16' and experts 4"),
         ({"placement": "best"}, "unknown placement 'best'"),
@@ -262,7 +262,7 @@ def test_dropped_slots_are_told(corpus):
         ({"experts": -1}, "experts must be at least 1, or 0"),
         ({"capacity_factor": -1.0}, "capacity_factor must be at least 0"),
         ({"expert_memory": -2}, "expert_memory must be at least 0 bytes"),
-        ({"experts": 0, "expert_hidden": 0}, "balance_weight 0.0 is for a mixture of experts"),
+        ({"experts": 0, "expert_hidden": 0}, "balance_weight 0.0 needs a mixture of experts"),
     ],
 )
 def test_what_does_not_go_together_is_named(changes, told):

@@ -74,7 +74,7 @@ def test_a_file_for_other_sizes_is_refused(tmp_path):
     path.write_text(format_schedule(generate_experts("block_wise", 3)))
     with pytest.raises(ScheduleError, match="is for 3 blocks, and there are 2"):
         Run.of(dataclasses.replace(EXPERTS, expert_schedule=str(path)), 2)
-    with pytest.raises(UsageError, match="is for a mixture of experts; give --experts N, too"):
+    with pytest.raises(UsageError, match="needs a mixture of experts; give --experts N, too"):
         dataclasses.replace(CONFIG, schedule=str(path))
     with pytest.raises(ScheduleError, match="is a list of blocks of experts"):
         Run.of(dataclasses.replace(CONFIG, pipeline_schedule=str(path)), 2)
