@@ -44,7 +44,7 @@ class ParallelDropout(nn.Dropout):
         return masked(input, self.p, cut, inplace=self.inplace)
 
     def extra_repr(self) -> str:
-        """As `nn.Dropout`, and the sharded dimension."""
+        """Representation of `nn.Dropout`, and the sharded dimension."""
         return f"{super().extra_repr()}, shard_dim={self.shard_dim}"
 
 

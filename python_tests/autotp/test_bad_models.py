@@ -1,4 +1,4 @@
-"""What `parallelize` refuses, and what it says: never a wrong result."""
+"""Models that `parallelize` refuses, and its messages: never a wrong result."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Buffers of models built on meta, computed again."""
+"""Buffers of models built on meta are recomputed."""
 
 import pytest
 import torch

@@ -34,7 +34,7 @@ def test_experts_are_spread_and_train_as_in_one_process(two_ranks, name):
 
 
 def apart(name, changed, options):
-    """How far logits and gradients are from those in one process, relative, and what was done."""
+    """Relative difference of logits and gradients from one process, and the report."""
     model, parallel = build(name, **changed), build(name, **changed)
     oases.parallelize(parallel, **options)
     expected, got = model(**batch(name)), parallel(**batch(name))
@@ -97,7 +97,7 @@ def test_weights_are_cut_and_come_back(two_ranks, tmp_path):
 
 
 class Crowd(nn.Module):
-    """Experts that nothing could be guessed of by their names; `act` between two products."""
+    """Experts without recognisable names; `act` between two matmuls."""
 
     def __init__(self, act):
         super().__init__()

@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_of_the_model(two_ranks, make):
 
 @pytest.mark.parametrize(("make", "length"), [(gpt2, 30), (t5, 30), (llama, 80)])
 def test_many_tokens(two_ranks, make, length):
-    """The table is gathered; of 128 tokens or more the head measures how many chunks to cut its product into."""
+    """The table is gathered; of 128 tokens or more the head measures its number of chunks."""
     two_ranks.run(check_model, make, length)
 
 

@@ -123,7 +123,7 @@ def test_to_the_experts_and_back(two_ranks, four_ranks, seed):
 
 
 def overlap():
-    """What is computed between depart and arrive comes between the collectives in the backward pass, too."""
+    """Compute between send and receive comes between the collectives in the backward pass, too."""
     rank = dist.get_rank()
     order = []
 

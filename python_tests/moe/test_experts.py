@@ -1,4 +1,4 @@
-"""Experts: the grouped product against the loop, weights that do not depend on the number of ranks."""
+"""Experts: the grouped matmul against the loop, weights that do not depend on the number of ranks."""
 
 import pytest
 import torch

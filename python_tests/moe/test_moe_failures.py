@@ -1,4 +1,4 @@
-"""What fails in a layer on one rank: raised on all, with its name, and no hang."""
+"""Failures of a layer on one rank: raised on all ranks, with the layer's name, without a hang."""
 
 import numpy as np
 import pytest

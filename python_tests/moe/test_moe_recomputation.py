@@ -1,4 +1,4 @@
-"""Layers under checkpoints: what is computed again goes to the same experts and gives the same gradients."""
+"""Layers under checkpoints: recomputation routes to the same experts and gives the same gradients."""
 
 import pytest
 import torch

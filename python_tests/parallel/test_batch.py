@@ -1,4 +1,4 @@
-"""What blocks read besides the activation, against the unsplit model under plain autograd."""
+"""Block inputs besides the activation, against the unsharded model under plain autograd."""
 
 import copy
 import gc
@@ -97,7 +97,7 @@ class Scaled:
 
 
 def leaves(batch):
-    """What the caller owns: the activation, and what its inputs are computed from."""
+    """Leaf tensors of the caller: the activation, and the tensors its inputs are computed from."""
     generator = torch.Generator().manual_seed(batch)
     shapes = {
         "x": (batch, TOKENS, WIDTH),

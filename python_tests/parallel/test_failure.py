@@ -1,4 +1,4 @@
-"""An op that fails on one rank: every rank soon raises an error that names rank, op and cause, and can go on."""
+"""Failure of an op on one rank: all ranks raise an error with rank, op and cause, and can continue."""
 
 import threading
 from datetime import timedelta
