@@ -138,7 +138,7 @@ def test_what_is_no_stack_is_named(model, said):
     with pytest.raises(UsageError) as caught:
         shape_of_graph(trace(model(), sequence=16))
     assert said in str(caught.value)
-    assert "no stack of equal transformer layers" in str(caught.value)
+    assert "not a stack of equal transformer layers" in str(caught.value)
 
 
 def test_unequal_layers_are_named():

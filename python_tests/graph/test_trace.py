@@ -193,7 +193,7 @@ def test_what_cannot_be_traced_is_refused_with_a_remedy():
     with pytest.raises(UsageError, match=r"Branches cannot be traced: its forward branches or loops with cond"):
         trace(Branches(), inputs=((torch.zeros(2),), {}))
     with pytest.raises(
-        UsageError, match=r"Decides cannot be traced: its forward decides by the values.*torch\.where"
+        UsageError, match=r"Decides cannot be traced: its forward branches on the values.*torch\.where"
     ):
         trace(Decides(), inputs=((torch.zeros(2),), {}))
     with pytest.raises(UsageError, match=r"Skips cannot be traced: .*give the arguments that its forward takes"):
