@@ -116,7 +116,7 @@ def test_more_layers_than_the_configuration_has(two_ranks, tmp_path):
         (LLAMA, (), {"schedules": "oases:sequence"}, "'oases:sequence': an unedited model is not cut along its"),
         (LLAMA, (), {"peers": "torch"}, "--peers torch run the built-in GPT"),
         ({**LLAMA, "layer_types": ["full_attention"] * 2}, ("layers",), {"layers": 3}, "lists layer_types layer by"),
-        ({**LLAMA, "model_type": "mine", "auto_map": {"AutoModel": "a.py"}}, (), {}, "model_type 'mine' is not one of"),
+        ({**LLAMA, "model_type": "mine", "auto_map": {"AutoModel": "a.py"}}, (), {}, "'mine' is not one of"),
         (VIT, ("sequence",), {}, "ViT.* takes no tokens"),
         ({"model_type": "swin"}, (), {}, "gives no number num_attention_heads"),
     ],
