@@ -267,7 +267,7 @@ def test_profiles_that_do_not_do(capsys, profile, tmp_path):
         ([*GIVEN, "--tp", "2", "--no-zero"], ["--tp", "leave out --no-zero"]),
         ([*GIVEN, "--stages", "3"], ["--stages 3", "4 devices"]),
         ([*GIVEN, "--stages", "4"], ["--stages 4", "2 layers"]),
-        ([*GIVEN, "--stages", "2", "--micro-batches", "3"], ["3 micro-batches", "no whole number"]),
+        ([*GIVEN, "--stages", "2", "--micro-batches", "3"], ["3 micro-batches", "not an integer"]),
         ([*GIVEN, "--stages", "2", "--micro-batches", "2,4"], ["2,4", "one number"]),
         ([*GIVEN, "--schedule", "nosuch"], ["'nosuch'", "oases"]),
         ([*GIVEN, "--sub-batches", "0"], ["--sub-batches", "got 0"]),

@@ -209,10 +209,10 @@ def require_choices(config: Any) -> None:
     )
 
 
-def require_known(config: Any, known: Mapping[str, Iterable[str]], *, or_file: bool = False) -> None:
+def require_known(config: Any, known: Mapping[str, Iterable[Any]], *, or_file: bool = False) -> None:
     """Raise UsageError unless each field named in `known` holds one of its values, or, with or_file, a path."""
     for name, among in known.items():
         value = getattr(config, name)
         if value not in among and not (or_file and Path(value).is_file()):
             more = "; or give the path of a schedule file" if or_file else ""
-            raise UsageError(f"unknown {name} {value!r}; known are {', '.join(among)}{more}")
+            raise UsageError(f"unknown {name} {value!r}; known are {', '.join(map(str, among))}{more}")

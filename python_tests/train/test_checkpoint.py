@@ -303,7 +303,7 @@ def test_a_full_disk_on_one_rank_loses_nothing(two_ranks, corpus, tmp_path):
 
 def test_a_warning_tells_of_a_checkpoint_that_failed(corpus, tmp_path):
     with pytest.warns(
-        UserWarning, match="No space left on device; free disk space, or save elsewhere; training cont"
+        UserWarning, match="No space left on device; free disk space, or save elsewhere; training continues"
     ):
         fails_on_rank(0, corpus, str(tmp_path / "c"), "warn")
 
