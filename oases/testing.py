@@ -86,16 +86,21 @@ class RankPool:
             ready = wait([connection, *sentinels], timeout_seconds)
             if connection not in ready:
                 dead = [(each, p.exitcode) for each, p in enumerate(self._processes) if p.sentinel in ready]
-                self.close()
+                self._kill()
                 if dead:
                     raise RuntimeError("rank {} ended with exit code {}".format(*dead[0]))
                 raise TimeoutError(f"rank {rank} did not answer within {timeout_seconds} s")
             results.append(connection.recv())
         for rank, (succeeded, value) in enumerate(results):
             if not succeeded:
-                self.close()
+                self._kill()
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
         return [value for _, value in results]
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
 
     def close(self) -> None:
         """End the processes."""

@@ -7,21 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from command_line import fails
 from plotly.offline import get_plotlyjs
 
 from oases import cli, testbed
 from oases.cli.options import COMMANDS
 from oases.schedule import format_schedule, generate
-
-
-def fails(capsys, *arguments):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    error = capsys.readouterr().err
-    assert caught.value.code == 2, error
-    assert error.startswith("oases: error: ")
-    assert error.count("\n") == 1, "one line, no traceback"
-    return error
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from test_cli_plan import GIVEN, fails
+from command_line import GIVEN, fails
 
 from oases import cli
 from oases.graph.layer_graph import read_graph

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from command_line import GIVEN, MODEL, fails
 from plotly.offline import get_plotlyjs
 
 from oases import cli
@@ -13,8 +14,6 @@ from oases.planner import choose
 from oases.plans.check import check
 from oases.plans.plan import PLANNED, Plan, read_plan
 
-MODEL = ["--hidden", "256", "--heads", "4", "--layers", "2", "--sequence", "128", "--vocabulary", "512"]
-GIVEN = [*MODEL, "--cluster", "4x3090", "--global-batch", "16"]
 PROFILE = {
     "sequence": 128, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 4, "gpus_per_server": 4,
     "rows": [
@@ -45,16 +44,6 @@ def planned(tmp_path):
     path = tmp_path / "plan.json"
     cli.main(["plan", *GIVEN, "--json", str(path)])
     return str(path)
-
-
-def fails(capsys, *arguments):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    error = capsys.readouterr().err
-    assert caught.value.code == 2, error
-    assert error.startswith("oases: error: ")
-    assert error.count("\n") == 1, "one line, no traceback"
-    return error
 
 
 def test_plan_writes_what_train_executes(capsys, tmp_path):

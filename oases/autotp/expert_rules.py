@@ -1,8 +1,8 @@
-"""The experts that a rank computes in its graph of a layer, for the tokens that every rank has.
+"""Sharding rule of expert modules: each rank computes its own experts for the tokens that all ranks hold.
 
-Each rank runs the author's router on the same values, so all choose the same, and takes the tokens through those of
-their experts that it holds. What comes of it is its share of a sum over the ranks, like that of a row-parallel
-product: the layer is cut at that sum, and other sub-batches hide it.
+Every rank runs the model's router on the same values, so all ranks agree on the routing, and runs the tokens of its
+own experts. The result is a partial sum, as of a row-parallel linear: the layer is cut at its all-reduce, which other
+sub-batches overlap.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from oases.moe.experts import ExpertWeights, compute
 def local_experts(
     x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, first: int, gated: bool, activation: str
 ) -> Tensor:
-    """Tokens [T, hidden] through those of their experts that are among the L from `first` on, [T, hidden].
+    """Tokens [T, hidden] through the L experts of this rank, numbers `first` to `first + L - 1`; [T, hidden].
 
-    index, weights: [T, k], of every token the numbers of its experts, among those of all ranks, and their weights.
-    up: [L, i or 2 i, hidden], down: [L, hidden, i]. It waits for the device, which says how many rows an expert gets.
+    index, weights: [T, k], global numbers and weights of each token's experts. up: [L, i or 2 i, hidden], down: [L,
+    hidden, i]. Waits for the device, to know how many rows each expert gets.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     number = len(up)
     here = (index >= first) & (index < first + number)
-    ids = torch.where(here, index - first, number)  # those of other ranks come last
+    ids = torch.where(here, index - first, number)  # experts of other ranks come last
     rows, source, counts = by_expert(x.to(dtype), ids, number + 1)
     held = counts[:number].tolist()
     weighted = ExpertWeights(up.to(dtype), down.to(dtype))
@@ -39,14 +39,14 @@ def local_experts(
 
 
 class OriginalForward:
-    """A collection's own forward on whole parameters, as a function in a graph."""
+    """The module's own forward on full parameters, as a function in a graph."""
 
     def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
-        self.__name__, self.__module__ = "own_forward", __name__  # which a graph's code calls it by
+        self.__name__, self.__module__ = "own_forward", __name__  # generated graph code refers to these
         self._module, self._names = original_module(module), names
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
-        """As the author has it."""
+        """Call the module's forward."""
         given = dict(zip(self._names, parameters, strict=True))
         found: Tensor = torch.func.functional_call(self._module, given, (x, index, weights))
         return found
@@ -54,7 +54,7 @@ class OriginalForward:
 
 @rule("oases.experts.default")
 def experts(s: Splitter, node: fx.Node) -> Value:
-    """A sum over the ranks of what each one's experts give; whole where every rank holds all of them."""
+    """Partial sum of this rank's experts; replicated where every rank holds all of them."""
     x, index, weights, parameters = args_of(node)
     names = [s.exported.parameters[each.name] for each in parameters]
     path = names[0].rpartition(".")[0]

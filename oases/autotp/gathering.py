@@ -1,4 +1,4 @@
-"""Whole tensors of a partitioned model, brought to the first rank a block of rows at a time."""
+"""Full tensors of a sharded model, gathered to the first rank in blocks of rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from oases.parallel.sharding import Cut
 def gather_state(
     model: nn.Module, *, to: torch.device | str = "cpu", process_group: ProcessGroup | None = None
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """(name, whole tensor) for one tensor of the state after the other, on the device `to`; all ranks iterate.
+    """Iterate over (name, full tensor) of the model's state, on device `to`. Collective: all ranks iterate.
 
-    The first rank of process_group gets the tensors, in the names, shapes and types of the model nobody partitioned;
-    a tied one comes under each of its names, one after the other. Other ranks get None. A tensor
-    handed out is not kept here. process_group: all ranks of the model.
+    The first rank of process_group gets the tensors with the names, shapes and types of the original model; a tied
+    tensor comes under each of its names. Other ranks get None. Tensors are not kept after they are yielded.
+    process_group: all ranks of the model.
     """
     group = resolve(process_group)
     first, wire = group_rank(group) == 0, GatherBuffers()
@@ -36,15 +36,15 @@ def gather_state(
                 whole.reshape(shard.shape or (1,))[row : row + len(block)] = block
         for name in shard.names:
             yield name, whole
-        del whole  # before the next one is there
+        del whole  # free it before the next one is allocated
 
 
 def full_state_dict(
     model: nn.Module, *, to: torch.device | str = "cpu", process_group: ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """The whole model's state_dict on the first rank, in its memory; empty on the others. All ranks call it.
+    """Full state_dict on the first rank, in its memory; {} on the others. Collective: all ranks call it.
 
-    process_group: all ranks of the model. `save_pretrained` writes a model that one rank's memory does not hold.
+    process_group: all ranks of the model. For a model larger than one rank's memory use `save_pretrained`.
     """
     found = gather_state(model, to=to, process_group=process_group)
     state = {name: tensor for name, tensor in found if tensor is not None}
@@ -55,10 +55,10 @@ def full_state_dict(
 def gather_blocks(
     shard: TensorShard, process_group: ProcessGroup | None, wire: GatherBuffers
 ) -> Iterator[tuple[int, Tensor | None]]:
-    """(first row, rows of the whole tensor) until all were there, in no order; all ranks iterate to the end.
+    """Iterate over (first row, rows of the full tensor) until all rows have come, in any order. Collective.
 
-    The first rank of process_group gets the rows, good until the next are asked for; other ranks get None. Ranks
-    whose group does not reach that rank hold copies of what it gets from others, and have no part in it.
+    The first rank of process_group gets the rows, which are valid until the next block; other ranks get None. Ranks
+    whose group does not include that rank hold copies of other ranks' shards and return at once.
     """
     first = group_rank(process_group) == 0
     local = shard.tensor.detach().reshape(shard.tensor.shape or (1,))
@@ -78,7 +78,7 @@ def gather_blocks(
 def _rows(
     local: Tensor, shard: TensorShard, cut: Cut, group: ProcessGroup, root: int, wire: GatherBuffers
 ) -> Iterator[tuple[int, Tensor | None]]:
-    """Every rank sends rows of its own, segment after segment."""
+    """Gather a tensor sharded by rows: every rank sends its own rows, segment by segment."""
     ranks, mine = group_size(group), group_rank(group)
     at_once = max(1, shard.block_rows // ranks)
     begin = 0
@@ -97,7 +97,7 @@ def _rows(
 def _columns(
     local: Tensor, shard: TensorShard, cut: Cut, group: ProcessGroup, root: int, wire: GatherBuffers
 ) -> Iterator[tuple[int, Tensor | None]]:
-    """Every rank sends its part of the same rows."""
+    """Gather a tensor sharded along another dimension: every rank sends its part of the same rows."""
     ranks = group_size(group)
     widths = [sum(last - first for first, last in cut.ranges(rank, ranks)) for rank in range(ranks)]
     for row in range(0, shard.rows, shard.block_rows):
@@ -108,9 +108,9 @@ def _columns(
 
 
 class GatherBuffers:
-    """Memory for the blocks on their way to the first rank, one after the other in the same place.
+    """Reused buffers for blocks on their way to the first rank.
 
-    Blocks allocated one by one leave holes in the heap, which the process keeps.
+    Allocating each block separately would fragment the heap.
     """
 
     def __init__(self) -> None:
@@ -119,13 +119,13 @@ class GatherBuffers:
     def gather(
         self, part: Tensor, shapes: list[tuple[int, ...]], group: ProcessGroup, root: int
     ) -> list[Tensor] | None:
-        """Every rank's part, of these shapes, on the global rank `root`; None elsewhere. Good until the next call.
+        """Parts of all ranks, of these shapes, on global rank `root`; None elsewhere. Valid until the next call.
 
-        They travel as bytes, which every backend takes of any type.
+        Parts are sent as bytes, which every backend supports for all types.
         """
         sizes = [torch.Size(shape).numel() * part.element_size() for shape in shapes]
         receives = dist.get_rank() == root
-        longest = max(16, -(-max(sizes) // 16) * 16)  # so that the next one can be seen as any type
+        longest = max(16, -(-max(sizes) // 16) * 16)  # alignment for a view as any type
         sent, *received = self._slots(wire_device(part, group), longest, 1 + receives * len(sizes))
         own = sizes[group_rank(group)]
         sent[:own].view(part.dtype).reshape(part.shape).copy_(part)
@@ -143,20 +143,20 @@ class GatherBuffers:
 
 
 def wire_device(tensor: Tensor, group: ProcessGroup) -> torch.device:
-    """Where a tensor's bytes travel from: its device where the group's backend is of that device, else the CPU."""
+    """Device that a tensor's bytes are sent from: its own for NCCL and CUDA, else the CPU."""
     return tensor.device if tensor.is_cuda and "nccl" in dist.get_backend(group) else torch.device("cpu")
 
 
 INITIALISED = "_is_hf_initialized"
-"""The mark of tensors that transformers' initialisation leaves alone."""
+"""Attribute of tensors that transformers' initialisation skips."""
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' models, which name their weights and compute their buffers themselves.
+    """Whether a module is a transformers model, which defines its own weight names and buffer initialisation.
 
-    UsageError for transformers before 5, which did both in another way.
+    UsageError for transformers before 5, which did both differently.
     """
-    if "transformers" not in sys.modules:  # then nobody can have built one
+    if "transformers" not in sys.modules:  # not loaded, so there is no such model
         return False
     transformers: Any = importlib.import_module("transformers")
     if not isinstance(module, transformers.PreTrainedModel):
@@ -168,10 +168,10 @@ def is_pretrained(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialize_buffers(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Make every non-persistent buffer on `meta` real on `device`: rotary frequencies, position ids and their like.
+    """Materialise non-persistent meta buffers on `device`: rotary frequencies, position ids and the like.
 
-    Within a transformers model its own initialisation computes them; parameters and other buffers keep their values.
-    UsageError names a buffer that nobody here can compute, and any other tensor that a module keeps on `meta`.
+    In a transformers model its own initialisation computes them; parameters and other buffers keep their values.
+    UsageError names a buffer without a known initialisation, and any other tensor that a module keeps on meta.
     """
     owners = {"": model}
     for path, module in model.named_modules():
@@ -199,17 +199,17 @@ def _compute(path: str, module: nn.Module, lost: list[str], owner: nn.Module, de
             initialise(module)
     for name in lost:
         if name not in empty or (module._buffers[name] is empty[name] and empty[name]._version == 0):
-            for other in empty:  # none is left with the bytes that happened to be there
+            for other in empty:  # leave no buffer uninitialised
                 module._buffers[other] = empty[other].to("meta")
             raise UsageError(
-                f"buffer {f'{path}.{name}'.lstrip('.')!r} is on meta and in no file, and {type(owner).__name__} does "
-                "not compute it anew; build the model with real buffers, only its parameters on meta"
+                f"buffer {f'{path}.{name}'.lstrip('.')!r} is on meta, in no checkpoint, and {type(owner).__name__} "
+                "does not initialise it; build the model with real buffers, only its parameters on meta"
             )
 
 
 @contextmanager
 def _filled(module: nn.Module, but: set[str]) -> Iterator[None]:
-    """Mark what a module holds, `but` these buffers of its own, so that its initialisation leaves it alone."""
+    """Mark a module's tensors as initialised, `but` these own buffers, so that its initialisation skips them."""
     marked = []
     for child in module.modules():
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
@@ -224,7 +224,7 @@ def _filled(module: nn.Module, but: set[str]) -> Iterator[None]:
 
 
 def _refuse_plain(path: str, module: nn.Module) -> None:
-    """A tensor that is neither parameter nor buffer is in no file either, and nobody would ever fill it."""
+    """Refuse meta tensors that are neither parameter nor buffer: no checkpoint has them and nothing computes them."""
     for name, value in vars(module).items():
         if isinstance(value, Tensor) and value.is_meta:
             raise UsageError(

@@ -1,6 +1,6 @@
-"""The repeated layers of a model, found by running it once on inputs that have shapes and no data.
+"""Repeated layers of a model, found by one forward pass on fake tensors.
 
-The run costs what one forward pass without data costs, so every layer is looked at, not one of each class.
+The cost is one such pass for all layers, so every layer is inspected, not one per class.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oases.errors import UsageError
 from oases.graph.trace.configuration import sample_inputs
 
 Ops = tuple[str, ...]
-"""The ops of one call of a layer, in order: what each is called with, tensors by the place where they came from."""
+"""Ops of one layer call, in order, each with its arguments; tensors by where they came from."""
 
 
 class OpRecorder(TorchDispatchMode):
@@ -46,7 +46,7 @@ class OpRecorder(TorchDispatchMode):
         self._inside: list[nn.Module] = []
         self._running: list[str] = []
         self._places: dict[int, str] = {}
-        self._kept: list[Any] = []  # ids stay those of one tensor as long as it is kept
+        self._kept: list[Any] = []  # keeps ids unique
         self._results: dict[int, int] = {}
         self._layers = list(dict.fromkeys(layers))
         self._users: dict[int, set[int]] = {}
@@ -55,14 +55,14 @@ class OpRecorder(TorchDispatchMode):
                 self._users.setdefault(id(parameter), set()).add(id(module))
         self._modules = list({*self._layers, *vocabulary})
         parts = {id(part) for module in self._modules for part in module.modules()}
-        for part in model.modules():  # another module has it, and may read it in another mode
+        for part in model.modules():  # shared with another module, which may read it in another mode
             for held in [] if id(part) in parts else part.parameters(recurse=False):
                 if id(held) in self._users:
                     self.outside_reads.update(self._names[id(held)])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Where the model runs."""
+        """Context in which the model runs."""
         handles = []
         for module in self._modules:
             handles.append(module.register_forward_pre_hook(self._enter))
@@ -99,7 +99,7 @@ class OpRecorder(TorchDispatchMode):
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note the op and run it."""
+        """Record the op and run it."""
         kwargs = kwargs or {}
         flat, _ = pytree.tree_flatten((args, kwargs))
         for tensor in (each for each in flat if isinstance(each, Tensor)):
@@ -116,7 +116,7 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _placed(self, value: Any) -> str:
-        """What stands for a value in a layer's ops."""
+        """Label of a value in a layer's ops."""
         if not isinstance(value, Tensor):
             return repr(value)
         if id(value) not in self._places:
@@ -127,7 +127,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 def _content(value: Tensor) -> str:
-    """A constant's, so that layers with other ones differ; "" of what has no data."""
+    """Hash of a constant, so that layers with different constants differ; "" for a fake tensor."""
     if isinstance(value, FakeTensor) and value.constant is not None:
         value = value.constant
     if isinstance(value, FakeTensor) and value.constant is not None:
@@ -140,12 +140,12 @@ def _content(value: Tensor) -> str:
 
 
 BATCH, SEQUENCE = 3, 11
-"""Of the inputs that are made up: lengths that no other dimension of a model is likely to have."""
+"""Lengths of sample inputs, unlikely to equal any other dimension of a model."""
 
 
 @dataclass
 class TracedCall:
-    """One call of a layer: its arguments and result, without data, and the ops of it (see `OpRecorder`)."""
+    """One call of a layer: arguments and result as fake tensors, and its ops (see `OpRecorder`)."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -176,7 +176,7 @@ class LayerList:
 
 @dataclass
 class Observation:
-    """What one run showed. outside_reads: names of parameters that are read outside of the modules that hold them."""
+    """Result of a fake forward pass. outside_reads: names of parameters read outside of their modules."""
 
     lists: list[LayerList]
     outside_reads: set[str]
@@ -202,9 +202,10 @@ def example_inputs(model: nn.Module) -> Inputs:
 
 
 def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = ()) -> Observation:
-    """The lists of layers that the model's forward calls, outermost lists alone, by one run without data.
+    """Outermost lists of layers that the model's forward calls, by one forward pass on fake tensors.
 
-    model: a `twin_of` one. vocabulary: its tables and heads. Raises UsageError where the run fails, with the reason.
+    model: a `twin_of` copy. vocabulary: its embedding tables and heads. Raises UsageError where the pass fails, with
+    the reason.
     """
     lists = _outermost_lists(model)
     layers = dict.fromkeys(layer for _, module in lists for layer in module)
@@ -220,11 +221,11 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
         with running_without_data(), recorder.watching():
             args, kwargs = _complete(model, inputs)
             given_back = model(*args, **kwargs)
-    except Exception as error:  # a stranger's forward raises what it likes
+    except Exception as error:  # a model's forward may raise anything
         raise UsageError(
-            f"{type(model).__name__} did not run on inputs without data ({type(error).__name__}: {error}); if it "
-            "takes other inputs, give spec=ParallelSpec(inputs=...); a forward whose steps depend on values (layers "
-            "dropped at random, branches on a sum) cannot be parallelized: turn that off"
+            f"{type(model).__name__} failed on fake tensors ({type(error).__name__}: {error}); if it "
+            "takes other inputs, give spec=ParallelSpec(inputs=...); a data-dependent forward (layers dropped at "
+            "random, branches on a sum) cannot be parallelized: turn that off"
         ) from error
     finally:
         for handle in handles:
@@ -245,7 +246,7 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
 
 
 def _outermost_lists(model: nn.Module) -> list[tuple[str, Any]]:
-    """The lists of alike modules that are in no other such list."""
+    """Lists of modules of one class that are in no other such list."""
     lists = [
         (name, module)
         for name, module in model.named_modules()
@@ -259,33 +260,33 @@ def _is_in(name: str, other: str) -> bool:
 
 
 def _within(paths: list[str], names: Iterable[str]) -> set[str]:
-    """Names of parameters of layers, as the layers call them."""
+    """Parameter names relative to the layers that hold them."""
     return {name[len(path) + 1 :] for name in names for path in paths if name.startswith(f"{path}.")}
 
 
 def single_layer(model: nn.Module, inputs: Inputs) -> LayerList:
-    """A model without lists of layers, as a list of one that is the model itself."""
+    """List of one layer, the model itself, for a model without lists of layers."""
     args, kwargs = _complete(model, inputs)
     why = "the model has no list of layers that it calls one after the other"
     return LayerList("", [""], [TracedCall(model, args, kwargs, None, 0)], [-1], why)
 
 
 def _complete(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Without data, and for a pass that keeps no keys and values."""
+    """Inputs as fake tensors, without a key-value cache."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: without_data(tensor, device), inputs)
     return args, {"use_cache": False, **kwargs} if has_argument(model, "use_cache") else kwargs
 
 
 def _alike(modules: Any) -> bool:
-    """Whether all are of one class, and have weights."""
+    """Whether all modules are of one class and have weights."""
     return len({type(each) for each in modules}) == 1 and all(
         any(True for _ in each.parameters()) for each in modules
     )
 
 
 def _chained(name: str, module: Any, calls: list[TracedCall], read: set[int]) -> LayerList:
-    """A list by its calls. read: the numbers of the calls whose results other code reads."""
+    """LayerList of a module list from its calls. read: numbers of calls whose results other code reads."""
     path = f"{name}." if name else ""
     first = {id(call.module): call for call in reversed(calls)}
     paths: dict[int, str] = {}
@@ -309,7 +310,7 @@ def _chained(name: str, module: Any, calls: list[TracedCall], read: set[int]) ->
 
 
 def _activations(calls: list[TracedCall]) -> tuple[list[int], str]:
-    """Where each call has the result of the one before, and why the calls are no chain; empty where they are."""
+    """Place of the previous result among each call's leaves, and the reason why the calls are not a chain, or ""."""
     places, results, why = [], list[Any](), ""
     for number, call in enumerate(calls):
         flat, _ = leaves(call.args, call.kwargs)
@@ -330,7 +331,7 @@ def _activations(calls: list[TracedCall]) -> tuple[list[int], str]:
 
 
 def first_leaf(result: Any) -> Any:
-    """The first leaf of what a layer returns."""
+    """First leaf of a layer's result."""
     flat = pytree.tree_leaves(result)
     return flat[0] if flat else None
 

@@ -1,4 +1,4 @@
-"""What every call of a parallelized model does first and last: no cache of keys, and the same draws on all ranks."""
+"""Hooks around every forward pass of a parallelized model: no key-value cache, equal random draws on all ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size
 
 _CAPTURED = ("output_attentions", "output_router_logits")
-"""Results that transformers captures inside of layers, by hooks that the layers' graphs pass by."""
+"""Outputs that transformers captures by hooks inside of layers, which the traced graphs bypass."""
 
 
 class ModelHooks:
-    """Hooks of a model.
+    """Forward hooks of a parallelized model.
 
-    Keys and values are not cached unless the caller asks (layers that run together then say why they cannot). In
-    training, what draws random numbers around the layers, such as the dropout of embeddings, draws the same on all
-    ranks, whatever their seeds are: what is whole must stay the same everywhere. The caller's generator is left as it
-    was.
+    `use_cache` is False unless the caller sets it. In training, random ops around the layers (dropout of embeddings)
+    draw the same numbers on all ranks, because their tensors are replicated; the caller's generator state is restored
+    afterwards.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
@@ -36,7 +35,7 @@ class ModelHooks:
         self._filled = False
 
     def begin(self, model: nn.Module) -> None:
-        """Put the hooks on the model."""
+        """Register the hooks on the model."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
@@ -45,15 +44,15 @@ class ModelHooks:
         for name in _CAPTURED:
             if kwargs.get(name, getattr(getattr(model, "config", None), name, None)):
                 raise UsageError(
-                    f"{name}=True asks for what layers compute inside, which is in parts on the ranks; leave it out, "
-                    "of the call and of the model's configuration"
+                    f"{name}=True asks for a result inside of the layers, which is sharded over the ranks; leave it "
+                    "out of the call and of the model's configuration"
                 )
         if self._caches and kwargs.get("use_cache") is None:
             kwargs = {**kwargs, "use_cache": False}
         if self._group and any(part.training for part in model.modules()):
             cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
             self._before.append((torch.get_rng_state(), cuda))
-            torch.manual_seed(self._next())
+            torch.manual_seed(self._next_seed())
         return args, kwargs
 
     def _require_right_time(self, model: nn.Module) -> None:
@@ -64,13 +63,13 @@ class ModelHooks:
             self._filled = True
         if model.training and checkpoints(model):
             raise RuntimeError(
-                "gradient checkpointing would run the layers again one by one, and they run together: call "
+                "gradient checkpointing would recompute layers one by one, but they run as one stack: call "
                 "gradient_checkpointing_disable() and give parallelize() recompute='full'"
             )
         if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
             raise RuntimeError(
-                f"{type(model).__name__} is run again in a backward pass, by torch.utils.checkpoint around it: its "
-                "random masks would be others; give parallelize() recompute='full' instead"
+                f"{type(model).__name__} is recomputed in a backward pass, by torch.utils.checkpoint around it, and "
+                "would draw other random masks; give parallelize() recompute='full' instead"
             )
 
     def _end(self, model: nn.Module, args: Any, result: Any) -> None:
@@ -80,8 +79,10 @@ class ModelHooks:
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda)
 
-    def _next(self) -> int:
-        """The seed of this call, the same on all ranks: that of the first rank when the model first trained."""
+    def _next_seed(self) -> int:
+        """Seed of this call, equal on all ranks: from rank 0's initial seed at the first training call, and a
+        counter.
+        """
         if self._seed is None:
             group = group_of(self._group)
             said: list[Any] = [torch.initial_seed()] * max(1, group_size(group))

@@ -1,4 +1,4 @@
-"""What must stay as it was when a layer was traced: a graph does not know what its author's modules became since."""
+"""Detect changes of a layer since it was traced; a graph does not follow later changes of its modules."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _WATCHED = (int, float, str, bool, type(None), torch.dtype, Tensor)
 
 
 def inner_hooks(layer: nn.Module) -> str:
-    """Which modules within a layer have hooks, which a graph would pass by; empty where none has.
+    """Error text naming the submodules that have hooks, which a graph would bypass; "" where none has.
 
-    Those of the layer itself run, because its forward is called as ever.
+    Hooks of the layer itself run, because the layer is still called.
     """
     found = [path for path, part in layer.named_modules() if part is not layer and _hooked(part)]
     return f"{', '.join(found)} has hooks, which would not be called" if found else ""
 
 
 def _hooked(part: nn.Module) -> bool:
-    """Whether there are hooks but those by which transformers captures results; `ModelHooks` refuses to capture."""
+    """Whether there are hooks other than those by which transformers captures outputs, which `ModelHooks` refuses."""
     if not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks):
         return False
     hooks = (hook for each in _HOOKS for hook in getattr(part, each).values())
@@ -31,10 +31,10 @@ def _hooked(part: nn.Module) -> bool:
 
 
 class ModuleSnapshot:
-    """Watches one layer that runs as a graph. path: its name in the model.
+    """State of a traced layer that must not change. path: its name in the model.
 
-    Weights, buffers, `requires_grad`, and train() and eval() of any part may change; hooks within the layer,
-    attributes that a forward may read and forwards themselves may not.
+    Weights, buffers, `requires_grad`, and train() and eval() of any submodule may change; hooks within the layer,
+    attributes that a forward may read, and forward methods may not.
     """
 
     def __init__(self, layer: nn.Module, path: str) -> None:
@@ -45,7 +45,7 @@ class ModuleSnapshot:
         self._all = list(layer.modules())
 
     def modes(self) -> tuple[bool, ...]:
-        """Whether each part trains, after a check. RuntimeError where the graph is no longer what the author's is."""
+        """Training mode of each submodule, after the check. RuntimeError where the layer has changed."""
         for (name, part, attributes), forward in zip(self._parts, self._forwards, strict=True):
             if _hooked(part):
                 raise RuntimeError(self._changed(name, "got hooks, which would not be called: add them"))
@@ -70,18 +70,18 @@ class ModuleSnapshot:
 
 
 def training_modes(layer: nn.Module) -> tuple[bool, ...]:
-    """Whether each of a layer's parts trains."""
+    """Training mode of each submodule of a layer."""
     return tuple(part.training for part in layer.modules())
 
 
 def set_training_modes(layer: nn.Module, modes: tuple[bool, ...]) -> None:
-    """Have each of a layer's parts train or not."""
+    """Set the training mode of each submodule."""
     for part, training in zip(layer.modules(), modes, strict=True):
         part.training = training
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
-    """What a forward may read of a module besides weights, buffers and modules."""
+    """Attributes that a forward may read, besides weights, buffers and modules."""
     ours = ("training", "tensor_parallel", "gradient_checkpointing", "forward")
     return {
         key: value
@@ -91,7 +91,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def assigned_attributes(module: nn.Module) -> Callable[[], list[str]]:
-    """What a forward has assigned on a module and within it since, when the function returned is called."""
+    """Function that returns the attributes assigned on a module and its submodules since this call."""
     before = {name: _snapshot(part) for name, part in module.named_modules()}
 
     def since() -> list[str]:
@@ -106,12 +106,12 @@ def assigned_attributes(module: nn.Module) -> Callable[[], list[str]]:
 
 
 def _snapshot(part: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, kept so that its identity stays its own, and what shows that it was changed."""
+    """Each attribute, kept so that its id stays unique, and its comparison key."""
     return {key: (value, comparison_key(value)) for key, value in vars(part).items() if not key.startswith("_")}
 
 
 def comparison_key(value: Any) -> Any:
-    """What an attribute is compared by: plain values by themselves, others (configurations, functions) as objects."""
+    """Key that an attribute is compared by: plain values by value, others (configurations, functions) by identity."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -1,4 +1,4 @@
-"""What a model must be before it can be cut, each with its remedy."""
+"""Checks of a model, mesh and plan before sharding; each error names its remedy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from oases.plans.plan import AUTO, Experts, Plan, Segment
 from oases.schedule import Schedule, is_text
 
 _SAMPLED = 4096
-"""Elements of a tensor that are compared over the ranks: other seeds change all of them."""
+"""Elements per tensor that are compared across ranks; another seed changes all of them."""
 
 
 def require_cuttable(model: nn.Module) -> None:
-    """Raise UsageError for a model that was cut, compiled, patched or quantised, or that checkpoints its layers."""
+    """Raise UsageError for a model that is parallelized, compiled, patched or quantised, or that checkpoints its
+    layers.
+    """
     what = type(model).__name__
     if getattr(model, "oases_partition", None) is not None:
-        raise UsageError(f"{what} was parallelized before; build the model anew")
+        raise UsageError(f"{what} is parallelized already; build a new model")
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise UsageError(f"{what} has quantised weights, which cannot be trained; load it unquantised")
     for name, parameter in model.named_parameters():
@@ -36,7 +38,7 @@ def require_cuttable(model: nn.Module) -> None:
             raise UsageError(f"{name} has hooks, and parallelize() puts a new parameter there; add them afterwards")
     if checkpoints(model):
         raise UsageError(
-            f"{what} has gradient checkpointing on, which would run layers again one by one: call "
+            f"{what} has gradient checkpointing on, which would recompute layers one by one: call "
             "gradient_checkpointing_disable() and give parallelize() recompute='full'"
         )
     for name, part in model.named_modules():
@@ -46,22 +48,22 @@ def require_cuttable(model: nn.Module) -> None:
         if compiled or (forward is not None and not own):
             raise UsageError(
                 f"{name or what}: its forward was {'compiled' if compiled else 'replaced on the object'} (by "
-                "torch.compile, a hook of accelerate, or a patch), so what it computes cannot be traced: parallelize "
+                "torch.compile, a hook of accelerate, or a patch), so it cannot be traced: parallelize "
                 "the model first, or patch its class, or assign a method of the module itself"
             )
 
 
 def checkpoints(model: nn.Module) -> bool:
-    """Whether a model of transformers checkpoints its layers; its attribute's name depends on the version."""
+    """Whether gradient checkpointing is on in a transformers model; the attribute's name depends on the version."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     name = next((name for name in names if hasattr(type(model), name)), "")
     return bool(name and getattr(model, name))
 
 
 def require_alike(model: nn.Module, group: ProcessGroup | None, *, values: bool) -> None:
-    """Raise UsageError on all ranks, naming the first tensor, unless the model is the same on all ranks of a group.
+    """Raise UsageError on all ranks, naming the first tensor, unless the model is equal on all ranks of a group.
 
-    values: compare what is in the tensors too, a sample of each; else names, shapes and types alone.
+    values: compare a sample of each tensor's values too; else names, shapes and types alone.
     """
     if group is None or group_size(group) == 1:
         return
@@ -99,7 +101,7 @@ def tensor_parallel_group(
     schedule: str | Schedule,
     options: dict[str, Any],
 ) -> tuple[ProcessGroup | None, dict[str, Any]]:
-    """The tensor-parallel group of `parallelize` and the options of its stacks.
+    """Tensor-parallel group of `parallelize`, and the options of its stacks.
 
     Raises UsageError for a mesh without a tensor-parallel dimension and a plan that does not fit it.
     """
@@ -108,7 +110,7 @@ def tensor_parallel_group(
     if strange:
         raise UsageError(
             f"parallelize() does not take {', '.join(strange)}; options of its stacks are {', '.join(known)}"
-            + ("; its blocks' graphs are for whole sequences" if "sequence_parallel" in strange else "")
+            + ("; traced blocks need whole sequences" if "sequence_parallel" in strange else "")
         )
     options = {"schedule": schedule, "small_batch": "whole", **options}
     if plan is not None:
@@ -132,7 +134,7 @@ def tensor_parallel_group(
 
 
 def _only_segment(plan: Plan) -> Segment:
-    """The segment of a plan that parallelize() can run. UsageError, naming the field, for what it would leave out."""
+    """The one segment of a plan. UsageError, naming the field, for a plan that parallelize() cannot run."""
     segments = [segment for stage in plan.stages for segment in stage.segments]
     if len(plan.stages) > 1 or len(segments) > 1:
         raise UsageError(
@@ -148,7 +150,7 @@ def _only_segment(plan: Plan) -> Segment:
             "plan with one, by oases plan --micro-batches 1 or Space(micro_batches=(1,)), and accumulate gradients "
             "in your loop",
         ),
-        "sequence_parallel": (segment.sequence_parallel, "leave it out; its blocks' graphs are for whole sequences"),
+        "sequence_parallel": (segment.sequence_parallel, "leave it out; traced blocks need whole sequences"),
         "experts": (plan.experts, "leave them out; parallelize() keeps the model's own experts"),
     }
     for name, (value, remedy) in remedies.items():
@@ -159,7 +161,7 @@ def _only_segment(plan: Plan) -> Segment:
 
 
 def _options_of(segment: Segment) -> dict[str, Any]:
-    """The options of a stack that runs all layers as the segment says."""
+    """Stack options for running all layers as the segment specifies."""
     options: dict[str, Any] = {"recompute": segment.recomputed_layers}
     if is_text(segment.schedule):
         return options | {"schedule": segment.generated()}
@@ -179,7 +181,7 @@ def _mesh_of(plan: Plan) -> Mesh:
 
 
 def require_layers(plan: Plan, counts: list[int]) -> None:
-    """Raise UsageError unless the plan is of a model with one list of so many layers."""
+    """Raise UsageError unless the model has one list of as many layers as the plan."""
     if counts != [plan.model.layers]:
         raise UsageError(
             f"plan: it is for {plan.model.layers} layers, the model has lists of {counts or 'no'} layers; plan for "

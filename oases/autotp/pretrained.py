@@ -1,4 +1,4 @@
-"""A partitioned model written as one whole model, which transformers reads with `from_pretrained`."""
+"""Save a sharded model as one full model that transformers reads with `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from oases.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
 WRITTEN = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"
 )
-"""Files that a saved model consists of. Others in its folder, a tokenizer's, stay there when it is saved anew."""
+"""Files of a saved model. Other files in its folder, such as a tokenizer's, are kept when it is saved again."""
 
 
 def save_pretrained(
@@ -32,15 +32,15 @@ def save_pretrained(
     max_shard_bytes: int = 5_000_000_000,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Write the whole model to `folder`: safetensors, their index if several, and the model's configuration if any.
+    """Write the full model to `folder`: safetensors, their index if several, and the model's configuration if any.
 
-    All ranks of process_group call it and send what they hold to its first rank, which alone writes, a block of rows
-    at a time: nobody holds more than its part of the model and a few such blocks. Names, shapes and types are those
-    of the model nobody partitioned; a tied tensor is written once. A file has at most max_shard_bytes of tensors,
-    unless one tensor alone has more. The folder takes its place by a rename once it is whole.
+    Collective over process_group: ranks send their shards to the first rank, which alone writes, in blocks of rows;
+    no rank holds more than its shards and a few blocks. Names, shapes and types are those of the original model; a
+    tied tensor is written once. A file has at most max_shard_bytes of tensors, unless one tensor alone has more. The
+    complete folder replaces the old one by a rename.
 
     UsageError on every rank, before anything is written, for a folder that holds anything but a saved model and for
-    weights still on `meta`. What goes wrong while the first rank writes is raised on every rank, too.
+    weights on `meta`. Errors of the first rank while writing are raised on every rank.
     """
     group, path = resolve(process_group), Path(folder).resolve()
     first = group_rank(group) == 0
@@ -71,14 +71,14 @@ def save_pretrained(
 
 
 class FullModelSaver:
-    """In the place of a model's own `save_pretrained`, which would write this rank's part as if it were the model."""
+    """Replacement of a model's own `save_pretrained`, which would write this rank's shards alone."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
         self._model = model
         self._group = group_name(group)
 
     def __call__(self, save_directory: str | Path, **options: Any) -> None:
-        """Write the whole model, on all ranks; UsageError for options other than `max_shard_bytes`."""
+        """Write the full model, on all ranks; UsageError for options other than `max_shard_bytes`."""
         if set(options) - {"max_shard_bytes"}:
             raise UsageError(
                 f"a parallelized model is saved by oases.save_pretrained(), which does not take {', '.join(options)}"
@@ -87,7 +87,7 @@ class FullModelSaver:
 
 
 class _File:
-    """A file that the first rank writes. It keeps its failure to the end, until when the others go on sending."""
+    """File written by the first rank. It keeps an error until close, because the other ranks keep sending."""
 
     def __init__(self, path: Path, held: dict[str, TensorShard]) -> None:
         self._held = held
@@ -102,7 +102,7 @@ class _File:
         self._begins = write_header(self._file, sizes)
 
     def write(self, name: str, row: int, block: Tensor) -> None:
-        """Write rows of a tensor where they belong, from `row` on."""
+        """Write rows of a tensor, from `row` on."""
         self._try(lambda: self._put(self._begins[name] + row * self._held[name].row_bytes, block))
 
     def _put(self, at: int, block: Tensor) -> None:
@@ -111,7 +111,7 @@ class _File:
         self._file.write(block.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> OSError | None:
-        """What failed, if anything did."""
+        """Close the file; return the first error, or None."""
         file = self._file
         if file is not None:
             self._try(file.close)
@@ -126,7 +126,7 @@ class _File:
 
 
 def _written(model: nn.Module, held: list[TensorShard]) -> dict[str, TensorShard]:
-    """What is written, by name: every tensor once, and again only under a name that transformers would not tie."""
+    """Tensors to write, by name: each once, and again only under a name that transformers would not tie."""
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     found = {}
     for shard in held:
@@ -140,7 +140,7 @@ def _written(model: nn.Module, held: list[TensorShard]) -> dict[str, TensorShard
 
 
 def _shards(tensors: dict[str, TensorShard], max_shard_bytes: int) -> dict[str, dict[str, TensorShard]]:
-    """The tensors of each file, in their order."""
+    """Tensors of each file, in order."""
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}; give at least 1")
     shards: list[dict[str, TensorShard]] = [{}]
@@ -158,7 +158,7 @@ def _shards(tensors: dict[str, TensorShard], max_shard_bytes: int) -> dict[str, 
 
 
 def _describe(model: nn.Module, files: dict[str, dict[str, TensorShard]], folder: Path) -> None:
-    """Write the index of several files and the configuration that transformers builds the model from."""
+    """Write the index of several files and the model's configuration."""
     if len(files) > 1:
         sizes = [shard.rows * shard.row_bytes for held in files.values() for shard in held.values()]
         index = {
@@ -177,28 +177,28 @@ def _describe(model: nn.Module, files: dict[str, dict[str, TensorShard]], folder
 
 
 def _require_replaceable(path: Path) -> None:
-    """Raise UsageError unless `path` may be written: absent, an empty folder, or a saved model."""
+    """Raise UsageError unless `path` is absent, an empty folder, or a saved model."""
     if path.exists() and not path.is_dir():
         raise UsageError(f"{str(path)!r} is a file; give the path of a folder of its own")
     if path.is_dir() and any(path.iterdir()) and not ((path / MODEL_FILE).is_file() or (path / INDEX_FILE).is_file()):
         raise UsageError(
-            f"{str(path)!r} holds other files and no saved model, {MODEL_FILE} or {INDEX_FILE}; give a new or empty "
+            f"{str(path)!r} holds other files but no saved model ({MODEL_FILE} or {INDEX_FILE}); give a new or empty "
             "folder"
         )
 
 
 def _replace(path: Path, aside: Path) -> None:
-    """Put the folder written aside in its place, with what else there was in the old one."""
+    """Rename the new folder to `path`, with the unrelated files of the old one."""
     old = path.with_name(f".{path.name}.old")
     if path.exists():
-        _carry(old, path)  # of a save that was cut short here
+        _carry(old, path)  # left by an interrupted save
         path.rename(old)
     aside.rename(path)
     _carry(old, path)
 
 
 def _carry(old: Path, path: Path) -> None:
-    """Move files that no save writes from the old folder, if there is one, and remove it."""
+    """Move files that a save does not write out of the old folder, if it exists, and remove it."""
     if not old.exists():
         return
     for file in old.iterdir():

@@ -1,4 +1,4 @@
-"""What views, slices and concatenations do to values that are split or partial."""
+"""Sharding rules of views, slices and concatenations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oases.autotp.splitter import Split, Splitter, Value, args_of, keyword, name
 
 @rule("view", "reshape", "_unsafe_view", "unflatten", "flatten")
 def view(s: Splitter, node: fx.Node) -> Value:
-    """Another shape of the same elements; the sizes that it names become the rank's."""
+    """View of the same elements; its sizes become the rank's."""
     x = args_of(node)[0]
     value, before, after = s.value(x), s.shape(x), s.shape(node)
     if value.split is None and not value.partial:
@@ -27,7 +27,7 @@ def view(s: Splitter, node: fx.Node) -> Value:
     found = viewed(before, after, value.split.dim, value.split.segments)
     if found is None:
         raise UnsplittableError(
-            f"{node}: a view from {before} to {after} mixes what is split along {value.split.dim}"
+            f"{node}: a view from {before} to {after} mixes the sharded dimension {value.split.dim}"
         )
     dim, segments = found
     sizes, at = args_of(node)[1], dim
@@ -43,7 +43,7 @@ def view(s: Splitter, node: fx.Node) -> Value:
 
 
 def shape_of_addend(addend: fx.Node) -> tuple[int, ...]:
-    """The shape of what waits to be added to a partial value."""
+    """Shape of a pending addend of a partial value."""
     return tuple(addend.meta["like"].meta["val"].shape)
 
 
@@ -58,12 +58,12 @@ def _divided(size: int, ranks: int) -> int:
 
 
 def _with_first(s: Splitter, node: fx.Node, first: fx.Node) -> fx.Node:
-    """Call the op on another first argument."""
+    """Call the op with another first argument."""
     return s.emit(node, (first, *fx.map_arg(args_of(node)[1:], s.whole)), dict(fx.map_arg(node.kwargs, s.whole)))
 
 
 def _moved(s: Splitter, node: fx.Node, dim: int) -> Value:
-    """The op on a split value whose split dimension is `dim` afterwards."""
+    """The op on a sharded value whose sharded dimension becomes `dim`."""
     value = s.value(args_of(node)[0])
     assert value.split is not None
     return s.split(_with_first(s, node, value.node), dim, value.split.segments)
@@ -71,7 +71,7 @@ def _moved(s: Splitter, node: fx.Node, dim: int) -> Value:
 
 @rule("transpose", "swapaxes", "permute", "t", "unsqueeze", "squeeze", "movedim")
 def rearranged(s: Splitter, node: fx.Node) -> Value:
-    """Dimensions in another order, or ones of length one more or less."""
+    """Permute dimensions, or add or remove dimensions of length one."""
     x, *rest = args_of(node)
     split, dims = s.value(x).split, len(s.shape(x))
     if split is None:
@@ -88,23 +88,23 @@ def rearranged(s: Splitter, node: fx.Node) -> Value:
         gone = [d % dims for d in (rest[0] if isinstance(rest[0], (list, tuple)) else rest)]
         gone = [d for d in gone if s.shape(x)[d] == 1]
         return _moved(s, node, split.dim - len([d for d in gone if d < split.dim]))
-    raise UnsplittableError(f"{node.target} of what is split")
+    raise UnsplittableError(f"{node.target} of a sharded tensor")
 
 
 @rule("expand", "expand_as", "repeat")
 def expanded(s: Splitter, node: fx.Node) -> Value:
-    """To more samples, tokens or heads; along the split dimension nothing is repeated."""
+    """Expand or repeat along dimensions that are not sharded."""
     x = args_of(node)[0]
     split = s.value(x).split
     if split is None:
         return Value(s.copy(node))
     if name_of(node) == "expand_as":
-        raise UnsplittableError(f"{node.target} of what is split")
+        raise UnsplittableError(f"{node.target} of a sharded tensor")
     sizes = list(fx.map_arg(list(args_of(node)[1]), s.whole))
     at = split.dim + len(sizes) - len(s.shape(x))
     if name_of(node) == "repeat":
         if sizes[at] != 1:
-            raise UnsplittableError(f"{node.target} repeats what is split")
+            raise UnsplittableError(f"{node.target} repeats the sharded dimension")
     elif sizes[at] != -1:
         sizes[at] = _local(s, sizes[at])
     return s.split(s.emit(node, (s.value(x).node, sizes)), at, split.segments)
@@ -112,14 +112,14 @@ def expanded(s: Splitter, node: fx.Node) -> Value:
 
 @rule("repeat_interleave")
 def repeated(s: Splitter, node: fx.Node) -> Value:
-    """Each head several times in a row, as grouped queries want it."""
+    """repeat_interleave, as grouped-query attention uses it."""
     x = args_of(node)[0]
     split = s.value(x).split
     if split is None:
         return Value(s.copy(node))
     times, dim = args_of(node)[1], args_of(node)[2] if len(args_of(node)) > 2 else node.kwargs.get("dim")
     if not isinstance(times, int) or not isinstance(dim, int):
-        raise UnsplittableError(f"{node.target} of what is split")
+        raise UnsplittableError(f"{node.target} of a sharded tensor")
     along = dim % len(s.shape(x)) == split.dim
     segments = tuple(length * times for length in split.segments) if along else split.segments
     return s.split(_with_first(s, node, s.value(x).node), split.dim, segments)
@@ -127,7 +127,7 @@ def repeated(s: Splitter, node: fx.Node) -> Value:
 
 @rule("slice", "narrow", "select")
 def sliced(s: Splitter, node: fx.Node) -> Value:
-    """Along another dimension; along the split one where the ends are those of segments."""
+    """Slice along another dimension, or along the sharded one at segment ends."""
     x = args_of(node)[0]
     split, shape = s.value(x).split, s.shape(x)
     if split is None:
@@ -136,23 +136,23 @@ def sliced(s: Splitter, node: fx.Node) -> Value:
     if dim != split.dim:
         return _moved(s, node, split.dim - (name_of(node) == "select" and dim < split.dim))
     if name_of(node) != "slice" or (len(args_of(node)) > 4 and args_of(node)[4] != 1):
-        raise UnsplittableError(f"{node.target} goes along the dimension that is split")
+        raise UnsplittableError(f"{node.target} runs along the sharded dimension")
     ends = [args_of(node)[at] if len(args_of(node)) > at else None for at in (2, 3)]
     if any(isinstance(end, fx.Node) for end in ends):
-        raise UnsplittableError(f"{node.target} goes along the dimension that is split, to an end that is computed")
+        raise UnsplittableError(f"{node.target} runs along the sharded dimension to a computed end")
     first, last, _ = slice(*ends).indices(shape[dim])
     inside = pieces(split.segments, [first, last - first, shape[dim] - last])
     if inside is None:
-        raise UnsplittableError(f"{node.target} takes [{first}, {last}) of what is split in {split.segments}")
+        raise UnsplittableError(f"{node.target} takes [{first}, {last}) of a tensor sharded in {split.segments}")
     if not inside[1]:
-        raise UnsplittableError(f"{node.target} takes nothing of what is split")
+        raise UnsplittableError(f"{node.target} is empty along the sharded dimension")
     piece = s.emit(node, (s.value(x).node, dim, s.local(first), s.local(last)))
     return s.split(piece, dim, inside[1])
 
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
 def taken_apart(s: Splitter, node: fx.Node) -> tuple[Value, ...]:
-    """Into pieces along another dimension, or along the split one where pieces end with segments."""
+    """Split along another dimension, or along the sharded one at segment ends."""
     x = args_of(node)[0]
     split, outputs = s.value(x).split, node.meta["val"]
     name = name_of(node)
@@ -177,11 +177,11 @@ def taken_apart(s: Splitter, node: fx.Node) -> tuple[Value, ...]:
         made = _with_first(s, node, s.value(x).node)
         return tuple(s.split(each, after, split.segments) for each in several(made))
     if name == "unbind":
-        raise UnsplittableError(f"{node.target} goes along the dimension that is split")
+        raise UnsplittableError(f"{node.target} runs along the sharded dimension")
     lengths = [int(output.shape[dim]) for output in outputs]
     inside = pieces(split.segments, lengths)
     if inside is None:
-        raise UnsplittableError(f"{node.target} into {lengths} of what is split in {split.segments}")
+        raise UnsplittableError(f"{node.target} into {lengths} of a tensor sharded in {split.segments}")
     made = s.call(
         torch.ops.aten.split_with_sizes.default, (s.value(x).node, [s.local(n) for n in lengths], dim), node
     )
@@ -189,7 +189,7 @@ def taken_apart(s: Splitter, node: fx.Node) -> tuple[Value, ...]:
 
 
 class _Like:
-    """Stands for one of a node's several outputs."""
+    """One of a node's several outputs."""
 
     def __init__(self, node: fx.Node, value: Any) -> None:
         self.name, self.meta = node.name, {"val": value}
@@ -201,7 +201,7 @@ def _item(several: Any, place: int) -> Any:
 
 @rule("cat", "concat", "stack")
 def joined(s: Splitter, node: fx.Node) -> Value:
-    """Along another dimension what is whole has its part taken; along the split one all must be split."""
+    """Concatenate; replicated inputs are sliced, except along the sharded dimension."""
     given, found = args_of(node)[0], tensors(node)
     splits = {v.split for each in found if (v := s.value(each)).split is not None}
     if not splits:
@@ -211,11 +211,11 @@ def joined(s: Splitter, node: fx.Node) -> Value:
     stacked = name_of(node) == "stack"
     if {each.dim for each in splits if each is not None} == {dim} and not stacked:
         if any(s.value(each).split is None for each in found):
-            raise UnsplittableError(f"{node.target} joins what is split and what is whole")
+            raise UnsplittableError(f"{node.target} joins sharded and replicated tensors")
         segments = tuple(n for each in given if (v := s.value(each)).split for n in v.split.segments)
         return s.split(s.copy(node, {each: s.value(each).node for each in found}), dim, segments)
     if len(splits) > 1:
-        raise UnsplittableError(f"{node.target} joins what is split along {splits}")
+        raise UnsplittableError(f"{node.target} joins tensors sharded along {splits}")
     (split,) = splits
     assert split is not None
     made = s.copy(node, {each: s.as_split(each, Split(split.dim, split.segments)) for each in found})
@@ -224,19 +224,19 @@ def joined(s: Splitter, node: fx.Node) -> Value:
 
 @rule("view_as_complex", "view_as_real")
 def complex_numbers(s: Splitter, node: fx.Node) -> Value:
-    """Pairs in the last dimension and back."""
+    """Real pairs in the last dimension as complex numbers, and back."""
     x = args_of(node)[0]
     split = s.value(x).split
     if split is not None and name_of(node) == "view_as_complex" and split.dim == len(s.shape(x)) - 1:
-        raise UnsplittableError(f"{node.target} of what is split")
+        raise UnsplittableError(f"{node.target} of a sharded tensor")
     return Value(s.copy(node)) if split is None else _moved(s, node, split.dim)
 
 
 @rule("tril", "triu")
 def triangle(s: Splitter, node: fx.Node) -> Value:
-    """Of the last two dimensions."""
+    """tril and triu, of the last two dimensions."""
     x = args_of(node)[0]
     split = s.value(x).split
     if split is not None and split.dim >= len(s.shape(x)) - 2:
-        raise UnsplittableError(f"{node.target} of what is split")
+        raise UnsplittableError(f"{node.target} of a sharded tensor")
     return Value(s.copy(node)) if split is None else _moved(s, node, split.dim)

@@ -1,4 +1,4 @@
-"""What a rank holds of each tensor of a partitioned model's state, and where that lies in the whole tensor."""
+"""Map from each tensor of a sharded model's state to this rank's shard and its place in the full tensor."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from oases.parallel.sharding import Cut, cuts, holders
 from oases.safetensors_files import Index
 
 BLOCK_BYTES = 512 << 10
-"""Tensors travel in blocks of rows of about so many bytes, so that none is ever whole on its way.
+"""Approximate bytes per block of rows.
 
-gloo and the heap keep some twenty blocks for themselves; a link of 1 GB/s is still busy for far longer than a
-collective takes to start.
+Small enough for the some twenty blocks that gloo and the heap keep; at 1 GB/s a block still takes far longer than the
+start of a collective.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class TensorShard:
-    """One tensor of the state: this rank's part of it, or all of it where it is replicated.
+    """One tensor of the state: this rank's shard, or all of it where it is replicated.
 
-    names: those it has in the model's state_dict, the one it is saved under first. aliases: those of the names under
-    which transformers ties it itself, so that a file need not have them. shape: that of the whole tensor.
-    cut: None for a tensor that every rank holds whole; else it is cut over process_group.
+    names: its names in the state_dict, the one it is saved under first. aliases: names that transformers ties itself,
+    so that a checkpoint need not have them. shape: of the full tensor. cut: None for a replicated tensor; else how it
+    is sharded over process_group.
     """
 
     names: tuple[str, ...]
@@ -41,12 +41,12 @@ class TensorShard:
 
     @property
     def name(self) -> str:
-        """The name that the tensor is saved under."""
+        """Name that the tensor is saved under."""
         return self.names[0]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of the whole tensor, an index of its first dimension."""
+        """Bytes of one row (index of the first dimension) of the full tensor."""
         elements = 1
         for length in self.shape[1:]:
             elements *= length
@@ -54,16 +54,16 @@ class TensorShard:
 
     @property
     def rows(self) -> int:
-        """Rows of the whole tensor; a tensor of no dimension is a row of one."""
+        """Rows of the full tensor; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def block_rows(self) -> int:
-        """Rows of the whole tensor that travel at once."""
+        """Rows of the full tensor per block."""
         return max(1, BLOCK_BYTES // max(1, self.row_bytes))
 
     def pieces(self) -> Iterator[tuple[Index, Index]]:
-        """(index in the whole tensor, index in this rank's) of all that this rank holds, in blocks of rows."""
+        """Iterate over (index in the full tensor, index in this shard) in blocks of rows."""
         if not self.shape:
             yield (), ()
             return
@@ -82,10 +82,10 @@ class TensorShard:
 
 
 def shard_map(model: nn.Module, process_group: ProcessGroup | None) -> list[TensorShard]:
-    """Every tensor of the model's state_dict once, in its order.
+    """Each tensor of the model's state_dict once, in its order.
 
-    process_group: the group that cuts where a module names none. UsageError for state that is no tensor and for a
-    part whose length is not what its cut says.
+    process_group: the sharding group where a module names none. UsageError for state that is not a tensor and for a
+    shard whose length disagrees with its cut.
     """
     cut_by, held_by = cuts(model), holders(model)
     tied = frozenset(getattr(model, "all_tied_weights_keys", {}))
@@ -110,9 +110,9 @@ def shard_map(model: nn.Module, process_group: ProcessGroup | None) -> list[Tens
 
 @contextmanager
 def raise_together(process_group: ProcessGroup | None) -> Iterator[None]:
-    """What the block raises on one rank is raised on all, at its end; all ranks of the group enter it.
+    """Raise an exception of the body on every rank at the end of the block. Collective.
 
-    So no rank waits in a later collective for one that gave up. The block itself holds no collective.
+    No rank is then left waiting in a later collective. The body itself must contain no collective.
     """
     mine: Exception | None = None
     try:
@@ -128,12 +128,12 @@ def raise_together(process_group: ProcessGroup | None) -> Iterator[None]:
         raise mine
     for rank, what in enumerate(said):
         if what is not None:
-            mendable, text = what
-            raise (UsageError if mendable else RuntimeError)(f"rank {rank}: {text}")
+            is_usage_error, text = what
+            raise (UsageError if is_usage_error else RuntimeError)(f"rank {rank}: {text}")
 
 
 def _cutting(name: str, holder: nn.Module, process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group that cuts a holder's tensors: the one it names, else the one given."""
+    """The group that shards a module's tensors: its own, else process_group."""
     ranks: int = getattr(holder, "tensor_parallel", 1)
     named: str | None = getattr(holder, "_group_name", None)
     group = process_group if named is None else group_of(named)
@@ -141,14 +141,14 @@ def _cutting(name: str, holder: nn.Module, process_group: ProcessGroup | None) -
         return None
     if group_size(group) != ranks:
         raise UsageError(
-            f"{name!r} is cut over {ranks} ranks, its group has {group_size(group)}; let its module name the group "
-            "that cuts it, or give that as process_group"
+            f"{name!r} is sharded over {ranks} ranks, its group has {group_size(group)}; have its module name its "
+            "group, or give that group as process_group"
         )
     return group
 
 
 def _spans(cut: Cut, group: ProcessGroup | None) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """[start, stop) along the cut in the whole and in this rank's part, for each segment."""
+    """[start, stop) along the cut dimension in the full tensor and in this shard, per segment."""
     found, start = [], 0
     for first, last in cut.ranges(group_rank(group), group_size(group)):
         found.append(((first, last), (start, start + last - first)))
@@ -161,6 +161,6 @@ def _whole(name: str, part: Tensor, cut: Cut, group: ProcessGroup | None) -> tup
     if part.shape[cut.dim] != held:
         raise UsageError(
             f"{name!r} of shape {tuple(part.shape)} has {part.shape[cut.dim]} along dimension {cut.dim}, where rank "
-            f"{group_rank(group)} of {group_size(group)} holds {held} of segments {cut.segments}; mend shard_segments"
+            f"{group_rank(group)} of {group_size(group)} holds {held} of segments {cut.segments}; fix shard_segments"
         )
     return (*part.shape[: cut.dim], cut.size, *part.shape[cut.dim + 1 :])

@@ -1,7 +1,7 @@
-"""The executor of schedules: for every op of a list start, wait, or run.
+"""Executor of schedules: starts, waits for or runs every op of a list.
 
-It knows neither a layer nor a model. The caller gives the work of each op, a handler by the op's `Step.key`; labels,
-spans, the clock and failures are dealt with here, once.
+It is independent of layers and models. The caller passes a handler for each `Step.key`; labels, spans, the clock and
+failures are handled here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Place = tuple[int, int]
 
 
 class Step:
-    """One op of a list with what is derived from it once: key of its handler, place, label of its collective.
+    """Op of a schedule with derived constants: its handler's key, its place, its collective's label.
 
     key: the op without its place, "F", "all_reduce F" or "wait F". carried: (kind, block, sub-batch) of the op whose
-    result a collective carries or a wait is for.
+    result a collective or wait transfers.
     """
 
     __slots__ = ("block", "carried", "is_start", "key", "label", "op", "place", "sub_batch", "text")
@@ -42,9 +42,9 @@ class Step:
 
 
 class Program(ABC):
-    """The steps of a schedule for one stack: made once, run in every call.
+    """Steps of a schedule for one stack, compiled once and run in every call.
 
-    label: of the stack, in errors and statistics. layer_of: each block's layer, for the statistics; None where a
+    label: name of the stack in errors and statistics. layer_of: layer of each block, for the statistics; None where a
     layer is two blocks.
     """
 
@@ -67,14 +67,16 @@ class Program(ABC):
 
     @abstractmethod
     def makes_gradients(self, op: Op) -> Iterable[int]:
-        """The blocks of whose gradients an op makes some."""
+        """Blocks whose gradients an op contributes to."""
 
     @abstractmethod
     def reads(self, op: Op) -> Iterable[int]:
-        """The blocks whose parameters an op reads."""
+        """Blocks whose parameters an op reads."""
 
     def ends_of(self, backward: Sequence[Step]) -> list[int]:
-        """By block, where in a backward pass its gradients are whole, the collective that follows started."""
+        """For each block, the step of a backward pass after which its gradients are complete and the next collective
+        started.
+        """
         ends = [0] * self.schedule.num_blocks
         for number, step in enumerate(backward, start=1):
             for block in self.makes_gradients(step.op):
@@ -83,28 +85,27 @@ class Program(ABC):
 
 
 Handlers = Mapping[str, Callable[[Step], None]]
-"""The work of each op, by `Step.key`."""
+"""Implementation of each op, by `Step.key`."""
 
 
 class StackHandle(Protocol):
-    """A call of a stack whose backward pass can be split."""
+    """Call of a stack whose backward pass a pipeline can split."""
 
     def recompute(self) -> None:
-        """Compute again now, before the gradient is there; the backward pass then leaves it out."""
+        """Recompute now, before the gradient arrives; the backward pass then skips it."""
 
     def defer_weights(self) -> None:
-        """Before the backward pass: let it leave out the weight gradients that its W ops would compute."""
+        """Before the backward pass: have it skip the weight gradients of its W ops."""
 
     def compute_weights(self) -> None:
-        """After such a backward pass: add the weight gradients to those of the parameters."""
+        """After such a backward pass: accumulate the weight gradients into the parameters."""
 
 
 class StackHandles:
-    """Handles of stack calls whose passes are split up: what they recompute, and their weight gradients.
+    """Handles of stack calls, by which a pipeline recomputes early or defers weight gradients.
 
-    They are held weakly and live as long as their graphs, so this keeps no tensor; but for weight gradients that were
-    deferred, which it keeps until they are computed. All ranks of the stacks' groups must do the same at the same
-    point.
+    They are weak references, valid as long as the calls' graphs, so this keeps no tensor alive, except deferred
+    weight gradients until they are computed. All ranks of the stacks' groups must do the same at the same point.
     """
 
     def __init__(self) -> None:
@@ -112,22 +113,22 @@ class StackHandles:
         self._waiting: list[StackHandle] = []
 
     def add(self, call: StackHandle) -> None:
-        """A call that was made, in the order of the forward pass."""
+        """Add a call, in the order of the forward pass."""
         self._calls.append(ref(call))
 
     def recompute(self) -> None:
-        """Compute again now, with the collectives that this sends. A second time there is nothing left to do."""
+        """Recompute now, with its collectives. A second call does nothing."""
         for call in self._backwards():
             call.recompute()
 
     def defer_weights(self) -> None:
-        """Before the backward pass: let it leave out the weight gradients that its W ops would compute."""
+        """Before the backward pass: have it skip the weight gradients of its W ops."""
         self._waiting = self._backwards()
         for call in self._waiting:
             call.defer_weights()
 
     def compute_weights(self) -> None:
-        """After a backward pass that left them out: add the weight gradients to those of the parameters."""
+        """After such a backward pass: accumulate the weight gradients into the parameters."""
         for call in self._waiting:
             call.compute_weights()
         self._waiting = []
@@ -138,11 +139,11 @@ class StackHandles:
 
 @dataclass
 class Context:
-    """One call's surroundings, which its stack cannot know.
+    """Caller's options of one stack call.
 
-    spans: list to append (op, start, end) of every compute op and wait to, in what `clock` gives; on an accelerator,
-    which works behind the host, one that records an event. handles: receives the call's handle, for a pipeline that
-    splits its passes; nothing where it runs without gradients.
+    spans: list to append (op, start, end) of every compute op and wait to, with times from `clock`, which records an
+    event on an accelerator. handles: receives the call's handle, for a pipeline that splits its passes; nothing where
+    it runs without gradients.
     """
 
     spans: list[tuple[str, Any, Any]] | None = None
@@ -151,11 +152,11 @@ class Context:
 
 
 class FailureScope:
-    """Around the ops of one call of a stack: what they raise is raised on every rank, with the op's place.
+    """Context around the ops of one stack call: an exception is raised on every rank, with the op's place.
 
-    monitor: None for a group of one, where only what runs out of memory is given its place. forget: lets go of the
-    call's tensors, so that others can use their memory. unanimous: errors that all ranks raise by themselves. A
-    UsageError stays what it is on the rank that raises it.
+    monitor: None for a group of one, where only out-of-memory errors get their place. forget: releases the call's
+    tensors. unanimous: exception types that all ranks raise by themselves. A UsageError keeps its type on the rank
+    that raises it.
     """
 
     def __init__(
@@ -163,12 +164,14 @@ class FailureScope:
         unanimous: tuple[type[Exception], ...] = (),
     ) -> None:  # fmt: skip
         self.current_op: Op | str = "the start of the call"
-        """The op under way; set by who runs it."""
+        """The op that runs now, set by the executor."""
         self._schedule = schedule
         self._label = label
         self._monitor = monitor
         self._unanimous = unanimous
-        self._forget_weakly = WeakMethod(forget)  # strongly, the call would live until the garbage collector comes
+        self._forget_weakly = WeakMethod(
+            forget
+        )  # a strong reference would be a cycle, which keeps tensors until a garbage collection
         self._failures = 0
 
     def __enter__(self) -> None:
@@ -184,16 +187,16 @@ class FailureScope:
             self._forget()
             raise monitor.error() from error
         if lost_a_rank(error):
-            return  # that is no op's failure
+            return  # not a failure of an op
         if isinstance(error, self._unanimous):
             self._forget()
             return
         failure = self._described(error, monitor.rank if monitor is not None else 0)
         if monitor is None and not failure.out_of_memory:
-            return  # nobody else to tell: the block's own error says it best
+            return  # no other rank to notify: keep the block's own error
         self._forget()
         if failure.out_of_memory:
-            traceback.clear_frames(trace)  # they hold tensors, too
+            traceback.clear_frames(trace)  # frames hold tensors, too
         broken = monitor.fail(failure) if monitor is not None else ""
         if isinstance(error, UsageError):
             return
@@ -226,7 +229,7 @@ class Executor:
         self._handlers, self.guard, self._context = handlers, guard, context
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Run these, in their order. The guard is told what is under way."""
+        """Run the steps in order; `guard.current_op` is the op that runs."""
         handlers, guard, spans = self._handlers, self.guard, self._context.spans
         if spans is None:
             for step in steps:

@@ -1,4 +1,4 @@
-"""Collectives of a schedule's ops: the layout and the type in which tensors travel."""
+"""Collectives of a schedule's ops: layout and type of the tensors that are sent."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 class Scheduler(Protocol):
-    """What a wire asks of its collectives; `oases._C.OverlapScheduler` is the real one."""
+    """Collectives that a Wire uses; implemented by `oases._C.OverlapScheduler`."""
 
     def all_reduce(self, tensor: Tensor, label: str = "") -> Any:
-        """Start summing `tensor` over the ranks in place; return a ticket."""
+        """Start to sum `tensor` over the ranks in place; return a ticket."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> Any:
-        """Start summing `input` [ranks, ...] over the ranks, this rank's part into `output`; return a ticket."""
+        """Start to sum `input` [ranks, ...] over the ranks, this rank's part into `output`; return a ticket."""
 
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Any:
-        """Start joining every rank's `input` into `output` [ranks, ...]; return a ticket."""
+        """Start to concatenate every rank's `input` in `output` [ranks, ...]; return a ticket."""
 
     def all_to_all(self, output: Tensor, input: Tensor, sent: list[int], received: list[int], label: str = "") -> Any:
-        """Start sending each rank its rows of `input`; `output` gets theirs, in rank order; return a ticket."""
+        """Start to send each rank its rows of `input`; `output` gets theirs, in rank order; return a ticket."""
 
     def wait(self, ticket: Any) -> None:
-        """Return once the ticket's result may be used."""
+        """Wait until the ticket's result may be used."""
 
 
 class NullScheduler:
@@ -42,17 +42,17 @@ class NullScheduler:
         """Leave `tensor` as it is."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> None:
-        """Take some part for the sum."""
+        """Copy one part in place of the sum."""
         output.copy_(input[0])
 
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> None:
-        """Take `input` for every rank's."""
+        """Copy `input` in place of every rank's."""
         output.copy_(input.expand_as(output))
 
     def all_to_all(
         self, output: Tensor, input: Tensor, sent: list[int], received: list[int], label: str = ""
     ) -> None:
-        """Take rows of `input` for the others', as far as there are any, and zeros beyond."""
+        """Copy rows of `input` in place of the other ranks', then zeros."""
         rows = min(len(output), len(input))
         output.zero_()[:rows].copy_(input[:rows])
 
@@ -61,16 +61,16 @@ class NullScheduler:
 
 
 class PendingCollective(NamedTuple):
-    """A collective under way: its ticket, and the function that makes of it what is wanted, once it has ended."""
+    """Started collective: its ticket, and the function that returns its result after the wait."""
 
     ticket: Any
     result: Callable[[], Tensor]
 
 
 class Wire:
-    """The collectives of one call of a stack. Sequences are dimension 1 and are cut into `size` parts.
+    """Collectives of one call of a stack. The sequence is dimension 1, in `size` parts.
 
-    wire_dtype: type that floating-point tensors travel in; None is their own.
+    wire_dtype: type in which floating-point tensors are sent; None for their own.
     """
 
     def __init__(self, scheduler: Scheduler, size: int, wire_dtype: torch.dtype | None) -> None:
@@ -79,12 +79,12 @@ class Wire:
         self._dtype = wire_dtype
 
     def wait(self, flight: PendingCollective) -> Tensor:
-        """Wait for a collective; its result in the type that was given."""
+        """Wait for a collective; return its result in the original type."""
         self.scheduler.wait(flight.ticket)
         return flight.result()
 
     def all_reduce(self, tensor: Tensor, label: str) -> PendingCollective:
-        """Start summing a tensor over the ranks, which is overwritten if it can be."""
+        """Start to sum a tensor over the ranks, in place where possible."""
         whole = tensor.contiguous()
         if self._dtype is None or self._dtype == whole.dtype:
             return PendingCollective(self.scheduler.all_reduce(whole, label), lambda: whole)
@@ -92,7 +92,7 @@ class Wire:
         return PendingCollective(self.scheduler.all_reduce(sent, label), lambda: whole.copy_(sent))
 
     def reduce_scatter(self, tensor: Tensor, label: str) -> PendingCollective:
-        """Start summing a tensor over the ranks, of which each gets its part of the sequence."""
+        """Start to sum a tensor over the ranks; each gets its part of the sequence."""
         parts = tensor.unflatten(1, (self._size, -1)).movedim(1, 0)
         sent = parts.to(self._dtype or tensor.dtype).contiguous()
         mine = torch.empty_like(sent[0])
@@ -100,7 +100,7 @@ class Wire:
         return PendingCollective(ticket, lambda: mine.to(tensor.dtype))
 
     def all_gather(self, part: Tensor, label: str) -> PendingCollective:
-        """Start joining the ranks' parts of a sequence."""
+        """Start to concatenate the ranks' parts of a sequence."""
         sent = part.to(self._dtype or part.dtype).contiguous()
         parts = sent.new_empty((self._size, *sent.shape))
         ticket = self.scheduler.all_gather(parts, sent, label)

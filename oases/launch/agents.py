@@ -42,13 +42,21 @@ def launch(entrypoint: Callable[..., Any], arguments: tuple[Any, ...], size: int
     """
     if nodes is not None:
         return _launch_on(nodes, entrypoint, arguments, size)
+    method = fork_server.start(_modules_of(entrypoint, *arguments))
     return _run_agent(
-        entrypoint, arguments, min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d",
+        entrypoint, arguments, method, min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost",
     )[0]  # fmt: skip
 
 
-def _run_agent(entrypoint: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> dict[int, Any]:
+def _modules_of(*values: Any) -> list[str]:
+    """The modules of those values that are functions."""
+    return [value.__module__ for value in values if callable(value)]
+
+
+def _run_agent(
+    entrypoint: Callable[..., Any], arguments: tuple[Any, ...], start_method: str, **options: Any
+) -> dict[int, Any]:
     """Run an agent in this process; returns the results of its ranks."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,8 +66,7 @@ def _run_agent(entrypoint: Callable[..., Any], arguments: tuple[Any, ...], **opt
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    method = fork_server.start([function.__module__ for function in (entrypoint, *arguments) if callable(function)])
-    config = LaunchConfig(run_id="oases", max_restarts=0, start_method=method, monitor_interval=0.1, **options)
+    config = LaunchConfig(run_id="oases", max_restarts=0, start_method=start_method, monitor_interval=0.1, **options)
     try:
         return elastic_launch(config, fork_server.as_started_by)(fork_server.Launcher(), entrypoint, *arguments)
     except SignalException as error:
@@ -105,7 +112,7 @@ def _launch_on(nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[An
     last = signal.SIGKILL  # without ranks yet there is nothing to end in order
     with _sigterm_interrupts():
         try:
-            _start(agents, nodes, (nodes, entrypoint, arguments, per_node))
+            _start(agents, nodes, entrypoint, arguments, per_node)
             for agent in agents:
                 agent.receive()
             nodes.join([agent.process.pid or 0 for agent in agents])
@@ -139,14 +146,15 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start(agents: list[_Agent], nodes: Nodes, work: tuple[Any, ...]) -> None:
-    context = fork_server.context()
+def _start(
+    agents: list[_Agent], nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[Any, ...], per_node: int
+) -> None:
+    context = fork_server.context(_modules_of(entrypoint, *arguments))
     with fork_server.signals_held():
         for node in range(nodes.count):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=fork_server.as_started_by, args=(fork_server.Launcher(), _serve, theirs, node, *work)
-            )
+            work = (fork_server.Launcher(), _serve, theirs, node, nodes, entrypoint, arguments, per_node)
+            process = context.Process(target=fork_server.as_started_by, args=work)
             process.start()
             theirs.close()  # so that its death is the end of the pipe
             agents.append(_Agent(node, process, ours))
@@ -209,8 +217,9 @@ def _serve(
     connection.recv()
     nodes.open(node)
     try:
+        # Forked from this process, which the server has forked before it had a thread: the server is in no node.
         results = _run_agent(
-            entrypoint, arguments, min_nodes=nodes.count, max_nodes=nodes.count, nproc_per_node=per_node,
+            entrypoint, arguments, "fork", min_nodes=nodes.count, max_nodes=nodes.count, nproc_per_node=per_node,
             rdzv_backend="static", rdzv_endpoint=f"{nodes.address(0)}:{_PORT}", rdzv_configs={"rank": node},
             local_addr=nodes.address(node),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a layer of experts costs here: measured on all ranks at once, for a planner that was given no costs."""
+"""Measurement of a layer's costs on all ranks at once, for a planner without given costs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from oases.moe.transfer import Transfer
 from oases.parallel.collectives import all_reduce
 
 ROWS = 128
-"""Tokens that an expert computes at once, or as many as a call has."""
+"""Maximum tokens of the measured expert."""
 BYTES = 8 << 20
-"""That a rank sends to all, itself among them, to measure the link: more than a shaped one lets through at once."""
+"""Bytes of the measured all-to-all per rank: more than the burst of a traffic shaper."""
 TIMES = 5
 
 
 @torch.no_grad()
 def measure_costs(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGroup, label: str) -> Costs:
-    """Costs of a layer without overlap: medians over a few runs, averaged over the ranks, so the same on all.
+    """Costs of a layer without overlap: medians of a few runs, averaged over the ranks, so equal on all.
 
-    weights: of the experts at home. tokens: of a call on this rank, for each of them.
+    weights: of the owned experts. tokens: per owned expert in a call of this rank.
     """
     like = weights.up
     size, hidden = group_size(group), like.shape[2]
@@ -44,7 +44,7 @@ def measure_costs(weights: ExpertWeights, tokens: int, gated: bool, group: Proce
         return lambda: scheduler.wait(scheduler.all_to_all(coming, going, splits, splits, f"measuring of {label}"))
 
     def one_way(numbers: int) -> Callable[[], object]:
-        """From each rank with an even number to the next."""
+        """All-to-all from each even rank to the next."""
         rank, splits = scheduler.rank, ([0] * size, [0] * size)
         if rank ^ 1 < size:
             splits[rank % 2][rank ^ 1] = numbers
@@ -60,7 +60,7 @@ def measure_costs(weights: ExpertWeights, tokens: int, gated: bool, group: Proce
     everyone = mine.new_empty((size, len(mine)))
     scheduler.wait(scheduler.all_gather(everyone, mine, f"measuring of {label}"))
     token, latency, whole, _ = everyone.mean(0).tolist()
-    alone = everyone[:, 3].max().item()  # who sends is done before it has arrived
+    alone = everyone[:, 3].max().item()  # the sender finishes before the receiver
 
     def rate(sent: float, seconds: float) -> float:
         return sent / max(seconds - latency, 0.1 * seconds, 1e-9)
@@ -81,9 +81,9 @@ def measure_costs(weights: ExpertWeights, tokens: int, gated: bool, group: Proce
 
 @torch.no_grad()
 def handling_seconds(weights: ExpertWeights, costs: Costs, group: ProcessGroup, label: str) -> float:
-    """`Costs.handling_seconds`: every rank's experts go to the next two ranks, their gradients come back.
+    """Measure `Costs.handling_seconds`: send every rank's experts to the next two ranks and gradients back.
 
-    costs: the link's, of which only what is beyond them counts.
+    costs: of the link, which are subtracted.
     """
     size, local = group_size(group), len(weights.up)
     experts = size * local
@@ -103,12 +103,12 @@ def handling_seconds(weights: ExpertWeights, costs: Costs, group: ProcessGroup, 
     wire = local * number * costs.expert_bytes * 2 / (costs.both_ways or 2 * costs.bandwidth)
     return max(0.0, seconds - 2 * (wire + 2 * costs.latency)) / (
         local + number * local
-    )  # what a rank sends and holds
+    )  # experts that a rank sends and holds
 
 
 @torch.no_grad()
 def mean_seconds(act: Callable[[], object], device: torch.device, group: ProcessGroup, label: str) -> float:
-    """What `act` takes, which all ranks run at once: a median, averaged over the ranks, so the same on all."""
+    """Seconds of `act`, which all ranks run at once: a median, averaged over the ranks, so equal on all."""
     mine = torch.tensor([_seconds(act, device)], dtype=torch.float64, device=device)
     return float(all_reduce(mine, group, f"measuring of {label}")) / group_size(group)
 

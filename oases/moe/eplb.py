@@ -1,7 +1,7 @@
-"""Replication in the manner of DeepSeek's EPLB: the busiest expert gets one more replica, then replicas are packed.
+"""Replication like DeepSeek's EPLB: the busiest expert gets one more replica, then replicas are packed.
 
-An expert's home stays, because its optimizer state is there, and further replicas are packed into the slots that the
-devices have besides.
+An expert's owner is fixed, because its optimizer state is there; further replicas are packed into the free slots of
+the devices.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ Loads = NDArray[np.float64]
 
 
 def eplb_placement(counts: Integers, costs: Costs, slots: int) -> Chosen:
-    """Routes and copies. slots: copies that a device may hold; where more fit, as many as it has experts at home.
+    """Routes and copies. slots: replicas that a device may hold, at most as many as it owns experts.
 
-    A device computes its own tokens for what it holds; those of the others go to the replica with the fewest.
+    A device computes its own tokens for experts that it holds; tokens of other devices go to the replica with the
+    fewest.
     """
     experts, devices = counts.shape
     slots = min(slots, experts // devices)
@@ -52,7 +53,7 @@ def eplb_placement(counts: Integers, costs: Costs, slots: int) -> Chosen:
 
 
 def _replicas(loads: Loads, num_replicas: int, most: int) -> Integers:
-    """Replicas per expert, at most so many of one."""
+    """Replicas per expert, at most `most` of one."""
     number = np.ones(len(loads), dtype=np.int64)
     share = loads.copy()
     for _ in range(num_replicas - len(loads)):

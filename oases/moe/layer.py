@@ -1,7 +1,7 @@
-"""OverlappedMoE: a mixture of experts over the ranks of a group, whose experts are placed by their load.
+"""OverlappedMoE: expert-parallel mixture of experts with load-balanced placement.
 
-The results are those of plain expert parallelism whatever the placement. A forward pass is a chain of pieces that can
-be used one by one: Router, exchange_counts, dispatch_plan, Transfer (Trans and Agg), dispatch, compute, start_combine
+Results are those of plain expert parallelism for every placement. A forward pass is a chain of pieces that can be
+used separately: Router, exchange_counts, dispatch_plan, Transfer (Trans and Agg), dispatch, compute, start_combine
 and combined.
 """
 
@@ -52,23 +52,24 @@ from oases.parallel.collectives import all_reduce
 
 
 class OverlappedMoE(HoldsGroup, nn.Module):
-    """A mixture of experts: each token by its `top_k` of `num_experts`, weighted sum; [..., hidden] -> the same.
+    """Mixture of experts: weighted sum of `top_k` of `num_experts` per token; [..., hidden] -> the same shape.
 
-    process_group: the ranks that the experts are spread over, each with its own tokens; None for the default group.
-    placement: "none" (plain expert parallelism), "prophet", "faster_moe", "eplb" or "optimum": how each step's copies
-    of busy experts are chosen, from the loads of the steps before. costs: what the placement reckons with; None
-    measures them at the first training step. memory_budget: bytes that copies may take on one device.
-    gated, bias: of the experts' perceptrons. shared_intermediate: above 0, width of an expert for every token, which
-    is computed while tokens travel; shared_gate: times a sigmoid gate. gate, normalised (None: where top_k is above
-    1), scale, balance_weight, z_weight, bias_update_rate, capacity_factor: see `Router`. load_group: the ranks over
-    whose demand the router's bias moves, where there are replicas of the whole group; else process_group.
-    tensor_group: ranks that are given equal tokens and shall have equal outputs; each computes a share of them. All
-    of them are in process_group, or none but this rank is. device, dtype: of the parameters.
-    Parameters that every rank holds (router, shared expert) are made equal at the start, and their gradients are this
-    rank's own: average them over the ranks, as for any data parallelism. Those of an expert are whole at its home:
-    the sum over all tokens of the group, whose share in a mean over the ranks' losses is 1 / ranks.
-    The placement and the router's bias change between training steps: see `oases.moe.recomputation`.
-    UsageError for what cannot work; RoutingError, on all ranks, for gates that are not finite.
+    process_group: expert-parallel ranks, each with its own tokens; None for the default group. placement: "none"
+    (plain expert parallelism), "prophet", "faster_moe", "eplb" or "optimum": method that chooses each step's replicas
+    of busy experts from the loads of earlier steps. costs: cost model of the placement; None measures it at the first
+    training step. memory_budget: bytes of replicas per device. gated, bias: of the experts' MLPs.
+    shared_intermediate: above 0, width of a shared expert, computed during the dispatch; shared_gate: with a sigmoid
+    gate. gate, normalised (None: where top_k is above 1), scale, balance_weight, z_weight, bias_update_rate,
+    capacity_factor: see `Router`. load_group: ranks whose load moves the router's bias, where the whole group is
+    replicated; default: process_group. tensor_group: tensor-parallel ranks, with equal inputs and outputs; each
+    computes a share of the tokens. All of them are in process_group, or this rank alone is. device, dtype: of the
+    parameters.
+
+    Replicated parameters (router, shared expert) are broadcast at the start, and their gradients are local: average
+    them over the ranks, as for any data parallelism. An expert's gradient at its owner is the sum over all tokens of
+    the group; in a mean over the ranks' losses its weight is 1 / ranks. Placement and router bias change between
+    training steps: see `oases.moe.recomputation`. UsageError for invalid arguments; RoutingError, on all ranks, for
+    gates that are not finite.
     """
 
     def __init__(
@@ -127,13 +128,13 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         )
         self._placement_state = PlacementState(num_experts, group_size(group), placement, costs, memory_budget)
         self.last: MoEStatistics | None = None
-        """Of the last forward pass that was no recomputation."""
+        """Statistics of the last forward pass, recomputations excluded."""
         self._recorder: tuple[Recorder, int] | None = None
         self._broadcast_parameters()
 
     @torch.no_grad()
     def _broadcast_parameters(self) -> None:
-        """Give every rank the first one's router and shared expert, whatever their random states."""
+        """Broadcast the first rank's router and shared expert."""
         group = self.process_group
         if group is None or group_size(group) == 1 or self.router.weight.is_meta:
             return
@@ -144,7 +145,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
 
     @classmethod
     def from_whole(cls, whole: OverlappedMoE, *, process_group: ProcessGroup | None = None, **options: Any) -> Any:
-        """This rank's part of a layer of one process, which every rank has; never a new draw.
+        """This rank's part of a layer that every rank holds in full, without a new random draw.
 
         options: placement, costs, memory_budget, load_group, tensor_group and name of the new layer.
         """
@@ -170,12 +171,12 @@ class OverlappedMoE(HoldsGroup, nn.Module):
 
     @property
     def placement(self) -> str:
-        """How copies are chosen."""
+        """Placement method."""
         return self._placement_state.method
 
     @property
     def costs(self) -> Costs | None:
-        """What the placement reckons with; None until they are measured. Set, on every rank the same, they hold."""
+        """Cost model; None until it is measured. Set it to the same value on every rank."""
         return self._placement_state.costs
 
     @costs.setter
@@ -184,18 +185,18 @@ class OverlappedMoE(HoldsGroup, nn.Module):
 
     @property
     def needs_costs(self) -> bool:
-        """Whether they are yet to be measured."""
+        """Whether costs are yet to be measured."""
         return self._placement_state.needs_costs
 
     def place(self, placement: Placement | None) -> None:
-        """Take this placement from the next forward pass on, on every rank the same; None: choose them again.
+        """Fix the placement of later forward passes, the same on every rank; None: choose it again.
 
         UsageError where tokens are routed to a device that does not hold their expert.
         """
         self._placement_state.fix(placement)
 
     def record(self, recorder: Recorder | None, layer: int = 0) -> None:
-        """Have the first rank of the group write the counts of every training pass, as those of this layer."""
+        """Have the group's first rank record the counts of every training pass under this layer number."""
         self._recorder = None if recorder is None else (recorder, layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,7 +210,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             if x.dim() < 1 or x.shape[-1] != self.hidden or not x.is_floating_point():
                 raise UsageError(
                     f"{self.name}: the input must be of floating-point numbers [..., {self.hidden}], got {x.dtype} "
-                    f"{list(x.shape)}; its last dimension is the hidden size that the layer was made with"
+                    f"{list(x.shape)}; its last dimension must be the layer's hidden size"
                 )
             return self._run(x.reshape(-1, self.hidden), group).view(x.shape)
 
@@ -219,16 +220,16 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         tokens = shard_tokens(x, tensor_group)
         plan = dispatch_plan(demand.counts, setting, group_rank(group), x.device)
         weights = self._weights(tensor_group)
-        if torch.is_autocast_enabled(x.device.type):  # half the bytes travel, of tokens and of experts
+        if torch.is_autocast_enabled(x.device.type):  # half the bytes are sent, of tokens and of experts
             dtype = torch.get_autocast_dtype(x.device.type)
             tokens, weights = tokens.to(dtype), weights.like([weight.to(dtype) for weight in weights.given])
         transfer = pending = None
         if setting.moved:
-            assert group is not None, "one device has no copies"
+            assert group is not None, "one device has no replicas"
             transfer = Transfer(weights, setting, group, self.name)
             pending = transfer.send(weights)
         dispatched = dispatch(tokens, routing, plan, group, self.name)
-        if opened is not None and opened.counts is None:  # while tokens travel, and not when they are computed again
+        if opened is not None and opened.counts is None:  # during the dispatch, but not in a recomputation
             self._observe(opened, demand, routing)
         shared = self._shared(tokens, tensor_group)
         rows = self._compute(dispatched.wait(), plan, weights, transfer, pending)
@@ -248,15 +249,15 @@ class OverlappedMoE(HoldsGroup, nn.Module):
     def _route(
         self, x: Tensor, group: ProcessGroup | None
     ) -> tuple[Routing, ExpertCounts, Placement, ForwardPass | None]:
-        """This rank's share of the routing, what all ranks know of it, and what this pass is computed with."""
+        """This rank's part of the routing, the gathered counts, the placement, and the open pass in training."""
         opened = None
         again = self.training and is_recomputation()
         if again:
             settings = self._placement_state.passes.settings()
             if not settings:
                 raise RoutingError(
-                    f"{self.name}: called inside of a backward pass, but no forward pass in training is open that "
-                    "this could be a recomputation of; call it in evaluation mode there"
+                    f"{self.name}: called in a backward pass, but there is no open training pass to recompute; "
+                    "call it in evaluation mode there"
                 )
         else:
             if self.training:
@@ -275,7 +276,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
     # --- the pieces that a stack of experts runs one by one ---
 
     def begin(self, tokens: int) -> tuple[RoutingState, ForwardPass | None]:
-        """What a forward pass of so many tokens is computed with; in training also the pass, which is open now."""
+        """Begin a forward pass of so many tokens; return its routing state, and in training the open pass."""
         if not self.training:
             return self._placement_state.setting(self.router), None
         self._begin(tokens, self.process_group)
@@ -283,7 +284,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         return setting, self._placement_state.open(setting)
 
     def routed(self, x: Tensor, setting: RoutingState, demand: ExpertCounts | None) -> tuple[Routing, ExpertCounts]:
-        """[T, hidden] -> this rank's share of the routing, and all ranks' demand, asked for if unknown."""
+        """[T, hidden] -> this rank's part of the routing, and the gathered counts, unless given."""
         routing = self._share_of(self.router(x, bias=setting.bias))
         if demand is None:
             state = self._placement_state.state([setting])
@@ -291,32 +292,32 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         return routing, demand
 
     def shard_tokens(self, x: Tensor) -> Tensor:
-        """This rank's share of tokens that all tensor-parallel ranks have."""
+        """This rank's share of tokens that all tensor-parallel ranks hold."""
         return shard_tokens(x, group_of(self._tensor_group))
 
     def gather_tokens(self, y: Tensor, tokens: int) -> Tensor:
-        """All tensor-parallel ranks' shares of so many tokens, on each of them."""
+        """Gather the tensor-parallel ranks' shares of so many tokens."""
         return gather_tokens(y, tokens, group_of(self._tensor_group))
 
     def shared_expert(self, tokens: Tensor) -> Tensor | None:
-        """What the shared expert makes of this rank's share; None where there is none."""
+        """Result of the shared expert for this rank's share; None without one."""
         return self._shared(tokens, group_of(self._tensor_group))
 
     def compute(self, rows: Tensor, counts: list[int], weights: ExpertWeights) -> Tensor:
-        """Rows through experts with these weights, as `oases.moe.experts.compute`."""
+        """Run rows through experts with these weights, as `oases.moe.experts.compute`."""
         return compute(rows, counts, weights, gated=self.experts.gated)
 
     def observe(
         self, opened: ForwardPass, demand: ExpertCounts, routing: Routing, plan: DispatchPlan, expert_bytes: int
     ) -> None:
-        """Take note of a pass in training: the next step's placement, loads to record, `last`."""
+        """Record a training pass: plans the next placement, writes load traces, sets `last`."""
         if opened.counts is None:
             self._observe(opened, demand, routing)
         row_bytes = self.hidden * self.experts.up.element_size()
         self.last = self._described(demand, opened.setting.placement, plan, expert_bytes, routing, row_bytes)
 
     def summed_over_tensor_ranks(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Gradients of the experts at home, where tensor-parallel ranks hold the same ones."""
+        """Sum the owned experts' gradients over tensor-parallel ranks that hold the same experts."""
         if not self._experts_are_shared:
             return gradients
         label = f"gradients of experts of {self.name}"
@@ -325,7 +326,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
 
     def _begin(self, tokens: int, group: ProcessGroup | None) -> None:
-        """A forward pass in training: what may change between steps, changes now."""
+        """Begin a training pass: update placement and router bias if no pass is open."""
         if self._placement_state.needs_costs and group is not None:
             per_expert = tokens * self.router.top_k // self.router.num_experts
             weights = self.experts.weights
@@ -393,5 +394,5 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """How experts are placed."""
+        """Placement method."""
         return f"placement={self._placement_state.method!r}"

@@ -1,4 +1,4 @@
-"""Which devices hold an expert besides its home, and which of them computes whose tokens: a placement as data."""
+"""Placement: the devices that hold replicas of an expert, and the device that computes each device's tokens."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from oases.moe.costs import Costs
 
 Integers = NDArray[np.int64]
 Copies = tuple[tuple[int, ...], ...]
-"""For each expert the devices that hold it besides its home, in rising order."""
+"""Devices that hold a replica of each expert, besides its owner, in ascending order."""
 Chosen = tuple[Integers, Sequence[Sequence[int]]]
 """(routes, copies): see `Placement`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Experts' copies, and where every device's tokens are computed.
+    """Expert replicas and token routes.
 
-    copies[expert]: devices that hold it besides its home. routes[expert, device]: which device computes the device's
-    tokens for the expert. device_loads[device]: tokens that it computes. predicted_seconds: of the layer, forward and
-    backward. method: who placed it.
+    copies[expert]: devices with a replica besides the owner. routes[expert, device]: device that computes the
+    device's tokens for the expert. device_loads[device]: tokens that it computes. predicted_seconds: of the layer,
+    forward and backward. method: name of the placement method.
     """
 
     method: str
@@ -42,12 +42,12 @@ class Placement:
 
     @cached_property
     def moved(self) -> tuple[int, ...]:
-        """The experts that are copied."""
+        """Experts with replicas."""
         return tuple(expert for expert, devices in enumerate(self.copies) if devices)
 
 
 def make_placement(method: str, counts: Integers, costs: Costs, chosen: Chosen) -> Placement:
-    """The placement with these routes and copies, and what it costs."""
+    """Placement with these routes and copies, and its predicted cost."""
     import torch
 
     from oases._C import place_experts
@@ -60,13 +60,13 @@ def make_placement(method: str, counts: Integers, costs: Costs, chosen: Chosen) 
 def placement_from_native(
     method: str, routes: Any, copies: list[list[int]], tokens: list[float], seconds: float
 ) -> Placement:
-    """Of what csrc/bindings.cpp returns."""
+    """Placement from the result of csrc/bindings.cpp."""
     loads = np.rint(np.array(tokens)).astype(np.int64)
     return Placement(method, tuple(map(tuple, copies)), routes.numpy(), loads, seconds)
 
 
 def owner_ranks(experts: int, devices: int) -> Integers:
-    """The home of each expert. UsageError where the devices do not divide the experts."""
+    """Owner rank of each expert, [experts]. UsageError where the devices do not divide the experts."""
     if devices < 1 or experts < devices or experts % devices:
         raise UsageError(
             f"{experts} experts do not divide over {devices} devices; give a multiple of {devices} experts, or an "
@@ -76,13 +76,13 @@ def owner_ranks(experts: int, devices: int) -> Integers:
 
 
 def owner_only(counts: Integers) -> Chosen:
-    """No copies: every token goes to its expert's home."""
+    """Routes and copies without replicas: every token goes to its expert's owner."""
     experts, devices = counts.shape
     return np.repeat(owner_ranks(experts, devices)[:, None], devices, axis=1), [()] * experts
 
 
 def checked_counts(counts: ArrayLike) -> Integers:
-    """Counts as whole numbers [expert, device]; UsageError for anything else."""
+    """Counts as integers [expert, device]; UsageError for anything else."""
     found: NDArray[Any] = np.asarray(counts)
     if found.ndim != 2 or not found.size:
         raise UsageError(f"counts must be [expert, device], got a shape of {list(found.shape)}")

@@ -1,4 +1,4 @@
-"""The best placement, as a mixed-integer programme: to see how far a search is from it."""
+"""Optimal placement by a mixed-integer linear program (MILP), as a reference for the search."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from oases.moe.costs import Costs
 from oases.moe.placement_data import Chosen, Integers, owner_ranks
 
 MOST = 1500
-"""Choices of a route that HiGHS is asked to make; it takes minutes for more."""
+"""Maximum number of route variables; HiGHS takes minutes for more."""
 SECONDS = 60.0
-"""What it may take."""
+"""Time limit of the solver."""
 GAP = 1e-3
-"""Share by which what it calls the best may be above the best."""
+"""Relative optimality gap."""
 
 
 def optimal_placement(counts: Integers, costs: Costs, slots: int) -> Chosen:
-    """Routes and copies. slots: copies that a device may hold.
+    """Routes and copies. slots: replicas that a device may hold.
 
-    UsageError for a case that is too large to solve, was not solved in time, or has nodes.
+    UsageError for a case that is too large, was not solved in time, or has nodes.
     """
     experts, devices = counts.shape
     if experts * devices * devices > MOST:
@@ -32,28 +32,28 @@ def optimal_placement(counts: Integers, costs: Costs, slots: int) -> Chosen:
             f"the optimum for {experts} experts on {devices} devices takes too long; method='prophet' finds a "
             f"placement for any, and up to {MOST} experts x devices x devices can be solved"
         )
-    programme = FullPlacementMilp(counts, costs, slots)
-    result = programme.solve(SECONDS)
+    program = FullPlacementMilp(counts, costs, slots)
+    result = program.solve(SECONDS)
     if result.status != 0:
-        raise UsageError(f"the optimum was not found in {SECONDS:.0f} s ({result.message}); take a smaller case")
-    return programme.chosen(result.x)
+        raise UsageError(f"the optimum was not found in {SECONDS:.0f} s ({result.message}); use a smaller case")
+    return program.chosen(result.x)
 
 
 class PlacementMilp:
-    """A mixed-integer programme: variables by name, rows as they are added.
+    """Mixed-integer linear program: named variables and constraint rows.
 
-    A maximum is what all rows of its name are at most.
+    A variable of a maximum is bounded below by all rows of its name.
     """
 
     def __init__(self, counts: Integers, costs: Costs, slots: int) -> None:
         if costs.devices_per_node:
-            raise UsageError("the optimum is for devices that are all alike; leave out devices_per_node")
+            raise UsageError("the optimum requires uniform devices; leave out devices_per_node")
         self.counts, self.costs = counts, costs
         self.experts, self.devices = counts.shape
         self.home = owner_ranks(*counts.shape)
         self.both_ways = costs.both_ways or 2 * costs.bandwidth
         self.unit = 1e-3
-        """Seconds in the programme's unit: HiGHS' tolerances are for numbers of about 1."""
+        """Seconds per unit of the program: HiGHS' tolerances are for numbers of about 1."""
         self._number: dict[tuple[object, ...], int] = {}
         self._whole: list[int] = []
         self._rows: list[dict[int, float]] = []
@@ -64,7 +64,7 @@ class PlacementMilp:
         self._seconds()
 
     def solve(self, seconds: float) -> Any:
-        """HiGHS' answer."""
+        """Solve with HiGHS; return scipy's result."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
@@ -84,15 +84,15 @@ class PlacementMilp:
         )
 
     def of(self, *name: object) -> int:
-        """A variable's number, made where it is new."""
+        """Index of a variable, created on first use."""
         return self._number.setdefault(name, len(self._number))
 
     def at_least(self, bound: float, *terms: tuple[float, int]) -> None:
-        """A row: the sum of the terms is at least `bound`."""
+        """Add a row: the sum of the terms is at least `bound`."""
         self._row(bound, np.inf, terms)
 
     def equal(self, bound: float, *terms: tuple[float, int]) -> None:
-        """A row: the sum of the terms is `bound`."""
+        """Add a row: the sum of the terms equals `bound`."""
         self._row(bound, bound, terms)
 
     def _row(self, low: float, high: float, terms: Iterable[tuple[float, int]]) -> None:
@@ -103,22 +103,22 @@ class PlacementMilp:
         self._bounds.append((low, high))
 
     def choice(self, *name: object) -> int:
-        """A variable that is 0 or 1."""
+        """Binary variable."""
         variable = self.of(*name)
         self._whole.append(variable)
         return variable
 
     def others(self, expert: int) -> list[int]:
-        """All devices but the home."""
+        """All devices but the owner."""
         return [device for device in range(self.devices) if device != self.home[expert]]
 
     def at_most(self, moment: str, by: float, terms: list[tuple[float, int]], constant: float = 0.0) -> None:
-        """The seconds of a moment are at least `by` times the sum and the constant."""
+        """Add a row: the seconds of `moment` are at least `by` times (sum of terms + constant)."""
         by /= self.unit
         self.at_least(by * constant, (1.0, self.of(moment)), *((-by * share, at) for share, at in terms))
 
     def _copies(self, slots: int) -> None:
-        """Which devices have one, and how many an expert has."""
+        """Variables: devices with replicas, and the number of replicas of each expert."""
         for expert in range(self.experts):
             held = [(-1.0, self.choice("copy", expert, device)) for device in self.others(expert)]
             if self.costs.transfer == "mean":
@@ -132,11 +132,11 @@ class PlacementMilp:
                 self.at_least(-slots, *held)
 
     def _tokens(self) -> None:
-        """What each device computes, sends and receives."""
+        """Rows for the tokens that each device computes, sends and receives."""
         raise NotImplementedError
 
     def _parameters(self) -> None:
-        """A share from home to each copy, then each share to all others: see csrc/experts.cpp."""
+        """Rows for parameter transfers: shares from owner to replicas, then all-gather; see csrc/experts.cpp."""
         costs, every = self.costs, range(self.experts)
         size = costs.expert_bytes / costs.bandwidth
         if costs.transfer == "mean":
@@ -168,7 +168,7 @@ class PlacementMilp:
             self.at_most("second", slower, [((k - 1) / k, self.of("of", e, device, k)) for e, k in copies])
 
     def _seconds(self) -> None:
-        """As csrc/experts.cpp's."""
+        """Rows for the predicted seconds, as in csrc/experts.cpp."""
         costs = self.costs
         total, tokens, wire = (self.of(name) for name in ("total", "tokens", "wire"))
         moving = [(1.0, self.of("first")), (1.0, self.of("second")), (2 * costs.latency / self.unit, self.of("any"))]
@@ -202,7 +202,7 @@ class PlacementMilp:
 
 
 class FullPlacementMilp(PlacementMilp):
-    """Each device's tokens for an expert go to its home or to one that has a copy."""
+    """MILP in which each device's tokens for an expert go to its owner or to a replica."""
 
     def _tokens(self) -> None:
         every = list(product(range(self.experts), range(self.devices)))

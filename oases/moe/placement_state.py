@@ -1,4 +1,4 @@
-"""How a layer's placement and its router's bias go from one training step to the next."""
+"""State of a layer's placement and router bias across training steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ METHODS = ("none", "prophet", "faster_moe", "eplb", "optimum")
 
 @dataclass(frozen=True)
 class MoEStatistics:
-    """What a layer's last forward pass did; numbers of slots (pairs of a token and one of its experts).
+    """Statistics of a layer's last forward pass, in slots ((token, expert) pairs).
 
-    counts[expert, device]: what was sent. device_loads: what each device computed. balance_degree: their standard
-    deviation; balance_degree_at_home: what it were without copies. dropped: by the capacity, on all ranks.
-    token_bytes, expert_bytes: that this rank sent to others in the forward pass. balance_loss, z_loss: this rank's
-    values, None where the layer has no such loss.
+    counts[expert, device]: slots sent. device_loads: slots computed by each device. balance_degree: their standard
+    deviation; balance_degree_at_home: the same without replicas. dropped: by the capacity, on all ranks. token_bytes,
+    expert_bytes: bytes that this rank sent to others in the forward pass. balance_loss, z_loss: this rank's values,
+    None where the layer has no such loss.
     """
 
     counts: Integers
@@ -42,9 +42,9 @@ class MoEStatistics:
 
 
 class PlacementState:
-    """Of one layer. Every rank has the same, from the same counts.
+    """Placement state of one layer; equal on all ranks, because computed from the same counts.
 
-    method: a placement's. costs: None where they are yet to be measured.
+    method: placement method. costs: None where they are yet to be measured.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PlacementState:
         self.method, self.costs = method, costs
         self.passes = OpenPasses()
         self.number = 0
-        """Forward passes in training."""
+        """Number of training passes."""
         self._experts, self._devices = experts, devices
         self._memory_budget = memory_budget
         counts = np.zeros((experts, devices), dtype=np.int64)
@@ -71,19 +71,19 @@ class PlacementState:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether costs are to be measured now."""
+        """Whether costs must be measured now."""
         return self.costs is None and self._plans
 
     def fix(self, placement: Placement | None) -> None:
-        """Always this placement; None: the planner's. UsageError for one that does not fit the layer."""
+        """Fix the placement; None: use the planner's. UsageError for one that does not fit the layer."""
         if placement is not None:
             self._check(placement)
         self._fixed = placement
 
     def setting(self, router: Router) -> RoutingState:
-        """Of a pass that begins now. It stays the same object until it changes."""
+        """Routing state of a pass that begins now; the same object until it changes."""
         placement = self._fixed or self._current
-        # A bias may be changed from outside, too: by load_state_dict.
+        # load_state_dict also changes the bias.
         bias = router.bias
         version = (placement, None if bias is None else (id(bias), bias._version))
         if self._setting is None or self._version != version:
@@ -92,7 +92,7 @@ class PlacementState:
         return self._setting
 
     def state(self, settings: list[RoutingState]) -> int:
-        """What has to be the same on every rank, in 62 bits."""
+        """Digest of the state that must be equal on every rank, 62 bits."""
         found = self.number & 0x3FFFFFFF
         for setting in settings:
             placement = setting.placement
@@ -102,18 +102,18 @@ class PlacementState:
         return found
 
     def begin(self, router: Router, load_group: ProcessGroup | None) -> None:
-        """A forward pass in training: the placement and the bias change, if no pass is open."""
+        """Update placement and bias at the start of a training pass, if no pass is open."""
         if self.passes.all_closed():
             self._current = self._next
             router.update_bias(load_group)
 
     def open(self, setting: RoutingState) -> ForwardPass:
-        """A pass in training of which all ranks know."""
+        """Open a training pass, which all ranks do."""
         self.number += 1
         return self.passes.open(setting)
 
     def observe(self, counts: Integers) -> None:
-        """Counts [expert, device] of a forward pass in training; plans the next step's placement."""
+        """Add counts [expert, device] of a training pass; plans the next step's placement."""
         if not self._plans or self.costs is None:
             return
         if self._planner is None:
@@ -131,7 +131,7 @@ class PlacementState:
             copies, routes = placement.copies[expert], placement.routes[expert].tolist()
             if list(copies) != sorted({*copies} - {home}) or not {*copies} <= {*range(self._devices)}:
                 raise UsageError(
-                    f"expert {expert} has copies on {copies}; give others than its home {home}, in rising order"
+                    f"expert {expert} has copies on {copies}; give other devices than its owner {home}, ascending"
                 )
             strays = {*routes} - {home, *copies}
             if strays:

@@ -1,6 +1,6 @@
-"""FasterMoE's shadowing: experts, the heaviest first, are copied to all devices while the modelled time falls.
+"""FasterMoE's shadowing: the heaviest experts are replicated on all devices while the modelled time falls.
 
-Source: FasterMoE (PPoPP 2022), as Pro-Prophet's evaluation describes it (arXiv 2411.10003).
+Source: FasterMoE (PPoPP 2022), as described in Pro-Prophet's evaluation (arXiv 2411.10003).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from oases.moe.placement_data import Chosen, Integers, make_placement, owner_onl
 
 
 def shadowing_placement(counts: Integers, costs: Costs, slots: int) -> Chosen:
-    """Routes and copies. slots: copies that a device may hold; a home needs none of its own experts."""
+    """Routes and copies. slots: replicas that a device may hold, besides the experts it owns."""
     experts, devices = counts.shape
     home, everyone = owner_ranks(experts, devices), np.arange(devices)
     best = owner_only(counts)

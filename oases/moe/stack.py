@@ -1,4 +1,4 @@
-"""ExpertStack: blocks of experts in a row, run as one, so that what travels for one hides under another."""
+"""ExpertStack: consecutive blocks of experts, run as one, so that transfers of one overlap with another."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ _numbers = itertools.count()
 
 
 class ExpertStack(HoldsGroup, nn.Module):
-    """Blocks with experts (`ExpertBlock`), whose copies and gradients travel under the compute of other blocks.
+    """Blocks with experts (`ExpertBlock`), whose replica and gradient transfers overlap with other blocks.
 
-    schedule: "block_wise" (Pro-Prophet's), "blocking" (nothing hides the copies), or "plain", for blocks whose
-    placement is "none"; or a list made by `generate_experts` for as many blocks. recompute: keep of each block what
-    came over the wire, and compute the rest again under the gradients' ways.
-    gradient_scale: times the experts' gradients: 1 / replicas, where other gradients are averaged over replicas.
-    A call gives the output of the blocks one after another, `after(x, experts(h))` with `x, h = before(x)`, and the
-    same gradients, handed over block by block. Costs of layers that were given none are measured in the first pass in
-    training, for which `before` is run some times more.
-    Input and output: [..., hidden], this rank's own tokens. UsageError for blocks without experts or over several
-    groups, and for a schedule that does not fit them.
+    schedule: "block_wise" (Pro-Prophet's), "blocking" (no overlap of replica transfers), or "plain", for blocks whose
+    placement is "none"; or a list made by `generate_experts` for as many blocks. recompute: keep of each block its
+    received tensors alone, and recompute the rest during gradient transfers. gradient_scale: factor on the experts'
+    gradients: 1 / replicas, where other gradients are averaged over replicas. A call returns the output of the blocks
+    one after another, `after(x, experts(h))` with `x, h = before(x)`, and the same gradients, block by block. Unknown
+    costs are measured in the first training pass, which runs `before` several times more. Input and output: [...,
+    hidden], this rank's own tokens. UsageError for blocks without experts or with different groups, and for a
+    schedule that does not fit them.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class ExpertStack(HoldsGroup, nn.Module):
         layers = self._layers
         self.process_group = layers[0].process_group
         if any(layer.process_group is not self.process_group for layer in layers):
-            raise UsageError("ExpertStack: its blocks spread their experts over different groups; give all the same")
+            raise UsageError("ExpertStack: its blocks shard their experts over different groups; use one group")
         if isinstance(schedule, str):
             schedule = generate_experts(schedule, len(self.blocks), recompute)
         validate(schedule, "experts")
@@ -81,7 +80,7 @@ class ExpertStack(HoldsGroup, nn.Module):
             )
         self.schedule = schedule
         self.label = f"expert stack {next(_numbers)}"
-        """In errors."""
+        """Name of this stack in errors."""
         self._gradient_scale = gradient_scale
         self._program = ExpertProgram(schedule, self.label)
         self._compiled: list[nn.Module] = []
@@ -89,7 +88,7 @@ class ExpertStack(HoldsGroup, nn.Module):
         self._known: list[ExpertParameters] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles begin without what is known of this process's parameters."""
+        """Leave caches of this process's parameters out of copies and pickles."""
         return {**self.__dict__, "_known": None}
 
     @property
@@ -98,9 +97,9 @@ class ExpertStack(HoldsGroup, nn.Module):
 
     @torch.no_grad()
     def _measure(self, x: Tensor, group: ProcessGroup) -> None:
-        """Give layers without costs those measured here, with what lies between them if copies travel under it.
+        """Measure the costs of layers without costs, and of their non-expert parts if transfers overlap with them.
 
-        Layers with experts of equal sizes are taken to be alike.
+        Layers with experts of equal sizes share one measurement.
         """
         known: dict[tuple[Any, ...], Costs] = {}
         for number, (block, layer) in enumerate(zip(self.blocks, self._layers, strict=True)):
@@ -124,16 +123,16 @@ class ExpertStack(HoldsGroup, nn.Module):
             layer.costs = replace(known[sizes], leading=block is self.blocks[0])
 
     def compile_blocks(self, **options: Any) -> None:
-        """Have `before` and `after` of every block run compiled; options: those of torch.compile. Names stay."""
+        """Compile `before` and `after` of every block; options: of torch.compile. Parameter names stay."""
         # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
         self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
 
     def shard(self, units: Sequence[FsdpUnit]) -> None:
-        """Have the weights of the blocks gathered as the list needs them, a unit for each, of all but its experts."""
+        """Have a unit per block gather its weights, except experts, as the schedule needs them."""
         self._units = list(units)
 
     def forward(self, x: Tensor, *, context: Context | None = None) -> Tensor:
-        """[..., hidden] -> the same shape. context: spans to record, a pipeline's handle of the call."""
+        """[..., hidden] -> the same shape. context: spans to record, a pipeline's handles."""
         refuse_capture(x)
         group, monitor = self.process_group, None
         if group is not None and group_size(group) > 1:

@@ -1,6 +1,6 @@
-"""Each rank of a tensor-parallel group takes a share of the tokens that all of them hold, and all get the results.
+"""Division of replicated tokens over a tensor-parallel group, and the gather of the results.
 
-Convention, as in `oases.parallel.collectives`: what every rank holds whole has the same whole gradient on each.
+Convention, as in `oases.parallel.collectives`: the gradient of a replicated tensor is replicated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from oases.parallel.collectives import all_reduce
 
 
 def experts_are_shared(tensor_group: ProcessGroup | None, group: ProcessGroup | None, name: str) -> bool:
-    """Whether the ranks of the tensor-parallel group hold the same experts. UsageError where some do."""
+    """Whether the tensor-parallel ranks hold the same experts. UsageError where only some do."""
     if group_size(tensor_group) == 1:
         return False
     assert tensor_group is not None
@@ -28,7 +28,7 @@ def experts_are_shared(tensor_group: ProcessGroup | None, group: ProcessGroup | 
     if common not in (1, len(tensor)):
         raise UsageError(
             f"{name}: of the tensor-parallel ranks {sorted(tensor)} some, but not all, are among the expert-parallel "
-            f"ranks {sorted(spread)}; take all of them, or only this rank"
+            f"ranks {sorted(spread)}; give all of them, or only this rank"
         )
     return common == 1
 
@@ -40,24 +40,24 @@ def shard_bounds(tokens: int, group: ProcessGroup | None) -> tuple[int, int]:
 
 
 def shard_tokens(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """x: [T, ...], the same on all ranks -> this rank's share; its gradient is that of all shares."""
+    """x: [T, ...], replicated -> this rank's share; the gradient is gathered."""
     return x if group_size(group) == 1 else _ShardTokens.apply(x, group)
 
 
 def gather_tokens(x: Tensor, tokens: int, group: ProcessGroup | None) -> Tensor:
-    """This rank's share -> the T `tokens` of all ranks, on each; the gradient is this rank's share of theirs."""
+    """This rank's share -> all T `tokens`, replicated; the gradient is this rank's share."""
     return x if group_size(group) == 1 else _GatherTokens.apply(x, tokens, group)
 
 
 def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None, label: str) -> list[Tensor]:
-    """The same tensors, whose gradients are summed over the group; for parameters that all ranks hold alike."""
+    """Identity whose gradients are summed over the group, for replicated parameters."""
     if group_size(group) == 1 or not tensors:
         return list(tensors)
     return list(_SumGradients.apply(group, label, *tensors))
 
 
 def _joined(part: Tensor, tokens: int, group: ProcessGroup, label: str) -> Tensor:
-    """All ranks' shares. They are padded to the longest on the wire: a collective takes equal shapes."""
+    """Gather all ranks' shares, padded to the longest for the collective."""
     size = group_size(group)
     longest = -(-tokens // size)
     padded = part.contiguous()

@@ -1,4 +1,4 @@
-"""One call of a stack: its executor, and the hand-over of parameter gradients block by block."""
+"""Call of an OverlappedStack: its gradients, returned block by block, and agreement of the ranks on its schedule."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from oases.schedule import Schedule, ScheduleError, format_schedule
 
 
 class StackParameters(BlockParameters):
-    """A block's parameters, and which of them are cut over the tensor-parallel group.
+    """Parameters of a block, divided into sharded and replicated ones.
 
-    sharded, replicated: numbers of those that require gradients.
+    sharded, replicated: indices of those that require gradients.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -41,10 +41,10 @@ class StackParameters(BlockParameters):
 
 @dataclass
 class CallOptions:
-    """The call's surroundings: how its collectives go, who is told of a failure, what takes its time.
+    """Options of one call: scheduler of its collectives, failure monitor, context.
 
-    tuning: takes the time of its forward and backward pass, where a choice of schedule is being made. units: by
-    block, where weights are sharded over data-parallel ranks; nothing where none are.
+    tuning: receives the seconds of the forward and backward pass, while a schedule is being chosen. units: by block,
+    where weights are sharded over data-parallel ranks; else ().
     """
 
     scheduler: Scheduler
@@ -55,7 +55,7 @@ class CallOptions:
 
 
 class StackCall(ScheduledCall):
-    """A call of an OverlappedStack, as `execution.delivery` and a pipeline use it."""
+    """Call of an OverlappedStack; used by `apply_call` and by a pipeline."""
 
     RECOMPUTE = frozenset({"R", "RC"})
 
@@ -76,7 +76,7 @@ class StackCall(ScheduledCall):
         tuning = options.tuning
         self._tuning = None if tuning is None or tuning.choice is not None else tuning
         self._seconds = 0.0
-        # Of the block finished last: its gradients by number, and the all-reduce of its replicated ones.
+        # Of the block finished last: gradients by parameter index, and the all-reduce of the replicated ones.
         self._shares: list[Tensor | None] = []
         self._whole: list[Tensor | None] = []
         self._pending: tuple[Any, Tensor, list[int]] | None = None
@@ -88,16 +88,16 @@ class StackCall(ScheduledCall):
         return self._chosen(0, self._cut[0].replicated) + self._blocks.inputs.tensors
 
     def block_tensors(self, block: int) -> list[Tensor]:
-        """The parameters whose gradients the block's node returns.
+        """Parameters whose gradients the block's node returns.
 
-        Replicated ones come one node later than sharded ones: their small all-reduce has that long to end.
+        Replicated ones come one node later than sharded ones, which gives their small all-reduce time to complete.
         """
         sharded = self._chosen(block, self._cut[block].sharded)
         above = block + 1
         return sharded if above == self.num_blocks else sharded + self._chosen(above, self._cut[above].replicated)
 
     def forward(self) -> Tensor:
-        """Run the forward pass, timed where a choice of schedule is being made."""
+        """Run the forward pass, timed while a schedule is being chosen."""
         if self._tuning is None:
             return super().forward()
         synchronize(self._blocks.device)
@@ -115,7 +115,7 @@ class StackCall(ScheduledCall):
         super().begin(grad)
 
     def finish_block(self, block: int) -> list[Tensor | None]:
-        """Run to the end of `block`; the gradients of `block_tensors(block)`."""
+        """Run to the end of `block`; return the gradients of `block_tensors(block)`."""
         guard, parameters, above = self._guard, self._cut[block], block + 1
         with guard:
             self._run_to(self._ends[block])
@@ -128,12 +128,12 @@ class StackCall(ScheduledCall):
                 label = f"replicated gradients of layer {self._program.layer(block)}"
                 self._pending = (self._scheduler.all_reduce(flat, label), flat, held)
             self._shares, self._whole = shares, whole
-            if block == self._blocks.inputs.lowest_reader:  # the rest of the backward pass hides these sums
+            if block == self._blocks.inputs.lowest_reader:  # these sums overlap with the rest of the backward pass
                 self._blocks.inputs.start_sums(self._scheduler, "gradients of block inputs")
             return [self._gradient(number) for number in parameters.sharded] + replicated
 
     def finish(self) -> tuple[Tensor, list[Tensor | None]]:
-        """Run the rest; the gradients of `x` and of `entry_tensors()`."""
+        """Run the rest; return the gradients of `x` and of `entry_tensors()`."""
         with self._guard:
             self._run_to(len(self._backward))
             self._guard.current_op = "the gradient of the input"
@@ -147,11 +147,11 @@ class StackCall(ScheduledCall):
     # --- for a pipeline, which splits the backward pass ---
 
     def defer_weights(self) -> None:
-        """Leave W out of the backward pass; `compute_weights` does its work."""
+        """Skip W in the backward pass; `compute_weights` runs it later."""
         self._blocks.keep_deferred = True
 
     def compute_weights(self) -> None:
-        """After a backward pass without W: add its weight gradients to the parameters', hooks included."""
+        """Accumulate the weight gradients of a backward pass without W into the parameters; their hooks run."""
         with self._guard:
             for block in reversed(range(self.num_blocks)):
                 self._guard.current_op = f"the weight gradients of block {block}"
@@ -191,7 +191,7 @@ class StackCall(ScheduledCall):
 
 
 def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[FsdpUnit]) -> list[Leaves]:
-    """Each block's stand-ins, of whole weights where they are sharded."""
+    """Stand-ins of each block's parameters, for sharded weights of the gathered ones."""
     if not units:
         return [Leaves(each.parameters) for each in parameters]
     return [Leaves(each.whole(unit.parameters)) for each, unit in zip(parameters, units, strict=True)]
@@ -200,9 +200,9 @@ def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[FsdpUnit]) 
 def agree_on_schedule(
     schedule: Schedule, group: ProcessGroup | None, wire_dtype: torch.dtype | None, calls: int
 ) -> tuple[int, int]:
-    """Before a schedule's first run: the ranks' common seed and number of calls.
+    """Common seed and call count of the ranks, exchanged before a schedule's first run.
 
-    Raises ScheduleError unless every rank runs the same list; sums would mix.
+    Raises ScheduleError unless every rank runs the same schedule; sums would mix otherwise.
     """
     mine = (schedule.name, schedule.num_sub_batches, hash_of(format_schedule(schedule)), str(wire_dtype))
     said = (mine, torch.initial_seed(), calls)

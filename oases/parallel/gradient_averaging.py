@@ -1,10 +1,10 @@
-"""Data parallelism: gradients averaged over the ranks that hold the same parameters, while the backward pass runs.
+"""Data parallelism: gradients averaged over the data-parallel ranks, overlapped with the backward pass.
 
-Not by torch's DistributedDataParallel, for three reasons. It gets ready for a backward pass in the forward pass
-before it, so where forward passes run ahead of backward passes, as in a pipeline, it would send the sums of the wrong
-micro-batch. One wrapper has one group and one module's forward pass: a model whose segments have groups of their own,
-and whose embedding is used again behind them, would have to be cut for it. And its collectives are not tickets, so
-`oases.report()` could not say whether they were hidden, nor a run that ends which of them a rank waited for.
+torch's DistributedDataParallel is not used, for three reasons. It prepares for a backward pass in the preceding
+forward pass, so where forward passes run ahead, as in a pipeline, it would reduce the wrong micro-batch. One wrapper
+has one group and one module's forward pass: a model whose segments have groups of their own, and whose embedding is
+used again in its head, would have to be split for it. And its collectives are not tickets, so `oases.report()` could
+not show whether they were hidden, nor an error which of them a rank waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from oases.plans.plan import BUCKET_BYTES
 
 
 class _Bucket:
-    """Parameters whose gradients are sent together, and what of them is on its way."""
+    """Parameters whose gradients are reduced together, and the collective under way."""
 
     def __init__(self, parameters: list[nn.Parameter], label: str) -> None:
         self.parameters = parameters
@@ -34,7 +34,7 @@ class _Bucket:
         self.sent = None
 
     def gradients(self) -> list[Tensor]:
-        """Zeros for a parameter that was not used here: other ranks may have used it."""
+        """Gradients; zeros for a parameter that was not used here: other ranks may have used it."""
         found = []
         for parameter in self.parameters:
             if parameter.grad is None:
@@ -44,7 +44,7 @@ class _Bucket:
 
 
 class _Lane:
-    """The buckets of one group. They start in their order, whichever is full first, the same on every rank."""
+    """Buckets of one group. They start in their order, whichever is complete first, the same on every rank."""
 
     def __init__(self, group: ProcessGroup, buckets: list[_Bucket]) -> None:
         self._group_name = group_name(group)
@@ -62,18 +62,18 @@ class _Lane:
         for bucket in self.buckets:
             bucket.reset()
 
-    def send(self, *, all_of_them: bool = False) -> None:
-        """Start the sums of the buckets that are full, up to the first that is not."""
+    def send(self, *, flush: bool = False) -> None:
+        """Start the all-reduce of complete buckets, up to the first incomplete one."""
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if bucket.missing and not all_of_them:
+            if bucket.missing and not flush:
                 return
             flat = torch.cat([gradient.flatten() for gradient in bucket.gradients()])
             bucket.sent = (self._scheduler.all_reduce(flat, bucket.label), flat)
             self._next += 1
 
     def receive(self) -> None:
-        """Wait for all sums and write the averages over the gradients."""
+        """Wait for all sums and replace the gradients by the averages."""
         size = self._scheduler.size
         for bucket in self.buckets:
             assert bucket.sent is not None
@@ -86,16 +86,16 @@ class _Lane:
 
 
 class GradientAverager:
-    """Averages gradients over data-parallel groups, overlapped with the backward pass that completes them.
+    """Averages gradients over data-parallel groups, overlapped with the last backward pass of a step.
 
         for tokens in earlier_micro_batches:
             model.loss(tokens).backward()                # gradients accumulate, nothing is sent
         with average.overlapped():
             model.loss(last_micro_batch).backward()      # sent bucket by bucket; averages when the block ends
 
-    parts: (parameters, group) for each part of the model, in the order of its forward pass; parts of one group
-    are sent together, those without a group or with a group of one stay as they are. Make it once the model is where
-    it stays: hooks hang on its parameters. bucket_bytes: how much is sent at once.
+    parts: (parameters, group) of each part of the model, in the order of its forward pass; parts of one group are
+    reduced together, those without a group or with a group of one not at all. Create it once the model is on its
+    device: it registers hooks on the parameters. bucket_bytes: bytes per collective.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class GradientAverager:
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
-        """Around the last backward pass of an optimizer step; afterwards gradients are averages."""
+        """Context of the last backward pass of an optimizer step; afterwards gradients are averages."""
         for lane in self._lanes:
             lane.reset()
         self._active = True
@@ -134,23 +134,23 @@ class GradientAverager:
         finally:
             self._active = False
         for lane in self._lanes:
-            lane.send(all_of_them=True)
+            lane.send(flush=True)
         for lane in self._lanes:
             lane.receive()
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._lanes, self._handles = [], []
 
 
 def _buckets(parameters: list[nn.Parameter], bucket_bytes: int, group: ProcessGroup) -> list[_Bucket]:
-    """Each parameter once, from the last, whose gradient comes first; one type to a bucket."""
+    """Buckets from the last parameter, whose gradient comes first; each parameter once, one type per bucket."""
     buckets: list[list[nn.Parameter]] = []
     used, kind = 0, None
     for parameter in reversed(list(dict.fromkeys(parameters))):
-        dtype = parameter.grad_dtype or parameter.dtype  # none: any
+        dtype = parameter.grad_dtype or parameter.dtype  # None allows any type
         size = parameter.numel() * dtype.itemsize
         if not buckets or used + size > bucket_bytes or (dtype, parameter.device) != kind:
             buckets.append([])

@@ -1,4 +1,4 @@
-"""The norm of gradients that are spread over tensor-parallel ranks, and clipping by it."""
+"""Gradient norm and clipping for parameters sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ def clip_grad_norm(
     stages: int = 1,
     counted_elsewhere: nn.Parameter | None = None,
 ) -> Tensor:
-    """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
+    """Clip the global gradient norm of the whole model to `max_norm`, in place.
 
-    process_group: all ranks that train the model. Shards count once over them, also where a layer is cut over fewer
-    of them and its gradients are averages over the replicas; so do replicated gradients, and the shards of sharded
-    ones. stages: of a pipeline; the
-    ranks then have one each, as many ranks for each. counted_elsewhere: a parameter that another stage has, too.
-    Returns the norm before, the same on every rank.
+    process_group: all ranks that train the model. Each shard counts once, also where a layer is sharded over fewer
+    ranks and its gradients are averages over data-parallel replicas; so does each replicated gradient and each FSDP
+    shard. stages: pipeline stages, each with an equal number of ranks. counted_elsewhere: a parameter that another
+    stage holds, too. Returns the norm before clipping, equal on every rank.
     """
     group = resolve(process_group)
     ranks = group_size(group) // stages
@@ -40,8 +39,8 @@ def clip_grad_norm(
             square = gradient.to(dtype).square().sum()
             sharded = gradient is not parameter.grad
             holder = shards.get(id(parameter))
-            # Of a layer that is cut over t of R ranks there are R / t copies, and all of them are summed; so are
-            # those of what is whole, where not every rank has it.
+            # A layer sharded over t of R ranks has R / t copies, all in the sum; so has a replicated parameter
+            # that not every rank holds.
             copies = max(1, ranks // getattr(holder, "tensor_parallel", ranks))
             summed = holder is not None or stages > 1 or sharded
             if holder is None and summed:

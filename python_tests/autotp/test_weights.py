@@ -288,7 +288,7 @@ def test_an_architecture_whose_weights_are_computed_from_the_files_is_named(tmp_
     model.save_pretrained(tmp_path / "theirs")
     with torch.device("meta"):
         other = MixtralForCausalLM(config)
-    with pytest.raises(UsageError, match=r"layout of the original mixtral, and MixtralForCausalLM computes"):
+    with pytest.raises(UsageError, match=r"layout of the original mixtral, but MixtralForCausalLM computes"):
         load_weights(other, tmp_path / "theirs")
     model.save_pretrained(tmp_path / "ours", save_original_format=False)
     load_weights(other, tmp_path / "ours")

@@ -16,7 +16,7 @@ COSTS = Costs(token_seconds=1e-3, token_bytes=128, expert_bytes=256, bandwidth=1
 
 
 def gradients(tensor=1, steps=2, **options):
-    """Of some steps of plain descent: losses, the last gradients, over how many ranks each is cut, copies."""
+    """Losses of some steps of gradient descent, last gradients, shard counts, replicas."""
     mesh = Mesh([tensor])
     sizes = MoEGPTConfig(**vars(CONFIG) | {"shared_hidden": 8})
     model = MoEGPT(sizes, mesh=mesh, costs=COSTS, **options).double()

@@ -123,7 +123,7 @@ def test_to_the_experts_and_back(two_ranks, four_ranks, seed):
 
 
 def overlap():
-    """What is computed between depart and arrive comes between the collectives in the backward pass, too."""
+    """Compute between send and receive comes between the collectives in the backward pass, too."""
     rank = dist.get_rank()
     order = []
 
@@ -160,7 +160,7 @@ def faulty(victims):
     with pytest.raises(RoutingError, match=f"not finite on rank {', '.join(map(str, victims))} of 4.*isfinite"):
         exchange_counts([routing], dist.group.WORLD, label="layers.7")
     _, routing = routing_of(rank, 5, 4, 2, None)
-    with pytest.raises(RoutingError, match=r"layers\.7: rank 2 is at another forward pass or has another placement"):
+    with pytest.raises(RoutingError, match=r"layers\.7: rank 2 has another forward pass or placement"):
         exchange_counts([routing], dist.group.WORLD, label="layers.7", state=rank // 2)
 
 

@@ -130,7 +130,7 @@ def check_spans():
     assert [name for name, _, _ in context.spans] == listed
     loss = stack(torch.randn(4, HIDDEN, dtype=torch.float64, requires_grad=True)).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="was run already"):
+    with pytest.raises(RuntimeError, match="has run already"):
         loss.backward()
 
 

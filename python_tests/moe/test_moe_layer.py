@@ -283,7 +283,7 @@ def check_replicas():
     for _ in range(2):
         layer.zero_grad()
         (layer(x) * targets_of(rank, tokens)).sum().backward()
-        if layer._steps.number == 1:
+        if layer._placement_state.number == 1:
             for name, parameter in layer.named_parameters():
                 grad, expected = parameter.grad, parameters[name] / 4
                 if name.startswith("experts."):
@@ -315,7 +315,7 @@ def check_measured_and_recorded(path):
     if recorder is not None:
         recorder.close()
     last = layer.last
-    costs = dataclasses.asdict(layer._steps.costs)
+    costs = dataclasses.asdict(layer._placement_state.costs)
     weights = torch.cat([p.detach().flatten() for p in (layer.router.weight, *layer.shared.parameters())])
     report = [row.where for row in oases.report().others]
     return costs, weights, last.counts.tolist(), last.token_bytes, report

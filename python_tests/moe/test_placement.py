@@ -186,7 +186,7 @@ def test_nothing_below_the_bound_is_said_so():
     lowest = bound(even, SLOW, 4, seconds=30.0, below=none)
     assert lowest.solved
     assert lowest.seconds == pytest.approx(none, rel=2e-3)
-    with pytest.raises(UsageError, match="devices that are all alike"):
+    with pytest.raises(UsageError, match="uniform devices"):
         bound(even, Costs(**{**vars(SLOW), "devices_per_node": 2}), 4, seconds=1.0)
 
 
@@ -262,7 +262,7 @@ def test_bad_options():
         plan([[1, 1], [1, 1]], FAST, memory_budget=-1)
     with pytest.raises(UsageError, match="bandwidth must be above 0"):
         Costs(token_seconds=1, token_bytes=1, expert_bytes=1, bandwidth=0)
-    with pytest.raises(UsageError, match="8 devices are no whole nodes of 3"):
+    with pytest.raises(UsageError, match="8 devices do not divide into nodes of 3"):
         plan(counts_of(8, 8, 0), Costs(**{**vars(FAST), "devices_per_node": 3}))
     with pytest.raises(UsageError, match="takes too long"):
         plan(counts_of(16, 16, 0), FAST, method="optimum")

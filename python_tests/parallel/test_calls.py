@@ -14,7 +14,7 @@ from oases.schedule import GENERATORS
 
 
 def gradients(kind, schedule, recompute, *, early=False, weights_late=False, sequence_parallel=False, number=2):
-    """Of some calls in flight at once, as a pipeline has them."""
+    """Gradients of several calls in flight at once, as in a pipeline."""
     torch.manual_seed(7)
     group = dist.group.WORLD if dist.is_initialized() else None
     stack = make_stack(

@@ -1,4 +1,4 @@
-"""An op that fails on one rank: every rank soon raises an error that names rank, op and cause, and can go on."""
+"""Failure of an op on one rank: all ranks raise an error with rank, op and cause, and can continue."""
 
 import threading
 from datetime import timedelta
@@ -274,7 +274,7 @@ def check_silent():
     set_timeout(5)
     failure._ANSWER_SECONDS = 1.0
     if dist.get_rank() == 1:
-        failure._watches[dist.group.WORLD].stop()
+        failure._monitors[dist.group.WORLD].stop()
         # It hears nothing, and gloo's time for a collective is what ends its wait.
         with pytest.raises(dist.DistBackendError, match=r"rank 1 waited for all_reduce of F 1\."):
             step(stack, x)

@@ -130,7 +130,7 @@ def test_whole_messages(four_ranks):
 
 @pytest.mark.parametrize("name", RUN)
 def test_a_send_is_known_to_have_arrived_from_what_follows_it(name):
-    """What a receive proves was sent before it, and over the list everything that anybody answers is proven once."""
+    """Each receive confirms sends before it, and each confirmed send is confirmed once."""
     for stages, micro_batches in ((2, 2), (2, 8), (3, 6), (4, 4), (4, 12)):
         pipeline = generate_pipeline(name, stages, micro_batches)
         for stage, ops in enumerate(pipeline.stages):
@@ -169,7 +169,7 @@ def check_failing(kind):
 
     with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as caught:
         run.run(forward)
-    with pytest.raises(RuntimeError, match="was ended after a failure; make the messages anew"):
+    with pytest.raises(RuntimeError, match="was closed after a failure; create new messages"):
         run.run(forward)
     mesh.destroy()
     run, mesh = run_of("one_f_one_b", 4, 6)
@@ -238,7 +238,7 @@ def test_a_stage_that_hears_nothing_names_what_it_waits_for(two_ranks):
 
 
 def check_early(name, micro_batches):
-    """Which micro-batches are recomputed before their gradient is received."""
+    """Micro-batches that are recomputed before their gradient is received."""
     run, mesh = run_of(name, 4, micro_batches)
     early = []
 
@@ -276,7 +276,7 @@ def check_kept():
 
     def forward(part, m, x, context):
         y = identity(part, m, x, context)
-        y = F.relu(y) * 1.0 if part == 0 else y.sum()  # nobody saves the output of the product by a number
+        y = F.relu(y) * 1.0 if part == 0 else y.sum()  # a multiplication by a number does not save its output
         alive.append(torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage()))
         return y
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from plan_runs import PLANS
 from safetensors.torch import load_file
-from test_plan import PLANS
 
 from oases import TrainConfig, Trainer
 from oases.cli import main
@@ -32,11 +32,6 @@ from oases.train.plan import Run
 CONFIG = TrainConfig(
     hidden=16, layers=2, heads=4, sequence=8, batch=16, steps=6, warmup=1, validation_batches=1, learning_rate=1e-2,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return str(kills.write_corpus(tmp_path_factory.mktemp("text") / "text.txt"))
 
 
 def trained(corpus, **changes):

@@ -6,7 +6,6 @@ import json
 import math
 import time
 
-import kills
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,11 +36,6 @@ def stages(num_stages, tp):
     segment = Segment(MODEL.num_blocks // num_stages, tp, "oases", 2)
     world = num_stages * tp
     return Plan(MODEL, world, world, BATCH, 2, tuple(Stage((segment,)) for _ in range(num_stages)))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return str(kills.write_corpus(tmp_path_factory.mktemp("text") / "text.txt"))
 
 
 def reports(corpus, text=None, *, watch=True, **changes):

@@ -3,7 +3,6 @@
 import importlib.util
 import threading
 
-import kills
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -15,11 +14,6 @@ VALUES = {
     "hidden": 16, "layers": 2, "heads": 4, "sequence": 8, "batch": 16, "warmup": 1, "validation_batches": 1,
     "peak_flops": 1e9,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return str(kills.write_corpus(tmp_path_factory.mktemp("text") / "text.txt"))
 
 
 def curves(folder):
