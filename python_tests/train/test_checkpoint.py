@@ -197,7 +197,7 @@ def test_where_all_are_broken_nothing_is_pretended(corpus, saved, tmp_path):
     for path in folder.iterdir():
         harm(path / ".metadata", "truncated")
     with (
-        pytest.warns(UserWarning, match="broken and skipped"),
+        pytest.warns(UserWarning, match="corrupt and skipped"),
         pytest.raises(UsageError, match="holds no valid checkpoint"),
     ):
         trained(corpus, resume=str(folder))

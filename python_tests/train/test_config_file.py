@@ -75,7 +75,7 @@ def test_mistakes_in_yaml_are_named_with_their_line(tmp_path):
     refused(tmp_path, "zero: 1\n", "line 1: zero must be true or false, got 1")
     refused(tmp_path, "data: [a, b]\n", r"line 1: data must be text, or null for none, got \['a', 'b'\]")
     refused(tmp_path, "steps: 5\nsteps: 6\n", "line 2: steps is given twice")
-    refused(tmp_path, "- steps\n", "must hold lines such as 'hidden: 512', got '- steps'")
+    refused(tmp_path, "- steps\n", "expected lines such as 'hidden: 512', got '- steps'")
     refused(tmp_path, "steps: [1\n", "line 2: invalid YAML: expected ',' or ']'")
     refused(tmp_path, "data: !!python/object:os.system x\n", "invalid YAML: could not determine a constructor")
     refused(tmp_path, "degrees: {tensors: 2}\n", "degrees: unknown 'tensors'; known are data, pipeline, tensor")
@@ -117,7 +117,7 @@ def test_degrees_become_a_plan_or_say_why_not(tmp_path):
         ({"layers": 1}, "2 stages are more than the 1 layers; give fewer stages or more --layers"),
         (
             {"layers": 3, "pipeline_schedule": "interleaved"},
-            "2 stages, each with 2 parts of the model, are more than",
+            "2 stages, each with 2 model chunks, are more than",
         ),
         ({"micro_batches": 1}, "one_f_one_b needs as many micro-batches as stages, got 1 for 2 stages"),
         (
