@@ -267,7 +267,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(corpus, alone, tmp_path)
 
 
 def fails_on_rank(victim, corpus, folder, save_error):
-    """What a run says whose second checkpoint finds the disk full on one rank, and what its folder then holds."""
+    """Return the failures of a run whose second checkpoint finds one rank's disk full, and its folder's files."""
     found, calls = integrity.checksums, []
 
     def checksums(files):

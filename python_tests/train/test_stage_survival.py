@@ -74,11 +74,11 @@ def test_killed_ranks_of_stages_go_on_equal_to_the_bit(request, corpus, tmp_path
 
 
 class FaultError(Exception):
-    """What an op of the tests raises."""
+    """Error raised by an op of the tests."""
 
 
 def fails_in_the_third_step(text, data, folder, victim, where):
-    """What every rank raises when one fails, what the trainer says then, and the losses of the one made after it."""
+    """Return the errors of every rank when one fails, of the next step, and the losses of a new trainer."""
     trainer = trainer_of(text, data, checkpoint=folder, checkpoint_every=1)
 
     def fault(*arguments):

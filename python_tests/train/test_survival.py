@@ -21,7 +21,7 @@ from oases.cli import main
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.launch import fork_server
 from oases.launch.agents import RankFailedError
-from oases.launch.ranks import _go_on_or_exit
+from oases.launch.ranks import _restart_or_exit
 from oases.train.logs import StepLog, last_logged_step
 from oases.train.plan import Run
 from oases.train.step_check import LossError, StepCheck
@@ -77,7 +77,7 @@ def test_killed_ranks_go_on_equal_to_the_bit(corpus, unbroken, tmp_path, kinds):
 
 
 def as_a_script(words):
-    """What torchrun runs on every rank."""
+    """Run `oases` on a rank of torchrun."""
     fork_server.die_with_parent()
     main(words)
 
@@ -126,15 +126,15 @@ def test_torchrun(corpus, unbroken, tmp_path):
 @pytest.mark.parametrize(("code", "told", "exits"), [(2, 0, 2), (75, 75, 75), (1, 75, 75)])
 def test_what_no_restart_can_mend_is_not_started_again(code, told, exits):
     with pytest.raises(SystemExit) as caught:
-        _go_on_or_exit(RankFailedError("rank 0", code), told, 0, 3)
+        _restart_or_exit(RankFailedError("rank 0", code), told, 0, 3)
     assert caught.value.code == exits
 
 
 def test_restarts_are_counted(capsys):
-    _go_on_or_exit(RankFailedError("rank 1", -9), 0, 1, 2)
+    _restart_or_exit(RankFailedError("rank 1", -9), 0, 1, 2)
     assert capsys.readouterr().err == "oases: rank 1 ended with signal SIGKILL; restart 2 of 2\n"
     with pytest.raises(SystemExit) as caught:
-        _go_on_or_exit(RankFailedError("rank 1", -9), 0, 2, 2)
+        _restart_or_exit(RankFailedError("rank 1", -9), 0, 2, 2)
     assert caught.value.code == 1
     assert "the run is over" in capsys.readouterr().err
 
