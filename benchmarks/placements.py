@@ -95,17 +95,17 @@ def bound(
     all of a device's tokens for an expert go to one device; else they may be divided, which is at most as slow as the
     best placement and found much sooner. UsageError for costs with nodes.
     """
-    programme = (FullPlacementMilp if whole else _DividedProgramme)(counts, costs, slots)
+    milp = (FullPlacementMilp if whole else _DividedMilp)(counts, costs, slots)
     if np.isfinite(below):
-        programme.at_least(-below * (1 + 1e-6) / programme.unit, (-1.0, programme.of("total")))
-    result = programme.solve(seconds)
+        milp.at_least(-below * (1 + 1e-6) / milp.unit, (-1.0, milp.of("total")))
+    result = milp.solve(seconds)
     if result.status == 2:  # nothing is below, so that is the best
         return Bound(below, True)
     lowest = getattr(result, "mip_dual_bound", None)
-    return Bound(max(0.0, float(lowest or 0.0)) * programme.unit, result.status == 0)
+    return Bound(max(0.0, float(lowest or 0.0)) * milp.unit, result.status == 0)
 
 
-class _DividedProgramme(PlacementMilp):
+class _DividedMilp(PlacementMilp):
     """Relaxation: a device computes part of its own tokens of an expert, and part of all others'."""
 
     def _tokens(self) -> None:

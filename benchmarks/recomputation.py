@@ -119,7 +119,7 @@ def _trained(plan: Plan, data: str) -> tuple[int, int]:
     assert trainer.mesh is not None
     assert isinstance(trainer.optimizer, torch.optim.Optimizer)  # nothing is sharded here
     trainer.close()
-    # Gradients are made anew in every step: they are among what it allocates.
+    # Gradients are allocated in every step, so they are part of its allocations.
     tensors = [*trainer.model.parameters(), *_moments(trainer.optimizer)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors), peak
 

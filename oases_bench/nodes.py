@@ -139,7 +139,7 @@ class NodesBenchConfig(EmulatedConfig):
         degree = {"data": self.data, "pipeline": self.stages, "tensor": self.tensor}[self.across]
         if degree % nodes:
             raise UsageError(
-                f"--across {self.across} joins {nodes} nodes, and its degree {degree} is no multiple of that; give "
+                f"--across {self.across} joins {nodes} nodes, and its degree {degree} is not a multiple; give "
                 f"--{'stages' if self.across == 'pipeline' else self.across} {nodes}, or another axis"
             )
         placed: list[list[int]] = [[] for _ in range(nodes)]
@@ -244,7 +244,7 @@ def measured_axes(
     jobs = [
         ("tensor", config.tensor, tensor if first else None, "all_reduce", (unit // 4, unit // 2, unit)),
         ("data", config.data, data, "all_reduce", (1 << 16, model.element_bytes * gradients // config.stages)),
-        # A pair of stages stands for all: messages of a step hardly meet on the way.
+        # One pair of stages represents all: messages of a step hardly overlap on the link.
         ("pipeline", config.stages, pipeline, "send", (unit // 2, unit)),
     ]
     axes: dict[int, LinkModel] = {}

@@ -1,4 +1,4 @@
-"""Steps of pipelines and plans over timed blocks, which stand for the compute of an imaginary device."""
+"""Steps of pipelines and plans over timed blocks, which emulate the compute of a device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The nonconvex penalised SVM beside reweighted linear programs (HiGHS), LinearSVC and skglm, on the same splits.
 
 Part one: one lambda, the same objective; ours beside local linear approximation, whose every step is a linear
-programme over all columns; and what a path of 50 lambdas costs in fits. Part two: five synthetic designs with known
+program over all columns; and what a path of 50 lambdas costs in fits. Part two: five synthetic designs with known
 support; every contestant's strength is chosen on the same validation rows (of equal accuracies, the fewest
 non-zeros), the support and the accuracy on unseen rows are compared. Contestants that are not installed are left out,
 and named.
