@@ -140,7 +140,7 @@ def test_links_that_were_measured_again_are_told_of(two_ranks):
 
 
 def found_after(noisy_tries, victims):
-    """How often each rank measured until a link was found where the first tries are noise on some, and the link."""
+    """Count each rank's measurements until a link is found where some first tries are noise; return it, too."""
     asked = []
 
     def measure(attempt):
