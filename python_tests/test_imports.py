@@ -1,4 +1,4 @@
-"""Imports at run time: the runtime never loads the search; benchmarks and classifiers have one entry point each."""
+"""Imports at run time: the runtime never loads the planner; benchmarks and classifiers are imported in one place."""
 
 import re
 import subprocess

@@ -39,13 +39,13 @@ def start(call, nodes=2, ranks=2, **environment):
 
 
 def bytes_sent():
-    """Bytes sent by this node to others since it was created."""
+    """Return the bytes that this node has sent to others."""
     lines = (line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
     return sum(int(numbers.split()[8]) for name, numbers in lines if name.strip() != "lo")
 
 
 def price_of_all_reduces():
-    """Seconds of all-reduces of 8 MB: between two ranks of a node, of different nodes, and of two such pairs at once.
+    """Time all-reduces of 8 MB between two ranks of a node, of different nodes, and between two such pairs at once.
 
     For each the seconds of the fastest of four, and the bytes that rank 0's node sent in all.
     """
@@ -74,7 +74,7 @@ def price_and_places():
 
 @pytest.fixture(scope="module")
 def told():
-    """Reports of four ranks on two nodes: seconds of all-reduces, and their placement."""
+    """Result of four ranks on two nodes: the price of all-reduces, and their places."""
     run = start("t.price_and_places, ()", ranks=4)
     output, error = run.communicate(timeout=300)
     assert run.returncode == 0, error

@@ -140,7 +140,7 @@ def test_links_that_were_measured_again_are_told_of(two_ranks):
 
 
 def found_after(noisy_tries, victims):
-    """Number of measurements per rank until a link was fitted if the first are noise on some ranks, and the link."""
+    """Count each rank's measurements until a link is found where some first tries are noise; return it, too."""
     asked = []
 
     def measure(attempt):

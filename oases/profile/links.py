@@ -29,7 +29,7 @@ class Probe:
 
 
 def ranks_per_node(world: int, *, shaped: bool) -> int:
-    """Ranks per node from the launcher; 1 on a single node with a shaped or simulated link.
+    """Return LOCAL_WORLD_SIZE; 1 on a single node whose ranks are joined by a shaped or simulated link.
 
     Such a link connects all ranks as if each were a node of its own.
     """

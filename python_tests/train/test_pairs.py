@@ -184,7 +184,7 @@ def test_what_cannot_be_combined_is_refused_by_name(corpus):
     refused("sequence 7 does not divide over tp 2", lambda: plan_of(2, (4, 2, "oases", 2, 0, True), model=odd))
     refused("leave out --sequence-parallel", lambda: whole, sequence_parallel=True)
     refused("unknown compile 'nosuch'; known are none, ", lambda: whole, compile="nosuch")
-    with pytest.raises(UsageError, match="a sequence of 128 cannot be cut over --tp 1"):
+    with pytest.raises(UsageError, match="a sequence of 128 does not divide by --tp 1"):
         Run.of(TrainConfig(sequence_parallel=True), 1)
 
 
