@@ -110,7 +110,7 @@ def test_training_a_gpt_by_it_is_refused():
     from oases.train.config import config_for
 
     plan = oases.plan(trace(built("LlamaForCausalLM", **S), sequence=32), "2x3090", global_batch=8)
-    with pytest.raises(UsageError, match="'LlamaForCausalLM' is no GPT"):
+    with pytest.raises(UsageError, match="'LlamaForCausalLM' is not a GPT"):
         config_for(plan, {})
 
 
