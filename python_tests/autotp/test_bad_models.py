@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import oases
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 class Sum(Block):
     def forward(self, x):

@@ -12,6 +12,8 @@ import oases
 from oases.autotp.export import UnsplittableError
 from oases.parallel.sharding import cuts
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 DATA = batch("llama")
 
 

@@ -13,6 +13,8 @@ from torch import nn
 import oases
 from oases.autotp.experts import collections, substitute_experts
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 

@@ -12,6 +12,8 @@ from autotp.plain_models import (
 )  # fmt: skip
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 class Loop(Plain):
     """A loop over the layers in one of many ways. Layers differ in what no shape shows."""

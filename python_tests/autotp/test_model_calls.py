@@ -10,6 +10,8 @@ from autotp.zoo import OTHERS, batch, build
 
 import oases
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 def pair(name="llama", **options):
     model, parallel = build(name).double(), build(name).double()

@@ -13,6 +13,8 @@ from autotp.zoo import MODELS, OTHERS, batch, build
 
 import oases
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 

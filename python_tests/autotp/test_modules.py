@@ -23,6 +23,8 @@ from torch import nn
 
 import oases
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 class Einsum(Block):
     def __init__(self):

@@ -13,6 +13,8 @@ from oases.plans.plan import Experts, Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.profile.memory import measure_memory
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 def one_step(name, folder, out):
     """Build on meta, stream the weights, train a step of lr 0, and save."""

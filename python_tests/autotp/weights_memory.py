@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from partitioned import KINDS, build
+from autotp.partitioned import KINDS, build
 
 from oases.autotp.pretrained import save_pretrained
 from oases.autotp.weights import load_weights
