@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from autotp.comparison import gradients_apart
-from autotp.test_models import trained_beside_itself
-from autotp.test_parallelize import one_step
 from autotp.zoo import MIXTURES, batch, build
+from autotp.zoo_runs import one_step, trained_beside_itself
 from torch import nn
 
 import oases

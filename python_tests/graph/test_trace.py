@@ -4,11 +4,11 @@ import functools
 import os
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from resident_memory import peak, reset_peak, resident
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -240,8 +240,8 @@ def test_a_llama_of_70b_is_traced_without_memory_for_its_weights(layers, counts)
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers, num_attention_heads=64,
         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
     )  # fmt: skip
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    before = resident()
+    reset_peak()
     graph = trace(_on("meta", transformers.LlamaForCausalLM, config), sequence=2048)
     assert graph.num_parameters == layers * 855_654_400 + 2_101_354_496
     assert len(graph.layers) == layers
@@ -250,9 +250,4 @@ def test_a_llama_of_70b_is_traced_without_memory_for_its_weights(layers, counts)
         stages = split(graph, count)
         over = max(stage.cost for stage in stages) * count / sum(stage.cost for stage in stages)
         assert 1 <= over < 1.1, count
-    assert resident("VmHWM") - before < 2**30
-
-
-def resident(key):
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[key].split()[0]) * 1024
+    assert peak() - before < 2**30
