@@ -10,6 +10,7 @@ from at_hand import RanksAtHand
 from script_ranks import ScriptRanks
 
 import oases.terminal
+from oases.execution import failure
 from oases.launch import fork_server
 from oases.testing import RankPool
 
@@ -36,15 +37,22 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def poll_often() -> None:
+    """Let this rank notice a failure of another at once."""
+    failure._INTERVAL_SECONDS = 0.02
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
     with RankPool(2) as pool:
+        pool.run(poll_often)
         yield pool
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
     with RankPool(4) as pool:
+        pool.run(poll_often)
         yield pool
 
 

@@ -1,4 +1,4 @@
-"""What a step tells, against numbers made by hand, on one process and on stages; measuring changes no bit."""
+"""Metrics of a step against numbers made by hand, on one process and on stages; measuring changes no bit."""
 
 import dataclasses
 import itertools
@@ -114,7 +114,7 @@ def test_stages_tell_the_same(four_ranks, corpus, alone):
 
 
 def losses_unmeasured(corpus, text):
-    """Of steps that nobody measures, and of a run that only one rank looks at."""
+    """Losses of steps without metrics, and of a run that one rank alone measures."""
     plan = Plan.from_json(text)
     trainer = Trainer(config_for(plan, VALUES | {"data": corpus}), plan=plan)
     unmeasured = [trainer.step() for _ in range(STEPS)]
@@ -141,11 +141,15 @@ def waits_for_a_late_rank():
     meter = Meter(dist.group.WORLD, [dist.group.WORLD] * 2, None, CPU)
     from oases.parallel.collectives import all_reduce
 
-    for _ in range(2):
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(2):
         dist.barrier()
         with meter.step():
             if dist.get_rank() == 1:
-                time.sleep(1.0)
+                store.wait([f"rank 0 is at step {step} of a late rank"])
+                time.sleep(0.3)
+            else:
+                store.set(f"rank 0 is at step {step} of a late rank", "")
             all_reduce(torch.ones(1), dist.group.WORLD, "loss")
     return [dataclasses.astuple(parts) for parts in meter.all_ranks(meter.medians())]
 
@@ -154,9 +158,7 @@ def test_what_a_rank_waited_is_exposed(two_ranks):
     told = two_ranks.run(waits_for_a_late_rank)
     assert told[0] == told[1]
     early, late = (StepParts(*row) for row in told[0])
-    assert early.seconds > 0.5
-    assert early.exposed > 0.1
-    assert early.exposed <= early.seconds
+    assert 0 < early.exposed <= early.seconds
     assert early.bubble == late.bubble == 0
 
 
@@ -190,7 +192,7 @@ def test_bubbles_are_near_the_simulators(four_ranks, name):
 
 
 class QueuedMark:
-    """As an event of a GPU's stream: it can be read once it was waited for."""
+    """Event like that of a GPU's stream: readable once it was waited for."""
 
     def __init__(self, at):
         self.at, self.waited = at, False
@@ -259,7 +261,7 @@ def test_a_cpus_peak_is_measured_on_all_ranks_at_once(two_ranks):
     (flops, source), other = two_ranks.run(measured_peak)
     assert (flops, source) == other
     assert 1e8 < flops < 1e15
-    assert source == "products of 512 x 512 in float32, measured on 2 at once"
+    assert source == "matmuls of 512 x 512 in float32, measured on 2 ranks at once"
 
 
 # --- words ---
