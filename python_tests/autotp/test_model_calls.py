@@ -25,11 +25,11 @@ def inputs(model):
     tokens, labels, n = data["input_ids"], data["labels"], data["input_ids"].shape[1]
     mask = torch.zeros(4, 1, n, n).masked_fill(~torch.ones(n, n).tril().bool(), -1e9)
     mask[1, :, 1:, 0] = -1e9
+    embeddings = model.model.embed_tokens(tokens).detach()
+    positions = torch.arange(n).repeat(4, 1) + torch.arange(4)[:, None]
     return [
-        {**data, "position_ids": torch.arange(n).repeat(4, 1) + torch.arange(4)[:, None]},
-        {"inputs_embeds": model.model.embed_tokens(tokens).detach(), "labels": labels},
-        {"input_ids": tokens, "labels": tokens, "attention_mask": mask},
-        {"input_ids": tokens, "labels": tokens, "attention_mask": mask[:1]},
+        {"input_ids": tokens, "labels": labels, "attention_mask": mask, "position_ids": positions},
+        {"inputs_embeds": embeddings, "labels": labels, "attention_mask": mask[:1]},
         {"input_ids": tokens[:1], "labels": tokens[:1]},
         {"input_ids": tokens[:4, :4], "labels": tokens[:4, :4]},
     ]

@@ -69,12 +69,16 @@ def check(name, placement, recompute, seed, dropout=0.0, shared=0):
 
 
 CASES = [
-    (name, placement, recompute)
-    for name, placement, recompute in itertools.product(
-        EXPERT_SCHEDULES, ("none", "prophet", "faster_moe", "drawn"), (False, True)
+    pytest.param(
+        name, placement, recompute, marks=[] if name == "plain" or (i + j) % 2 == recompute else pytest.mark.slow
     )
+    for (i, name), (j, placement) in itertools.product(
+        enumerate(EXPERT_SCHEDULES), enumerate(("none", "prophet", "faster_moe", "drawn"))
+    )
+    for recompute in (False, True)
     if name != "plain" or placement == "none"
 ]
+"""Every pair of schedule, placement and recomputation; all triples in `make test-slow`."""
 
 
 @pytest.mark.parametrize(("name", "placement", "recompute"), CASES)
