@@ -6,11 +6,10 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: other tests and ranks want the cores
 
 import torch
-from at_hand import RanksAtHand
+from at_hand import RanksAtHand, poll_often
 from script_ranks import ScriptRanks
 
 import oases.terminal
-from oases.execution import failure
 from oases.launch import fork_server
 from oases.testing import RankPool
 
@@ -35,11 +34,6 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OASES_CACHE", str(tmp_path_factory.mktemp("cache") / "schedules.json"))
         yield
-
-
-def poll_often() -> None:
-    """Let this rank notice a failure of another at once."""
-    failure._INTERVAL_SECONDS = 0.02
 
 
 @pytest.fixture(scope="session")
