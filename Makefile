@@ -8,7 +8,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_to
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-slow test-cpp test-gpu bench-gpu cuda-check lint format bench build clean sanitize
+.PHONY: demo test test-python test-slow test-cpp test-gpu bench-gpu cuda-check lint format bench build clean sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -20,7 +20,7 @@ test-python: build $(VENV)/tests
 	$(PY) -m pytest -n 2 --dist loadfile
 
 # The cases that take long, of which `make test` runs some.
-test-slow: build $(VENV)/tests
+test-slow: build $(VENV)/tests $(VENV)/slow
 	$(PY) -m pytest -n 2 --dist loadfile -m slow
 
 # On a machine with a GPU and a CUDA torch.
@@ -69,6 +69,19 @@ sanitize: build
 $(VENV)/linters: requirements-lint.txt $(VENV)/built
 	$(PY) -m pip install --quiet -r requirements-lint.txt
 	@touch $@
+
+$(VENV)/slow: requirements-slow.txt $(VENV)/installed
+	$(PY) -m pip install --quiet -r requirements-slow.txt
+	@touch $@
+
+$(VENV)/docs: requirements-docs.txt $(VENV)/built
+	$(PY) -m pip install --quiet -r requirements-docs.txt
+	@touch $@
+
+# A broken link inside docs/, or a docstring that cannot be rendered, is an error. `make test` runs the code blocks.
+docs: $(VENV)/docs
+	$(PY) -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 lint: $(VENV)/linters
 	$(PY) -m ruff check .

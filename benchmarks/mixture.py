@@ -21,10 +21,10 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.models.moe_gpt import MoEGPT
-from oases.moe.placement import homes
+from oases.moe.placement import owner_ranks
 from oases.terminal import progress, table
 from oases.train.config import TrainConfig, option
-from oases.train.loads import METHODS, rb
+from oases.train.load_replay import METHODS, rb
 from oases.train.trainer import Trainer
 from oases_bench.command_line import script
 from oases_bench.harness import (
@@ -32,10 +32,10 @@ from oases_bench.harness import (
     Benchmark,
     Ranks,
     Result,
-    agreed,
+    add_speedups,
+    checked_settings,
     first_rank,
     milliseconds,
-    over,
     timed_step,
     times,
 )
@@ -73,10 +73,10 @@ class MixtureBenchConfig(BenchConfig):
         self.require_least(1, "warmup", "iterations")
         if not self.skew >= 0:
             raise UsageError(f"--skew must be at least 0, got {self.skew}")
-        self.listed("methods", METHODS)
-        self.listed("loads", LOADS)
-        homes(self.experts, ranks)
-        self.training("none").mixture(self.seed)
+        self.parse_list("methods", METHODS)
+        self.parse_list("loads", LOADS)
+        owner_ranks(self.experts, ranks)
+        self.training("none").moe_gpt(self.seed)
 
     def training(self, placement: str) -> TrainConfig:
         """Of a run with this placement: the losses that spread tokens are off."""
@@ -137,11 +137,11 @@ class _Run:
 
 def run_mixture_bench(config: MixtureBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group; to be called by every rank."""
-    result: Result = {"config": agreed(config) | {"ranks": dist.get_world_size()}}
-    loads, steps = config.listed("loads", LOADS), config.warmup + config.iterations
+    result: Result = {"config": checked_settings(config) | {"ranks": dist.get_world_size()}}
+    loads, steps = config.parse_list("loads", LOADS), config.warmup + config.iterations
     with progress("steps", len(loads) * steps, shows and first_rank()) as advance:
         for at, load in enumerate(loads):
-            runs = {method: _Run(config, method, load) for method in config.listed("methods", METHODS)}
+            runs = {method: _Run(config, method, load) for method in config.parse_list("methods", METHODS)}
             for done in range(steps):
                 for run in runs.values():
                     run.step(counts=done >= config.warmup)
@@ -152,7 +152,7 @@ def run_mixture_bench(config: MixtureBenchConfig, ranks: Ranks, shows: bool) -> 
 
 def _rows(runs: dict[str, _Run]) -> dict[str, Any]:
     rows = {name: run.row() for name, run in runs.items()}
-    over(rows.get("none"), rows.values())
+    add_speedups(rows.get("none"), rows.values())
     losses = next(iter(runs.values())).losses
     for name, run in runs.items():
         rows[name]["loss_difference"] = max(abs(a - b) for a, b in zip(run.losses, losses, strict=True))

@@ -21,7 +21,7 @@ SHAPES = {"3 x 768": (4, 256, 768, 3), "6 x 512": (8, 128, 512, 6)}
 """Batch, sequence, hidden, layers."""
 SCHEDULES = ("sync", "fine_grained", "sub_pipelined", "cross_pass", "oases", "oases@2", "auto")
 OURS = ("oases", "oases@2", "auto")
-PEERS = {"torch": "torch TP", "megatron": "Megatron-Core", "domino": "Domino"}
+BASELINES = {"torch": "torch TP", "megatron": "Megatron-Core", "domino": "Domino"}
 _ALONE = ("compute", "communication", "communication_cpu", "ideal")
 Cell = tuple[str, str, str]
 """Link, shape, recomputation."""
@@ -78,7 +78,7 @@ def tables(results: dict[Cell, dict[str, Any]]) -> str:
         best = min(OURS, key=lambda name: schedules[name]["step_seconds"])
         mine = schedules[best]["step_seconds"]
         default = schedules["oases"]["step_seconds"]
-        line = [*cell, *(milliseconds(result, name) for name in (*PEERS, *OURS))]
+        line = [*cell, *(milliseconds(result, name) for name in (*BASELINES, *OURS))]
         if peers:
             fastest = min(row["step_seconds"] for row in peers.values())
             ratios.setdefault(cell[0], []).append(fastest / mine)
@@ -102,7 +102,7 @@ def tables(results: dict[Cell, dict[str, Any]]) -> str:
     text += table(
         [
             *place,
-            *PEERS.values(),
+            *BASELINES.values(),
             *OURS,
             "oases over fastest peer",
             "best of ours",
@@ -113,16 +113,52 @@ def tables(results: dict[Cell, dict[str, Any]]) -> str:
         against,
     )
     for link, found in ratios.items():
-        text += f"\nGeometric mean at {link}: {math.prod(found) ** (1 / len(found)):.2f}"
+        text += f"\nGeometric mean at {link}: {mean(found):.2f}"
     both = [ratio for link, found in ratios.items() if link != "2gbit" for ratio in found]
     if both:
-        text += f"\nGeometric mean at 500mbit and 1gbit: {math.prod(both) ** (1 / len(both)):.2f}\n"
+        text += f"\nGeometric mean at 500mbit and 1gbit: {mean(both):.2f}\n"
     text += "\n" + table([*place, *SCHEDULES[:6]], ablation) + "\n"
     text += table(
         [*place, "compute", "communication", "its CPU time", "ideal", "of ideal", "@2", "hidden", "@2", "auto chose",
          "auto / sync"], shares,
     )  # fmt: skip
     return text + "\n" + memory_table(results)
+
+
+def summary(results: dict[Cell, dict[str, Any]]) -> str:
+    """README's table: per link, geometric mean and range over shapes of the speed-up of `oases`."""
+    header = [
+        "link", "over synchronous TP", "over Domino, no recomputation", "over the fastest peer, full recomputation",
+        "share of the ideal",
+    ]  # fmt: skip
+    links = list(dict.fromkeys(link for link, _, _ in results))
+    rows = []
+    for link in [*links, None]:
+        sync, domino, recomputed, ideal = [], [], [], []
+        for (of, _, recompute), result in results.items():
+            if link not in (of, None):
+                continue
+            ours = result["schedules"]["oases"]
+            sync.append(ours["speedup"])
+            ideal.append(ours["of_ideal"])
+            times = {name: row["step_seconds"] / ours["step_seconds"] for name, row in result["peers"].items() if row}
+            if recompute == "none":
+                domino.append(times["domino"])
+            else:
+                recomputed.append(min(times.values()))
+        ratios = [f"**{mean(found):.2f} x** ({spread(found)})" for found in (sync, domino, recomputed)]
+        rows.append([link or "all", *ratios, f"{spread([100 * each for each in ideal], '.0f')} %"])
+    return table(header, rows)
+
+
+def mean(ratios: list[float]) -> float:
+    """Geometric mean."""
+    return math.prod(ratios) ** (1 / len(ratios))
+
+
+def spread(values: list[float], digits: str = ".2f") -> str:
+    """Smallest and largest value."""
+    return f"{min(values):{digits}} to {max(values):{digits}}"
 
 
 def memory_table(results: dict[Cell, dict[str, Any]]) -> str:
@@ -160,6 +196,8 @@ def main() -> None:
         if path_of(cell, options.out).exists()
     }
     print(tables(found))
+    if all(result["peers"] for result in found.values()):
+        print(summary(found))
 
 
 if __name__ == "__main__":

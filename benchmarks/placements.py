@@ -19,12 +19,12 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.optimum import Programme, WholeProgramme
 from oases.moe.placement import Integers, Placement, plan
+from oases.moe.placement_milp import FullPlacementMilp, PlacementMilp
 from oases.moe.traces import generate, replay
 from oases.terminal import percent, progress, table
 from oases.train.config import option
-from oases.train.loads import METHODS, rb
+from oases.train.load_replay import METHODS, rb
 from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
@@ -95,7 +95,7 @@ def bound(
     all of a device's tokens for an expert go to one device; else they may be divided, which is at most as slow as the
     best placement and found much sooner. UsageError for costs with nodes.
     """
-    programme = (WholeProgramme if whole else _DividedProgramme)(counts, costs, slots)
+    programme = (FullPlacementMilp if whole else _DividedProgramme)(counts, costs, slots)
     if np.isfinite(below):
         programme.at_least(-below * (1 + 1e-6) / programme.unit, (-1.0, programme.of("total")))
     result = programme.solve(seconds)
@@ -105,7 +105,7 @@ def bound(
     return Bound(max(0.0, float(lowest or 0.0)) * programme.unit, result.status == 0)
 
 
-class _DividedProgramme(Programme):
+class _DividedProgramme(PlacementMilp):
     """Of each expert's tokens a device computes some of its own, and some of all others'."""
 
     def _tokens(self) -> None:
@@ -164,7 +164,7 @@ class Outcome:
         return self.placements[method].predicted_seconds / self.placements[other].predicted_seconds
 
     def rb(self, method: str) -> float:
-        """As `oases.train.loads.rb`."""
+        """As `oases.train.load_replay.rb`."""
         return rb(*(self.placements[each].balance_degree for each in ("none", method)))
 
 

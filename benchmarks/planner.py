@@ -32,7 +32,7 @@ from oases.terminal import console, percent, progress, table
 from oases.testbed import with_nodes
 from oases.train.config import option, settings
 from oases_bench.command_line import script
-from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, off
+from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, signed_percent
 from oases_bench.overlap import predicted
 
 SCHEDULES = ("sync", "cross_pass", "oases")
@@ -84,7 +84,7 @@ def run_planner_bench(config: PlannerBenchConfig, ranks: Ranks, shows: bool) -> 
     joined = (
         f"over {ranks.backend}" if ranks.link is None else f"over a link of {with_nodes(ranks.link, ranks.nodes)}"
     )
-    around = Surroundings(joined, True, ranks.backend.endswith(",alone"))
+    around = Surroundings(joined, True, ranks.backend.endswith((",single_process", ",alone")))
     known: Hardware | None = None
     runs: list[dict[str, Any]] = []
     models = config.models()
@@ -158,7 +158,7 @@ def shown(result: Result) -> Iterator[RenderableType]:
         rows.append(
             (
                 run["link"].removeprefix("over a link of "), sizes, run["recompute"], run["schedule"],
-                milliseconds(measured), milliseconds(simulated), off(simulated / measured - 1),
+                milliseconds(measured), milliseconds(simulated), signed_percent(simulated / measured - 1),
             )
         )  # fmt: skip
     below = (

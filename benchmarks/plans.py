@@ -21,7 +21,7 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
-from oases.parallel.average import GradientAverage
+from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import PlannedStack
 from oases.planner.choose import rank_plans, seconds_of
@@ -36,9 +36,9 @@ from oases.simulator.links import LinkModel, Sample
 from oases.terminal import percent, progress
 from oases.train.config import option
 from oases_bench.command_line import script
-from oases_bench.harness import Benchmark, Ranks, Result, agreed, first_rank
-from oases_bench.stages import EmulatedConfig, timed_block
-from oases_bench.timed import TimedBlock
+from oases_bench.harness import Benchmark, Ranks, Result, checked_settings, first_rank
+from oases_bench.stage_steps import EmulatedConfig, timed_block
+from oases_bench.timed_block import TimedBlock
 
 FINALISTS = 6
 """The fastest plans of the first round, which are measured again in turns with the planner's choice."""
@@ -115,10 +115,10 @@ class PlansBench:
         self.model = config.model()
         self.mesh = mesh
 
-    def runner(self, plan: Plan) -> tuple[Callable[[], None], GradientAverage]:
+    def runner(self, plan: Plan) -> tuple[Callable[[], None], GradientAverager]:
         """One optimizer step's forward and backward passes and sums of gradients, as a function, and the sums."""
         stack = PlannedStack(plan, self._block, self.mesh)
-        average = GradientAverage(stack.parts())
+        average = GradientAverager(stack.parts())
         samples = int(plan.samples(stack.first_degree))
         x = torch.ones(samples, self.model.sequence, self.model.hidden)
 
@@ -152,7 +152,7 @@ class PlansBench:
 
 def run_plans_bench(config: PlansBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group; to be called by every rank."""
-    named, world, visible = agreed(config), dist.get_world_size(), shows and first_rank()
+    named, world, visible = checked_settings(config), dist.get_world_size(), shows and first_rank()
     shaped = ranks.link is not None or ranks.backend.startswith("sim")
     model, per_node = config.model(), ranks_per_node(world, shaped=shaped)
     hardware = emulated(config, _links(config, per_node, visible), per_node)

@@ -31,8 +31,17 @@ from oases.terminal import progress
 from oases.train.config import config_for, option
 from oases.train.trainer import Trainer
 from oases_bench.command_line import script
-from oases_bench.harness import Benchmark, Ranks, Result, agreed, first_rank, gathered, interleave, over
-from oases_bench.stages import EmulatedConfig, PlannedSteps, stages_table
+from oases_bench.harness import (
+    Benchmark,
+    Ranks,
+    Result,
+    add_speedups,
+    checked_settings,
+    first_rank,
+    gather_objects,
+    interleave,
+)
+from oases_bench.stage_steps import EmulatedConfig, PlannedSteps, stages_table
 
 _FREE = LinkModel(0.0, 1e12)
 """Messages between the stages are small beside the compute."""
@@ -121,7 +130,7 @@ def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def run_recomputation_bench(config: RecomputationBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group, a stage on each rank; to be called by every rank."""
-    named, stages = agreed(config), dist.get_world_size()
+    named, stages = checked_settings(config), dist.get_world_size()
     plans = config.plans(stages)
     mesh, hardware = Mesh.of(next(iter(plans.values()))), config.device()
     predictor = Predictor(hardware, stack_only=True)
@@ -136,10 +145,10 @@ def run_recomputation_bench(config: RecomputationBenchConfig, ranks: Ranks, show
     interleave(steps.values(), config.iterations, "steps", shows)
     rows = {name: each.row(sum(peaks[name]), predictor.timeline(each.plan)) for name, each in steps.items()}
     for name, row in rows.items():
-        row["step_bytes_per_stage"] = gathered(peaks[name][1])
+        row["step_bytes_per_stage"] = gather_objects(peaks[name][1])
         peak = row["peak_bytes_per_stage"]
         row["last_over_first"] = peak[-1] / peak[0]
-        over(rows[name.replace("/fits", "/full")], [row], predicted=True)
+        add_speedups(rows[name.replace("/fits", "/full")], [row], predicted=True)
     return {"config": named | {"stages": stages}, "schedules": rows, "peers": {}}
 
 

@@ -175,7 +175,7 @@ TEST(OverlapScheduler, LostRankIsAnErrorThatNamesWhatWasWaitedFor) {
 // What the threads of oases/execution/failure.py do, with the ranks' places exchanged in memory.
 TEST(OverlapScheduler, AHaltBringsRanksThatAreApartToOneEnd) {
   std::atomic<int> halted{0}, ended{0};
-  std::vector<oases::Standing> standings(3);
+  std::vector<oases::HaltState> states(3);
   run_ranks(3, [&](int rank, const Group& group, const std::string&) {
     OverlapScheduler scheduler(group);
     const auto tensor = filled(1);
@@ -189,15 +189,15 @@ TEST(OverlapScheduler, AHaltBringsRanksThatAreApartToOneEnd) {
       if (rank > 0) tickets.push_back(scheduler.all_reduce(filled(1), "F 1.0"));
       if (rank > 1) tickets.push_back(scheduler.all_gather(whole, part, "C 1.0"));
       thread = std::thread([&, rank] {
-        standings[rank] = scheduler.halt("rank 0 failed");
-        EXPECT_TRUE(standings[rank].newly);
+        states[rank] = scheduler.halt("rank 0 failed");
+        EXPECT_TRUE(states[rank].newly);
         EXPECT_FALSE(scheduler.halt("again").newly);
         ++halted;
         while (halted < 3) std::this_thread::yield();
-        EXPECT_EQ(standings[rank].started, 1 + rank);
-        EXPECT_EQ(standings[rank].foreign, standings[0].foreign);
-        for (int64_t k = standings[rank].started; k < standings[2].started; ++k) {
-          const auto& started = standings[2].last[k];
+        EXPECT_EQ(states[rank].started, 1 + rank);
+        EXPECT_EQ(states[rank].foreign, states[0].foreign);
+        for (int64_t k = states[rank].started; k < states[2].started; ++k) {
+          const auto& started = states[2].last[k];
           scheduler.fill(started.collective, at::zeros({started.numel}, started.dtype));
         }
         EXPECT_EQ(scheduler.drain(20), "");
@@ -226,18 +226,18 @@ TEST(OverlapScheduler, AHaltBringsRanksThatAreApartToOneEnd) {
 
 TEST(OverlapScheduler, AHaltEndsAnUnevenAllToAllThatOneRankDidNotStart) {
   std::atomic<int> halted{0};
-  std::vector<oases::Standing> standings(2);
+  std::vector<oases::HaltState> states(2);
   run_ranks(2, [&](int rank, const Group& group, const std::string&) {
     OverlapScheduler scheduler(group);
     std::string told;
     std::shared_ptr<oases::Ticket> ticket;
     const auto output = at::empty({3, 4});
     if (rank == 1) ticket = scheduler.all_to_all(output, at::ones({2, 4}), {1, 1}, {2, 1}, "dispatch");
-    standings[rank] = scheduler.halt("rank 0 failed");
+    states[rank] = scheduler.halt("rank 0 failed");
     ++halted;
     while (halted < 2) std::this_thread::yield();
     if (rank == 0) {
-      const auto& started = standings[1].last.back();
+      const auto& started = states[1].last.back();
       EXPECT_EQ(started.sent, (std::vector<int64_t>{4, 4}));
       scheduler.fill(started.collective, at::zeros({0}, started.dtype), {0, started.received[0]},
                      {0, started.sent[0]});

@@ -5,10 +5,10 @@
 
 #include "experts.h"
 #include "kernels.h"
-#include "lonely_backend.h"
 #include "pieces.h"
 #include "scheduler.h"
 #include "sim_backend.h"
+#include "single_process_backend.h"
 
 namespace py = pybind11;
 using oases::OverlapScheduler;
@@ -173,12 +173,12 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("received", &oases::Started::received)
       .def_readonly("foreign", &oases::Started::foreign);
 
-  py::class_<oases::Standing>(module, "Standing", "Where a rank stood when it was halted.")
-      .def_readonly("newly", &oases::Standing::newly)
-      .def_readonly("started", &oases::Standing::started)
-      .def_readonly("foreign", &oases::Standing::foreign)
-      .def_readonly("foreign_at_first", &oases::Standing::foreign_at_first)
-      .def_readonly("last", &oases::Standing::last);
+  py::class_<oases::HaltState>(module, "HaltState", "Where a rank stood when it was halted.")
+      .def_readonly("newly", &oases::HaltState::newly)
+      .def_readonly("started", &oases::HaltState::started)
+      .def_readonly("foreign", &oases::HaltState::foreign)
+      .def_readonly("foreign_at_first", &oases::HaltState::foreign_at_first)
+      .def_readonly("last", &oases::HaltState::last);
 
   py::class_<OverlapScheduler, std::shared_ptr<OverlapScheduler>>(
       module, "OverlapScheduler",
@@ -220,9 +220,9 @@ PYBIND11_MODULE(_C, module) {
   register_pieces(module);
 
   module.def(
-      "lonely_backend",
+      "single_process_backend",
       [](int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<oases::LonelyBackend>(rank, size);
+        return c10::make_intrusive<oases::SingleProcessBackend>(rank, size);
       },
       py::arg("rank"), py::arg("size"), "A backend of one process that stands for `size`; it sends nothing.");
 

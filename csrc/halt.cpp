@@ -11,20 +11,20 @@
 
 namespace oases {
 
-Standing OverlapScheduler::halt(const std::string& failure, bool out_of_memory) {
+HaltState OverlapScheduler::halt(const std::string& failure, bool out_of_memory) {
   const std::lock_guard<std::mutex> lock(issuing_);
-  Standing standing;
-  standing.newly = state_ == State::running;
-  if (standing.newly) {
+  HaltState state;
+  state.newly = state_ == State::running;
+  if (state.newly) {
     state_ = State::halted;
     failure_ = failure;
     out_of_memory_ = out_of_memory;
   }
-  standing.started = started_;
-  standing.last.assign(last_.begin(), last_.end());
-  standing.foreign = foreign();
-  standing.foreign_at_first = foreign_at_first_;
-  return standing;
+  state.started = started_;
+  state.last.assign(last_.begin(), last_.end());
+  state.foreign = foreign();
+  state.foreign_at_first = foreign_at_first_;
+  return state;
 }
 
 // With issuing_ held.

@@ -70,13 +70,13 @@ struct Started {
   at::ScalarType dtype;
   c10::Device device;
   std::vector<int64_t> sent, received;  // all to all: numbers to and from each rank
-  int64_t foreign = 0;                  // see Standing, when this one was started
+  int64_t foreign = 0;                  // see HaltState, when this one was started
 };
 
 // Where a rank stood when it was halted: collectives started here, those that others started on the group
 // (by the backend's own count, 0 where it has none), as many of these when the scheduler began, and the last
 // ones of the former. Gloo counts messages between two ranks, too: only differences mean something.
-struct Standing {
+struct HaltState {
   bool newly = false;  // halted by this call
   int64_t started = 0, foreign = 0, foreign_at_first = 0;
   std::vector<Started> last;
@@ -130,7 +130,7 @@ class OverlapScheduler {
   //
   // No collective starts from here on; whoever wants one waits for resume() and is told `failure`, as an
   // OutOfMemoryError if it is one and a DistBackendError otherwise.
-  Standing halt(const std::string& failure, bool out_of_memory = false);
+  HaltState halt(const std::string& failure, bool out_of_memory = false);
   // Starts, with zeros, what another rank started: `whole` is the gathered or unreduced tensor; all to all it
   // gives type and device, and sent and received are the numbers that the other ranks wait for and send.
   void fill(const std::string& collective, const at::Tensor& whole, const std::vector<int64_t>& sent = {},

@@ -84,7 +84,7 @@ SimBackend::~SimBackend() {
 SimBackend::Work SimBackend::enqueue(c10d::OpType type, double wire_bytes, Tensors outputs,
                                      std::function<Work()> start) {
   const bool on_device = !outputs.empty() && !outputs.front().is_cpu();
-  if (on_device && inner_->getBackendName() == "lonely")
+  if (on_device && inner_->getBackendName() == "single_process")
     return enqueue_on_device(type, startup_seconds_ + wire_bytes / bandwidth_, std::move(outputs), start);
   auto work = c10::make_intrusive<LocalWork>(getRank(), type, std::move(outputs));
   {

@@ -1,8 +1,8 @@
 // `sim`: a c10d backend with the clock of a slow link. A collective takes start-up + bytes on the wire /
 // bandwidth, one after another, on a worker thread; the data really moves, through an inner backend. It
-// makes overlap visible on any machine and its tests exact. On an accelerator with the `lonely` backend
-// inside, the time passes on a stream of its own, held by a kernel that does nothing but wait, and no host
-// thread is involved.
+// makes overlap visible on any machine and its tests exact. On an accelerator with the `single_process`
+// backend inside, the time passes on a stream of its own, held by a kernel that does nothing but wait, and no
+// host thread is involved.
 #pragma once
 
 #include <condition_variable>

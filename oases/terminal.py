@@ -1,11 +1,13 @@
-"""The terminal: its console, progress bars on long work, tables, shares in per cent."""
+"""Console output: progress bars, tables, percentages (rich)."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 
 from rich.console import Console, RenderableType
@@ -27,11 +29,14 @@ if not console.is_terminal:
         highlight=False, markup=False, width=110
     )  # a log has no width of its own; 80 would cut the tables
 
-console.quiet = os.environ.get("RANK", "0") != "0"  # under torchrun every rank runs the command; one speaks
+console.quiet = os.environ.get("RANK", "0") != "0"  # under torchrun every rank runs the command; rank 0 prints
+
+_FIRST_LINE_SECONDS, _LINE_SECONDS = 2.0, 5.0
+"""Without a terminal: delay of the first line of progress, and the time between lines."""
 
 
 class _WithNote(Progress):
-    """A bar with a note of its own line below."""
+    """Progress bar with a note on a line of its own below it."""
 
     note = ""
 
@@ -40,41 +45,57 @@ class _WithNote(Progress):
         yield Text(self.note)
 
 
+class _Lines:
+    """Thread that prints a line of progress to stderr every few seconds, and none for short work."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._stop = threading.Event()
+        self._start = time.perf_counter()
+        # A thread: one unit of the work, such as building a model, may take longer than the time between lines.
+        self._thread = threading.Thread(target=self._print, name="oases-progress", daemon=True)
+        self._thread.start()
+
+    def _print(self) -> None:
+        wait = _FIRST_LINE_SECONDS
+        while not self._stop.wait(wait):
+            elapsed = timedelta(seconds=round(time.perf_counter() - self._start))
+            print(f"oases: {self.text} ({elapsed})", file=sys.stderr, flush=True)
+            wait = _LINE_SECONDS
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+
 @contextmanager
 def progress(
-    what: str, total: int, visible: bool = True, *, done_before: int = 0, every: int = 0, below: bool = False
+    what: str, total: int, visible: bool = True, *, done_before: int = 0, every: int = 0, log: bool = False
 ) -> Iterator[Callable[..., None]]:
-    """A bar over `total` steps. Yields advance(done, note=""); where no terminal is, ten lines instead.
+    """Progress bar over `total` steps; yields advance(done, note=""). Without a terminal, lines on stderr.
 
-    done_before: steps that count, and took none of the time. every: steps from line to line where no terminal is; 0:
-    ten in all. below: the note stands on a line of its own below the bar.
+    done_before: steps done before, excluded from the estimate. log: the notes are a log: below the bar on a terminal,
+    else a line on stdout every `every` steps (0: ten lines in all), and stderr only until the first step is done.
     """
-    if not visible:
+    if not visible or console.quiet:
         yield lambda done, note="": None
         return
     if not console.is_terminal:
-        every = every or max(1, total // 10)
-        start = time.perf_counter()
-
-        def line(done: int, note: str = "") -> None:
-            if done % every == 0 or done == total:
-                each = (time.perf_counter() - start) / max(1, done - done_before)
-                left = f"  {timedelta(seconds=round(each * (total - done)))} left" if below and done < total else ""
-                console.print(f"{what} {done}/{total} {note}{left}", soft_wrap=True)
-
-        yield line
+        with closing(_Lines(f"{what} {done_before}/{total}")) as lines:
+            yield _log_advance(what, total, done_before, every, lines) if log else _advance_lines(what, total, lines)
         return
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
-    if below:
-        with _WithNote(*columns[:-1], TextColumn("left"), console=console) as lines:
-            task = lines.add_task(what, total=total, completed=done_before)
+    if log:
+        with _WithNote(*columns[:-1], TextColumn("left"), console=console) as bar_with_note:
+            task = bar_with_note.add_task(what, total=total, completed=done_before)
 
             def advance(done: int, note: str = "") -> None:
-                lines.note = note
-                lines.update(task, completed=done)
+                bar_with_note.note = note
+                bar_with_note.update(task, completed=done)
 
             yield advance
         return
@@ -83,21 +104,48 @@ def progress(
         yield lambda done, note="": bar.update(task, completed=done, note=note)
 
 
+def _advance_lines(what: str, total: int, lines: _Lines) -> Callable[..., None]:
+    def advance(done: int, note: str = "") -> None:
+        lines.text = f"{what} {done}/{total} {note}".rstrip()
+
+    return advance
+
+
+def _log_advance(what: str, total: int, done_before: int, every: int, lines: _Lines) -> Callable[..., None]:
+    every = every or max(1, total // 10)
+    start = time.perf_counter()
+
+    def advance(done: int, note: str = "") -> None:
+        lines.close()
+        if done % every == 0 or done == total:
+            each = (time.perf_counter() - start) / max(1, done - done_before)
+            left = f"  {timedelta(seconds=round(each * (total - done)))} left" if done < total else ""
+            console.print(f"{what} {done}/{total} {note}{left}", soft_wrap=True)
+
+    return advance
+
+
 def percent(share: float | None) -> str:
-    """A share as "93 %"; "-" for None."""
+    """Format a fraction as "93 %"; None as "-"."""
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """A spinner and the seconds since while work of unknown length goes on; where no terminal is, one line."""
-    if not console.is_terminal:
-        console.print(f"{what} ...", soft_wrap=True)
-        yield
-        return
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
-        bar.add_task(what, total=None)
-        yield
+def working(what: str, visible: bool = True) -> Iterator[Callable[..., None]]:
+    """Spinner with elapsed time; yields update(done, total). Without a terminal, lines on stderr."""
+    if not visible or console.quiet:
+        yield lambda done, total: None
+    elif console.is_terminal:
+        with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, description=f"{what} {done}/{total}")
+    else:
+        with closing(_Lines(what)) as lines:
+
+            def update(done: int, total: int) -> None:
+                lines.text = f"{what} {done}/{total}"
+
+            yield update
 
 
 def table(
@@ -108,7 +156,7 @@ def table(
     title: str | None = None,
     below: str = "",
 ) -> Table:
-    """A table of results. words: how many of the first columns hold words; the others' numbers stand right."""
+    """Table of results. words: number of leading text columns; all others are right-aligned numbers."""
     made = Table(title=title, title_justify="left", caption=below or None)
     for place, name in enumerate(columns):
         made.add_column(name, justify="left" if place < words else "right", no_wrap=place < words and place == 0)

@@ -9,8 +9,6 @@ process take their ranks from one server, which has imported torch already.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -23,23 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch.distributed", "torch._dynamo"]
-"""Imported once for all ranks; append to it before the first pool, of what need not be there too. torch's optimizers
-import the second, which takes as long as all the rest of torch."""
+from oases.launch import fork_server
 
 
-def start_context() -> Any:
-    """How ranks are started: forked from a process that has imported torch and done nothing else, where that goes."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
-def _serve(rank: int, size: int, store: str, connection: Connection, environment: dict[str, str]) -> None:
-    os.environ.clear()  # which is that of when the server was started
-    os.environ.update(environment)
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    fork_server.release_signals()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
@@ -71,12 +57,14 @@ class RankPool:
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="oases-ranks-")
-        context = start_context()
+        context = fork_server.context()
         store = str(Path(self._directory.name) / "store")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, store, theirs, dict(os.environ)), daemon=True
+                target=fork_server.as_started_by,
+                args=(fork_server.Launcher(), _serve, rank, self.size, store, theirs),
+                daemon=True,
             )
             process.start()
             self._connections.append(ours)
@@ -98,16 +86,21 @@ class RankPool:
             ready = wait([connection, *sentinels], timeout_seconds)
             if connection not in ready:
                 dead = [(each, p.exitcode) for each, p in enumerate(self._processes) if p.sentinel in ready]
-                self.close()
+                self._kill()
                 if dead:
                     raise RuntimeError("rank {} ended with exit code {}".format(*dead[0]))
                 raise TimeoutError(f"rank {rank} did not answer within {timeout_seconds} s")
             results.append(connection.recv())
         for rank, (succeeded, value) in enumerate(results):
             if not succeeded:
-                self.close()
+                self._kill()
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
         return [value for _, value in results]
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
 
     def close(self) -> None:
         """End the processes."""

@@ -12,13 +12,13 @@ from oases.cli.options import (
     Parser,
     add_options,
     add_ranks,
-    behind_link,
     command,
-    configured,
+    config_from,
+    enter_link,
     fail,
-    rank_options,
+    is_first_rank,
+    make_rank_options,
     require_writable,
-    speaks,
     write_json,
 )
 from oases.errors import UsageError
@@ -61,7 +61,7 @@ def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark, path: 
 
 def _run(benchmark: Benchmark, options: argparse.Namespace, given: Sequence[str], path: str | None) -> None:
     """Run a benchmark, on ranks behind the link asked for if it has any, and show its result."""
-    config = configured(type(benchmark.config), options)
+    config = config_from(type(benchmark.config), options)
     for name in ("html", "report"):
         require_writable(f"--{name}", getattr(config, name, None))
     if benchmark.size is None:
@@ -69,11 +69,11 @@ def _run(benchmark: Benchmark, options: argparse.Namespace, given: Sequence[str]
     else:
         ranks = Ranks(options.tp, options.nodes, options.link, options.backend, frozenset(vars(options)))
         config = config.prepared(ranks)
-        joined = behind_link(options, given, script=path)
+        joined = enter_link(options, given, script=path)
         console.print(config.described().format(options.tp, joined), soft_wrap=True)
-        of = rank_options(options, getattr(config, "device", "cpu"))
+        of = make_rank_options(options, getattr(config, "device", "cpu"))
         result = run_ranks(benchmark.run, (config, ranks, True), of)
-        if not speaks():
+        if not is_first_rank():
             return
         result["config"] |= {"link": options.link, "nodes": options.nodes}
     for each in benchmark.shown(result):

@@ -120,7 +120,7 @@ def hidden(ratio: float) -> Result:
 
 
 def _ranks(bandwidth: float) -> RankOptions:
-    return RankOptions(TENSOR_PARALLEL, Backend("sim", 20e-6, bandwidth, alone=True))
+    return RankOptions(TENSOR_PARALLEL, Backend("sim", 20e-6, bandwidth, single_process=True))
 
 
 def _beside(copy: float, moved: int, time: float) -> Result:

@@ -57,7 +57,7 @@ class BenchConfig:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} must be at least {least}, got {getattr(self, name)}")
 
-    def listed(self, name: str, known: Iterable[str]) -> list[str]:
+    def parse_list(self, name: str, known: Iterable[str]) -> list[str]:
         """The names in an option, joined by commas. UsageError for one that is not `known`."""
         found = [text.strip() for text in getattr(self, name).split(",") if text.strip()]
         for each in found:
@@ -117,14 +117,14 @@ def interleave(contestants: Iterable[Contestant], rounds: int, what: str, shows:
             advance(done)
 
 
-def agreed(config: Any) -> Result:
+def checked_settings(config: Any) -> Result:
     """The settings of a benchmark by name. UsageError unless every rank was given the same."""
     found = settings(config)
     require_agreement(found)
     return found
 
 
-def over(base: Mapping[str, Any] | None, rows: Iterable[dict[str, Any]], predicted: bool = False) -> None:
+def add_speedups(base: Mapping[str, Any] | None, rows: Iterable[dict[str, Any]], predicted: bool = False) -> None:
     """Set each row's speed-up over `base`, where there is one; predicted: and that of the predictions."""
     for row in rows if base is not None else ():
         assert base is not None
@@ -133,14 +133,14 @@ def over(base: Mapping[str, Any] | None, rows: Iterable[dict[str, Any]], predict
             row["predicted_speedup"] = base["predicted_seconds"] / row["predicted_seconds"]
 
 
-def gathered(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
     """A value of every rank, in their order."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
 
 
-def worst(values: Sequence[float]) -> list[float]:
+def max_over_ranks(values: Sequence[float]) -> list[float]:
     """Of each value the largest over the ranks."""
     found = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -152,7 +152,7 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms"
 
 
-def off(error: float) -> str:
+def signed_percent(error: float) -> str:
     """A prediction's relative error, as "+1.5 %"."""
     return f"{100 * error:+.1f} %"
 

@@ -1,7 +1,7 @@
 """Steps of blocks of experts under every way of placing them, beside what their costs say, with skewed and even load.
 
-Compute is emulated by waits in proportion to the tokens (`oases_bench.timed`), so more ranks than cores can run;
-tokens, parameters and gradients are sent. The link is measured first; the planner is told that, and the waits.
+Compute is emulated by sleeps in proportion to the tokens (`oases_bench.timed_block`), so more ranks than cores can
+run; tokens, parameters and gradients are really sent. The link is measured first; the planner gets these costs.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.group import scheduler_of
 from oases.kernels.permute import histogram
+from oases.moe.cost_measurement import handling_seconds
 from oases.moe.costs import Costs
 from oases.moe.experts import ExpertWeights
 from oases.moe.layer import OverlappedMoE
-from oases.moe.measure import handling_seconds
-from oases.moe.placement import Integers, described, homes
+from oases.moe.placement import Integers, make_placement, owner_ranks
 from oases.moe.router import Router, Routing
 from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
 from oases.terminal import progress, table
 from oases.train.config import option, settings
-from oases.train.loads import CONTESTANTS, METHODS, Contestant, rb
+from oases.train.load_replay import METHODS, PLACEMENT_METHODS, PlacementMethod, rb
 from oases_bench.harness import (
     BenchConfig,
     Benchmark,
     Ranks,
     Result,
-    agreed,
+    add_speedups,
+    checked_settings,
     first_rank,
     milliseconds,
-    off,
-    over,
+    signed_percent,
     timed_step,
     times,
 )
-from oases_bench.timed import sleep_until
+from oases_bench.timed_block import sleep_until
 
 
 class ForcedRouter(Router):
@@ -132,8 +132,8 @@ _TIMES = 5
 
 
 ABLATION = {
-    "planner": Contestant("prophet", "blocking", False),
-    "planner + scheduler": Contestant("prophet", "block_wise", False),
+    "planner": PlacementMethod("prophet", "blocking", False),
+    "planner + scheduler": PlacementMethod("prophet", "block_wise", False),
 }
 """What `prophet` is made of; its third part is the coupling of both."""
 
@@ -179,12 +179,12 @@ class ExpertsBenchConfig(BenchConfig):
             )
         if self.top_k > self.experts:
             raise UsageError(f"--top-k {self.top_k} is more than the {self.experts} experts")
-        homes(self.experts, ranks)
+        owner_ranks(self.experts, ranks)
         self.contestants()
 
-    def contestants(self) -> dict[str, Contestant]:
+    def contestants(self) -> dict[str, PlacementMethod]:
         """By name. UsageError for an unknown one."""
-        found = {name: CONTESTANTS[name] for name in self.listed("methods", METHODS)}
+        found = {name: PLACEMENT_METHODS[name] for name in self.parse_list("methods", METHODS)}
         return found | (ABLATION if self.ablation else {})
 
     def loads(self, ranks: int, kind: str) -> Iterator[list[Integers]]:
@@ -218,7 +218,7 @@ class ExpertsBenchConfig(BenchConfig):
 class _Run:
     """One contestant under one kind of load on this rank."""
 
-    def __init__(self, config: ExpertsBenchConfig, who: Contestant, costs: Costs) -> None:
+    def __init__(self, config: ExpertsBenchConfig, who: PlacementMethod, costs: Costs) -> None:
         self.config = config
         blocks = []
         for number in range(config.blocks):
@@ -252,7 +252,9 @@ class _Run:
         for block, costs, counts in zip(self.blocks, self.costs, loads, strict=True):
             done = block.experts.last
             assert done is not None
-            found = described(done.placement.method, counts, costs, (done.placement.routes, done.placement.copies))
+            found = make_placement(
+                done.placement.method, counts, costs, (done.placement.routes, done.placement.copies)
+            )
             layers += found.predicted_seconds + (1 + _BACKWARD) * costs.non_expert_seconds
             self.before.append(done.balance_degree_at_home)
             self.after.append(done.balance_degree)
@@ -308,7 +310,7 @@ def measured_costs(config: ExpertsBenchConfig) -> Costs:
         latency=small,
         backward=_BACKWARD,
     )
-    besides = _Run(config, CONTESTANTS["none"], link)  # computes nothing
+    besides = _Run(config, PLACEMENT_METHODS["none"], link)  # computes nothing
     for _ in range(_TIMES + 1):
         besides.step(next(config.loads(ranks, "even")))
     numbers = [statistics.median(besides.seconds[1:]) - besides.modelled[-1]]
@@ -325,7 +327,7 @@ def measured_costs(config: ExpertsBenchConfig) -> Costs:
 
 def run_experts_bench(config: ExpertsBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group, which the experts are spread over; to be called by every rank."""
-    named, size = agreed(config), dist.get_world_size()
+    named, size = checked_settings(config), dist.get_world_size()
     costs = measured_costs(config)
     result: Result = {"config": named | {"ranks": size}, "costs": settings(costs)}
     errors = []
@@ -342,9 +344,9 @@ def run_experts_bench(config: ExpertsBenchConfig, ranks: Ranks, shows: bool) -> 
                     run.step(now)
                 advance(at * rounds + done + 1)
             rows = {name: run.row() for name, run in runs.items()}
-            over(rows.get("none"), rows.values())
+            add_speedups(rows.get("none"), rows.values())
             errors += [abs(row["prediction_error"]) for row in rows.values()]
-            result[kind] = {name: row for name, row in rows.items() if name in CONTESTANTS}
+            result[kind] = {name: row for name, row in rows.items() if name in PLACEMENT_METHODS}
             if config.ablation:
                 result.setdefault("ablation", {})[kind] = {n: row for n, row in rows.items() if n in ABLATION}
     result["prediction_error"] = max(errors)
@@ -360,7 +362,7 @@ def shown(result: Result) -> Iterator[RenderableType]:
     rows = [
         (
             kind, name, milliseconds(row["step_seconds"]), milliseconds(row["modelled_seconds"]),
-            off(row["prediction_error"]), times(row.get("speedup")), f"{row['balance_degree']:.0f}",
+            signed_percent(row["prediction_error"]), times(row.get("speedup")), f"{row['balance_degree']:.0f}",
             f"{row['rb']:.2f}", f"{row['copies']:.1f}",
         )
         for kind in _LOADS

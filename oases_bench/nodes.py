@@ -31,9 +31,9 @@ from oases.simulator.program import replicated
 from oases.simulator.timeline import Timeline
 from oases.terminal import progress
 from oases.train.config import option
-from oases_bench.harness import Benchmark, Ranks, Result, agreed, first_rank, interleave, over
-from oases_bench.stage_peers import PEERS, StagePeer, parse_peers
-from oases_bench.stages import EmulatedConfig, PlannedSteps, stages_table
+from oases_bench.harness import Benchmark, Ranks, Result, add_speedups, checked_settings, first_rank, interleave
+from oases_bench.stage_baselines import BASELINES, TorchStage, parse_baselines
+from oases_bench.stage_steps import EmulatedConfig, PlannedSteps, stages_table
 
 AXES = ("data", "pipeline", "tensor")
 _REFERENCE = "one_f_one_b/sync"
@@ -48,7 +48,7 @@ class NodesBenchConfig(EmulatedConfig):
         "PIPELINE/SCHEDULE of the stages and of the tensor-parallel stacks in them, separated by commas",
     )
     peers: str = option(
-        "all", f"torch's own pipelining, tensor and data parallelism: {', '.join(PEERS)}, all or none"
+        "all", f"torch's own pipelining, tensor and data parallelism: {', '.join(BASELINES)}, all or none"
     )
     data: int = option(2, "data-parallel replicas")
     stages: int = option(2, "pipeline stages")
@@ -90,7 +90,7 @@ class NodesBenchConfig(EmulatedConfig):
         self.order(nodes)
         self.plans(ranks // nodes)
         self.peer_plan(ranks // nodes)
-        parse_peers(self.peers)
+        parse_baselines(self.peers)
 
     def plans(self, per_node: int) -> dict[str, Plan]:
         """A plan for every contestant. UsageError, before any rank starts, for one that cannot be."""
@@ -183,7 +183,7 @@ def predicted(plan: Plan, predictor: Predictor, tensor_across: bool) -> Timeline
 
 def run_nodes_bench(config: NodesBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group, whose ranks are spread over the nodes; to be called by every rank."""
-    named, nodes = agreed(config), ranks.nodes
+    named, nodes = checked_settings(config), ranks.nodes
     plans, order = config.plans(config.world // nodes), config.order(nodes)
     mesh = Mesh.of(next(iter(plans.values())), order=order)
     pairs = _pipeline_groups(config, order)
@@ -193,8 +193,8 @@ def run_nodes_bench(config: NodesBenchConfig, ranks: Ranks, shows: bool) -> Resu
     split = config.across == "pipeline"
     ours = {name: PlannedSteps(plan, hardware, mesh, split=split) for name, plan in plans.items()}
     peers = {
-        name: StagePeer(config.peer_plan(config.world // nodes), hardware, mesh, pairs)
-        for name in parse_peers(config.peers)
+        name: TorchStage(config.peer_plan(config.world // nodes), hardware, mesh, pairs)
+        for name in parse_baselines(config.peers)
     }
     peaks = {name: contestant.peak_bytes() for name, contestant in ours.items()}  # and a warm-up
     for peer in peers.values():
@@ -203,7 +203,7 @@ def run_nodes_bench(config: NodesBenchConfig, ranks: Ranks, shows: bool) -> Resu
     shared = config.across == "tensor"
     rows = {name: each.row(peaks[name], predicted(each.plan, predictor, shared)) for name, each in ours.items()}
     others = {name: peer.row() for name, peer in peers.items()}
-    over(rows.get(_REFERENCE), (*rows.values(), *others.values()))
+    add_speedups(rows.get(_REFERENCE), (*rows.values(), *others.values()))
     names = {stride: name for name, stride in _strides(config).items()}
     links = {names[stride]: [asdict(sample) for sample in link.samples] for stride, link in hardware.axes.items()}
     return {"config": named | {"nodes": nodes}, "schedules": rows, "peers": others, "links": links}

@@ -23,9 +23,18 @@ from oases.simulator.hardware_file import read_hardware
 from oases.simulator.timeline import Timeline
 from oases.terminal import percent, progress, table
 from oases.train.config import option
-from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, agreed, first_rank, milliseconds, off
-from oases_bench.layers import UneditedLayers, of_model
-from oases_bench.peers import make_peer, parse_peers, require_peer
+from oases_bench.baselines import make_baseline, parse_baselines, require_baseline
+from oases_bench.harness import (
+    BenchConfig,
+    Benchmark,
+    Ranks,
+    Result,
+    checked_settings,
+    first_rank,
+    milliseconds,
+    signed_percent,
+)
+from oases_bench.unedited_layers import UneditedLayers, of_model
 
 
 @dataclass(frozen=True)
@@ -42,14 +51,14 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_peers(self.peers)  # names the unknown one
+        parse_baselines(self.peers)  # names the unknown one
         if self.beside_gpt and self.model is None:
             raise UsageError("--beside-gpt runs the built-in GPT beside a model; give it with --model")
 
     @property
-    def peer_names(self) -> tuple[str, ...]:
+    def baseline_names(self) -> tuple[str, ...]:
         """The peers asked for."""
-        return parse_peers(self.peers, self.batch, self.recompute)
+        return parse_baselines(self.peers, self.batch, self.recompute)
 
     def prepared(self, ranks: Ranks) -> OverlapBenchConfig:
         """With the sizes of the model."""
@@ -77,12 +86,12 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
             # Of how many blocks a model's layers are, the ranks will know.
             if name != "auto" and not (self.model is not None and Path(name).is_file()):
                 self.require_divisible(name, degree)
-        for name in self.peer_names:
-            require_peer(name, self.batch, self.recompute)
+        for name in self.baseline_names:
+            require_baseline(name, self.batch, self.recompute)
 
 
 @dataclass(frozen=True)
-class Beside:
+class StepComparison:
     """One step of a schedule as it was measured, over all ranks, and as it is predicted of any of them."""
 
     name: str
@@ -92,7 +101,7 @@ class Beside:
 
 def run_overlap_bench(config: OverlapBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group; to be called by every rank."""
-    named = agreed(config)
+    named = checked_settings(config)
     group = dist.group.WORLD
     assert group is not None
     benches = [bench_of(config, group)]
@@ -108,7 +117,7 @@ def run_overlap_bench(config: OverlapBenchConfig, ranks: Ranks, shows: bool) -> 
             row["speedup_over_gpt"] = row["speedup"] / results[1]["schedules"][name]["speedup"]
     if config.simulate is not None:
         hardware = read_hardware(Path(config.simulate))
-        steps = beside_predictions(benches[0], found, hardware)
+        steps = compare_predictions(benches[0], found, hardware)
         found["config"]["profile"] = hardware.name
         if config.html is not None and first_rank():
             write_comparison(Path(config.html), found, steps, hardware)
@@ -119,7 +128,7 @@ def bench_of(config: OverlapBenchConfig, group: ProcessGroup) -> OverlapBench:
     """The measurement of a configuration, with its layers and peers."""
     layers: Layers = (BuiltInLayers if config.model is None else UneditedLayers)(config, group)
     sizes, blocks = config.gpt(config.seed), list(layers.stack.blocks)
-    peers = {name: make_peer(name, sizes, blocks, group, config.recompute) for name in config.peer_names}
+    peers = {name: make_baseline(name, sizes, blocks, group, config.recompute) for name in config.baseline_names}
     plain = OverlapConfig(**{item.name: getattr(config, item.name) for item in fields(OverlapConfig)})
     return OverlapBench(plain, group, layers, peers)
 
@@ -159,7 +168,7 @@ def require_predictable(config: OverlapConfig, hardware: Hardware, tp: int) -> N
         hardware.block_times(model_of(config), kind, tp, config.batch)
 
 
-def beside_predictions(bench: OverlapBench, result: Result, hardware: Hardware) -> list[Beside]:
+def compare_predictions(bench: OverlapBench, result: Result, hardware: Hardware) -> list[StepComparison]:
     """Add `predicted_seconds` to every schedule of a result; return the steps. To be called by every rank."""
     steps = []
     for name, schedule in bench.schedules.items():
@@ -168,7 +177,7 @@ def beside_predictions(bench: OverlapBench, result: Result, hardware: Hardware) 
         row["predicted_seconds"] = found.total_seconds
         row["prediction_error"] = found.total_seconds / row["step_seconds"] - 1
         spans = tuple(replace(span, lane="link") if span.lane != "compute" else span for span in found.spans)
-        steps.append(Beside(name, bench.timeline(name), replace(found, spans=spans, held=())))
+        steps.append(StepComparison(name, bench.timeline(name), replace(found, spans=spans, held=())))
     return steps
 
 
@@ -182,13 +191,13 @@ def prediction_rows(result: Result) -> list[tuple[str, ...]]:
             name,
             milliseconds(row["step_seconds"]),
             milliseconds(row["predicted_seconds"]),
-            off(row["prediction_error"]),
+            signed_percent(row["prediction_error"]),
         )
         for name, row in result["schedules"].items()
     ]
 
 
-def write_comparison(path: Path, result: Result, steps: Sequence[Beside], hardware: Hardware) -> None:
+def write_comparison(path: Path, result: Result, steps: Sequence[StepComparison], hardware: Hardware) -> None:
     """A page with a row and two timelines for every schedule, all to one time scale."""
     config = result["config"]
     timelines = []

@@ -18,14 +18,14 @@ from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.parallel import OverlappedStack
 from oases.parallel.mesh import Mesh
-from oases.parallel.messages import Messages
+from oases.parallel.messages import StageMessages
 from oases.schedule import Recompute, Schedule, ScheduleError, generate_pipeline
 from oases.simulator import simulate
 from oases.train.config import option
-from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, agreed, interleave, over
-from oases_bench.stage_peers import PIPELINE_PEERS, TorchPipeline, parse_peers, stage_of_blocks
-from oases_bench.stages import StageSteps, stages_table
-from oases_bench.timed import TimedBlock, TimedSeconds
+from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, add_speedups, checked_settings, interleave
+from oases_bench.stage_baselines import PIPELINE_BASELINES, TorchPipeline, parse_baselines, stage_of_blocks
+from oases_bench.stage_steps import StageSteps, stages_table
+from oases_bench.timed_block import BlockSeconds, TimedBlock
 
 _REFERENCE = "one_f_one_b"
 _BACKWARD = 2.0
@@ -47,7 +47,7 @@ class PipelineBenchConfig(BenchConfig):
     hidden: int = option(64, "width of what is sent, features")
     sequence: int = option(128, "tokens per sample; a micro-batch is one")
     iterations: int = option(5, "interleaved repetitions")
-    peers: str = option("all", f"torch's own pipelines: {', '.join(PIPELINE_PEERS)}, all or none")
+    peers: str = option("all", f"torch's own pipelines: {', '.join(PIPELINE_BASELINES)}, all or none")
 
     def prepared(self, ranks: Ranks) -> PipelineBenchConfig:
         """As `BenchConfig`."""
@@ -65,7 +65,7 @@ class PipelineBenchConfig(BenchConfig):
         self.require_least(1, "hidden", "sequence", "iterations")
         if self.micro_batches < stages:
             raise UsageError(f"--micro-batches {self.micro_batches} are fewer than the {stages} stages; give more")
-        parse_peers(self.peers, PIPELINE_PEERS)
+        parse_baselines(self.peers, PIPELINE_BASELINES)
         found = {}
         for name in self.pipelines.split(","):
             try:
@@ -83,7 +83,7 @@ class PipelineBenchConfig(BenchConfig):
         """The two blocks of a part, where a stage has so many parts."""
         share = self.seconds()["F"] / chunks / 2
         half = _BACKWARD * share / 2
-        times = TimedSeconds(forward=share, backward=half, weight_gradient=half)
+        times = BlockSeconds(forward=share, backward=half, weight_gradient=half)
         return [TimedBlock(lambda _: times) for _ in range(2)]
 
     def peer(self, name: str, stages: int) -> TorchPipeline:
@@ -108,7 +108,7 @@ class _Contestant(StageSteps):
             for _ in range(pipeline.chunks)
         )
         parts = pipeline.num_stages * pipeline.chunks
-        self.messages = Messages(pipeline, mesh, [1] * (parts - 1))
+        self.messages = StageMessages(pipeline, mesh, [1] * (parts - 1))
         super().__init__(pipeline, mesh, self._stacks, self.messages)
 
     def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
@@ -122,11 +122,11 @@ class _Contestant(StageSteps):
 
 def run_pipeline_bench(config: PipelineBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group, a stage on each rank; to be called by every rank."""
-    named = agreed(config)
+    named = checked_settings(config)
     stages = dist.get_world_size()
     mesh = [Mesh([1], stage=stage, num_stages=stages) for stage in range(stages)][dist.get_rank()]
     ours = {name: _Contestant(config, pipeline, mesh) for name, pipeline in config.chosen(stages).items()}
-    peers = {name: config.peer(name, stages) for name in parse_peers(config.peers, PIPELINE_PEERS)}
+    peers = {name: config.peer(name, stages) for name in parse_baselines(config.peers, PIPELINE_BASELINES)}
     peaks = {name: contestant.peak_bytes() for name, contestant in ours.items()}  # and a warm-up
     for peer in peers.values():
         peer.warm_up()
@@ -134,8 +134,8 @@ def run_pipeline_bench(config: PipelineBenchConfig, ranks: Ranks, shows: bool) -
     seconds = config.seconds()
     rows = {name: each.row(peaks[name], simulate(each.pipeline, seconds)) for name, each in ours.items()}
     others = {name: peer.row() for name, peer in peers.items()}
-    over(rows.get(_REFERENCE), rows.values(), predicted=True)
-    over(rows.get(_REFERENCE), others.values())
+    add_speedups(rows.get(_REFERENCE), rows.values(), predicted=True)
+    add_speedups(rows.get(_REFERENCE), others.values())
     return {"config": named | {"stages": stages}, "schedules": rows, "peers": others}
 
 

@@ -24,7 +24,7 @@ from oases.sparse.gradient import DenseRows
 from oases.sparse.sketch import Sketch
 from oases.terminal import percent, progress, table
 from oases.train.config import option
-from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, milliseconds, worst
+from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, max_over_ranks, milliseconds
 from oases_bench.sparse_modes import Contestant, parse_modes
 from oases_bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload, Workload, write_words
 
@@ -123,7 +123,7 @@ class SparseBench:
                     contestant.count()
                     dist.barrier()
                     sent = _loopback_bytes() - before
-                    (taken,) = worst([taken])
+                    (taken,) = max_over_ranks([taken])
                     if step >= WARM_UP:
                         seconds[contestant.name].append(taken)
                         wire[contestant.name].append(sent)

@@ -22,7 +22,7 @@ OURS: dict[str, dict[str, Any]] = {
     "auto": {"mode": "auto"},
     "auto_lossy": {"mode": "auto"},
 }
-PEERS = ("ddp", "ddp_sparse", "powersgd", "fp16")
+BASELINES = ("ddp", "ddp_sparse", "powersgd", "fp16")
 LOSSY = ("sketch", "sketch_without_feedback", "auto_lossy")
 """They get the benchmark's cells and rows."""
 
@@ -31,8 +31,8 @@ def parse_modes(text: str) -> list[str]:
     """Names of modes, joined by commas. UsageError for one that is none."""
     names = text.split(",")
     for name in names:
-        if name not in OURS and name not in PEERS:
-            raise UsageError(f"--modes has {name!r}; give some of {','.join([*OURS, *PEERS])}, joined by commas")
+        if name not in OURS and name not in BASELINES:
+            raise UsageError(f"--modes has {name!r}; give some of {','.join([*OURS, *BASELINES])}, joined by commas")
     return names
 
 

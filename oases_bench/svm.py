@@ -18,7 +18,7 @@ from rich.console import RenderableType
 
 from oases.errors import UsageError
 from oases.terminal import progress, table
-from oases.train.sizes import option
+from oases.train.model_options import option
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
 PENALTIES = ("scad", "mcp", "lsp", "capped_l1", "l1")
@@ -44,8 +44,8 @@ class SvmBenchConfig(BenchConfig):
         self.require_least(1, "repeats", "seeds")
         if self.limit <= 0 or self.large_lambda <= 0:
             raise UsageError(f"--limit {self.limit:g} and --large-lambda {self.large_lambda:g} must be above 0")
-        self.listed("penalties", PENALTIES)
-        self.listed("large", tuple(LARGE))
+        self.parse_list("penalties", PENALTIES)
+        self.parse_list("large", tuple(LARGE))
 
 
 def _objectives(config: SvmBenchConfig) -> Iterator[tuple[str, str, Any, Any]]:
@@ -55,7 +55,7 @@ def _objectives(config: SvmBenchConfig) -> Iterator[tuple[str, str, Any, Any]]:
 
     cancer, lam = fits.breast_cancer()
     wide = fits.synthetic("independent", config.seed, rows=225, columns=1000)
-    for name in config.listed("penalties", PENALTIES):
+    for name in config.parse_list("penalties", PENALTIES):
         yield "breast_cancer", name, cancer, Penalty(name, lam)
         yield "wide", name, wide, Penalty(name, 0.08)
 
@@ -65,7 +65,7 @@ def run_svm_bench(config: SvmBenchConfig, shows: bool = True) -> Result:
     from oases_bench import svm_fits as fits  # it needs scikit-learn
     from oases_svm.penalties import Penalty
 
-    names = config.listed("penalties", PENALTIES)
+    names = config.parse_list("penalties", PENALTIES)
     contestants, missing = fits.contestants(names)
     result: Result = {
         "config": asdict(config),
@@ -77,7 +77,7 @@ def run_svm_bench(config: SvmBenchConfig, shows: bool = True) -> Result:
     cases = list(_objectives(config))
     designs = [(kind, seed) for kind in DESIGNS for seed in range(config.seed, config.seed + config.seeds)]
     designs = designs if config.recovery else []
-    sizes = config.listed("large", tuple(LARGE))
+    sizes = config.parse_list("large", tuple(LARGE))
     rows: dict[tuple[str, str], list[dict[str, float]]] = {}
     with progress("fits", len(cases) + len(designs) + len(sizes) * len(names), shows) as advance:
         for done, (data, name, split, penalty) in enumerate(cases, 1):

@@ -7,14 +7,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: other te
 
 import torch
 from at_hand import RanksAtHand
+from script_ranks import ScriptRanks
 
-from oases.testing import PRELOADED, RankPool
+import oases.terminal
+from oases.launch import fork_server
+from oases.testing import RankPool
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-PRELOADED += [
+fork_server.MODULES += [
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "torch.export._trace",
     "torch._export.non_strict_utils", "oases.autotp.parallelization", "oases.train.trainer",
 ]  # fmt: skip
+
+
+oases.terminal._FIRST_LINE_SECONDS = 1e6  # no lines of progress on stderr, which depend on time
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +46,13 @@ def two_ranks() -> Iterator[RankPool]:
 def four_ranks() -> Iterator[RankPool]:
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def script_ranks() -> Iterator[ScriptRanks]:
+    ranks = ScriptRanks(2)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ EXTENSIONS = ("oases._C", "oases._svm", "oases_svm._svm")
 """Compiled modules, below all layers."""
 
 LAYERS = (
-    "errors", "terminal", "testing", "oases_svm", "svm",
+    "errors", "terminal", "oases_svm", "svm",
     "schedule", "plans", "simulator", "graph", "planner",
-    "build", "execution", "reporting", "kernels", "sparse", "parallel", "safetensors_files", "moe", "autotp",
-    "models", "testbed", "launch", "train", "profile", "cli.options", "oases_bench", "cli", "__main__",
+    "execution", "reporting", "kernels", "sparse", "parallel", "safetensors_files", "moe", "autotp",
+    "models", "testbed", "launch", "testing", "train", "profile", "cli.options", "oases_bench", "cli", "__main__",
 )  # fmt: skip
 """Packages and modules of `oases/`, lowest first; each imports only those before it.
 

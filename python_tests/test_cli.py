@@ -1,22 +1,18 @@
 """The command line: every mistake exits with 2 and one line that names the value and the remedy."""
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 
 import pytest
+from command_line import fails
 from plotly.offline import get_plotlyjs
 
 from oases import cli, testbed
+from oases.cli.options import COMMANDS
 from oases.schedule import format_schedule, generate
-
-
-def fails(capsys, *arguments):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    error = capsys.readouterr().err
-    assert caught.value.code == 2, error
-    assert error.startswith("oases: error: ")
-    assert error.count("\n") == 1, "one line, no traceback"
-    return error
 
 
 @pytest.mark.parametrize(
@@ -32,7 +28,7 @@ def fails(capsys, *arguments):
         (["bench", "gpu"], ["sees none", "where there is one"]),
         (["bench", "overlap", "--dtype", "int8"], ["'int8'", "bfloat16"]),
         (["train", "--schedule", "atuo"], ["'atuo'", "auto to choose by measuring"]),
-        (["train", "--device", "tpu"], ["'tpu'", "cpu and cuda"]),
+        (["train", "--device", "tpu"], ["'tpu'", "'cpu', 'cuda'"]),
         (["train", "--device", "cuda"], ["'cuda'", "--device cpu"]),
         (["train", "--steps", "0"], ["steps", "got 0"]),
         (["train", "--steps", "many"], ["--steps", "'many'"]),
@@ -40,7 +36,7 @@ def fails(capsys, *arguments):
         (["train", "--backend", "mpi"], ["'mpi'", "gloo"]),
         (["train", "--timeout", "0"], ["--timeout", "got 0"]),
         (["train", "--resume", "/nowhere"], ["'/nowhere'", "--checkpoint"]),
-        (["train", "--json", "/nowhere/x.json"], ["'/nowhere/x.json'", "folder does not exist"]),
+        (["train", "--json", "/dev/null/x.json"], ["'/dev/null'", "a file is in the way"]),
         (["train", "--seed", "99999999999999999999"], ["seed", "2 ** 63"]),
         (["train", "--learning-rate", "inf"], ["learning_rate", "finite"]),
         (["train", "--timeout", "inf"], ["--timeout", "got inf"]),
@@ -69,7 +65,7 @@ def fails(capsys, *arguments):
         (["bench", "overlap", "--recompute", "some"], ["'some'"]),
         (["bench", "overlap", "--iterations", "0"], ["iterations", "got 0"]),
         (["bench"], ["BENCHMARK"]),
-        (["demo", "--out", "/nowhere"], ["'/nowhere'", "no folder"]),
+        (["demo", "--out", "/dev/null"], ["'/dev/null'", "a file is in the way"]),
         (["demo", "--tp", "1"], ["--tp 1"]),
         (["nosuch"], ["nosuch"]),
         ([], ["COMMAND"]),
@@ -143,7 +139,7 @@ def test_help_shows_defaults(capsys):
         cli.main(["train", "--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "width of the model, features (default: 512)" in text
+    assert "hidden size, features (default: 512)" in text
     assert "--sub-batches N" in text
 
 
@@ -190,14 +186,64 @@ def test_train_saves_and_resumes(capfd, tmp_path):
 def test_demo_runs_without_a_shaped_link(capfd, tmp_path, monkeypatch):
     monkeypatch.setattr(testbed, "why_impossible", lambda rate, nodes=1: "user namespaces are off")
     path = tmp_path / "d.json"
-    cli.main(["demo", *SMALL, "--steps", "3", "--out", str(tmp_path), "--json", str(path)])
+    cli.main(["demo", *SMALL, "--steps", "3", "--out", str(tmp_path / "new" / "out"), "--json", str(path)])
     output = capfd.readouterr()
     assert "no shaped link here: user namespaces are off" in output.err
     assert "over a simulated link of 1gbit" in output.out
     result = json.loads(path.read_text())
     assert result["largest_loss_difference"] < 1e-4
-    page = (tmp_path / "oases-report.html").read_text()
+    page = (tmp_path / "new" / "out" / "oases-report.html").read_text()
     assert "Where the time went" in page
     own = page.replace(get_plotlyjs(), "")
     assert "http" not in own, "the page must open without a network"
-    assert json.loads((tmp_path / "oases-trace.json").read_text())["traceEvents"]
+    assert json.loads((tmp_path / "new" / "out" / "oases-trace.json").read_text())["traceEvents"]
+
+
+def test_version_and_help_import_no_torch():
+    for arguments in ("--version", "--help", "plan --help", "simulate --help"):
+        code = (
+            "import sys; from oases.cli import main\n"
+            f"try: main({arguments.split()})\nexcept SystemExit as ended: assert ended.code == 0\n"
+            "assert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if re.match(r"    \w", line)] == list(COMMANDS)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_options_and_choices(capsys, shell):
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--print-completion", shell])
+    assert caught.value.code == 0
+    script = capsys.readouterr().out
+    for word in ("--learning-rate-schedule", "wsd", "bfloat16", "--cluster", "overlap"):
+        assert word in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_completion_without_shtab(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert "pip install 'oases[completion]'" in fails(capsys, "--print-completion", "bash")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "choices"),
+    [
+        (["train", "--precision", "int8"], "'float32', 'bfloat16'"),
+        (["train", "--bad-loss", "ignore"], "'stop', 'skip', 'off'"),
+        (["bench", "overlap", "--recompute", "some"], "'none', 'full'"),
+        (["plan", "--dtype", "int8"], "'float32'"),
+    ],
+)
+def test_an_invalid_choice_lists_the_choices(capsys, arguments, choices):
+    error = fails(capsys, *arguments)
+    assert arguments[-2] in error
+    assert choices in error

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from command_line import fails
 from plotly.offline import get_plotlyjs
-from test_cli_plan import fails
 
 from oases import cli
 from oases.schedule import format_schedule, generate, generate_experts, generate_pipeline, parse_schedule

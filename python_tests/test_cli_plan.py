@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from command_line import GIVEN, MODEL, fails
 from plotly.offline import get_plotlyjs
 
 from oases import cli
@@ -13,8 +14,6 @@ from oases.planner import choose
 from oases.plans.check import check
 from oases.plans.plan import PLANNED, Plan, read_plan
 
-MODEL = ["--hidden", "256", "--heads", "4", "--layers", "2", "--sequence", "128", "--vocabulary", "512"]
-GIVEN = [*MODEL, "--cluster", "4x3090", "--global-batch", "16"]
 PROFILE = {
     "sequence": 128, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 4, "gpus_per_server": 4,
     "rows": [
@@ -45,16 +44,6 @@ def planned(tmp_path):
     path = tmp_path / "plan.json"
     cli.main(["plan", *GIVEN, "--json", str(path)])
     return str(path)
-
-
-def fails(capsys, *arguments):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    error = capsys.readouterr().err
-    assert caught.value.code == 2, error
-    assert error.startswith("oases: error: ")
-    assert error.count("\n") == 1, "one line, no traceback"
-    return error
 
 
 def test_plan_writes_what_train_executes(capsys, tmp_path):
@@ -226,7 +215,7 @@ def test_neither_command_needs_torch():
         ([*GIVEN, "--degrees", "3"], ["16 samples", "4 ranks", "degrees that the model allows are 1, 2, 4"]),
         ([*GIVEN, "--micro-batches", "-1"], ["--micro-batches"]),
         ([*GIVEN, "--memory", "2MiB"], ["no plan fits", "MiB may be filled", "It would fit with", "MiB per device"]),
-        ([*GIVEN, "--json", "/nowhere/x.json"], ["'/nowhere/x.json'", "folder does not exist"]),
+        ([*GIVEN, "--json", "/dev/null/x.json"], ["'/dev/null'", "a file is in the way"]),
     ],
 )
 def test_mistakes(capsys, command, arguments, parts):
@@ -277,8 +266,8 @@ def test_profiles_that_do_not_do(capsys, profile, tmp_path):
         ([*GIVEN, "--pipeline", "interleaved", "--stages", "2"], ["--stages 2 of 2 parts each", "2 layers"]),
         ([*GIVEN, "--recompute", "3"], ["recomputed_layers", "got 3"]),
         ([*GIVEN, "--pipeline", "nosuch"], ["'nosuch'", "gpipe"]),
-        ([*GIVEN, "--html", "/nowhere/x.html"], ["--html", "folder does not exist"]),
-        ([*GIVEN, "--trace", "/nowhere/x.json"], ["--trace", "folder does not exist"]),
+        ([*GIVEN, "--html", "/dev/null/x.html"], ["--html", "a file is in the way"]),
+        ([*GIVEN, "--trace", "/dev/null/x.json"], ["--trace", "a file is in the way"]),
     ],
 )
 def test_mistakes_of_simulate(capsys, planned, arguments, parts):
@@ -295,7 +284,7 @@ def test_an_empty_value_is_not_the_default(option, capsys):
 
 def test_an_empty_path_or_a_huge_batch_is_refused(capsys):
     assert "hardware profile" in fails(capsys, "profile", "--convert", "", "--json", "profile.json")
-    assert "--sweep '' is no folder" in fails(capsys, "plan", *GIVEN, "--sweep", "")
+    assert "--sweep '' is empty" in fails(capsys, "plan", *GIVEN, "--sweep", "")
     assert "--global-batch must be at most" in fails(capsys, "plan", *GIVEN[:-1], str(10**20))
     assert "do not nest" in fails(capsys, "plan", *GIVEN, "--degrees", "2,3")
 

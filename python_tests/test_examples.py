@@ -1,55 +1,22 @@
 """The examples, run as a user runs them, and what they leave behind."""
 
-import contextlib
 import os
 import re
-import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from oases.testing import start_context
-
 ROOT = Path(__file__).parents[1]
 FINETUNE = ROOT / "examples" / "finetune.py"
 TEXT = "Oases are where the road is short of water. " * 20
-
-
-def as_rank(rank, port, script, args, folder):
-    """What torchrun would have a process be, in one that has imported torch already; prints to `folder`."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
-    os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    sys.argv = [str(script), *map(str, args)]
-    with open(f"printed {rank}", "w") as printed, contextlib.redirect_stdout(printed):
-        runpy.run_path(str(script), run_name="__main__")
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def run_at_hand(script, *args, folder):
-    """As `run`, without torchrun and what its processes import anew."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    context = start_context()
-    ranks = [context.Process(target=as_rank, args=(rank, port, script, args, folder)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(150)
-    assert [process.exitcode for process in ranks] == [0, 0]
-    return (folder / "printed 0").read_text()
 
 
 def run(script, *args, folder):
@@ -82,10 +49,10 @@ def test_the_example_is_short():
     assert len(FINETUNE.read_text().splitlines()) < 30
 
 
-def test_finetune_of_a_folder_leaves_a_model_that_transformers_loads(tmp_path):
+def test_finetune_of_a_folder_leaves_a_model_that_transformers_loads(tmp_path, script_ranks):
     before, tokens = pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)
-    printed = run_at_hand(FINETUNE, tmp_path / "model", tmp_path / "text.txt", folder=tmp_path)
+    printed = script_ranks.run(FINETUNE, [tmp_path / "model", tmp_path / "text.txt"], folder=tmp_path)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     window = tokens[None, :128]
     first, last = (float(model.eval()(window, labels=window).loss.detach()) for model in (before, after))
@@ -97,8 +64,8 @@ def test_finetune_of_a_folder_leaves_a_model_that_transformers_loads(tmp_path):
     assert "transformer.h layer 1" in printed
 
 
-def test_finetune_runs_with_nothing_given(tmp_path):
-    found = losses(run_at_hand(FINETUNE, folder=tmp_path))
+def test_finetune_runs_with_nothing_given(tmp_path, script_ranks):
+    found = losses(script_ranks.run(FINETUNE, folder=tmp_path))
     assert len(found) == 20
     assert found[-1] < found[0] - 0.5
     assert (tmp_path / "tuned" / "model.safetensors").is_file()
@@ -116,18 +83,19 @@ def printed_after(page, command):
     return re.sub(r"^    ", "", found[1], flags=re.MULTILINE)
 
 
-def test_the_readme_shows_the_example_as_it_is():
-    assert FINETUNE.read_text() in blocks("README.md", "python")
-
-
-@pytest.mark.parametrize(("page", "script", "of", "run"), [
-    ("README.md", "example.py", "class Mlp", run),
-    ("docs/models.md", "tagger.py", "class Tagger", run_at_hand),
-])  # fmt: skip
-def test_pages_print_what_they_say(tmp_path, page, script, of, run):
-    (code,) = (block for block in blocks(page, "python") if of in block)
+def test_torchrun_prints_what_the_page_says(tmp_path):
+    page, script = "docs/howto/own-blocks.md", "example.py"
+    (code,) = (block for block in blocks(page, "python") if "class Mlp" in block)
     (tmp_path / script).write_text(code)
     assert run(tmp_path / script, folder=tmp_path) == printed_after(page, f"torchrun --nproc-per-node 2 {script}")
+
+
+def test_a_page_prints_what_it_says(tmp_path, script_ranks):
+    page, script = "docs/models.md", "tagger.py"
+    (code,) = (block for block in blocks(page, "python") if "class Tagger" in block)
+    (tmp_path / script).write_text(code)
+    printed = script_ranks.run(tmp_path / script, folder=tmp_path)
+    assert printed == printed_after(page, f"torchrun --nproc-per-node 2 {script}")
 
 
 @pytest.mark.slow  # thirty models are traced; partition/test_models.py checks the rows of some

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.execution.wire import Silence
+from oases.execution.wire import NullScheduler
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.profile.memory import StepMemory, formula_units, measure_memory
@@ -64,7 +64,7 @@ def stack_memory(name: str, recompute: str) -> StepMemory:
     for _ in range(2):  # the first step prepares what stays
         stack.zero_grad()
         memory = measure_memory(
-            lambda: stack.run(x, Silence(pretends=True)), lambda output: output.backward(grad), CPU
+            lambda: stack.run(x, NullScheduler(allocate_buffers=True)), lambda output: output.backward(grad), CPU
         )
     return memory
 

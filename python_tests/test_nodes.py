@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import refuse
+from marked_processes import wait_until_gone, with_mark
+from rank_programs import refuse
 
 from oases import testbed
 from oases.errors import UsageError
@@ -27,7 +28,7 @@ needs_namespaces = pytest.mark.skipif(why_not is not None, reason=f"{why_not}")
 def start(call, nodes=2, ranks=2, **environment):
     """A process behind a link that calls a function, given as text with its arguments, on ranks spread over nodes."""
     code = (
-        "import test_nodes as t, test_ranks\n"
+        "import rank_programs, test_nodes as t\n"
         f"print(t.run_ranks({call}, t.RankOptions({ranks}, nodes=t.Nodes({nodes}, {LINK!r}), timeout_seconds=240)))"
     )
     return subprocess.Popen(
@@ -35,25 +36,6 @@ def start(call, nodes=2, ranks=2, **environment):
         env=testbed.environment_behind(LINK, nodes) | environment, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-
-
-def with_mark(mark):
-    """The processes that have inherited a mark in their environment, by command line."""
-    found = []
-    for process in Path("/proc").iterdir():
-        try:
-            if process.name.isdigit() and mark.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue  # it has ended meanwhile, or is another user's
-    return found
-
-
-def wait_until_gone(mark):
-    end = time.monotonic() + 240
-    while with_mark(mark):
-        assert time.monotonic() < end, with_mark(mark)
-        time.sleep(0.1)
 
 
 def bytes_sent():
@@ -134,7 +116,7 @@ def stumble_on_the_last():
 @pytest.mark.parametrize(
     ("call", "code", "says"),
     [
-        pytest.param("test_ranks.refuse, ()", 2, ["oases: error: steps 0 is too few\n"], marks=pytest.mark.slow),
+        pytest.param("rank_programs.refuse, ()", 2, ["oases: error: steps 0 is too few\n"], marks=pytest.mark.slow),
         pytest.param(
             "t.stumble_on_the_last, ()",
             1,
@@ -142,12 +124,12 @@ def stumble_on_the_last():
             marks=pytest.mark.slow,
         ),
         (
-            "test_ranks.dies_in_mid_step, (1,)",
+            "rank_programs.dies_in_mid_step, (1,)",
             1,
             ["waited for all_reduce of ", "; rank 1 is gone", "rank 1 ended with signal SIGKILL; the run is over"],
         ),
         pytest.param(
-            "test_ranks.dies_in_mid_step, (0,)",
+            "rank_programs.dies_in_mid_step, (0,)",
             1,
             ["waited for all_reduce of ", "; rank 0 is gone", "rank 0 ended with signal SIGKILL; the run is over"],
             marks=pytest.mark.slow,
@@ -166,6 +148,11 @@ def test_a_rank_that_fails_ends_the_run(call, code, says):
     wait_until_gone(mark)
 
 
+def agents_start(mark):
+    """Whether the fork server has a child."""
+    return sum("forkserver" in command for command in with_mark(mark)) > 1
+
+
 @needs_namespaces
 @pytest.mark.parametrize(
     ("when", "how"),
@@ -179,10 +166,8 @@ def test_a_rank_that_fails_ends_the_run(call, code, says):
 )
 def test_nothing_is_left(when, how, tmp_path):
     ready, mark, links = tmp_path / "ready", uuid.uuid4().hex, sorted(os.listdir("/sys/class/net"))
-    run = start(f"test_ranks.tells_when_training, ({str(ready)!r},)", MARK=mark)
-    while not (
-        ready.exists() or (when == "starting" and any("spawn_main" in command for command in with_mark(mark)))
-    ):
+    run = start(f"rank_programs.tells_when_training, ({str(ready)!r},)", MARK=mark)
+    while not (ready.exists() or (when == "starting" and agents_start(mark))):
         assert run.poll() is None, run.communicate()
         time.sleep(0.1)
     number = signal.Signals[how.split()[0]]

@@ -26,7 +26,9 @@ def test_rates():
 def test_backends():
     assert Backend.parse("gloo") == Backend("gloo")
     assert Backend.parse("sim:alpha=20us,bandwidth=12GB/s") == Backend("sim", 20e-6, 12e9)
-    assert Backend.parse("sim:alpha=1us,bandwidth=1gbit,alone") == Backend("sim", 1e-6, 125e6, alone=True)
+    for name in ("single_process", "alone"):  # 0.1.0 says alone
+        one = Backend.parse(f"sim:alpha=1us,bandwidth=1gbit,{name}")
+        assert one == Backend("sim", 1e-6, 125e6, single_process=True)
     assert Backend.parse("sim:bandwidth=1gbit,alpha=1ms") == Backend("sim", 1e-3, 125e6)
     for text, message in [
         ("mpi", "unknown backend 'mpi'"),
@@ -35,8 +37,8 @@ def test_backends():
         ("sim:alone", "sim needs alpha and bandwidth, got none"),
         ("sim", "sim needs alpha and bandwidth, got none"),
         ("sim:alpha=1us", "got alpha"),
-        ("sim:alpha=1,bandwidth=1gbit", "alpha '1' is no time"),
-        ("sim:alpha=1us,bandwidth=0gbit", "bandwidth '0gbit' is no rate"),
+        ("sim:alpha=1,bandwidth=1gbit", "alpha '1' is not a time"),
+        ("sim:alpha=1us,bandwidth=0gbit", "bandwidth '0gbit' is not a rate"),
     ]:
         with pytest.raises(UsageError, match=message):
             Backend.parse(text)
@@ -122,7 +124,7 @@ def alone() -> dict[str, object]:
 
 def test_one_process_stands_for_all_ranks():
     for alpha in ("10ms", "30ms"):  # one link after another in one process
-        backend = Backend.parse(f"sim:alpha={alpha},bandwidth=1gbit,alone")
+        backend = Backend.parse(f"sim:alpha={alpha},bandwidth=1gbit,single_process")
         result = run_ranks(alone, (), RankOptions(8, backend))
         assert result["size"] == 8
         assert torch.equal(result["x"], torch.arange(4.0))

@@ -33,12 +33,12 @@ import numpy as np
 
 from oases.cli.options import Parser, fail, require_writable
 from oases.cli.plan import figures, plan_table, title
-from oases.cli.problem import add_cluster, add_model, batch_of, cluster_of, counts, model_of, parse_bytes
+from oases.cli.plan_options import add_cluster, add_model, batch_of, cluster_of, counts, model_of, parse_bytes
 from oases.errors import UsageError
-from oases.planner.chain import Chain
+from oases.planner.block_chain import Chain
 from oases.planner.memory import head_bytes, usable_bytes
+from oases.planner.milp import Solution, solve
 from oases.planner.predict import Predictor
-from oases.planner.programme import Solution, solve
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import KINDS, BlockKind, ModelShape
 from oases.simulator.hardware import Hardware

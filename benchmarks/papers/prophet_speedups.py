@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from oases.moe.costs import Costs
-from oases.moe.placement import Chosen, Integers, Placement, at_home, described, plan
+from oases.moe.placement import Chosen, Integers, Placement, make_placement, owner_only, plan
 from oases.terminal import console, percent, table
 
 DEVICES, PER_NODE, SEQUENCE, TOKENS = 16, 4, 256, 16384
@@ -115,9 +115,9 @@ def greedy(counts: Integers, costs: Costs) -> Placement:
     One n for all experts, the best of those tried; a device with a copy computes its own tokens, all others go home.
     """
     devices = counts.shape[1]
-    found = [described("prophet", counts, costs, at_home(counts))]
+    found = [make_placement("prophet", counts, costs, owner_only(counts))]
     for left_out in EXCLUDED:
-        routes, held = at_home(counts)
+        routes, held = owner_only(counts)
         copies = list(held)
         while True:
             loads = np.zeros(devices)
@@ -129,7 +129,7 @@ def greedy(counts: Integers, costs: Costs) -> Placement:
             copies[expert] = [int(device) for device in others[left_out:]]
             routes[expert, copies[expert]] = copies[expert]
             chosen: Chosen = (routes.copy(), list(copies))
-            found.append(described("prophet", counts, costs, chosen))
+            found.append(make_placement("prophet", counts, costs, chosen))
     return min(found, key=lambda placed: placed.predicted_seconds)
 
 

@@ -1,4 +1,4 @@
-"""Any model, unedited: its structure is found from its graph, its layers cut at their all-reduces."""
+"""Automatic tensor parallelism for unedited models: trace layers, shard weights, cut layers at their all-reduces."""
 
 from oases.autotp.gathering import full_state_dict, gather_state
 from oases.autotp.parallelization import parallelize

@@ -1,4 +1,4 @@
-"""A part of somebody's layer as a block of an OverlappedStack."""
+"""GraphBlock: a traced part of a layer as a block of an OverlappedStack."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from oases.execution.group import HoldsGroup, ProcessGroup
 from oases.parallel.sharding import Cut
 
 Programs = Callable[[Tensor, "tuple[Any, ...]"], Program]
-"""Gives the program for a sub-batch: its activation, the other leaves of the call as they are for it."""
+"""(activation of a sub-batch, the call's other leaves for it) -> program."""
 
 
-class Call:
-    """One call of a layer, as its blocks get it: which program runs a sub-batch, and where it reads.
+class LayerCall:
+    """One call of a layer as its blocks see it: the program of each sub-batch and its inputs.
 
-    leaves: those of (args, kwargs), the activation's place left out of account. What cannot change within a call is
-    looked up once: the program by the lengths of the sub-batch, the layer's buffers and constants.
+    leaves: those of (args, kwargs) without the activation. The program of each sub-batch shape and the layer's
+    buffers and constants are looked up once per call.
     """
 
     def __init__(self, layer: nn.Module, programs: Programs) -> None:
@@ -52,7 +52,7 @@ class Call:
 
 
 def value_of(source: str, program: Program, layer: nn.Module, inputs: dict[Any, Any], device: torch.device) -> Any:
-    """What a placeholder stands for in a call: an input, or a parameter, buffer or constant of the layer."""
+    """Value of a placeholder in a call: an input, or a parameter, buffer or constant of the layer."""
     if source in inputs:
         return inputs[source]
     exported = program.exported
@@ -64,7 +64,7 @@ def value_of(source: str, program: Program, layer: nn.Module, inputs: dict[Any, 
 
 
 class GraphBlock(HoldsGroup, nn.Module):
-    """Block `number` of a layer. Its parameters, those that its graphs read, are the author's modules' own."""
+    """Block `number` of a layer. Its parameters are those of the layer that its graphs read."""
 
     def __init__(
         self, layer: nn.Module, number: int, names: Iterable[str], cuts: dict[str, Cut], group: ProcessGroup | None
@@ -78,7 +78,7 @@ class GraphBlock(HoldsGroup, nn.Module):
         self.shard_dims = {mangled(name): cuts[name].dim for name in self.names if name in cuts}
 
     def adopt(self, layer: nn.Module) -> None:
-        """Take the layer's parameters as they are now: others may have put new ones in their place."""
+        """Register the layer's current parameters, which may have been replaced since the last call."""
         held = self._parameters
         for name, own, (*modules, last) in self._paths:
             part: nn.Module | None = layer
@@ -90,10 +90,10 @@ class GraphBlock(HoldsGroup, nn.Module):
             if held.get(own) is not found:
                 self.register_parameter(own, found)
 
-    def partial(self, x: Tensor, call: Call, *rest: Any) -> Tensor:
-        """The activation [batch, ...] -> this rank's share of what is summed."""
+    def partial(self, x: Tensor, call: LayerCall, *rest: Any) -> Tensor:
+        """Activation [batch, ...] -> this rank's partial sum."""
         return call.run(self, "partial", x, (), rest)
 
-    def combine(self, x: Tensor, y: Tensor, call: Call, *rest: Any) -> Tensor:
-        """The activation and the sum -> the next activation, [batch, ...]."""
+    def combine(self, x: Tensor, y: Tensor, call: LayerCall, *rest: Any) -> Tensor:
+        """Activation and all-reduced sum -> the next activation, [batch, ...]."""
         return call.run(self, "combine", x, (y,), rest)

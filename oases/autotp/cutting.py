@@ -1,8 +1,8 @@
-"""A rank's graph of a layer, cut at its sums into the blocks of an OverlappedStack.
+"""Cut a rank's graph of a layer at its all-reduces into the blocks of an OverlappedStack.
 
-Block k is two graphs: `partial`, from the layer's activation to what is summed over the ranks, and `combine`, from
-the activation and the sum to the next activation. Everything in between must pass through one tensor of the
-activation's shape; where more would have to, the layer cannot be cut. Sums that do not need each other share one.
+Block k is two graphs: `partial`, from the block's input to the tensors that are summed over the ranks, and `combine`,
+from the block's input and the sum to the next block's input. Between blocks a single tensor of the activation's shape
+must carry everything; otherwise the layer cannot be cut. Independent sums share one all-reduce.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from oases.autotp.export import UnsplittableError, shape_of
-from oases.autotp.operations import block_dropout
+from oases.autotp.lowering import block_dropout
 from oases.autotp.splitter import ABSENT, Splitter, enter, reduce
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A function of the activation (`combine`: and the sum), parameters and other inputs, by the names of `reads`."""
+    """Function of the activation (and the sum, for `combine`), and of the parameters and inputs named in `reads`."""
 
     run: Callable[..., Tensor]
     reads: tuple[str, ...]
@@ -30,16 +30,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockPieces:
-    """One block: what comes before the sum over the ranks and what comes after it."""
+    """The two graphs of a block: before and after its all-reduce."""
 
     partial: Piece
     combine: Piece
 
 
 def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
-    """The blocks of a layer whose one result is the next activation.
+    """Blocks of a layer whose first result is the next activation.
 
-    activation: the name of the placeholder that is the layer's activation. Raises UnsplittableError.
+    activation: name of the layer's activation placeholder. Raises UnsplittableError.
     """
     graph, output = walk.graph, walk.outputs[0]
     (x,) = (node for node in graph.nodes if node.op == "placeholder" and node.target == activation)
@@ -48,7 +48,7 @@ def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
         raise UnsplittableError("its result has another shape than its activation")
     last = phases[output]
     if last == 0:
-        raise UnsplittableError("nothing in it is cut over the ranks")
+        raise UnsplittableError("nothing in it is sharded over the ranks")
     blocks, begin, drawn = [], x, set[fx.Node]()
     for phase in range(1, last + 1):
         sums = [node for node in graph.nodes if node.target is reduce and phases[node] == phase]
@@ -61,10 +61,9 @@ def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
 
 
 def _require_same_draws(begin: fx.Node, sums: list[fx.Node], end: fx.Node, drawn: set[fx.Node]) -> None:
-    """Raise UnsplittableError for random numbers that two pieces would draw, or ranks differently: pieces and ranks
-    have streams of their own.
+    """Raise UnsplittableError where two graphs would need the same random numbers, or ranks different ones.
 
-    drawn: what the pieces before draw, added to.
+    Graphs and ranks have separate random streams. drawn: random nodes of earlier graphs; updated.
     """
     partial = _back([node.args[0] for node in sums], {begin})
     for needed in (partial, _back([end], {begin, *sums})):
@@ -77,20 +76,22 @@ def _require_same_draws(begin: fx.Node, sums: list[fx.Node], end: fx.Node, drawn
                 )
             drawn.add(node)
             if needed is partial and "of" not in node.meta and node.target is not block_dropout:
-                raise UnsplittableError(f"{node.meta['like']} draws random numbers for what is whole before a sum")
+                raise UnsplittableError(
+                    f"{node.meta['like']} draws random numbers for a replicated value before a sum"
+                )
 
 
 def _is_random(node: fx.Node) -> bool:
-    """Whether a node draws; attention whose dropout is off does not."""
+    """Whether a node draws random numbers; attention without dropout does not."""
     if "scaled_dot_product" in str(node.target):
         given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return not isinstance(given, (int, float)) or given != 0
     return node.target is block_dropout or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def beside(walk: Splitter, activation: str) -> list[Any]:
-    """The layer's other results: a Piece for what depends on the activation's lengths alone (a table of position
-    biases), ABSENT for what only its run gives, constants as they are.
+def other_results(walk: Splitter, activation: str) -> list[Any]:
+    """The layer's other results: a Piece where one depends on the activation's shape alone (a table of position
+    biases), ABSENT where it depends on its values, the constant itself where it is one.
     """
     (x,) = (node for node in walk.graph.nodes if node.op == "placeholder" and node.target == activation)
     found: list[Any] = []
@@ -107,7 +108,7 @@ def beside(walk: Splitter, activation: str) -> list[Any]:
 
 
 def _phases(graph: fx.Graph) -> dict[fx.Node, int]:
-    """How many sums, one after the other, a value needs."""
+    """Depth of each node, counted in successive all-reduces."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         before = max((found[each] for each in node.all_input_nodes), default=0)
@@ -116,7 +117,7 @@ def _phases(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _waist(graph: fx.Graph, x: fx.Node, later: list[Any], phases: dict[fx.Node, int], phase: int) -> fx.Node:
-    """The last value of this phase, of the activation's shape, that all of what comes later passes through."""
+    """Last node of this phase, of the activation's shape, that every later node depends on through it alone."""
     shape, dtype = shape_of(x.meta["like"]), x.meta["like"].meta["val"].dtype
     for node in reversed(list(graph.nodes)):
         like = node.meta.get("like")
@@ -133,7 +134,7 @@ def _waist(graph: fx.Graph, x: fx.Node, later: list[Any], phases: dict[fx.Node, 
 
 
 def _back(targets: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
-    """Everything that the targets are computed from, up to `stop`."""
+    """Ancestors of the targets, up to `stop`."""
     seen, queue = set[fx.Node](), [each for each in targets if isinstance(each, fx.Node)]
     while queue:
         node = queue.pop()
@@ -146,12 +147,12 @@ def _back(targets: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether a node is a length of an input; every activation of a layer has those of its first."""
+    """Whether a node is a length of an input; all activations of a layer share the lengths of its input."""
     return "sym_size" in str(node.target) and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def _partial(graph: fx.Graph, x: fx.Node, begin: fx.Node, sums: list[fx.Node]) -> Piece:
-    """Up to what is summed; several tensors travel as one."""
+    """Graph up to the tensors that are summed; several tensors are concatenated into one."""
     addends = [node.args[0] for node in sums]
     made, values = _copied(graph, x, addends, [begin])
     found = [values[each] for each in addends]  # type: ignore[index]
@@ -160,7 +161,7 @@ def _partial(graph: fx.Graph, x: fx.Node, begin: fx.Node, sums: list[fx.Node]) -
 
 
 def _combine(graph: fx.Graph, x: fx.Node, begin: fx.Node, sums: list[fx.Node], end: fx.Node) -> Piece:
-    """From the sum on."""
+    """Graph from the sum to the end of the block."""
     made, values = _copied(graph, x, [end], [begin, *sums], joined=sums if len(sums) > 1 else [])
     made.output(values[end])
     return _piece(made, 2)
@@ -169,9 +170,9 @@ def _combine(graph: fx.Graph, x: fx.Node, begin: fx.Node, sums: list[fx.Node], e
 def _copied(
     graph: fx.Graph, x: fx.Node, targets: Iterable[Any], given: list[fx.Node], joined: list[fx.Node] | None = None
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A graph of its own that computes the targets from given values, the first inputs, and placeholders.
+    """Separate graph that computes the targets from given values, its first inputs, and from placeholders.
 
-    joined: given values that come as one tensor, side by side in its last dimension.
+    joined: given values that arrive concatenated along their last dimension.
     """
     targets = list(targets)
     needed = _back(targets, set(given))

@@ -1,9 +1,9 @@
-"""The experts of a model's mixtures, found by what they hold and what they compute, not by their names.
+"""Expert modules of mixture-of-experts models, recognised by their weights and results, not by their names.
 
-A collection of experts is a module with weights stacked along their first dimension, [E, ...], that is called with
-tokens [T, hidden], the experts of each token [T, k] and their weights [T, k]. Which tokens go where is up to the
-author's router, whatever it is. What a collection computes is found by calling it with small numbers, and comparing.
-While a layer is traced one op stands for the collection, because its own forward depends on data.
+An expert module has weights stacked along their first dimension, [E, ...], and is called with tokens [T, hidden], the
+experts of each token [T, k] and their weights [T, k]. Routing stays the model's own. The function of the experts is
+found by calling the module with small random weights and comparing with known MLPs. While a layer is traced, one op
+represents the module, because its forward depends on data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oases.autotp.watch import worth
+from oases.autotp.module_snapshot import comparison_key
 from oases.moe.experts import ExpertWeights, compute
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,10 +31,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Perceptron:
-    """What each expert of a collection computes: down(activation(gate(x)) * up(x)), or down(activation(up(x))).
+class ExpertMlp:
+    """Function of one expert: down(activation(gate(x)) * up(x)), or down(activation(up(x))).
 
-    up: the name of the parameter [E, i or 2 i, hidden], the gate's rows first; down: that of [E, hidden, i].
+    up: name of the parameter [E, i or 2 i, hidden], the gate's rows first. down: name of the parameter [E, hidden,
+    i].
     """
 
     up: str
@@ -44,64 +45,64 @@ class Perceptron:
 
 
 @dataclass(frozen=True)
-class Collection:
-    """What is known of a module's experts. names: its parameters, in the order in which the op takes them.
+class ExpertCollection:
+    """Expert module of a layer. names: its parameters, in the order in which the op takes them.
 
-    perceptron: None where what they compute was not recognised. whole: why every rank holds all of them; empty where
-    each holds its share.
+    mlp: None where the function was not recognised. whole: reason why the experts are replicated, or "" where they
+    are sharded over the ranks.
     """
 
     number: int
     names: tuple[str, ...]
-    perceptron: Perceptron | None
+    mlp: ExpertMlp | None
     whole: str
 
 
-def stand_in(model: nn.Module, ranks: int) -> None:
-    """Put the op `oases::experts` in the place of what every collection of experts of a twin computes.
+def substitute_experts(model: nn.Module, ranks: int) -> None:
+    """Have every expert module of a traced copy call the op `oases::experts`.
 
-    model: a `twin_of` one. ranks: over how many the experts are to be spread.
+    model: made by `twin_of`. ranks: number of ranks to shard the experts over.
     """
-    known: dict[Any, Perceptron | None] = {}
+    known: dict[Any, ExpertMlp | None] = {}
     for module in list(model.modules()):
         stacked = _stacked(module)
         if not stacked or len({len(each) for each in stacked.values()}) != 1:
             continue
         look: tuple[Any, ...] = (type(module), *(tuple(each.shape) for each in stacked.values()),
-                *(worth(v) for name, v in sorted(vars(module).items()) if not name.startswith("_")),
+                *(comparison_key(v) for name, v in sorted(vars(module).items()) if not name.startswith("_")),
                 *(repr(child) for child in module.children()))  # fmt: skip
         if look not in known:
-            known[look] = _recognised(module, stacked)
+            known[look] = _recognise(module, stacked)
         found, number = known[look], len(next(iter(stacked.values())))
         whole = ""
         if found is None:
-            whole = "what its experts compute is none of the perceptrons that are known here"
+            whole = "the function of its experts is not a known MLP"
         elif number % ranks:
             whole = f"{ranks} ranks do not divide its {number} experts"
         names = tuple(name for name, _ in module.named_parameters()) if found is None else (found.up, found.down)
-        object.__setattr__(module, "_collection", Collection(number, names, found, whole))
-        module.__class__ = _standing_in(type(module))  # type: ignore[arg-type]
+        object.__setattr__(module, "_collection", ExpertCollection(number, names, found, whole))
+        module.__class__ = _substitute_class(type(module))  # type: ignore[arg-type]
 
 
-def collections(model: nn.Module) -> Iterator[tuple[str, Collection]]:
-    """(name, what is known of it) of every collection of experts in a module that `stand_in` was given."""
+def collections(model: nn.Module) -> Iterator[tuple[str, ExpertCollection]]:
+    """(name, ExpertCollection) of every expert module that `substitute_experts` has found."""
     for name, module in model.named_modules():
         found = vars(module).get("_collection")
         if found is not None:
             yield name, found
 
 
-def keep_whole(layer: nn.Module, kept: Container[str]) -> None:
-    """Have every rank hold all experts of a collection in a layer of which a parameter is named in `kept`."""
+def replicate_experts(layer: nn.Module, kept: Container[str]) -> None:
+    """Replicate the experts of each collection in a layer that has a parameter named in `kept`."""
     for path, known in collections(layer):
         names = [name for name in known.names if f"{path}.{name}".lstrip(".") in kept]
         if names and not known.whole:
-            why = f"{', '.join(names)} is to stay whole, or read by other code than the layer's"
+            why = f"{', '.join(names)} is replicated by request, or read by code outside of the layer"
             object.__setattr__(layer.get_submodule(path), "_collection", replace(known, whole=why))
 
 
-def author_s_own(module: nn.Module) -> nn.Module:
-    """A collection with its author's forward again; it shares what it holds with the one that stands in."""
+def original_module(module: nn.Module) -> nn.Module:
+    """Copy of a substituted module with the model's own forward; it shares the parameters."""
     own = copy.copy(module)
     own._parameters = dict(module._parameters)
     own.__class__ = type(module).__mro__[1]
@@ -109,15 +110,15 @@ def author_s_own(module: nn.Module) -> nn.Module:
 
 
 def _stacked(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a module, if all are its own and at least two of them stacked matrices; else nothing."""
+    """Parameters of a module if it has no submodule parameters and at least two stacked matrices; else {}."""
     found: dict[str, Tensor] = dict(module.named_parameters())
     own = all("." not in name and each.dim() >= 2 for name, each in found.items())
     return found if own and sum(each.dim() == 3 for each in found.values()) >= 2 else {}
 
 
 @cache
-def _standing_in(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class whose instances answer a call by experts with the op; other calls are the author's."""
+def _substitute_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Subclass of `kind` whose expert calls use the op; other calls are the original's."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
@@ -130,15 +131,15 @@ def _standing_in(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_call(x: Any, index: Any, weights: Any) -> bool:
-    """Whether these are tokens, the numbers of their experts and their weights."""
+    """Whether the arguments are tokens, expert indices and weights."""
     if not all(isinstance(each, Tensor) and each.dim() == 2 for each in (x, index, weights)):
         return False
     floats = x.is_floating_point() and weights.is_floating_point()
     return floats and not index.is_floating_point() and index.shape == weights.shape and len(index) == len(x)
 
 
-def _recognised(module: nn.Module, stacked: dict[str, Tensor]) -> Perceptron | None:
-    """What the experts compute, if their author's forward gives what one of the known perceptrons gives."""
+def _recognise(module: nn.Module, stacked: dict[str, Tensor]) -> ExpertMlp | None:
+    """The known MLP that gives the same results as the module's forward, or None."""
     if len(stacked) != 2 or any(each.dim() != 3 for each in stacked.values()):
         return None
     for up, down in itertools.permutations(stacked):
@@ -147,26 +148,26 @@ def _recognised(module: nn.Module, stacked: dict[str, Tensor]) -> Perceptron | N
             if shape != (number, hidden, wide // 2 if gated else wide) or (gated and wide % 2):
                 continue
             for activation in ACTIVATIONS:
-                found = Perceptron(up, down, gated, activation)
+                found = ExpertMlp(up, down, gated, activation)
                 if _computes(module, number, found):
                     return found
     return None
 
 
 _TOKENS, _HIDDEN, _INNER, _CHOICES = 6, 8, 4, 2
-"""Of the numbers that collections are tried with. Grouped products take widths of 16 bytes, in float32."""
+"""Sizes of the trial call. Grouped matmuls need widths that are multiples of 16 bytes in float32."""
 
 
-def _computes(module: nn.Module, number: int, perceptron: Perceptron) -> bool:
-    """Whether a copy of the module with small weights gives what the perceptron does, on a few tokens."""
+def _computes(module: nn.Module, number: int, mlp: ExpertMlp) -> bool:
+    """Whether a copy of the module with small random weights computes the MLP, on a few tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    up = drawn(number, 2 * _INNER if perceptron.gated else _INNER, _HIDDEN)
+    up = drawn(number, 2 * _INNER if mlp.gated else _INNER, _HIDDEN)
     down = drawn(number, _HIDDEN, _INNER)
-    small = {perceptron.up: nn.Parameter(up), perceptron.down: nn.Parameter(down)}
+    small = {mlp.up: nn.Parameter(up), mlp.down: nn.Parameter(down)}
     x, choices = drawn(_TOKENS, _HIDDEN), min(_CHOICES, number)
     index = torch.stack([torch.randperm(number, generator=generator)[:choices] for _ in range(_TOKENS)])
     weights = drawn(_TOKENS, choices).softmax(-1)
@@ -174,15 +175,15 @@ def _computes(module: nn.Module, number: int, perceptron: Perceptron) -> bool:
     for token, slot in itertools.product(range(_TOKENS), range(choices)):
         one = int(index[token, slot])
         only = ExpertWeights(up[one : one + 1], down[one : one + 1])
-        activation = ACTIVATIONS[perceptron.activation]
-        row = compute(x[token : token + 1], [1], only, gated=perceptron.gated, activation=activation)
+        activation = ACTIVATIONS[mlp.activation]
+        row = compute(x[token : token + 1], [1], only, gated=mlp.gated, activation=activation)
         expected[token] += weights[token, slot] * row[0]
     copied = copy.deepcopy(module, {id(getattr(module, name)): each for name, each in small.items()})
     for training in (True, False):
         try:
             with torch.no_grad():
                 got = copied.train(training)(x, index, weights)
-        except Exception:  # a stranger's forward raises what it likes: it computes something else than this
+        except Exception:  # a model's forward may raise anything; then it is not this MLP
             return False
         if not isinstance(got, Tensor) or got.shape != x.shape or not torch.allclose(got, expected, 1e-4, 1e-5):
             return False
@@ -191,8 +192,8 @@ def _computes(module: nn.Module, number: int, perceptron: Perceptron) -> bool:
 
 @torch.library.custom_op("oases::experts", mutates_args=())
 def experts(x: Tensor, index: Tensor, weights: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Stands for a collection of experts in the graph of a layer."""
-    raise AssertionError("a mark that was not replaced")
+    """Placeholder op of an expert module in a layer's graph."""
+    raise AssertionError("a placeholder that was not replaced")
 
 
 @experts.register_fake

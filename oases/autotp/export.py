@@ -1,7 +1,7 @@
-"""A layer of somebody's model as a graph: torch.export on inputs that have shapes and no data.
+"""Trace a layer by torch.export on fake tensors.
 
-The graph is plain aten, one node per call, each parameter named as the layer names it. What export cannot express
-(control flow that depends on data, buffers changed in forward) raises UnsplittableError, with the reason.
+The graph is plain aten, one node per call, with the layer's parameter names. Where export fails (data-dependent
+control flow, buffers changed in forward) UnsplittableError gives the reason.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from oases.autotp.watch import assigned
+from oases.autotp.module_snapshot import assigned_attributes
 from oases.errors import UsageError
 
 
 class UnsplittableError(Exception):
-    """A layer, or a pair of products in it, that cannot be cut over ranks; the message says why."""
+    """A layer, or a pair of linears in it, cannot be sharded; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The graph of one layer on inputs of one shape.
+    """Graph of one layer for inputs of one shape.
 
-    parameters, buffers: their names in the layer, by the name of the placeholder. constants: tensors that the layer
-    makes of its own. inputs: a placeholder's name for every leaf of (args, kwargs) that is a tensor, in the order of
-    `leaves`, None for the others. outputs: a node or a constant for every leaf of what the layer returns. ranges: of
-    lengths that may vary; guards: what else must hold of them. layer: what was traced.
+    parameters, buffers: names in the layer, by placeholder. constants: tensors that the layer creates. inputs: the
+    placeholder of each leaf of (args, kwargs) that is a tensor, in the order of `leaves`; None for other leaves.
+    outputs: a node or constant for each leaf of the result. ranges: bounds of the dynamic lengths; guards: further
+    conditions on them. layer: the traced module.
     """
 
     graph: fx.Graph
@@ -49,23 +49,23 @@ class Exported:
 
 
 def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a call and how they lie; kwargs in alphabetical order, whatever order they came in."""
+    """Leaves and tree of a call's arguments; kwargs in alphabetical order."""
     return pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of a graph's node; of a dimension that may vary, the length it was traced with."""
+    """Shape of a graph node; a dynamic dimension has its traced length."""
     return tuple(length if isinstance(length, int) else length.node.hint for length in value.meta["val"].shape)
 
 
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)
-"""Tensors with shape, type and device and without data; one mode, so that all of them go together."""
+"""The one mode of all fake tensors, because tensors of different modes cannot be mixed."""
 
 
 def without_data(value: Any, device: torch.device | None = None) -> Any:
-    """A tensor's shape and type without its data, on its own device or another; anything else as it is.
+    """Fake tensor with the shape and type of `value`, on its device or another; other values unchanged.
 
-    What is on meta comes to stand for a tensor on the CPU: constants that a forward makes have data there.
+    A meta tensor becomes a fake CPU tensor, because constants made in a forward have data on the CPU.
     """
     if not isinstance(value, Tensor) or (isinstance(value, FakeTensor) and device in (None, value.device)):
         return value
@@ -75,7 +75,7 @@ def without_data(value: Any, device: torch.device | None = None) -> Any:
 
 
 def twin_of(module: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """A copy of a module whose parameters and buffers have no data, and which has none of its hooks.
+    """Copy of a module with fake parameters and buffers and without hooks.
 
     UsageError for a module that cannot be copied.
     """
@@ -87,10 +87,10 @@ def twin_of(module: nn.Module, device: torch.device | None = None) -> nn.Module:
         memo[id(tensor)] = empty
     try:
         twin = copy.deepcopy(module, memo)
-    except Exception as error:  # whatever a stranger's attribute raises
+    except Exception as error:  # an attribute of the model may raise anything
         raise UsageError(
-            f"{type(module).__name__} cannot be copied without its data ({type(error).__name__}: {error}); it must "
-            "hold nothing but modules, parameters, buffers and plain values: of weight norms take those of "
+            f"{type(module).__name__} cannot be copied without its data ({type(error).__name__}: {error}); it may "
+            "hold modules, parameters, buffers and plain values only; use the weight norms of "
             "torch.nn.utils.parametrizations"
         ) from error
     for part in twin.modules():
@@ -101,7 +101,7 @@ def twin_of(module: nn.Module, device: torch.device | None = None) -> nn.Module:
 
 @contextmanager
 def running_without_data() -> Iterator[None]:
-    """Where tensors that are made have no data either, and no gradients."""
+    """Context in which new tensors are fake and gradients are off."""
     with _FAKE, torch.no_grad(), quiet():
         yield
 
@@ -112,10 +112,9 @@ def export(
     kwargs: dict[str, Any],
     varying: Callable[[Tensor], dict[int, Any]] | None = None,
 ) -> Exported:
-    """Trace `layer`, a `twin_of` one, with the call `layer(*args, **kwargs)`.
+    """Trace the call `layer(*args, **kwargs)` of a `twin_of` copy.
 
-    varying: the dimensions of an input whose length may differ between calls; None traces for these shapes alone.
-    Raises UnsplittableError where the layer cannot be traced.
+    varying: returns the dynamic dimensions of an input; None traces for these shapes alone. Raises UnsplittableError.
     """
     kwargs = dict(sorted(kwargs.items()))
     args, kwargs = pytree.tree_map(_apart, (args, kwargs))
@@ -124,7 +123,7 @@ def export(
         shapes = pytree.tree_map(
             lambda leaf: leaf if isinstance(leaf, dict) else None, shapes, is_leaf=_is_dimensions
         )
-    call, changed = _Call(layer), assigned(layer)
+    call, changed = _Call(layer), assigned_attributes(layer)
     try:
         with quiet():
             program = torch.export.export(
@@ -133,7 +132,7 @@ def export(
                 strict=False,
                 dynamic_shapes=None if shapes is None else {"args": shapes[0], "kwargs": shapes[1]},
             )
-    except Exception as error:  # whatever a stranger's forward or torch.export raises: the reason travels
+    except Exception as error:  # a model's forward or torch.export may raise anything; keep the reason
         first = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {first[0] if first else ''}"
         raise UnsplittableError(f"{type(layer).__name__} cannot be traced: {why}") from error
@@ -143,7 +142,7 @@ def export(
 
 
 def _apart(value: Any) -> Any:
-    """Without data, a tensor of its own for every argument: what is one in this call may be two in the next."""
+    """Separate fake tensor for every argument: one tensor passed twice in this call may be two in the next."""
     value = without_data(value)
     if not isinstance(value, FakeTensor):
         return value
@@ -170,13 +169,13 @@ def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -
     layer = type(traced).__name__
     _refuse_mutation(program, layer)
     if not _without_in_place(program.graph):
-        with quiet():  # some composite ops are taken apart by this, which hides what they were
+        with quiet():  # last resort: this decomposes composite ops that the rules know
             program = program.run_decompositions({})
         _refuse_mutation(program, layer)
     signature = program.graph_signature
     graph = program.graph
     _drop_asserts(graph)
-    _with_plain_products(graph, signature.inputs_to_parameters)
+    _normalise_linears(graph, signature.inputs_to_parameters)
     given = pytree.tree_leaves(call)
     names = iter(signature.user_inputs)
     inputs = tuple(name if isinstance(leaf, Tensor) else None for leaf, name in zip(given, names, strict=True))
@@ -187,7 +186,7 @@ def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -
         if not isinstance(value, Tensor) or value.is_meta or isinstance(value, FakeTensor):
             raise UnsplittableError(f"{layer} makes the constant {constant!r} in its forward, without data")
         if value.requires_grad:
-            raise UnsplittableError(f"{layer} reads {constant!r}, which requires grad and is no parameter of it")
+            raise UnsplittableError(f"{layer} reads {constant!r}, which requires grad but is not its parameter")
         constants[name] = value
     strip = len("layer.")
     spec = program.call_spec.out_spec
@@ -215,7 +214,7 @@ def _refuse_mutation(program: torch.export.ExportedProgram, layer: str) -> None:
 
 
 def _guards(graph: fx.Graph) -> tuple[Any, ...]:
-    """What the author's code asked of lengths that vary (`if length % 2`), as conditions of their symbols."""
+    """Conditions that the model's code put on dynamic lengths (`if length % 2`), as symbolic expressions."""
     for node in graph.nodes:
         for length in getattr(node.meta.get("val"), "shape", ()):
             if isinstance(length, torch.SymInt):
@@ -226,12 +225,12 @@ def _guards(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def _drop_asserts(graph: fx.Graph) -> None:
-    """Leave out what only checks: the shapes a program is good for are checked before it is run."""
+    """Remove assertions; a program's shapes are checked before it runs."""
     for node in reversed(list(graph.nodes)):
         name = str(node.target)
         if node.op == "call_function" and ("_assert" in name or "sym_constrain_range" in name) and not node.users:
             graph.erase_node(node)
-    for node in reversed(list(graph.nodes)):  # what only they read
+    for node in reversed(list(graph.nodes)):  # nodes that only assertions read
         if node.op == "call_function" and not node.users and not getattr(node.target, "_schema", None):
             graph.erase_node(node)
 
@@ -265,7 +264,7 @@ _VIEWS = (
 
 
 def _without_in_place(graph: fx.Graph) -> bool:
-    """Turn `x.add_(y)` into `x = x.add(y)` for what reads x afterwards; whether that could be done everywhere."""
+    """Replace `x.add_(y)` by `x = x.add(y)` for later readers of x. Returns False where that is not possible."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
@@ -284,13 +283,13 @@ def _without_in_place(graph: fx.Graph) -> bool:
 
 
 def _looks_like_view(node: fx.Node) -> bool:
-    if "getitem" in str(node.target):  # one of several results: of a split, or of a top-k, which are tensors apart
+    if "getitem" in str(node.target):  # one of several results: a view for split, a new tensor for top-k
         return _looks_like_view(node.all_input_nodes[0])
     return any(name in str(node.target) for name in _VIEWS)
 
 
-def _with_plain_products(graph: fx.Graph, parameters: Mapping[str, str]) -> None:
-    """Write `x @ weight.T` as a linear, which it is."""
+def _normalise_linears(graph: fx.Graph, parameters: Mapping[str, str]) -> None:
+    """Rewrite `x @ weight.T` as a linear."""
     for node in graph.nodes:
         if str(node.target) not in ("aten.matmul.default", "aten.mm.default"):
             continue
@@ -304,7 +303,7 @@ def _with_plain_products(graph: fx.Graph, parameters: Mapping[str, str]) -> None
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without export's warnings of what our callers know: that lengths of one stay one, and that meta has no data."""
+    """Suppress export's warnings on lengths of one and on meta tensors, which callers handle."""
     import logging
 
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")

@@ -1,4 +1,4 @@
-"""Whole tensors of a partitioned model, brought to the first rank a block of rows at a time."""
+"""Full tensors of a sharded model, gathered to the first rank in blocks of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.autotp.holdings import Holding, holdings
+from oases.autotp.shard_map import TensorShard, shard_map
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.sharding import Cut
@@ -21,30 +21,30 @@ from oases.parallel.sharding import Cut
 def gather_state(
     model: nn.Module, *, to: torch.device | str = "cpu", process_group: ProcessGroup | None = None
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """(name, whole tensor) for one tensor of the state after the other, on the device `to`; all ranks iterate.
+    """Iterate over (name, full tensor) of the model's state, on device `to`. Collective: all ranks iterate.
 
-    The first rank of process_group gets the tensors, in the names, shapes and types of the model nobody partitioned;
-    a tied one comes under each of its names, one after the other. Other ranks get None. A tensor
-    handed out is not kept here. process_group: all ranks of the model.
+    The first rank of process_group gets the tensors with the names, shapes and types of the original model; a tied
+    tensor comes under each of its names. Other ranks get None. Tensors are not kept after they are yielded.
+    process_group: all ranks of the model.
     """
     group = resolve(process_group)
-    first, wire = group_rank(group) == 0, Wire()
-    for holding in holdings(model, group):
-        whole = torch.empty(holding.shape, dtype=holding.tensor.dtype, device=to) if first else None
-        for row, block in gathered(holding, group, wire):
+    first, wire = group_rank(group) == 0, GatherBuffers()
+    for shard in shard_map(model, group):
+        whole = torch.empty(shard.shape, dtype=shard.tensor.dtype, device=to) if first else None
+        for row, block in gather_blocks(shard, group, wire):
             if whole is not None and block is not None:
-                whole.reshape(holding.shape or (1,))[row : row + len(block)] = block
-        for name in holding.names:
+                whole.reshape(shard.shape or (1,))[row : row + len(block)] = block
+        for name in shard.names:
             yield name, whole
-        del whole  # before the next one is there
+        del whole  # free it before the next one is allocated
 
 
 def full_state_dict(
     model: nn.Module, *, to: torch.device | str = "cpu", process_group: ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """The whole model's state_dict on the first rank, in its memory; empty on the others. All ranks call it.
+    """Full state_dict on the first rank, in its memory; {} on the others. Collective: all ranks call it.
 
-    process_group: all ranks of the model. `save_pretrained` writes a model that one rank's memory does not hold.
+    process_group: all ranks of the model. For a model larger than one rank's memory use `save_pretrained`.
     """
     found = gather_state(model, to=to, process_group=process_group)
     state = {name: tensor for name, tensor in found if tensor is not None}
@@ -52,33 +52,35 @@ def full_state_dict(
 
 
 @torch.no_grad()
-def gathered(holding: Holding, process_group: ProcessGroup | None, wire: Wire) -> Iterator[tuple[int, Tensor | None]]:
-    """(first row, rows of the whole tensor) until all were there, in no order; all ranks iterate to the end.
+def gather_blocks(
+    shard: TensorShard, process_group: ProcessGroup | None, wire: GatherBuffers
+) -> Iterator[tuple[int, Tensor | None]]:
+    """Iterate over (first row, rows of the full tensor) until all rows have come, in any order. Collective.
 
-    The first rank of process_group gets the rows, good until the next are asked for; other ranks get None. Ranks
-    whose group does not reach that rank hold copies of what it gets from others, and have no part in it.
+    The first rank of process_group gets the rows, which are valid until the next block; other ranks get None. Ranks
+    whose group does not include that rank hold copies of other ranks' shards and return at once.
     """
     first = group_rank(process_group) == 0
-    local = holding.tensor.detach().reshape(holding.tensor.shape or (1,))
-    if holding.cut is None or holding.process_group is None:
-        for row in range(0, holding.rows, holding.block_rows) if first else ():
-            yield row, local[row : row + holding.block_rows]
+    local = shard.tensor.detach().reshape(shard.tensor.shape or (1,))
+    if shard.cut is None or shard.process_group is None:
+        for row in range(0, shard.rows, shard.block_rows) if first else ():
+            yield row, local[row : row + shard.block_rows]
         return
     root = dist.get_global_rank(process_group, 0) if process_group is not None else 0
-    if root not in dist.get_process_group_ranks(holding.process_group):
+    if root not in dist.get_process_group_ranks(shard.process_group):
         return
-    if holding.cut.dim == 0:
-        yield from _rows(local, holding, holding.cut, holding.process_group, root, wire)
+    if shard.cut.dim == 0:
+        yield from _rows(local, shard, shard.cut, shard.process_group, root, wire)
     else:
-        yield from _columns(local, holding, holding.cut, holding.process_group, root, wire)
+        yield from _columns(local, shard, shard.cut, shard.process_group, root, wire)
 
 
 def _rows(
-    local: Tensor, holding: Holding, cut: Cut, group: ProcessGroup, root: int, wire: Wire
+    local: Tensor, shard: TensorShard, cut: Cut, group: ProcessGroup, root: int, wire: GatherBuffers
 ) -> Iterator[tuple[int, Tensor | None]]:
-    """Every rank sends rows of its own, segment after segment."""
+    """Gather a tensor sharded by rows: every rank sends its own rows, segment by segment."""
     ranks, mine = group_size(group), group_rank(group)
-    at_once = max(1, holding.block_rows // ranks)
+    at_once = max(1, shard.block_rows // ranks)
     begin = 0
     for spans in zip(*(cut.ranges(rank, ranks) for rank in range(ranks)), strict=True):
         lengths = [last - first for first, last in spans]
@@ -93,22 +95,22 @@ def _rows(
 
 
 def _columns(
-    local: Tensor, holding: Holding, cut: Cut, group: ProcessGroup, root: int, wire: Wire
+    local: Tensor, shard: TensorShard, cut: Cut, group: ProcessGroup, root: int, wire: GatherBuffers
 ) -> Iterator[tuple[int, Tensor | None]]:
-    """Every rank sends its part of the same rows."""
+    """Gather a tensor sharded along another dimension: every rank sends its part of the same rows."""
     ranks = group_size(group)
     widths = [sum(last - first for first, last in cut.ranges(rank, ranks)) for rank in range(ranks)]
-    for row in range(0, holding.rows, holding.block_rows):
-        own = local[row : row + holding.block_rows]
+    for row in range(0, shard.rows, shard.block_rows):
+        own = local[row : row + shard.block_rows]
         shapes = [(*own.shape[: cut.dim], width, *own.shape[cut.dim + 1 :]) for width in widths]
         parts = wire.gather(own, shapes, group, root)
         yield row, None if parts is None else cut.join(parts)
 
 
-class Wire:
-    """Memory for the blocks on their way to the first rank, one after the other in the same place.
+class GatherBuffers:
+    """Reused buffers for blocks on their way to the first rank.
 
-    Blocks allocated one by one leave holes in the heap, which the process keeps.
+    Allocating each block separately would fragment the heap.
     """
 
     def __init__(self) -> None:
@@ -117,13 +119,13 @@ class Wire:
     def gather(
         self, part: Tensor, shapes: list[tuple[int, ...]], group: ProcessGroup, root: int
     ) -> list[Tensor] | None:
-        """Every rank's part, of these shapes, on the global rank `root`; None elsewhere. Good until the next call.
+        """Parts of all ranks, of these shapes, on global rank `root`; None elsewhere. Valid until the next call.
 
-        They travel as bytes, which every backend takes of any type.
+        Parts are sent as bytes, which every backend supports for all types.
         """
         sizes = [torch.Size(shape).numel() * part.element_size() for shape in shapes]
         receives = dist.get_rank() == root
-        longest = max(16, -(-max(sizes) // 16) * 16)  # so that the next one can be seen as any type
+        longest = max(16, -(-max(sizes) // 16) * 16)  # alignment for a view as any type
         sent, *received = self._slots(wire_device(part, group), longest, 1 + receives * len(sizes))
         own = sizes[group_rank(group)]
         sent[:own].view(part.dtype).reshape(part.shape).copy_(part)
@@ -141,20 +143,20 @@ class Wire:
 
 
 def wire_device(tensor: Tensor, group: ProcessGroup) -> torch.device:
-    """Where a tensor's bytes travel from: its device where the group's backend is of that device, else the CPU."""
+    """Device that a tensor's bytes are sent from: its own for NCCL and CUDA, else the CPU."""
     return tensor.device if tensor.is_cuda and "nccl" in dist.get_backend(group) else torch.device("cpu")
 
 
-FILLED = "_is_hf_initialized"
-"""The mark of tensors that transformers' initialisation leaves alone."""
+INITIALISED = "_is_hf_initialized"
+"""Attribute of tensors that transformers' initialisation skips."""
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' models, which name their weights and compute their buffers themselves.
+    """Whether a module is a transformers model, which defines its own weight names and buffer initialisation.
 
-    UsageError for transformers before 5, which did both in another way.
+    UsageError for transformers before 5, which did both differently.
     """
-    if "transformers" not in sys.modules:  # then nobody can have built one
+    if "transformers" not in sys.modules:  # not loaded, so there is no such model
         return False
     transformers: Any = importlib.import_module("transformers")
     if not isinstance(module, transformers.PreTrainedModel):
@@ -166,10 +168,10 @@ def is_pretrained(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialize_buffers(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Make every non-persistent buffer on `meta` real on `device`: rotary frequencies, position ids and their like.
+    """Materialise non-persistent meta buffers on `device`: rotary frequencies, position ids and the like.
 
-    Within a transformers model its own initialisation computes them; parameters and other buffers keep their values.
-    UsageError names a buffer that nobody here can compute, and any other tensor that a module keeps on `meta`.
+    In a transformers model its own initialisation computes them; parameters and other buffers keep their values.
+    UsageError names a buffer without a known initialisation, and any other tensor that a module keeps on meta.
     """
     owners = {"": model}
     for path, module in model.named_modules():
@@ -197,32 +199,32 @@ def _compute(path: str, module: nn.Module, lost: list[str], owner: nn.Module, de
             initialise(module)
     for name in lost:
         if name not in empty or (module._buffers[name] is empty[name] and empty[name]._version == 0):
-            for other in empty:  # none is left with the bytes that happened to be there
+            for other in empty:  # leave no buffer uninitialised
                 module._buffers[other] = empty[other].to("meta")
             raise UsageError(
-                f"buffer {f'{path}.{name}'.lstrip('.')!r} is on meta and in no file, and {type(owner).__name__} does "
-                "not compute it anew; build the model with real buffers, only its parameters on meta"
+                f"buffer {f'{path}.{name}'.lstrip('.')!r} is on meta, in no checkpoint, and {type(owner).__name__} "
+                "does not initialise it; build the model with real buffers, only its parameters on meta"
             )
 
 
 @contextmanager
 def _filled(module: nn.Module, but: set[str]) -> Iterator[None]:
-    """Mark what a module holds, `but` these buffers of its own, so that its initialisation leaves it alone."""
+    """Mark a module's tensors as initialised, `but` these own buffers, so that its initialisation skips them."""
     marked = []
     for child in module.modules():
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if tensor is not None and not (child is module and name in but) and not hasattr(tensor, FILLED):
-                setattr(tensor, FILLED, True)
+            if tensor is not None and not (child is module and name in but) and not hasattr(tensor, INITIALISED):
+                setattr(tensor, INITIALISED, True)
                 marked.append(tensor)
     try:
         yield
     finally:
         for tensor in marked:
-            delattr(tensor, FILLED)
+            delattr(tensor, INITIALISED)
 
 
 def _refuse_plain(path: str, module: nn.Module) -> None:
-    """A tensor that is neither parameter nor buffer is in no file either, and nobody would ever fill it."""
+    """Refuse meta tensors that are neither parameter nor buffer: no checkpoint has them and nothing computes them."""
     for name, value in vars(module).items():
         if isinstance(value, Tensor) and value.is_meta:
             raise UsageError(

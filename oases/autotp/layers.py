@@ -1,6 +1,6 @@
-"""The repeated layers of a model, found by running it once on inputs that have shapes and no data.
+"""Repeated layers of a model, found by one forward pass on fake tensors.
 
-The run costs what one forward pass without data costs, so every layer is looked at, not one of each class.
+The cost is one such pass for all layers, so every layer is inspected, not one per class.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oases.autotp.export import leaves, running_without_data, without_data
-from oases.autotp.watch import assigned
+from oases.autotp.module_snapshot import assigned_attributes
 from oases.errors import UsageError
 from oases.graph.trace.configuration import sample_inputs
 
 Ops = tuple[str, ...]
-"""The ops of one call of a layer, in order: what each is called with, tensors by the place where they came from."""
+"""Ops of one layer call, in order, each with its arguments; tensors by where they came from."""
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Notes every op while a model runs.
 
-    layers: the modules that are called one after the other. vocabulary: tables and heads. Both are watched: `ops` are
-    those of each layer's calls; `strangers` the names of parameters that are read outside of the layer, table or head
-    that holds them; `read` the calls of layers whose first result was read outside of layers, by their number.
+    layers: modules that are called one after the other. vocabulary: embedding tables and output heads. ops: the ops
+    of each layer call. outside_reads: names of parameters that are read outside of the layer, table or head that
+    holds them. read: numbers of the layer calls whose first result is read outside of the layers.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module], vocabulary: Iterable[nn.Module]) -> None:
         super().__init__()
         self.ops: list[Ops] = []
-        self.strangers: set[str] = set()
+        self.outside_reads: set[str] = set()
         self.read: set[int] = set()
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
         self._inside: list[nn.Module] = []
         self._running: list[str] = []
         self._places: dict[int, str] = {}
-        self._kept: list[Any] = []  # ids stay those of one tensor as long as it is kept
+        self._kept: list[Any] = []  # keeps ids unique
         self._results: dict[int, int] = {}
         self._layers = list(dict.fromkeys(layers))
         self._users: dict[int, set[int]] = {}
@@ -55,14 +55,14 @@ class Recorder(TorchDispatchMode):
                 self._users.setdefault(id(parameter), set()).add(id(module))
         self._modules = list({*self._layers, *vocabulary})
         parts = {id(part) for module in self._modules for part in module.modules()}
-        for part in model.modules():  # another module has it, and may read it in another mode
+        for part in model.modules():  # shared with another module, which may read it in another mode
             for held in [] if id(part) in parts else part.parameters(recurse=False):
                 if id(held) in self._users:
-                    self.strangers.update(self._names[id(held)])
+                    self.outside_reads.update(self._names[id(held)])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Where the model runs."""
+        """Context in which the model runs."""
         handles = []
         for module in self._modules:
             handles.append(module.register_forward_pre_hook(self._enter))
@@ -99,13 +99,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note the op and run it."""
+        """Record the op and run it."""
         kwargs = kwargs or {}
         flat, _ = pytree.tree_flatten((args, kwargs))
         for tensor in (each for each in flat if isinstance(each, Tensor)):
             users = self._users.get(id(tensor))
             if users is not None and not any(id(module) in users for module in self._inside):
-                self.strangers.update(self._names[id(tensor)])
+                self.outside_reads.update(self._names[id(tensor)])
             if id(tensor) in self._results and not self._inside:
                 self.read.add(self._results[id(tensor)])
         result = func(*args, **kwargs)
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _placed(self, value: Any) -> str:
-        """What stands for a value in a layer's ops."""
+        """Label of a value in a layer's ops."""
         if not isinstance(value, Tensor):
             return repr(value)
         if id(value) not in self._places:
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _content(value: Tensor) -> str:
-    """A constant's, so that layers with other ones differ; "" of what has no data."""
+    """Hash of a constant, so that layers with different constants differ; "" for a fake tensor."""
     if isinstance(value, FakeTensor) and value.constant is not None:
         value = value.constant
     if isinstance(value, FakeTensor) and value.constant is not None:
@@ -140,12 +140,12 @@ def _content(value: Tensor) -> str:
 
 
 BATCH, SEQUENCE = 3, 11
-"""Of the inputs that are made up: lengths that no other dimension of a model is likely to have."""
+"""Lengths of sample inputs, unlikely to equal any other dimension of a model."""
 
 
 @dataclass
-class Called:
-    """One call of a layer: its arguments and result, without data, and the ops of it (see `Recorder`)."""
+class TracedCall:
+    """One call of a layer: arguments and result as fake tensors, and its ops (see `OpRecorder`)."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -161,90 +161,92 @@ class LayerList:
 
     paths: the layers' names in the model, each layer once; calls: the first call of each. activations: for each
     layer, the place among the leaves of its call that holds the result of the one before; -1 where there is none.
-    broken: why the layers cannot run together; empty where they can. strangers: names within a layer of parameters
-    that are read outside of it, which must stay whole. assigned: attributes that a layer's forward sets, by the
-    layer's name, where it does.
+    broken: reason why the layers cannot run as one stack, or "". outside_reads: names within a layer of parameters
+    that other code reads, which are replicated. assigned: attributes that forwards set, by the layer's name.
     """
 
     name: str
     paths: list[str] = field(default_factory=list)
-    calls: list[Called] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
     activations: list[int] = field(default_factory=list)
     broken: str = ""
-    strangers: set[str] = field(default_factory=set)
+    outside_reads: set[str] = field(default_factory=set)
     assigned: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
-class Observed:
-    """What one run showed. strangers: names of parameters that are read outside of the modules that hold them."""
+class Observation:
+    """Result of a fake forward pass. outside_reads: names of parameters read outside of their modules."""
 
     lists: list[LayerList]
-    strangers: set[str]
+    outside_reads: set[str]
 
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def made_up_inputs(model: nn.Module) -> Inputs:
-    """Arguments that a transformers model takes (see `sample_inputs`), of lengths that tell its dimensions apart.
+def example_inputs(model: nn.Module) -> Inputs:
+    """Sample arguments of a transformers model (see `sample_inputs`), with lengths that distinguish its dimensions.
 
-    Raises UsageError for a model that does not say what it takes.
+    Raises UsageError for a model whose inputs are unknown.
     """
     try:
         given = sample_inputs(model, BATCH, SEQUENCE)
     except UsageError as error:
-        raise UsageError(f"{error}; parallelize() takes them as spec=ParallelSpec(inputs=(args, kwargs))") from error
+        raise UsageError(
+            f"{error}; pass them to parallelize() as spec=ParallelSpec(inputs=(args, kwargs))"
+        ) from error
     if "decoder_input_ids" in given:
         given["decoder_input_ids"] = torch.empty(BATCH, SEQUENCE + 2, dtype=torch.long, device="meta")
     return (), given
 
 
-def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = ()) -> Observed:
-    """The lists of layers that the model's forward calls, outermost lists alone, by one run without data.
+def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = ()) -> Observation:
+    """Outermost lists of layers that the model's forward calls, by one forward pass on fake tensors.
 
-    model: a `twin_of` one. vocabulary: its tables and heads. Raises UsageError where the run fails, with the reason.
+    model: a `twin_of` copy. vocabulary: its embedding tables and heads. Raises UsageError where the pass fails, with
+    the reason.
     """
     lists = _outermost_lists(model)
     layers = dict.fromkeys(layer for _, module in lists for layer in module)
-    recorder = Recorder(model, layers, vocabulary)
-    calls: list[Called] = []
-    changes = {layer: assigned(layer) for layer in layers}
+    recorder = OpRecorder(model, layers, vocabulary)
+    calls: list[TracedCall] = []
+    changes = {layer: assigned_attributes(layer) for layer in layers}
 
     def note(layer: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        calls.append(Called(layer, args, kwargs, result, len(calls), recorder.ops[-1]))
+        calls.append(TracedCall(layer, args, kwargs, result, len(calls), recorder.ops[-1]))
 
     handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     try:
         with running_without_data(), recorder.watching():
             args, kwargs = _complete(model, inputs)
             given_back = model(*args, **kwargs)
-    except Exception as error:  # a stranger's forward raises what it likes
+    except Exception as error:  # a model's forward may raise anything
         raise UsageError(
-            f"{type(model).__name__} did not run on inputs without data ({type(error).__name__}: {error}); if it "
-            "takes other inputs, give spec=ParallelSpec(inputs=...); a forward whose steps depend on values (layers "
-            "dropped at random, branches on a sum) cannot be parallelized: turn that off"
+            f"{type(model).__name__} failed on fake tensors ({type(error).__name__}: {error}); if it "
+            "takes other inputs, give spec=ParallelSpec(inputs=...); a data-dependent forward (layers dropped at "
+            "random, branches on a sum) cannot be parallelized: turn that off"
         ) from error
     finally:
         for handle in handles:
             handle.remove()
     results = {id(leaf) for leaf in pytree.tree_leaves(given_back) if isinstance(leaf, Tensor)}
-    read = {call.order for call in calls if call.order in recorder.read or id(first_of(call.result)) in results}
+    read = {call.order for call in calls if call.order in recorder.read or id(first_leaf(call.result)) in results}
     found = []
     for name, module in lists:
         mine = [call for call in calls if any(call.module is layer for layer in module)]
         if mine:
             found.append(_chained(name, module, mine, read))
-            found[-1].strangers = _within(found[-1].paths, recorder.strangers)
+            found[-1].outside_reads = _within(found[-1].paths, recorder.outside_reads)
             since = {
                 path: changes[call.module]() for path, call in zip(found[-1].paths, found[-1].calls, strict=True)
             }
             found[-1].assigned = {path: names for path, names in since.items() if names}
-    return Observed(found, recorder.strangers)
+    return Observation(found, recorder.outside_reads)
 
 
 def _outermost_lists(model: nn.Module) -> list[tuple[str, Any]]:
-    """The lists of alike modules that are in no other such list."""
+    """Lists of modules of one class that are in no other such list."""
     lists = [
         (name, module)
         for name, module in model.named_modules()
@@ -258,33 +260,33 @@ def _is_in(name: str, other: str) -> bool:
 
 
 def _within(paths: list[str], names: Iterable[str]) -> set[str]:
-    """Names of parameters of layers, as the layers call them."""
+    """Parameter names relative to the layers that hold them."""
     return {name[len(path) + 1 :] for name in names for path in paths if name.startswith(f"{path}.")}
 
 
-def as_one_layer(model: nn.Module, inputs: Inputs) -> LayerList:
-    """A model without lists of layers, as a list of one that is the model itself."""
+def single_layer(model: nn.Module, inputs: Inputs) -> LayerList:
+    """List of one layer, the model itself, for a model without lists of layers."""
     args, kwargs = _complete(model, inputs)
     why = "the model has no list of layers that it calls one after the other"
-    return LayerList("", [""], [Called(model, args, kwargs, None, 0)], [-1], why)
+    return LayerList("", [""], [TracedCall(model, args, kwargs, None, 0)], [-1], why)
 
 
 def _complete(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Without data, and for a pass that keeps no keys and values."""
+    """Inputs as fake tensors, without a key-value cache."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: without_data(tensor, device), inputs)
-    return args, {"use_cache": False, **kwargs} if takes(model, "use_cache") else kwargs
+    return args, {"use_cache": False, **kwargs} if has_argument(model, "use_cache") else kwargs
 
 
 def _alike(modules: Any) -> bool:
-    """Whether all are of one class, and have weights."""
+    """Whether all modules are of one class and have weights."""
     return len({type(each) for each in modules}) == 1 and all(
         any(True for _ in each.parameters()) for each in modules
     )
 
 
-def _chained(name: str, module: Any, calls: list[Called], read: set[int]) -> LayerList:
-    """A list by its calls. read: the numbers of the calls whose results other code reads."""
+def _chained(name: str, module: Any, calls: list[TracedCall], read: set[int]) -> LayerList:
+    """LayerList of a module list from its calls. read: numbers of calls whose results other code reads."""
     path = f"{name}." if name else ""
     first = {id(call.module): call for call in reversed(calls)}
     paths: dict[int, str] = {}
@@ -307,8 +309,8 @@ def _chained(name: str, module: Any, calls: list[Called], read: set[int]) -> Lay
     return found
 
 
-def _activations(calls: list[Called]) -> tuple[list[int], str]:
-    """Where each call has the result of the one before, and why the calls are no chain; empty where they are."""
+def _activations(calls: list[TracedCall]) -> tuple[list[int], str]:
+    """Place of the previous result among each call's leaves, and the reason why the calls are not a chain, or ""."""
     places, results, why = [], list[Any](), ""
     for number, call in enumerate(calls):
         flat, _ = leaves(call.args, call.kwargs)
@@ -318,22 +320,22 @@ def _activations(calls: list[Called]) -> tuple[list[int], str]:
         elif any(leaf is other for leaf in flat for other in results[:-1]):
             why = f"layer {number} reads the results of several layers before it"
         places.append(mine[0] if len(mine) == 1 else -1)
-        results.append(first_of(call.result))
+        results.append(first_leaf(call.result))
     places[0] = places[1] if len(calls) > 1 else -1  # the first layer gets its activation where the others do
     for call, at in zip(calls, places, strict=True):
         flat, _ = leaves(call.args, call.kwargs)
-        x, result = flat[at] if 0 <= at < len(flat) else None, first_of(call.result)
+        x, result = flat[at] if 0 <= at < len(flat) else None, first_leaf(call.result)
         if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.shape != result.shape:
             why = why or "a layer's result has another shape than its input"
     return places, why
 
 
-def first_of(result: Any) -> Any:
-    """The first leaf of what a layer returns."""
+def first_leaf(result: Any) -> Any:
+    """First leaf of a layer's result."""
     flat = pytree.tree_leaves(result)
     return flat[0] if flat else None
 
 
-def takes(module: nn.Module, name: str) -> bool:
+def has_argument(module: nn.Module, name: str) -> bool:
     """Whether a module's forward has an argument of this name."""
     return name in inspect.signature(module.forward).parameters

@@ -1,7 +1,7 @@
-"""Logits whose vocabulary is cut over the ranks, for loss code that knows nothing of it.
+"""Vocabulary-parallel logits behind the interface of a full tensor, for unedited loss code.
 
-A head that is cut by rows gives each rank a part of every row of logits. The author's own loss code (`.float()`, a
-shift, `.view(-1, vocabulary)`, `F.cross_entropy`) runs on that part alone. Anything else gets the whole logits.
+A head sharded by rows gives each rank a part of every row of logits. The model's own loss code (`.float()`, a shift,
+`.view(-1, vocabulary)`, `F.cross_entropy`) runs on that part alone. Any other op gathers the full logits.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from oases.parallel.loss import parallel_cross_entropy
 from oases.parallel.sharding import Cut
 
 LABEL = "vocabulary logits"
-"""What `oases.report()` calls the collectives that make logits whole."""
+"""Label in `oases.report()` of the collectives that gather full logits."""
 
 
 class VocabularyLogits(Tensor):
-    """[..., vocabulary] of which each rank computed a part, `part`: [..., about vocabulary / t], as `Cut` cuts it.
+    """Logits [..., vocabulary] of which each rank holds `part`, [..., about vocabulary / t], as `Cut` divides them.
 
-    Shape, type and device are those of the whole, and cost nothing to ask. What keeps the vocabulary the last
-    dimension stays a part: casts, tanh, arithmetic with numbers and with tensors that do not learn, views, and
-    indices of other dimensions. `F.cross_entropy` with indices as targets is the loss over parts, in float32 or
-    float64.
+    Shape, type and device are those of the full logits, without communication. Ops that keep the vocabulary as the
+    last dimension run on the part: casts, tanh, arithmetic with numbers and with tensors that do not require grad,
+    views, and indexing of other dimensions. `F.cross_entropy` with class indices is the vocabulary-parallel loss, in
+    float32 or float64.
 
-    Anything else (softmax, argmax, `detach`, printing, saving) gathers the whole once and returns plain tensors,
-    differentiable. That is a collective: all ranks of the group must do it alike, so one rank alone must not print or
-    save them. What is written into the whole counts from then on, for the loss too.
+    Any other op (softmax, argmax, `detach`, printing, saving) gathers the full logits once and returns plain
+    differentiable tensors. That is a collective: all ranks of the group must run the op, so printing or saving them
+    on one rank alone would hang. In-place writes to the full logits count from then on, also for the loss.
     """
 
     _part: Tensor
@@ -44,7 +44,7 @@ class VocabularyLogits(Tensor):
 
     @staticmethod
     def of(part: Tensor, vocabulary: int, process_group: ProcessGroup) -> VocabularyLogits:
-        """Wrap this rank's part, [..., the length that Cut(-1, (vocabulary,)) gives this rank].
+        """Wrap this rank's part, [..., length of this rank under Cut(-1, (vocabulary,))].
 
         ValueError for a part of another length.
         """
@@ -52,14 +52,14 @@ class VocabularyLogits(Tensor):
         ((first, last),) = cut.ranges(process_group.rank(), process_group.size())
         if part.shape[-1] != last - first:
             raise ValueError(
-                f"logits of shape {tuple(part.shape)} are no part of a vocabulary of {vocabulary}: rank "
+                f"logits of shape {tuple(part.shape)} do not fit a vocabulary of {vocabulary}: rank "
                 f"{process_group.rank()} of {process_group.size()} holds {last - first}"
             )
         return _wrap(part, cut, group_name(process_group))
 
     @property
     def part(self) -> Tensor:
-        """This rank's part, with its autograd graph. The whole is not gathered for it."""
+        """This rank's part, with its autograd graph. Does not communicate."""
         with torch._C.DisableTorchFunctionSubclass():
             cut_off = torch.is_grad_enabled() and self.requires_grad and not self._part.requires_grad
             # An autograd function (a checkpoint's, DistributedDataParallel's) returned these logits: its graph knows
@@ -67,9 +67,9 @@ class VocabularyLogits(Tensor):
             return _PartOf.apply(self, self._part, self._cut, self._group_name) if cut_off else self._part
 
     def whole(self) -> Tensor:
-        """All logits, a plain tensor; differentiable. Gathered on the first call, which all ranks must make."""
+        """Full logits as a plain, differentiable tensor. The first call is a collective."""
         if self._whole is None:
-            # With its graph even in no_grad mode: it may be used with gradients later.
+            # Keep the graph even in no_grad mode: the result may be used with gradients later.
             with torch.enable_grad():
                 self._whole = gather(self.part, _group(self._group_name), self._cut, LABEL)
             self._version_gathered = self._whole._version
@@ -92,11 +92,11 @@ class VocabularyLogits(Tensor):
                 return func(*args, **kwargs)
         if func in _HOOKS:
             raise RuntimeError(
-                f"{func.__name__} on logits that are cut over the vocabulary would miss the gradient of the loss, "
+                f"{func.__name__} on vocabulary-parallel logits would miss the gradient of the loss, "
                 "which goes to this rank's part: use logits.part"
             )
         if func is Tensor.view_as and args[0] is args[1] and not torch.is_grad_enabled():
-            # Autograd does this with what a function returns as it got it, then makes the function its origin.
+            # Autograd calls this for an input that a function returns unchanged, then sets its grad_fn.
             return args[0]._like(args[0]._part.detach())
         rule = _RULES.get(func)
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, VocabularyLogits)]
@@ -111,7 +111,7 @@ class VocabularyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Ops that come from below torch's Python functions: values without a graph, autograd adds its own."""
+        """Ops from below torch's Python functions: run on values without a graph; autograd adds its own."""
         if func in _ALIASES:
             return args[0]._like(args[0]._part.detach())
         args, kwargs = pytree.tree_map_only(VocabularyLogits, _values, (args, kwargs or {}))
@@ -137,7 +137,7 @@ def _wrap(part: Tensor, cut: Cut, name: str) -> VocabularyLogits:
 
 
 class _Whole(torch.autograd.Function):
-    """Part -> logits. Links the wrapper to the part's graph, for those who look at it from C++."""
+    """Part -> logits. Connects the wrapper to the part's autograd graph, for C++ code."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, cut: Cut, name: str) -> VocabularyLogits:
@@ -155,7 +155,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _PartOf(torch.autograd.Function):
-    """Logits -> part, for logits that only autograd's own graph knows."""
+    """Logits -> part, for logits returned by an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, part: Tensor, cut: Cut, name: str) -> Tensor:
@@ -178,7 +178,7 @@ def _elementwise(func: Callable[..., Any], logits: VocabularyLogits, args: tuple
         if x is logits:
             operands.append(logits.part)
         elif isinstance(x, Tensor):
-            # What learns needs the gradient of the whole; what does not broadcast to the logits gives other shapes.
+            # Trained operands need the full gradient; operands that do not broadcast to the logits change the shape.
             if x.requires_grad or torch.broadcast_shapes(x.shape, logits.shape) != logits.shape:
                 return NotImplemented
             along = x.dim() > 0 and x.shape[-1] == logits.shape[-1]
@@ -195,7 +195,7 @@ def _elementwise(func: Callable[..., Any], logits: VocabularyLogits, args: tuple
 def _cast(func: Callable[..., Any], logits: VocabularyLogits, args: tuple[Any, ...], kwargs: Any) -> Any:
     if args[0] is not logits:
         return NotImplemented
-    # Tried on nothing: only a part that stays on its device can still be gathered by the group.
+    # Try on an empty tensor: a part that leaves its device could not be gathered by the group.
     tried = func(logits._part.detach().new_empty(0), *args[1:], **kwargs)
     if not isinstance(tried, Tensor):
         return tried  # `type()` without arguments
@@ -227,7 +227,7 @@ def _index(func: Callable[..., Any], logits: VocabularyLogits, args: tuple[Any, 
         elif item is not None and item is not Ellipsis:
             return NotImplemented
     if taken == logits.dim() or any(item is Ellipsis for item in index[:-1]):
-        # The last item is that of the vocabulary, all of which must stay.
+        # The last item indexes the vocabulary, which must stay complete.
         last = index[-1]
         if not isinstance(last, slice) or last.indices(logits.shape[-1]) != (0, logits.shape[-1], 1):
             return NotImplemented
@@ -250,7 +250,7 @@ def _loss_of_part(
     label_smoothing: float = 0.0,
 ) -> Any:
     by_class = weight is not None or target.is_floating_point()
-    # Beyond two dimensions torch has the classes second, not last. What does not fit is torch's to refuse.
+    # With more than two dimensions torch has the classes second. Let torch report inputs that do not fit.
     if by_class or size_average is not None or reduce is not None or logits.dim() > 2:
         return NotImplemented
     if target.shape != logits.shape[:-1]:
@@ -262,7 +262,7 @@ def _loss_of_part(
 
 
 def _functions(names: str) -> set[Any]:
-    """torch's functions and methods of these names, of those that there are."""
+    """torch functions and Tensor methods of these names that exist."""
     found = [getattr(owner, name, None) for name in names.split() for owner in (torch, Tensor)]
     return {function for function in found if function is not None}
 

@@ -1,4 +1,4 @@
-"""`parallelize`: a model as its author wrote it becomes one that trains under overlapped tensor parallelism."""
+"""`parallelize`: overlapped tensor parallelism for an unedited model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from oases.autotp.block import value_of
-from oases.autotp.conduct import Conduct
-from oases.autotp.experts import stand_in
+from oases.autotp.experts import substitute_experts
 from oases.autotp.export import UnsplittableError, leaves, twin_of
-from oases.autotp.layers import LayerList, as_one_layer, made_up_inputs, observe
-from oases.autotp.operations import Place
-from oases.autotp.pretrained import WholeSaving
-from oases.autotp.program import Form, Kind, Program, kinds_of
-from oases.autotp.report import LayersReport, PartitionReport, compared
-from oases.autotp.requirements import placed, require_alike, require_cuttable, require_layers
+from oases.autotp.layers import LayerList, example_inputs, observe, single_layer
+from oases.autotp.lowering import GroupRank
+from oases.autotp.model_hooks import ModelHooks
+from oases.autotp.module_snapshot import ModuleSnapshot, training_modes
+from oases.autotp.preconditions import require_alike, require_cuttable, require_layers, tensor_parallel_group
+from oases.autotp.pretrained import FullModelSaver
+from oases.autotp.program import CallSignature, LayerSignature, Program, layer_signatures
+from oases.autotp.report import LayersReport, PartitionReport, compare_with_plan
 from oases.autotp.runner import Layer, Runner
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
-from oases.autotp.watch import Watch, modes_of
 from oases.autotp.weights import load_weights
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_rank, group_size
@@ -45,38 +45,39 @@ def parallelize(
     device: torch.device | str | None = None,
     **stack_options: Any,
 ) -> nn.Module:
-    """Cut a model over the ranks of a mesh, in place, and return it.
+    """Shard a model over the ranks of a mesh, in place, and return it.
 
-    model: of transformers, or any nn.Module, unedited, on every rank the same; on `meta` where `weights` are given.
-    mesh: a DeviceMesh (of several dimensions the one named "tp"), a process group, or None for the default group.
-    plan: of `oases.plan`; its schedule and recomputation are taken. schedule: as in OverlappedStack; "layers" hides
-    communication inside each layer alone, and keeps the results of layers for who reads them.
-    spec: what cannot be inferred of the model. weights: a folder or file of safetensors, or a mapping of whole
-    tensors, of which this rank reads its parts (see `load_weights`) to `device`; None: that of the mesh, or the CPU.
-    stack_options: others of OverlappedStack, such as sub_batches.
+    model: a transformers model or any nn.Module, the same on every rank; on `meta` where `weights` are given. mesh: a
+    DeviceMesh (of several dimensions the one named "tp"), a process group, or None for the default group. plan: from
+    `oases.plan`; sets schedule and recomputation. schedule: as in OverlappedStack; "layers" overlaps communication
+    inside each layer alone, and keeps the results of single layers readable. spec: what cannot be inferred from the
+    model. weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards
+    (see `load_weights`) to `device`; None: the mesh's device, or the CPU. stack_options: further options of
+    OverlappedStack, such as sub_batches.
 
-    What is column-parallel, row-parallel and vocabulary-parallel is found from the model's graph, its layers are cut
-    at their all-reduces and run as an OverlappedStack behind the author's own loop over them; what cannot be cut
-    stays as it is. `model.oases_partition` says all of it. Parameters keep their names; those that are cut hold this
-    rank's part. Gradients, loss and logits are those of the whole model.
-    Raises UsageError where sizes do not divide (with the degrees that do), where the model cannot be run on inputs
-    without data, where weights are quantised, or of a plan for another model. Source: arXiv 2206.04959, section 4.
+    Column-, row- and vocabulary-parallel modules are found from the model's graph. Layers are cut at their
+    all-reduces and run as an OverlappedStack behind the model's own loop over them; what cannot be cut stays
+    replicated. `model.oases_partition` reports all of it. Parameters keep their names; sharded ones hold this rank's
+    shard. Gradients, loss and logits are those of the unsharded model.
+
+    Raises UsageError where sizes do not divide (with the degrees that do), where the model does not run on fake
+    tensors, for quantised weights, and for a plan of another model. Source: arXiv 2206.04959, section 4.
     """
     spec = spec or ParallelSpec()
-    group, options = placed(mesh, plan, schedule, stack_options)
+    group, options = tensor_parallel_group(mesh, plan, schedule, stack_options)
     require_cuttable(model)
     spec.require_names(model)
     require_alike(model, group, values=weights is None)
-    place = Place.of(group)
-    report = PartitionReport(type(model).__name__, place.ranks)
+    tp = GroupRank.of(group)
+    report = PartitionReport(type(model).__name__, tp.ranks)
     vocabulary, twin = spec.vocabulary_of(model), twin_of(model)
-    stand_in(twin, place.ranks)
-    inputs = spec.inputs or made_up_inputs(model)
+    substitute_experts(twin, tp.ranks)
+    inputs = spec.inputs or example_inputs(model)
     names = [*vocabulary.tables, *vocabulary.heads] if vocabulary is not None else []
     observed = observe(twin, inputs, [twin.get_submodule(name) for name in names])
     lists = observed.lists
     if not lists and not spec.layers:
-        lists = [as_one_layer(twin, inputs)]
+        lists = [single_layer(twin, inputs)]
     if spec.layers is not None:
         missing = set(spec.layers) - {each.name for each in lists}
         if missing:
@@ -84,34 +85,40 @@ def parallelize(
         lists = [each for each in lists if each.name in spec.layers]
     if plan is not None:
         require_layers(plan, [len(each.calls) for each in lists])
-    found = [(each, kinds_of(each, model, spec, place)) for each in lists]
+    found = [(each, layer_signatures(each, model, spec, tp)) for each in lists]
     _require_divisible(
-        [(each.name, kind) for each, kinds in found for kind in kinds if isinstance(kind, Kind)], place
+        [
+            (each.name, signature)
+            for each, signatures in found
+            for signature in signatures
+            if isinstance(signature, LayerSignature)
+        ],
+        tp,
     )
-    conduct = Conduct(model, group)
+    hooks = ModelHooks(model, group)
     cut_parameters(
         (
-            (model.get_submodule(path), kind.cuts)
-            for each, kinds in found
-            for path, kind in zip(each.paths, kinds, strict=True)
-            if isinstance(kind, Kind)
+            (model.get_submodule(path), signature.cuts)
+            for each, signatures in found
+            for path, signature in zip(each.paths, signatures, strict=True)
+            if isinstance(signature, LayerSignature)
         ),
         group,
     )
-    for each, kinds in found:
-        report.layers.append(_install(model, each, kinds, group, options))
-    _cut_vocabulary(model, vocabulary, observed.strangers, group, report)
-    if place.ranks > 1:
-        report.plan_agrees, report.plan_differs = compared(model)
+    for each, signatures in found:
+        report.layers.append(_install(model, each, signatures, group, options))
+    _cut_vocabulary(model, vocabulary, observed.outside_reads, group, report)
+    if tp.ranks > 1:
+        report.plan_agrees, report.plan_differs = compare_with_plan(model)
     if weights is not None:
-        kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-        load_weights(model, weights, device=device or kind, process_group=group)
+        device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
+        load_weights(model, weights, device=device or device_type, process_group=group)
     known = {id(p) for each in lists for path in each.paths for p in model.get_submodule(path).parameters()}
     known |= {id(p) for name in report.vocabulary for p in model.get_submodule(name).parameters()}
     report.replicated = [name for name, p in model.named_parameters() if id(p) not in known]
-    conduct.begin(model)
-    if callable(getattr(model, "save_pretrained", None)) and place.ranks > 1:
-        object.__setattr__(model, "save_pretrained", WholeSaving(model, group))
+    hooks.begin(model)
+    if callable(getattr(model, "save_pretrained", None)) and tp.ranks > 1:
+        object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
     return model
 
@@ -119,26 +126,27 @@ def parallelize(
 def _install(
     model: nn.Module,
     found: LayerList,
-    kinds: list[Kind | UnsplittableError],
+    signatures: list[LayerSignature | UnsplittableError],
     group: ProcessGroup | None,
     options: dict[str, Any],
 ) -> LayersReport:
-    """Cut the layers of one list and put what runs them in the place of their forward."""
+    """Shard the layers of one list and replace their forward."""
     modules = [model.get_submodule(path) for path in found.paths]
     report = LayersReport(found.name, len(modules), "replicated")
-    cut = [kind for kind in kinds if isinstance(kind, Kind)]
-    reasons = [str(kind) for kind in kinds if isinstance(kind, UnsplittableError)]
+    cut = [signature for signature in signatures if isinstance(signature, LayerSignature)]
+    reasons = [str(signature) for signature in signatures if isinstance(signature, UnsplittableError)]
     report.reason = found.broken or (reasons[0] if reasons else "")
     programs: list[Program] = []
-    if len(cut) == len(kinds) and not found.broken and options["schedule"] != "layers":
+    if len(cut) == len(signatures) and not found.broken and options["schedule"] != "layers":
         programs = [
-            _sample(kind, call, at) for kind, call, at in zip(cut, found.calls, found.activations, strict=True)
+            _sample(signature, call, at)
+            for signature, call, at in zip(cut, found.calls, found.activations, strict=True)
         ]
         report.reason = next((why for program in programs if (why := program.why_not_in_a_stack)), "")
     if programs and not report.reason:
         layers = [
-            Layer(module, kind, at, path)
-            for module, kind, at, path in zip(modules, cut, found.activations, found.paths, strict=True)
+            Layer(module, signature, at, path)
+            for module, signature, at, path in zip(modules, cut, found.activations, found.paths, strict=True)
         ]
         runner = Runner(found.name, layers, programs, group, **options)
         runner.install()
@@ -146,12 +154,12 @@ def _install(
         report.runs, report.schedule = "across layers", str(runner.stack.schedule.name)
         report.blocks_per_layer = len(runner.stack.blocks) // len(layers)
     else:
-        for module, kind, path in zip(modules, kinds, found.paths, strict=True):
-            if isinstance(kind, Kind):
-                module.forward = WholeForward(module, kind, path)
+        for module, signature, path in zip(modules, signatures, found.paths, strict=True):
+            if isinstance(signature, LayerSignature):
+                module.forward = StandaloneForward(module, signature, path)
                 report.runs = "inside layers"
         if options["schedule"] == "layers":
-            report.reason = report.reason or "schedule='layers' was asked for"
+            report.reason = report.reason or "schedule='layers' was requested"
     report.describe(dict.fromkeys(cut))
     return report
 
@@ -159,60 +167,62 @@ def _install(
 def _cut_vocabulary(
     model: nn.Module,
     vocabulary: Vocabulary | None,
-    strangers: set[str],
+    outside_reads: set[str],
     group: ProcessGroup | None,
     report: PartitionReport,
 ) -> None:
-    """strangers: names of parameters that the model reads by itself, which needs all rows of them."""
-    if vocabulary is None or group is None or isinstance(model.forward, WholeForward):
+    """Shard embedding tables and heads; outside_reads: parameters that the model reads itself and needs in full."""
+    if vocabulary is None or group is None or isinstance(model.forward, StandaloneForward):
         return
-    read = sorted(strangers & {f"{name}.weight" for name in (*vocabulary.tables, *vocabulary.heads)})
+    read = sorted(outside_reads & {f"{name}.weight" for name in (*vocabulary.tables, *vocabulary.heads)})
     if read:
-        report.notes.append(f"the vocabulary stays whole: {', '.join(read)} is read outside of its module")
+        report.notes.append(f"the vocabulary is replicated: {', '.join(read)} is read outside of its module")
         return
     try:
         shard_vocabulary(model, vocabulary, group)
     except ValueError as error:
-        report.notes.append(f"the vocabulary stays whole: {error}")
+        report.notes.append(f"the vocabulary is replicated: {error}")
     else:
         report.vocabulary = [*vocabulary.tables, *vocabulary.heads]
 
 
-def _sample(kind: Kind, call: Any, at: int) -> Program:
+def _sample(signature: LayerSignature, call: Any, at: int) -> Program:
     flat, tree = leaves(call.args, call.kwargs)
-    return kind.program(Form.of(flat, tree, modes_of(call.module)), flat, tree, at, flat[at].device)
+    return signature.program(
+        CallSignature.of(flat, tree, training_modes(call.module)), flat, tree, at, flat[at].device
+    )
 
 
-def _require_divisible(kinds: list[tuple[str, Kind]], place: Place) -> None:
-    """Raise UsageError, with the degrees that fit, unless all lengths that are cut divide by the degree."""
+def _require_divisible(signatures: list[tuple[str, LayerSignature]], tp: GroupRank) -> None:
+    """Raise UsageError, with the degrees that fit, unless the degree divides all sharded lengths."""
     wrong = dict.fromkeys(
         f"{length} ({name}.*.{of})"
-        for name, kind in kinds
-        for length, of in kind.structure.limits.items()
-        if length % place.ranks
+        for name, signature in signatures
+        for length, of in signature.structure.limits.items()
+        if length % tp.ranks
     )
     if wrong:
-        fits = sorted(set.intersection(*(set(kind.structure.degrees) for _, kind in kinds)))
+        fits = sorted(set.intersection(*(set(signature.structure.degrees) for _, signature in signatures)))
         raise UsageError(
-            f"the tensor-parallel degree {place.ranks} does not divide these numbers of heads or features: "
+            f"the tensor-parallel degree {tp.ranks} does not divide these numbers of heads or features: "
             f"{', '.join(wrong)}; degrees that fit this model: {', '.join(map(str, fits))}"
         )
 
 
-class WholeForward:
-    """The forward of one layer, by its kind's programs."""
+class StandaloneForward:
+    """Forward of one layer outside of a stack, by its traced programs."""
 
-    def __init__(self, module: nn.Module, kind: Kind, path: str) -> None:
+    def __init__(self, module: nn.Module, signature: LayerSignature, path: str) -> None:
         self.module = module
-        self.kind = kind
-        self._watch = Watch(module, path)
+        self.signature = signature
+        self._snapshot = ModuleSnapshot(module, path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's author has it."""
+        """Run the layer's program; arguments and result are those of the layer."""
         found, tree = leaves(args, kwargs)
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
-        form = Form.of(found, tree, self._watch.modes())
-        program = self.kind.program(form, found, tree, None, device)
+        call_signature = CallSignature.of(found, tree, self._snapshot.modes())
+        program = self.signature.program(call_signature, found, tree, None, device)
         run, names = program.module()
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))
@@ -221,11 +231,11 @@ class WholeForward:
 
 
 def cut_parameters(roots: Iterable[tuple[nn.Module, Mapping[str, Cut]]], group: ProcessGroup | None) -> None:
-    """Replace parameters by this rank's parts of them, in every module of all roots that holds them.
+    """Replace parameters by this rank's shards, in every module of all roots that holds them.
 
-    roots: modules, each with its cuts by the parameter's name in it. What several modules share they go on sharing.
-    Each owner says so by the instance's `shard_dims`, `shard_segments`, `tensor_parallel` and the group's name.
-    Parameters on meta stay there. UsageError, with nothing changed, where one is needed in two ways.
+    roots: modules, each with its cuts by parameter name. Shared parameters stay shared. Each owner gets the
+    attributes `shard_dims`, `shard_segments`, `tensor_parallel` and the group's name. Meta parameters stay on meta.
+    UsageError, with nothing changed, where a parameter would be cut in two ways.
     """
     roots = list(roots)
     wanted: dict[int, tuple[nn.Parameter, Cut | None, str]] = {}
@@ -237,7 +247,7 @@ def cut_parameters(roots: Iterable[tuple[nn.Module, Mapping[str, Cut]]], group: 
             if other != cut:
                 raise UsageError(
                     f"{name} is shared by layers that need it cut in different ways ({elsewhere}: {other}, {name}: "
-                    f"{cut}, None is whole); give spec=ParallelSpec(replicate=('*.{name}', '*.{elsewhere}'))"
+                    f"{cut}, None is replicated); give spec=ParallelSpec(replicate=('*.{name}', '*.{elsewhere}'))"
                 )
     made = {key: part_of(whole, cut, group) for key, (whole, cut, _) in wanted.items() if cut is not None}
     for root, _ in roots:
@@ -251,16 +261,16 @@ def cut_parameters(roots: Iterable[tuple[nn.Module, Mapping[str, Cut]]], group: 
 
 
 def part_of(parameter: nn.Parameter, cut: Cut, group: ProcessGroup | None) -> nn.Parameter:
-    """A parameter of this rank's part, in memory of its own."""
+    """This rank's shard of a parameter, in memory of its own."""
     whole: Tensor = parameter.detach()
     part = cut.take(whole, group_rank(group), group_size(group)).clone(memory_format=torch.contiguous_format)
     made = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)  # what others wrote on it: optimizers' groups are told by attributes
+    made.__dict__.update(parameter.__dict__)  # attributes set by others, such as marks for optimizer groups
     return made
 
 
 def declare(module: nn.Module, name: str, cut: Cut, group: ProcessGroup | None) -> None:
-    """Have a module say that its parameter `name` is cut over a group."""
+    """Record on a module that its parameter `name` is sharded over a group."""
     for attribute, value in (("shard_dims", cut.dim), ("shard_segments", cut.segments)):
         if attribute not in vars(module):
             setattr(module, attribute, dict(getattr(module, attribute, {})))

@@ -1,4 +1,4 @@
-"""A partitioned model written as one whole model, which transformers reads with `from_pretrained`."""
+"""Save a sharded model as one full model that transformers reads with `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from oases.autotp.gathering import Wire, gathered, is_pretrained
-from oases.autotp.holdings import Holding, holdings, together
+from oases.autotp.gathering import GatherBuffers, gather_blocks, is_pretrained
+from oases.autotp.shard_map import TensorShard, raise_together, shard_map
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, resolve
 from oases.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
@@ -22,7 +22,7 @@ from oases.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
 WRITTEN = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"
 )
-"""Files that a saved model consists of. Others in its folder, a tokenizer's, stay there when it is saved anew."""
+"""Files of a saved model. Other files in its folder, such as a tokenizer's, are kept when it is saved again."""
 
 
 def save_pretrained(
@@ -32,36 +32,36 @@ def save_pretrained(
     max_shard_bytes: int = 5_000_000_000,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Write the whole model to `folder`: safetensors, their index if several, and the model's configuration if any.
+    """Write the full model to `folder`: safetensors, their index if several, and the model's configuration if any.
 
-    All ranks of process_group call it and send what they hold to its first rank, which alone writes, a block of rows
-    at a time: nobody holds more than its part of the model and a few such blocks. Names, shapes and types are those
-    of the model nobody partitioned; a tied tensor is written once. A file has at most max_shard_bytes of tensors,
-    unless one tensor alone has more. The folder takes its place by a rename once it is whole.
+    Collective over process_group: ranks send their shards to the first rank, which alone writes, in blocks of rows;
+    no rank holds more than its shards and a few blocks. Names, shapes and types are those of the original model; a
+    tied tensor is written once. A file has at most max_shard_bytes of tensors, unless one tensor alone has more. The
+    complete folder replaces the old one by a rename.
 
     UsageError on every rank, before anything is written, for a folder that holds anything but a saved model and for
-    weights still on `meta`. What goes wrong while the first rank writes is raised on every rank, too.
+    weights on `meta`. Errors of the first rank while writing are raised on every rank.
     """
     group, path = resolve(process_group), Path(folder).resolve()
     first = group_rank(group) == 0
     aside = path.with_name(f".{path.name}.part")
-    with together(group):
-        tensors = _written(model, holdings(model, group))
+    with raise_together(group):
+        tensors = _written(model, shard_map(model, group))
         files = _shards(tensors, max_shard_bytes)
         if first:
             _require_replaceable(path)
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-    failures, wire = [], Wire()
+    failures, wire = [], GatherBuffers()
     for name, held in files.items():
         file = _File(aside / name, held) if first else None
-        for tensor, holding in held.items():
-            for row, block in gathered(holding, group, wire):
+        for tensor, shard in held.items():
+            for row, block in gather_blocks(shard, group, wire):
                 if file is not None and block is not None:
                     file.write(tensor, row, block)
         if file is not None:
             failures.append(file.close())
-    with together(group):
+    with raise_together(group):
         if first:
             for failure in filter(None, failures):
                 shutil.rmtree(aside, ignore_errors=True)
@@ -70,15 +70,15 @@ def save_pretrained(
             _replace(path, aside)
 
 
-class WholeSaving:
-    """In the place of a model's own `save_pretrained`, which would write this rank's part as if it were the model."""
+class FullModelSaver:
+    """Replacement of a model's own `save_pretrained`, which would write this rank's shards alone."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
         self._model = model
         self._group = group_name(group)
 
     def __call__(self, save_directory: str | Path, **options: Any) -> None:
-        """Write the whole model, on all ranks; UsageError for options other than `max_shard_bytes`."""
+        """Write the full model, on all ranks; UsageError for options other than `max_shard_bytes`."""
         if set(options) - {"max_shard_bytes"}:
             raise UsageError(
                 f"a parallelized model is saved by oases.save_pretrained(), which does not take {', '.join(options)}"
@@ -87,9 +87,9 @@ class WholeSaving:
 
 
 class _File:
-    """A file that the first rank writes. It keeps its failure to the end, until when the others go on sending."""
+    """File written by the first rank. It keeps an error until close, because the other ranks keep sending."""
 
-    def __init__(self, path: Path, held: dict[str, Holding]) -> None:
+    def __init__(self, path: Path, held: dict[str, TensorShard]) -> None:
         self._held = held
         self._failure: OSError | None = None
         self._begins: dict[str, int] = {}
@@ -98,11 +98,11 @@ class _File:
 
     def _open(self, path: Path) -> None:
         self._file = path.open("wb")
-        sizes = {name: (holding.tensor.dtype, holding.shape) for name, holding in self._held.items()}
+        sizes = {name: (shard.tensor.dtype, shard.shape) for name, shard in self._held.items()}
         self._begins = write_header(self._file, sizes)
 
     def write(self, name: str, row: int, block: Tensor) -> None:
-        """Write rows of a tensor where they belong, from `row` on."""
+        """Write rows of a tensor, from `row` on."""
         self._try(lambda: self._put(self._begins[name] + row * self._held[name].row_bytes, block))
 
     def _put(self, at: int, block: Tensor) -> None:
@@ -111,7 +111,7 @@ class _File:
         self._file.write(block.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> OSError | None:
-        """What failed, if anything did."""
+        """Close the file; return the first error, or None."""
         file = self._file
         if file is not None:
             self._try(file.close)
@@ -125,42 +125,42 @@ class _File:
                 self._failure = error
 
 
-def _written(model: nn.Module, held: list[Holding]) -> dict[str, Holding]:
-    """What is written, by name: every tensor once, and again only under a name that transformers would not tie."""
+def _written(model: nn.Module, held: list[TensorShard]) -> dict[str, TensorShard]:
+    """Tensors to write, by name: each once, and again only under a name that transformers would not tie."""
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     found = {}
-    for holding in held:
-        if holding.tensor.is_meta:
-            raise UsageError(f"{holding.name!r} is on meta and has no value to save; load weights first")
-        names = [name for name in holding.names if name not in holding.aliases] or list(holding.names[:1])
-        for name in names if is_pretrained(model) else holding.names[:1]:
+    for shard in held:
+        if shard.tensor.is_meta:
+            raise UsageError(f"{shard.name!r} is on meta and has no value to save; load weights first")
+        names = [name for name in shard.names if name not in shard.aliases] or list(shard.names[:1])
+        for name in names if is_pretrained(model) else shard.names[:1]:
             if name not in left_out:
-                found[name] = holding
+                found[name] = shard
     return found
 
 
-def _shards(tensors: dict[str, Holding], max_shard_bytes: int) -> dict[str, dict[str, Holding]]:
-    """The tensors of each file, in their order."""
+def _shards(tensors: dict[str, TensorShard], max_shard_bytes: int) -> dict[str, dict[str, TensorShard]]:
+    """Tensors of each file, in order."""
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}; give at least 1")
-    shards: list[dict[str, Holding]] = [{}]
+    shards: list[dict[str, TensorShard]] = [{}]
     size = 0
-    for name, holding in tensors.items():
-        more = holding.rows * holding.row_bytes
+    for name, shard in tensors.items():
+        more = shard.rows * shard.row_bytes
         if shards[-1] and size + more > max_shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = holding
+        shards[-1][name] = shard
         size += more
     if len(shards) == 1:
         return {MODEL_FILE: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _describe(model: nn.Module, files: dict[str, dict[str, Holding]], folder: Path) -> None:
-    """Write the index of several files and the configuration that transformers builds the model from."""
+def _describe(model: nn.Module, files: dict[str, dict[str, TensorShard]], folder: Path) -> None:
+    """Write the index of several files and the model's configuration."""
     if len(files) > 1:
-        sizes = [holding.rows * holding.row_bytes for held in files.values() for holding in held.values()]
+        sizes = [shard.rows * shard.row_bytes for held in files.values() for shard in held.values()]
         index = {
             "metadata": {"total_size": sum(sizes)},
             "weight_map": {name: file for file, held in files.items() for name in held},
@@ -177,28 +177,28 @@ def _describe(model: nn.Module, files: dict[str, dict[str, Holding]], folder: Pa
 
 
 def _require_replaceable(path: Path) -> None:
-    """Raise UsageError unless `path` may be written: absent, an empty folder, or a saved model."""
+    """Raise UsageError unless `path` is absent, an empty folder, or a saved model."""
     if path.exists() and not path.is_dir():
         raise UsageError(f"{str(path)!r} is a file; give the path of a folder of its own")
     if path.is_dir() and any(path.iterdir()) and not ((path / MODEL_FILE).is_file() or (path / INDEX_FILE).is_file()):
         raise UsageError(
-            f"{str(path)!r} holds other files and no saved model, {MODEL_FILE} or {INDEX_FILE}; give a new or empty "
+            f"{str(path)!r} holds other files but no saved model ({MODEL_FILE} or {INDEX_FILE}); give a new or empty "
             "folder"
         )
 
 
 def _replace(path: Path, aside: Path) -> None:
-    """Put the folder written aside in its place, with what else there was in the old one."""
+    """Rename the new folder to `path`, with the unrelated files of the old one."""
     old = path.with_name(f".{path.name}.old")
     if path.exists():
-        _carry(old, path)  # of a save that was cut short here
+        _carry(old, path)  # left by an interrupted save
         path.rename(old)
     aside.rename(path)
     _carry(old, path)
 
 
 def _carry(old: Path, path: Path) -> None:
-    """Move files that no save writes from the old folder, if there is one, and remove it."""
+    """Move files that a save does not write out of the old folder, if it exists, and remove it."""
     if not old.exists():
         return
     for file in old.iterdir():

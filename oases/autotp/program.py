@@ -1,8 +1,8 @@
-"""What one rank runs of a layer, for calls of one form; made when a call of a new form comes.
+"""Programs of a layer on one rank, traced once per call signature.
 
-A kind of layer is what layers that differ in their weights alone have in common. Its twin, the author's layer without
-data and uncut, is traced again for every form of call: other flags, other inputs, shapes that the traces before are
-not good for. What is cut was decided once; every trace must come to the same.
+Layers that differ in their weights alone share a LayerSignature. Its fake copy of the unsharded layer is traced again
+for every new call signature: other flags, other inputs, or shapes outside of earlier traces. The sharding is decided
+once; every trace must agree with it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from oases.autotp.cutting import BlockPieces, Piece, beside, cut
-from oases.autotp.experts import keep_whole
+from oases.autotp.cutting import BlockPieces, Piece, cut, other_results
+from oases.autotp.experts import replicate_experts
 from oases.autotp.export import Exported, UnsplittableError, export, leaves, twin_of
-from oases.autotp.layers import Called, LayerList
-from oases.autotp.operations import Place, block_dropout, lower, product
-from oases.autotp.rules import is_product, product_of
+from oases.autotp.layers import LayerList, TracedCall
+from oases.autotp.lowering import GroupRank, block_dropout, block_linear, lower
+from oases.autotp.module_snapshot import comparison_key, inner_hooks, set_training_modes
+from oases.autotp.rules import is_linear, linear_operands
 from oases.autotp.shapes import Segments
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.splitter import Splitter
 from oases.autotp.structure import Structure, find
-from oases.autotp.watch import hooks_inside, set_modes, worth
 from oases.parallel.sharding import Cut
 
 
 @dataclass(frozen=True)
-class Form:
-    """What of a call decides which graph it needs, but for shapes: the tree, what is no tensor, types, the mode."""
+class CallSignature:
+    """Properties of a call, besides shapes, that determine its graph: tree, constants, types, training modes."""
 
     tree: str
     constants: tuple[str, ...]
@@ -41,8 +41,10 @@ class Form:
     modes: tuple[bool, ...]
 
     @classmethod
-    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]) -> Form:
-        """The form of a call by its leaves. UnsplittableError for one that is neither a tensor nor a plain value."""
+    def of(cls, found: list[Any], tree: pytree.TreeSpec, modes: tuple[bool, ...]) -> CallSignature:
+        """Signature of a call from its leaves. UnsplittableError for a leaf that is neither a tensor nor a plain
+        value.
+        """
         for leaf in found:
             if not isinstance(leaf, (Tensor, int, float, str, bool, torch.dtype, torch.device, type(None))):
                 what = type(leaf).__name__
@@ -58,22 +60,22 @@ class Form:
 
 
 _Length = int | tuple[Any, float, float]
-"""A dimension of an input: its length, or the symbol that stands for one with the least and the most it may be."""
+"""Dimension of an input: its length, or (symbol, minimum, maximum)."""
 
 
 @dataclass
 class Program:
-    """The rank's graphs for one form of call and a range of shapes.
+    """Graphs of one rank for one call signature and a range of shapes.
 
-    blocks: as a stack runs them; beside: the layer's other results (see `cutting.beside`). module: the whole layer
-    with its sums in it, which is made when first asked for.
+    blocks: graphs of the stack's blocks. other_results: see `cutting.other_results`. module: the whole layer with its
+    all-reduces, made on first use.
     """
 
     walk: Splitter
     activation: int | None
-    place: Place
+    tp: GroupRank
     blocks: list[BlockPieces] | None
-    beside: list[Any] = field(default_factory=list)
+    other_results: list[Any] = field(default_factory=list)
     reason: str = ""
     _module: tuple[Any, tuple[str, ...]] | None = field(default=None, repr=False)
     _constants: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
@@ -87,13 +89,13 @@ class Program:
 
     @cached_property
     def leaf_of(self) -> dict[str, int]:
-        """The place among a call's leaves of every placeholder that stands for one."""
+        """Index among a call's leaves of each placeholder that represents one."""
         return {name: at for at, name in enumerate(self.exported.inputs) if name is not None}
 
     def reading(self, number: int, name: str) -> tuple[Piece, list[tuple[int | None, str, str]]]:
-        """`partial` or `combine` of a block, and where it reads its further arguments.
+        """`partial` or `combine` of a block, and the sources of its further arguments.
 
-        Of each: the place among a call's leaves; or the name of the block's parameter; or neither, and the source.
+        Each source is the index of a leaf of the call; or the name of a parameter of the block; or a placeholder.
         """
         if (number, name) not in self._readings:
             assert self.blocks is not None
@@ -106,7 +108,7 @@ class Program:
         return self._readings[number, name]
 
     def constant(self, source: str, device: torch.device) -> Tensor:
-        """A tensor that the layer makes of its own, copied to a device once."""
+        """Tensor that the layer creates, copied to a device once."""
         key = (source, device)
         if key not in self._constants:
             self._constants[key] = self.exported.constants[source].to(device)
@@ -114,7 +116,7 @@ class Program:
 
     @cached_property
     def _shapes(self) -> tuple[tuple[_Length, ...] | None, ...]:
-        """By leaf: what each length must be; None for a leaf that is no tensor."""
+        """Required lengths of each leaf; None for a leaf that is not a tensor."""
         nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
         return tuple(
             None if name is None else tuple(self._length(want) for want in nodes[name].meta["val"].shape)
@@ -128,7 +130,7 @@ class Program:
         return (want.node.expr, *((0, math.inf) if found is None else (float(found.lower), float(found.upper))))
 
     def accepts(self, tensors: list[Any]) -> bool:
-        """Whether it is good for inputs of these shapes: a length that was traced as varying is one everywhere."""
+        """Whether the program is valid for these shapes."""
         shapes = tuple(tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors)
         if shapes not in self._accepted:
             self._accepted[shapes] = self._accepts(tensors)
@@ -148,7 +150,7 @@ class Program:
         return all(guard.subs(bound) == True for guard in self.exported.guards)  # noqa: E712  (of symbols)
 
     def per_sample(self, leaf: int) -> bool:
-        """Whether dimension 0 of an input holds the samples, as that of the activation does."""
+        """Whether dimension 0 of an input is the batch dimension."""
         assert self.activation is not None
         mine, x = self._shapes[leaf], self._shapes[self.activation]
         if not mine or not x:
@@ -157,70 +159,75 @@ class Program:
 
     @property
     def why_not_in_a_stack(self) -> str:
-        """Why its blocks cannot run in sub-batches; empty where they can."""
+        """Reason why the blocks cannot run in sub-batches, or ""."""
         if self.blocks is None:
             return self.reason
         assert self.activation is not None
         x = self._shapes[self.activation]
-        return "its graph is good for one batch size alone" if x and isinstance(x[0], int) else ""
+        return "its graph is valid for one batch size alone" if x and isinstance(x[0], int) else ""
 
     def module(self) -> tuple[Any, tuple[str, ...]]:
-        """The whole layer as a function with its sums in it, and the placeholders it reads."""
+        """The whole layer as a function with its all-reduces, and the placeholders it reads."""
         if self._module is None:
-            graph = lower(self.walk.graph, self.place)
+            graph = lower(self.walk.graph, self.tp)
             names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
             self._module = (fx.GraphModule(nn.Module(), graph).forward, names)
         return self._module
 
 
 def mangled(name: str) -> str:
-    """A parameter's name as that of a parameter of one module."""
+    """Parameter name without dots, valid in a single module."""
     return name.replace(".", "/")
 
 
-class Kind:
-    """Layers that differ in their weights alone: one twin, one structure, a program for every form of call.
+class LayerSignature:
+    """Layers that differ in their weights alone: one fake copy, one sharding, a program per call signature.
 
-    Raises UnsplittableError where the layer cannot be traced or nothing of it can be cut.
+    Raises UnsplittableError where the layer cannot be traced or sharded.
     """
 
     def __init__(
-        self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Any, place: Place
+        self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Any, tp: GroupRank
     ) -> None:
         self.twin = twin
-        self.place = place
-        Form.of(*leaves(args, kwargs), ())
+        self.tp = tp
+        CallSignature.of(*leaves(args, kwargs), ())
         exported = export(twin, args, kwargs)
-        self.structure: Structure = find(exported, keep, place.ranks)
+        self.structure: Structure = find(exported, keep, tp.ranks)
         self.columns: dict[str, Segments] = {
             _weight(exported, node): segments for node, segments in self.structure.columns.items()
         }
         self.rows = tuple(_weight(exported, node) for node in self.structure.rows)
-        walk = _walk(exported, self.columns, Place())
+        walk = _walk(exported, self.columns, GroupRank())
         self.cuts: Mapping[str, Cut] = walk.cuts
         self.experts, self.refused = tuple(walk.experts), {**self.structure.refused, **walk.refused}
         if not self.cuts:
             raise UnsplittableError(
-                "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of products"
+                "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of linears"
             )
-        self.programs: dict[Form, list[Program]] = {}
+        self.programs: dict[CallSignature, list[Program]] = {}
 
     def program(
-        self, form: Form, found: list[Any], tree: pytree.TreeSpec, activation: int | None, device: Any
+        self,
+        call_signature: CallSignature,
+        found: list[Any],
+        tree: pytree.TreeSpec,
+        activation: int | None,
+        device: Any,
     ) -> Program:
-        """The program for a call of this form by its leaves."""
-        programs = self.programs.setdefault(form, [])
+        """Program for a call with this signature and leaves; traced if there is none."""
+        programs = self.programs.setdefault(call_signature, [])
         for program in programs:
             if program.accepts(found):
                 return program
         args, kwargs = pytree.tree_unflatten(found, tree)
         if next(self.twin.parameters()).device != device:
             self.twin = twin_of(self.twin, device)
-        set_modes(self.twin, form.modes)
+        set_training_modes(self.twin, call_signature.modes)
         try:
             exported = export(self.twin, args, kwargs, _varying)
             walk = self._walked(exported)
-        except UnsplittableError:  # lengths that vary are more than some layers take: then for these alone
+        except UnsplittableError:  # some layers cannot be traced with dynamic lengths: trace these alone
             exported = export(self.twin, args, kwargs)
             walk = self._walked(exported)
         blocks, others, reason = None, list[Any](), ""
@@ -228,43 +235,47 @@ class Kind:
             name = None if activation is None or activation < 0 else exported.inputs[activation]
             if name is None:
                 raise UnsplittableError("it has no activation")
-            blocks, others = cut(walk, name), beside(walk, name)
+            blocks, others = cut(walk, name), other_results(walk, name)
         except UnsplittableError as error:
             reason = str(error)
         shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in found)
-        accepted = {shapes: True}  # whatever a guard may say that cannot be decided
-        programs.append(Program(walk, activation, self.place, blocks, others, reason, _accepted=accepted))
+        accepted = {shapes: True}  # valid for its own shapes even where a guard cannot be decided
+        programs.append(Program(walk, activation, self.tp, blocks, others, reason, _accepted=accepted))
         return programs[-1]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
-        """Itself: it has no weights, and a copy of a layer is of the same kind."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSignature:
+        """Return self: it has no weights, and a copied layer has the same signature."""
         return self
 
     def _walked(self, exported: Exported) -> Splitter:
-        walk = _walk(exported, self.columns, self.place)
+        walk = _walk(exported, self.columns, self.tp)
         if walk.cuts != self.cuts:
-            raise UnsplittableError(f"called so, other parameters would be cut: {set(walk.cuts) ^ set(self.cuts)}")
+            raise UnsplittableError(
+                f"with these arguments other parameters would be sharded: {set(walk.cuts) ^ set(self.cuts)}"
+            )
         return walk
 
 
-def _walk(exported: Exported, columns: Mapping[str, Segments], place: Place) -> Splitter:
+def _walk(exported: Exported, columns: Mapping[str, Segments], tp: GroupRank) -> Splitter:
     nodes = {node: columns[_weight(exported, node)] for node in exported.graph.nodes
-             if is_product(node) and _weight(exported, node) in columns}  # fmt: skip
-    return Splitter(exported, nodes, product, block_dropout, place.rank, place.ranks).run()
+             if is_linear(node) and _weight(exported, node) in columns}  # fmt: skip
+    return Splitter(exported, nodes, block_linear, block_dropout, tp.rank, tp.ranks).run()
 
 
 def _weight(exported: Exported, node: fx.Node) -> str:
-    return exported.parameters.get(getattr(product_of(node)[1], "name", ""), "")
+    return exported.parameters.get(getattr(linear_operands(node)[1], "name", ""), "")
 
 
 def _varying(tensor: Tensor) -> dict[int, Any]:
     return {dim: torch.export.Dim.AUTO for dim, length in enumerate(tensor.shape) if length > 1}
 
 
-def kinds_of(found: LayerList, model: nn.Module, spec: ParallelSpec, place: Place) -> list[Kind | UnsplittableError]:
-    """The kind of each layer, one object for layers of one kind; what was raised for those that have none.
+def layer_signatures(
+    found: LayerList, model: nn.Module, spec: ParallelSpec, tp: GroupRank
+) -> list[LayerSignature | UnsplittableError]:
+    """Signature of each layer, one object for equal layers; the UnsplittableError for those that cannot be sharded.
 
-    model: the author's, whose layers are asked for hooks, which the twins do not have.
+    model: the original, whose layers are checked for hooks, which the fake copies do not have.
     """
     groups: dict[Any, list[int]] = {}
     indices = _indices([call.module for call in found.calls])
@@ -272,36 +283,40 @@ def kinds_of(found: LayerList, model: nn.Module, spec: ParallelSpec, place: Plac
         kept = frozenset(
             name
             for name, _ in call.module.named_parameters()
-            if name in found.strangers or spec.keeps_whole(f"{path}.{name}" if path else name)
+            if name in found.outside_reads or spec.keeps_whole(f"{path}.{name}" if path else name)
         )
-        refused = hooks_inside(model.get_submodule(path))
+        refused = inner_hooks(model.get_submodule(path))
         if path in found.assigned:
             refused = f"{type(call.module).__name__} sets {', '.join(found.assigned[path])} in its forward"
-        groups.setdefault((_look(call.module, indices), _form(call), call.ops, kept, refused), []).append(at)
-    kinds: dict[int, Kind | UnsplittableError] = {}
+        groups.setdefault((_look(call.module, indices), _argument_types(call), call.ops, kept, refused), []).append(
+            at
+        )
+    signatures: dict[int, LayerSignature | UnsplittableError] = {}
     for (*_, kept, refused), members in groups.items():
-        kinds.update(dict.fromkeys(members, _kind(found.calls[members[0]], kept, refused, place)))
-    return [kinds[at] for at in range(len(found.calls))]
+        signatures.update(dict.fromkeys(members, _layer_signature(found.calls[members[0]], kept, refused, tp)))
+    return [signatures[at] for at in range(len(found.calls))]
 
 
-def _kind(call: Called, kept: frozenset[str], refused: str, place: Place) -> Kind | UnsplittableError:
+def _layer_signature(
+    call: TracedCall, kept: frozenset[str], refused: str, tp: GroupRank
+) -> LayerSignature | UnsplittableError:
     if refused:
         return UnsplittableError(refused)
-    keep_whole(call.module, kept)
+    replicate_experts(call.module, kept)
     try:
-        return Kind(call.module, call.args, call.kwargs, kept.__contains__, place)
+        return LayerSignature(call.module, call.args, call.kwargs, kept.__contains__, tp)
     except UnsplittableError as error:
         return error
 
 
 def _look(module: nn.Module, ignored: set[tuple[str, str]]) -> tuple[Any, ...]:
-    """Classes, attributes, shapes and shared weights of a module and all within it."""
+    """Classes, attributes, shapes and shared weights of a module and its submodules."""
     shared: dict[int, int] = {}
     return tuple(
         (
             path,
             type(part),
-            tuple((name, worth(v)) for name, v in sorted(vars(part).items())
+            tuple((name, comparison_key(v)) for name, v in sorted(vars(part).items())
                   if not name.startswith("_") and (path, name) not in ignored and name != "training"),
             tuple((name, tuple(p.shape), p.dtype, p.requires_grad, shared.setdefault(id(p), len(shared)))
                   for name, p in part._parameters.items() if p is not None),
@@ -312,7 +327,7 @@ def _look(module: nn.Module, ignored: set[tuple[str, str]]) -> tuple[Any, ...]:
 
 
 def _indices(modules: Sequence[nn.Module]) -> set[tuple[str, str]]:
-    """The attributes that count the layers."""
+    """Attributes that hold the layer's index."""
     counting: set[tuple[str, str]] | None = None
     for at, module in enumerate(modules):
         mine = {(path, name) for path, part in module.named_modules() for name, v in vars(part).items()
@@ -321,8 +336,8 @@ def _indices(modules: Sequence[nn.Module]) -> set[tuple[str, str]]:
     return counting or set()
 
 
-def _form(call: Called) -> str:
-    """What else of a call may change the graph: which arguments there are."""
+def _argument_types(call: TracedCall) -> str:
+    """Names and types of a call's arguments."""
     return repr(
         [type(each).__name__ for each in call.args] + sorted((k, type(v).__name__) for k, v in call.kwargs.items())
     )

@@ -1,7 +1,6 @@
-"""What the partitioner did with a model: what is cut, how its layers run, and why something is not.
+"""Report of `parallelize`: sharded parameters, how layers run, and reasons where something is replicated.
 
-The plan is a list of names that somebody wrote by hand; the graph decides. Where both differ, one of them has found
-less, or sums elsewhere, and the report says so.
+transformers' tp_plan lists names by hand; the traced graph decides. The report names entries where both differ.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ from typing import Any
 
 from torch import nn
 
-from oases.autotp.program import Kind
+from oases.autotp.program import LayerSignature
 from oases.autotp.runner import Runner
 
 
 @dataclass
 class LayersReport:
-    """One list of layers. runs: "across layers", "inside layers" or "replicated"; reason: why not across layers.
+    """Report of one list of layers. runs: "across layers", "inside layers" or "replicated"; reason: why not across
+    layers.
 
-    experts: weights of experts of which each rank holds its share. runner: what runs them, across layers; of its
-    stack the schedule can be changed.
+    experts: expert weights sharded over the ranks. runner: runs the layers where they run across layers; its stack's
+    schedule can be changed.
     """
 
     name: str
@@ -39,25 +39,27 @@ class LayersReport:
     degrees: list[int] = field(default_factory=list)
     runner: Runner | None = field(default=None, repr=False, compare=False)
 
-    def describe(self, kinds: Iterable[Kind]) -> None:
-        """Say what is cut in layers of these kinds."""
+    def describe(self, signatures: Iterable[LayerSignature]) -> None:
+        """Add the sharding of layers with these signatures."""
         fitting: set[int] | None = None
-        for kind in kinds:
-            self.column = list(dict.fromkeys([*self.column, *kind.columns]))
-            self.row = list(dict.fromkeys([*self.row, *kind.rows]))
-            self.experts = list(dict.fromkeys([*self.experts, *kind.experts]))
-            whole = [name for name, _ in kind.twin.named_parameters() if name not in kind.cuts]
+        for signature in signatures:
+            self.column = list(dict.fromkeys([*self.column, *signature.columns]))
+            self.row = list(dict.fromkeys([*self.row, *signature.rows]))
+            self.experts = list(dict.fromkeys([*self.experts, *signature.experts]))
+            whole = [name for name, _ in signature.twin.named_parameters() if name not in signature.cuts]
             self.replicated = list(dict.fromkeys([*self.replicated, *whole]))
-            self.refused |= kind.refused
-            fitting = set(kind.structure.degrees) & (fitting if fitting is not None else set(kind.structure.degrees))
+            self.refused |= signature.refused
+            fitting = set(signature.structure.degrees) & (
+                fitting if fitting is not None else set(signature.structure.degrees)
+            )
         self.degrees = sorted(fitting or ())
 
 
 @dataclass
 class PartitionReport:
-    """What `parallelize` found and did; `model.oases_partition`. Prints as a table.
+    """Result of `parallelize`, as `model.oases_partition`. Prints as a table.
 
-    plan_agrees, plan_differs: entries of transformers' own plan for the model (see `tp_plan`).
+    plan_agrees, plan_differs: entries of transformers' own tp_plan for the model.
     """
 
     model: str
@@ -70,8 +72,10 @@ class PartitionReport:
     notes: list[str] = field(default_factory=list)
 
     def json(self) -> dict[str, Any]:
-        """As plain data."""
-        layers = [replace(each, runner=None) for each in self.layers]  # a stack is none, and must not be copied
+        """Plain data."""
+        layers = [
+            replace(each, runner=None) for each in self.layers
+        ]  # a runner is not plain data and must not be copied
         found = asdict(replace(self, layers=layers))
         for each in found["layers"]:
             del each["runner"]
@@ -90,9 +94,9 @@ class PartitionReport:
                 lines.append(f"  because: {each.reason}")
             lines.extend(_named("  column-parallel", each.column))
             lines.extend(_named("  row-parallel", each.row))
-            lines.extend(_named("  experts over the ranks", each.experts))
+            lines.extend(_named("  expert-parallel", each.experts))
             lines.extend(_named("  replicated", each.replicated))
-            lines.extend(f"  {name} stays whole: {why}" for name, why in each.refused.items())
+            lines.extend(f"  {name} is replicated: {why}" for name, why in each.refused.items())
         lines.extend(_named("vocabulary-parallel", self.vocabulary))
         lines.extend(_named("replicated elsewhere", self.replicated))
         if self.plan_agrees or self.plan_differs:
@@ -111,10 +115,10 @@ def _named(what: str, names: Iterable[str]) -> list[str]:
 _WHOLE = "whole"
 
 
-def compared(model: nn.Module) -> tuple[list[str], dict[str, str]]:
-    """The entries of the plan that agree with how the model is cut now, and what is different of the others.
+def compare_with_plan(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+    """Entries of the model's tp_plan that agree with its sharding, and a description of each that differs.
 
-    A model without a plan gives nothing. Entries in styles for which no weight is cut one way (experts) are left out.
+    ([], {}) for a model without a plan. Styles without a single cut per weight (experts) are left out.
     """
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
     agree: dict[str, None] = {}
@@ -133,7 +137,7 @@ def compared(model: nn.Module) -> tuple[list[str], dict[str, str]]:
 
 
 def _wanted(style: str) -> str | None:
-    """How a style of transformers cuts a weight."""
+    """Cut of a weight under a tp_plan style."""
     for start, way in (("colwise", "colwise"), ("rowwise", "rowwise"), ("embedding_rowwise", "embedding_rowwise")):
         if style.startswith(start):
             return way

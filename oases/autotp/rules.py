@@ -1,4 +1,4 @@
-"""What element-wise functions, products and attention do to values that are split or partial."""
+"""Sharding rules of element-wise functions, linears and attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oases.autotp.export import UnsplittableError
 from oases.autotp.splitter import Split, Splitter, Value, args_of, name_of, rule
 
 _SAME = ("neg", "contiguous", "clone", "alias", "detach", "to", "_to_copy", "type_as")
-"""Of one tensor (type_as reads the type of another), and linear."""
+"""Linear functions of one tensor (type_as reads another's type)."""
 
 
 _ELEMENT_WISE = (
@@ -31,7 +31,7 @@ _ELEMENT_WISE = (
     ),
     *("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "full_like", "zeros_like", "ones_like"),
 )
-"""Besides those that torch itself tags so."""
+"""Ops besides those that torch tags as pointwise."""
 
 _OVER_DIMENSIONS = (
     *("sum", "mean", "amax", "amin", "var", "norm", "linalg_vector_norm", "argmax", "topk", "sort"),
@@ -46,7 +46,7 @@ def tensors(node: fx.Node) -> list[fx.Node]:
 
 @rule(*_ELEMENT_WISE)
 def element_wise(s: Splitter, node: fx.Node) -> Value:
-    """Element by element: all that is split is split alike, and what is whole has its part taken or is broadcast."""
+    """Element-wise: sharded inputs must be sharded alike; replicated ones are sliced or broadcast."""
     found = tensors(node)
     if any(s.value(each).partial for each in found):
         value = _of_partial(s, node)
@@ -57,13 +57,13 @@ def element_wise(s: Splitter, node: fx.Node) -> Value:
     if not splits:
         return Value(s.copy(node))
     if len(splits) > 1:
-        raise UnsplittableError(f"{node.target} combines what is split along {splits}")
+        raise UnsplittableError(f"{node.target} combines tensors sharded along {splits}")
     (split,) = splits
     return s.split(s.copy(node, aligned(s, found, split, len(s.shape(node)))), split.dim, split.segments)
 
 
 def aligned(s: Splitter, found: list[fx.Node], split: Split, dims: int) -> dict[fx.Node, fx.Node]:
-    """The rank's values of what is broadcast to `dims` dimensions, where the result is split so."""
+    """Each input's node on this rank, where the result, of `dims` dimensions, is sharded by `split`."""
     given = {}
     for each in found:
         if s.value(each).split is not None:
@@ -77,7 +77,7 @@ def aligned(s: Splitter, found: list[fx.Node], split: Split, dims: int) -> dict[
 
 
 def _of_partial(s: Splitter, node: fx.Node) -> Value | None:
-    """The result where it is linear in a partial value, and so partial itself; None where a sum is due."""
+    """The partial result of a function that is linear in a partial value; None where the sum is needed first."""
     name, shape = name_of(node), s.shape(node)
     values = [
         s.value(each) if isinstance(each, fx.Node) and each in tensors(node) else None for each in args_of(node)
@@ -110,7 +110,7 @@ def _of_partial(s: Splitter, node: fx.Node) -> Value | None:
 
 
 def _each(s: Splitter, node: fx.Node, value: Value, at: int) -> Value:
-    """Apply a linear function to a partial value and to what waits to be added to it."""
+    """Apply a linear function to a partial value and to its pending addends."""
 
     def applied(operand: fx.Node, *, entering: bool) -> fx.Node:
         def of_rank(arg: fx.Node) -> Any:
@@ -125,7 +125,7 @@ def _each(s: Splitter, node: fx.Node, value: Value, at: int) -> Value:
 
 @rule("dropout")
 def dropout(s: Splitter, node: fx.Node) -> Value:
-    """Nothing where it is off; where it is on, a value is summed first, so that all ranks draw for the same one."""
+    """Dropout: a partial value is summed first, so that all ranks draw one mask."""
     x, p, train = args_of(node)
     if not train or p == 0:
         return s.value(x)
@@ -138,53 +138,53 @@ def dropout(s: Splitter, node: fx.Node) -> Value:
 
 @rule("linear")
 def linear(s: Splitter, node: fx.Node) -> Value:
-    """Column-parallel if asked; row-parallel where its input is split along the features."""
+    """Linear: column-parallel where chosen; row-parallel where its input is sharded along the features."""
     x, weight, *rest = args_of(node)
-    return _product(s, node, x, weight, rest[0] if rest else None, transposed=False)
+    return _linear(s, node, x, weight, rest[0] if rest else None, transposed=False)
 
 
 @rule("addmm")
 def addmm(s: Splitter, node: fx.Node) -> Value:
-    """`bias + x @ weight`, GPT-2's way."""
+    """`bias + x @ weight`, as in GPT-2."""
     bias, x, weight, *_ = args_of(node)
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")) or not s.is_parameter(weight):
         return batched(s, node) if s.value(x).split is not None else Value(s.copy(node))
-    return _product(s, node, x, weight, bias, transposed=True)
+    return _linear(s, node, x, weight, bias, transposed=True)
 
 
 @rule("mm", "matmul")
 def matmul(s: Splitter, node: fx.Node) -> Value:
-    """`x @ weight` of a parameter; else a product of each sample and head."""
+    """`x @ weight` with a parameter; else a batched matmul."""
     x, weight = args_of(node)
     if s.is_parameter(weight) and len(s.shape(weight)) == 2:
-        return _product(s, node, x, weight, None, transposed=True)
+        return _linear(s, node, x, weight, None, transposed=True)
     return batched(s, node)
 
 
-def _product(s: Splitter, node: fx.Node, x: Any, weight: Any, bias: Any, *, transposed: bool) -> Value:
+def _linear(s: Splitter, node: fx.Node, x: Any, weight: Any, bias: Any, *, transposed: bool) -> Value:
     """x times a weight [out, in], or [in, out] if transposed."""
     outputs, inputs = (1, 0) if transposed else (0, 1)
     last = len(s.shape(x)) - 1
     if node in s.columns:
         segments = s.columns[node]
         given = s.cut(weight, outputs, segments), s.cut(bias, 0, segments)
-        product = s.call(s.product, (s.entered(x), *given, transposed), node)
-        return s.split(product, last, segments, _named(s, weight))
+        result = s.call(s.linear, (s.entered(x), *given, transposed), node)
+        return s.split(result, last, segments, _named(s, weight))
     value = s.value(x)
     if value.split is not None and value.split.dim == last:
         if not s.is_parameter(weight):
-            raise UnsplittableError(f"{node} sums over what is split with a weight that is computed")
+            raise UnsplittableError(f"{node} contracts a sharded dimension with a weight that is not a parameter")
         s.rows.append(node)
-        product = s.call(s.product, (value.node, s.cut(weight, inputs, value.split.segments), None, transposed), node)
-        return Value(product, None, True, () if bias is None else (s.whole(bias),))
+        result = s.call(s.linear, (value.node, s.cut(weight, inputs, value.split.segments), None, transposed), node)
+        return Value(result, None, True, () if bias is None else (s.whole(bias),))
     if value.split is not None:
         given = s.entered(weight), None if bias is None else s.entered(bias)
-        product = s.call(s.product, (value.node, *given, transposed), node)
-        return Value(product, value.split)
+        result = s.call(s.linear, (value.node, *given, transposed), node)
+        return Value(result, value.split)
     if value.partial and bias is None and not value.addends:
-        return Value(s.call(s.product, (value.node, s.entered(weight), None, transposed), node), None, True)
+        return Value(s.call(s.linear, (value.node, s.entered(weight), None, transposed), node), None, True)
     given = s.whole(weight), None if bias is None else s.whole(bias)
-    return Value(s.call(s.product, (s.whole(x), *given, transposed), node))
+    return Value(s.call(s.linear, (s.whole(x), *given, transposed), node))
 
 
 def _named(s: Splitter, weight: Any) -> str:
@@ -193,7 +193,7 @@ def _named(s: Splitter, weight: Any) -> str:
 
 @rule("bmm", "baddbmm")
 def batched(s: Splitter, node: fx.Node) -> Value:
-    """A product over the last two dimensions, with the split among those before."""
+    """Matmul over the last two dimensions, sharded along an earlier one."""
     found = tensors(node)
     dims = len(s.shape(node))
     splits = {Split(v.split.dim + dims - len(s.shape(each)), v.split.segments)
@@ -202,24 +202,24 @@ def batched(s: Splitter, node: fx.Node) -> Value:
         return Value(s.copy(node))
     split = next(iter(splits))
     if len(splits) > 1 or split.dim >= dims - 2:
-        raise UnsplittableError(f"{node.target} multiplies what is split along {splits}")
+        raise UnsplittableError(f"{node.target} multiplies tensors sharded along {splits}")
     return s.split(s.copy(node, aligned(s, found, split, dims)), split.dim, split.segments)
 
 
 @rule("scaled_dot_product_attention")
 def attention(s: Splitter, node: fx.Node) -> Value:
-    """Heads are split, in queries, keys and values alike; of grouped queries each rank has whole groups."""
+    """Attention sharded by heads, in queries, keys and values alike; grouped queries by whole groups."""
     query, key, value = args_of(node)[:3]
     splits = [s.value(each).split for each in (query, key, value)]
     if all(each is None for each in splits):
         return Value(s.copy(node))
     heads, first = len(s.shape(query)) - 3, splits[0]
     if first is None or any(each is not None and (each.dim != heads or len(each.segments) > 1) for each in splits):
-        raise UnsplittableError(f"attention with queries, keys and values split along {splits}")
+        raise UnsplittableError(f"attention with queries, keys and values sharded along {splits}")
     given = {query: s.value(query).node}
-    for each in (key, value):  # where keys and values are whole, every rank takes those of its queries
+    for each in (key, value):  # replicated keys and values: take those of this rank's queries
         if s.value(each).split is None and s.shape(each)[heads] != s.shape(query)[heads]:
-            raise UnsplittableError("attention with fewer keys than queries, of which the keys are whole")
+            raise UnsplittableError("attention with fewer key heads than query heads and replicated keys")
         given[each] = s.as_split(each, first) if s.value(each).split is None else s.value(each).node
     for mask in set(tensors(node)) - set(given):
         shape = s.shape(mask)
@@ -232,21 +232,21 @@ def attention(s: Splitter, node: fx.Node) -> Value:
 
 @rule("layer_norm", "rms_norm", "_fused_rms_norm", "group_norm")
 def norm(s: Splitter, node: fx.Node) -> Value:
-    """Over the last dimensions, which must be whole on each rank."""
+    """Norm over the last dimensions, which must not be sharded."""
     x = args_of(node)[0]
     split = s.value(x).split
     if split is None:
         return Value(s.copy(node))
     over = args_of(node)[1]
     if name_of(node) == "group_norm" or split.dim >= len(s.shape(x)) - len(over):
-        raise UnsplittableError(f"{node.target} would need its input whole")
+        raise UnsplittableError(f"{node.target} needs a replicated input")
     given = {each: s.entered(each) for each in tensors(node) if each is not x}
     return Value(s.copy(node, {**given, x: s.value(x).node}), split)
 
 
 @rule(*_OVER_DIMENSIONS)
 def over_dimensions(s: Splitter, node: fx.Node) -> Value:
-    """Along dimensions of which none is split."""
+    """Reduction along dimensions that must not be sharded."""
     x = args_of(node)[0]
     split = s.value(x).split
     if split is None:
@@ -255,31 +255,31 @@ def over_dimensions(s: Splitter, node: fx.Node) -> Value:
     given = args_of(node)[at] if len(args_of(node)) > at else None
     dims = len(s.shape(x))
     if given is None or name_of(node) in ("topk", "sort"):
-        raise UnsplittableError(f"{node.target} would need its input whole")
+        raise UnsplittableError(f"{node.target} needs a replicated input")
     over = {d % dims for d in (given if isinstance(given, (list, tuple)) else [given])}
     if split.dim in over:
-        raise UnsplittableError(f"{node.target} goes along the dimension that is split")
+        raise UnsplittableError(f"{node.target} runs along the sharded dimension")
     gone = len([d for d in over if d < split.dim]) if len(s.shape(node)) < dims else 0
     return s.split(s.copy(node, {x: s.value(x).node}), split.dim - gone, split.segments)
 
 
 @rule("_assert_tensor_metadata", "sym_size")
 def size(s: Splitter, node: fx.Node) -> Value:
-    """Of a dimension that is not split."""
+    """Length of a dimension that is not sharded."""
     x, *rest = args_of(node)
     value = s.value(x)
     if value.split is not None and rest and rest[0] % len(s.shape(x)) == value.split.dim:
-        raise UnsplittableError(f"{node} asks for the length of what is split")
+        raise UnsplittableError(f"{node} reads the length of a sharded dimension")
     return Value(s.emit(node, (value.node, *rest), dict(node.kwargs)))
 
 
-def is_product(node: fx.Node) -> bool:
-    """Whether a node multiplies by a weight: a linear of some spelling."""
+def is_linear(node: fx.Node) -> bool:
+    """Whether a node is a linear in any spelling."""
     return node.op == "call_function" and name_of(node) in ("linear", "addmm", "mm", "matmul")
 
 
-def product_of(node: fx.Node) -> tuple[Any, Any, Any, bool]:
-    """(x, weight, bias, transposed) of a product."""
+def linear_operands(node: fx.Node) -> tuple[Any, Any, Any, bool]:
+    """(x, weight, bias, transposed) of a linear."""
     name, args = name_of(node), args_of(node)
     if name == "linear":
         return args[0], args[1], args[2] if len(args) > 2 else None, False

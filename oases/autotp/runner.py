@@ -1,8 +1,8 @@
-"""The layers of a model as one stack, behind the author's own loop over them.
+"""Runner: the layers of a model as one OverlappedStack behind the model's own loop over them.
 
-The author's code calls layer after layer. Each call but the last is noted and answered with a `Pending`, which has
-a shape and no data; the last runs all of them by the schedule. So masks, tables and flags reach each layer as its
-author passes them, and the code around the layers stays the author's.
+The model calls layer after layer. Each call but the last is recorded and returns a `Pending` tensor, which has a
+shape and no data; the last call runs all layers by the schedule. Masks, tables and flags thus reach each layer as the
+model passes them, and the code around the layers stays unchanged.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from oases.autotp.block import Call, GraphBlock, value_of
+from oases.autotp.block import GraphBlock, LayerCall, value_of
 from oases.autotp.cutting import Piece
 from oases.autotp.export import UnsplittableError, leaves
-from oases.autotp.program import Form, Kind, Program
+from oases.autotp.module_snapshot import ModuleSnapshot
+from oases.autotp.program import CallSignature, LayerSignature, Program
 from oases.autotp.splitter import ABSENT
-from oases.autotp.watch import Watch
 from oases.execution.group import ProcessGroup
 from oases.parallel.batch import BlockInputs
 from oases.parallel.stack import OverlappedStack
 
 
 class Pending(Tensor):
-    """What a layer returns before the last one has run: a shape, whose data nobody can read yet."""
+    """Result of a layer before the last layer has run: a shape without data."""
 
     origin: str
 
     @staticmethod
     def of(x: Tensor, where: str) -> Pending:
-        """In the place of a tensor like `x`."""
+        """Pending result with the shape and type of `x`."""
         found: Pending = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Pending, x.shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
         )
@@ -42,7 +42,7 @@ class Pending(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Its shape and type can be asked for; anything else cannot be had."""
+        """Allow reading shape and type; raise RuntimeError for anything else."""
         name = getattr(function, "__name__", "")
         if name in ("__get__", "__set__", "size", "dim", "is_floating_point", "is_complex", "element_size", "numel"):
             with torch._C.DisableTorchFunctionSubclass():
@@ -58,64 +58,64 @@ class Pending(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Never reached by way of torch's functions."""
+        """Raise RuntimeError for ops below torch's Python functions."""
         raise RuntimeError(f"{function} on the result of a layer that has not run yet")
 
 
 class Layer:
-    """One layer behind the author's loop. activation: the place of its hidden states among the leaves of a call.
+    """One layer of a Runner. activation: index of its hidden states among the leaves of a call.
 
     path: its name in the model.
     """
 
-    def __init__(self, module: nn.Module, kind: Kind, activation: int, path: str) -> None:
+    def __init__(self, module: nn.Module, signature: LayerSignature, activation: int, path: str) -> None:
         self.module = module
-        self.kind = kind
+        self.signature = signature
         self.activation = activation
         self.path = path
-        self.watch = Watch(module, path)
+        self.snapshot = ModuleSnapshot(module, path)
 
-    def noted(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Noted:
-        """A call by its leaves, `x` in the place of its activation."""
-        form = Form.of(self.with_activation(found, x), tree, self.watch.modes())
-        return Noted(found, tree, form, self.program(form, found, tree, x))
+    def deferred(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> DeferredCall:
+        """Record a call by its leaves, with `x` as its activation."""
+        call_signature = CallSignature.of(self.with_activation(found, x), tree, self.snapshot.modes())
+        return DeferredCall(found, tree, call_signature, self.program(call_signature, found, tree, x))
 
-    def program(self, form: Form, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
-        """The program for a call of this form, `x` in the place of its activation."""
-        return self.kind.program(form, self.with_activation(found, x), tree, self.activation, x.device)
+    def program(self, call_signature: CallSignature, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
+        """Program for a call with this signature, with `x` as its activation."""
+        return self.signature.program(call_signature, self.with_activation(found, x), tree, self.activation, x.device)
 
     def with_activation(self, found: list[Any], x: Tensor) -> list[Any]:
-        """The leaves of a call, `x` in the place of its activation."""
+        """Leaves of a call, with `x` as its activation."""
         return [*found[: self.activation], x, *found[self.activation + 1 :]]
 
 
 @dataclass(frozen=True)
-class Noted:
-    """A layer's call that waits for the last one: its leaves, their form, and the program for them."""
+class DeferredCall:
+    """Recorded call of a layer that runs with the last one: leaves, signature and program."""
 
     found: list[Any]
     tree: pytree.TreeSpec
-    form: Form
+    call_signature: CallSignature
     program: Program
 
 
 @dataclass
 class LayerForward:
-    """The forward of layer `index` of a runner's; an object, so that a copy of the model gets a runner of its own."""
+    """Forward of layer `index` of a runner; an object, so that a copied model gets a copied runner."""
 
     runner: Runner
     index: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's author has it, but for when it runs."""
+        """Record the call; the last layer's call runs all layers."""
         return self.runner.called(self.index, args, kwargs)
 
 
 class Runner:
     """A list of layers that run as one OverlappedStack.
 
-    layers: in the order of their calls. name: that of the list in the model. programs: one of each layer, for a
-    sample call, whose blocks the stack has. Options are those of OverlappedStack.
+    layers: in call order. name: of the list in the model. programs: one per layer, for a sample call, whose blocks
+    make up the stack. options: of OverlappedStack.
     """
 
     def __init__(
@@ -135,22 +135,22 @@ class Runner:
             for number, pieces in enumerate(program.blocks):
                 reads = [*pieces.partial.reads, *pieces.combine.reads]
                 names = {program.exported.parameters[each] for each in reads if each in program.exported.parameters}
-                blocks.append(GraphBlock(layer.module, number, names, dict(layer.kind.cuts), group))
+                blocks.append(GraphBlock(layer.module, number, names, dict(layer.signature.cuts), group))
                 self.layer_of.append(index)
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
         self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
-        """Runs the stack on its input and its blocks' inputs. A benchmark puts its own collectives in between."""
-        self._calls: list[Noted] = []
+        """Function that runs the stack on its input and its blocks' inputs; benchmarks replace it."""
+        self._calls: list[DeferredCall] = []
         self._x: Tensor | None = None
         self._pending: Pending | None = None
 
     def install(self) -> None:
-        """Put the runner behind the layers' forward."""
+        """Replace the layers' forward."""
         for index, layer in enumerate(self.layers):
             layer.module.forward = LayerForward(self, index)
 
     def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Layer `index` was called by its author's code. RuntimeError for a call that is not on the one before."""
+        """Handle the model's call of layer `index`. RuntimeError unless its input is the previous layer's result."""
         found, tree = leaves(args, kwargs)
         layer = self.layers[index]
         x = found[layer.activation] if layer.activation < len(found) else None
@@ -164,26 +164,26 @@ class Runner:
             )
         first = self._x
         assert first is not None
-        call = layer.noted(found, tree, first)
+        call = layer.deferred(found, tree, first)
         self._calls.append(call)
         where, program = layer.path, call.program
         why = program.why_not_in_a_stack
         if why and (program.blocks is None or first.shape[0] > 1):
             raise UnsplittableError(
-                f"{where}, called so: {why}; give parallelize() schedule='layers', which hides communication inside "
-                "each layer alone"
+                f"{where} with these arguments: {why}; give parallelize() schedule='layers', which hides "
+                "communication inside each layer alone"
             )
         out: Tensor
         if index + 1 == len(self.layers):
             out = self._run()
         else:
             out = self._pending = Pending.of(first, where)
-        rest = [self._beside(each, layer, program, layer.with_activation(found, first), where)
-                for each in program.beside]  # fmt: skip
+        rest = [self._other_result(each, layer, program, layer.with_activation(found, first), where)
+                for each in program.other_results]  # fmt: skip
         return pytree.tree_unflatten([out, *rest], program.exported.result)
 
-    def _beside(self, other: Any, layer: Layer, program: Program, found: list[Any], where: str) -> Any:
-        """One of a layer's other results: now, if it does not need the layers to have run."""
+    def _other_result(self, other: Any, layer: Layer, program: Program, found: list[Any], where: str) -> Any:
+        """One of a layer's other results: its value if it does not depend on the layers' run, else a Pending."""
         if other is ABSENT:
             return Pending.of(found[layer.activation], f"{where}, of which this is another result,")
         if not isinstance(other, Piece):
@@ -201,17 +201,17 @@ class Runner:
         for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
             assert isinstance(block, GraphBlock)
             block.adopt(self.layers[index].module)
-        training = any(any(call.form.modes) for call in calls)
+        training = any(any(call.call_signature.modes) for call in calls)
         if training != self.stack.training:
             self.stack.train(training)
         return self.run(x, [of_layer[index] for index in self.layer_of])
 
     @staticmethod
-    def _inputs(layer: Layer, call: Noted) -> BlockInputs:
-        """What travels along to a layer's blocks."""
+    def _inputs(layer: Layer, call: DeferredCall) -> BlockInputs:
+        """Further inputs of a layer's blocks."""
 
         def programs(part: Tensor, rest: tuple[Any, ...]) -> Program:
-            return layer.program(call.form, list(rest), call.tree, part)
+            return layer.program(call.call_signature, list(rest), call.tree, part)
 
         found = call.found
         flags = [
@@ -219,4 +219,4 @@ class Runner:
             for at, leaf in enumerate(found)
         ]
         values = [None if at == layer.activation else leaf for at, leaf in enumerate(found)]
-        return BlockInputs((Call(layer.module, programs), *values), (False, *flags))
+        return BlockInputs((LayerCall(layer.module, programs), *values), (False, *flags))

@@ -1,15 +1,15 @@
-"""Where a cut dimension goes when a tensor is viewed in another shape; arithmetic on shapes alone."""
+"""Track a sharded dimension through a view; arithmetic on shapes alone."""
 
 from __future__ import annotations
 
 from math import gcd, prod
 
 Segments = tuple[int, ...]
-"""Lengths along a dimension, each cut evenly over the ranks by itself."""
+"""Lengths along a dimension, each sharded evenly over the ranks."""
 
 
 def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range, range]]:
-    """The smallest runs of dimensions of both shapes that hold the same elements, in order."""
+    """Smallest groups of dimensions of both shapes that hold the same elements, in order."""
     found: list[tuple[range, range]] = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -35,9 +35,10 @@ def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range,
 def viewed(
     before: tuple[int, ...], after: tuple[int, ...], dim: int, segments: Segments
 ) -> tuple[int, Segments] | None:
-    """The dimension of `after` that is cut when `dim` of `before` is, and its segments; None where there is none.
+    """The sharded dimension of `after` where `dim` of `before` is sharded, and its segments; None where there is
+    none.
 
-    Of several the one that most degrees divide.
+    Of several candidates the one that allows the most degrees.
     """
     for inside, outside in groups(before, after):
         if dim not in inside:
@@ -51,7 +52,7 @@ def viewed(
 
 
 def _of_dimension(flat: Segments, after: tuple[int, ...], outside: range, dim: int) -> Segments | None:
-    """`flat` as segments of one dimension of a group, the same in each of what lies outside of it."""
+    """`flat` as segments of one dimension of a group, equal in all outer indices; None where it cannot be."""
     outer = prod(after[d] for d in outside if d < dim)
     inner = prod(after[d] for d in outside if d > dim)
     if len(flat) % outer:
@@ -63,7 +64,7 @@ def _of_dimension(flat: Segments, after: tuple[int, ...], outside: range, dim: i
 
 
 def pieces(segments: Segments, lengths: list[int]) -> list[Segments] | None:
-    """The segments within consecutive pieces of these lengths; None where a piece ends within a segment."""
+    """Segments within consecutive pieces of these lengths; None where a piece ends within a segment."""
     left, found = list(segments), []
     for length in lengths:
         mine: list[int] = []

@@ -1,4 +1,4 @@
-"""What a user says of a model where it cannot be inferred."""
+"""ParallelSpec: properties of a model that `parallelize` cannot infer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """What `parallelize` cannot infer of a module that is not from transformers.
+    """Properties that `parallelize` cannot infer of a module that is not from transformers.
 
-    inputs: (args, kwargs) of a sample call, tensors of the right shapes and types, with or without data; other batch
-        sizes and lengths come later as they like.
+    inputs: (args, kwargs) of a sample call, tensors of the right shapes and types, with or without data; batch size
+        and lengths may differ in later calls.
     layers: names of the lists of layers ("encoder.blocks"); None: every outermost list of modules of one class.
-    replicate: patterns of parameter names, as the model names them ("*.gate.weight"), that stay whole.
-    vocabulary: the name of the embedding to cut over the vocabulary; "" for none; None: the model's input embedding.
+    replicate: patterns of parameter names in the model ("*.gate.weight") to replicate.
+    vocabulary: name of the embedding to shard over the vocabulary; "" for none; None: the model's input embedding.
     heads: names of the linears that give logits over that vocabulary.
 
-        class Encoder(nn.Module):        # no transformers, no names that anything could guess from
+        class Encoder(nn.Module):        # not from transformers, no recognisable names
             ...
         spec = ParallelSpec(inputs=((torch.empty(2, 64, 32),), {}), replicate=("*.gate.weight",))
         oases.parallelize(Encoder(), mesh=mesh, spec=spec)
@@ -38,7 +38,7 @@ class ParallelSpec:
     heads: tuple[str, ...] = ()
 
     def vocabulary_of(self, model: nn.Module) -> Vocabulary | None:
-        """The tables and heads to cut. UsageError for names of other modules."""
+        """Embedding tables and heads to shard. UsageError for names of other modules."""
         if self.vocabulary == "":
             return None
         if self.heads and self.vocabulary is None:
@@ -60,14 +60,14 @@ class ParallelSpec:
         return Vocabulary(table.num_embeddings, tables, {**tied, **heads})
 
     def require_names(self, model: nn.Module) -> None:
-        """Raise UsageError for a pattern that no parameter of the model answers to."""
+        """Raise UsageError for a pattern that matches no parameter of the model."""
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         for pattern in self.replicate:
             if not any(fnmatch(name, pattern) for name in names):
-                raise UsageError(f"spec.replicate has {pattern!r}, and no parameter of the model is called so")
+                raise UsageError(f"spec.replicate has {pattern!r}, which matches no parameter of the model")
 
     def keeps_whole(self, name: str) -> bool:
-        """Whether a parameter is to stay whole."""
+        """Whether a parameter is to be replicated."""
         return any(fnmatch(name, pattern) for pattern in self.replicate)
 
 

@@ -1,10 +1,10 @@
-"""One walk over a layer's graph that finds what is cut over the ranks, and writes the graph that one rank runs.
+"""Sharding propagation over a layer's graph; writes the graph of one rank.
 
-Every value is whole (the same on all ranks), split (each rank has its part of one dimension) or partial (the sum over
-the ranks is the value). A column-parallel product makes a split value of a whole one; shapes, heads and element-wise
-functions keep it split; a product that sums over the split dimension makes it partial, which is row-parallel. Partial
-values stay so through what is linear, and what is added to them waits until they are summed: so two branches that are
-only added share one sum. What is not understood raises UnsplittableError.
+Every value is replicated (equal on all ranks, "whole"), sharded along one dimension ("split") or partial (the sum
+over the ranks is the value). A column-parallel linear makes a sharded value of a replicated one; views, heads and
+element-wise functions keep it sharded; a linear that contracts the sharded dimension makes it partial (row-parallel).
+Linear functions keep partial values partial, and addends wait until the sum: two branches that are only added share
+one all-reduce. Ops without a rule raise UnsplittableError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from oases.parallel.sharding import Cut
 
 @dataclass(frozen=True)
 class Split:
-    """Each rank has its part of dimension `dim`, whose whole length is that of the segments."""
+    """Sharding along dimension `dim`, whose full length is the sum of the segments."""
 
     dim: int
     segments: Segments
@@ -31,9 +31,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Value:
-    """What one node of the layer's graph became: a node of the rank's graph.
+    """Node of the rank's graph that a node of the layer's graph became.
 
-    split: None for whole and partial values. Of a partial one, `addends` are whole and belong to it once.
+    split: None for replicated and partial values. addends: replicated values to add once to a partial value, after
+    its sum.
     """
 
     node: Any
@@ -43,28 +44,28 @@ class Value:
 
 
 def reduce(partial: Tensor) -> Tensor:
-    """A mark in the rank's graph: here a sum over the ranks is due; what runs the graph replaces it."""
+    """Mark in the rank's graph: an all-reduce of a partial value, inserted later."""
     raise AssertionError("a mark that was not replaced")
 
 
 def enter(whole: Tensor) -> Tensor:
-    """A mark: a whole value goes where each rank computes its part, so its gradient is a sum over the ranks."""
+    """Mark: a replicated value enters sharded computation, so its gradient is all-reduced (Megatron's f)."""
     raise AssertionError("a mark that was not replaced")
 
 
 def take(whole: Tensor, dim: int, segments: Segments, rank: int, ranks: int) -> Tensor:
-    """This rank's part of a value that all ranks have."""
+    """This rank's shard of a replicated value."""
     return Cut(dim, tuple(segments)).take(whole, rank, ranks)
 
 
-ABSENT = "this result is in parts on the ranks"
-"""Stands for a result of a layer that no rank has whole."""
+ABSENT = "this result is sharded over the ranks"
+"""In place of a result of a layer that no rank has in full."""
 
 Rule = Callable[["Splitter", fx.Node], "Value | tuple[Value, ...]"]
 R = TypeVar("R", bound=Rule)
 
 RULES: dict[str, Rule] = {}
-"""By the name of the aten op without its overload; filled by the modules of rules."""
+"""Rules by the name of the aten op without its overload; filled by the rule modules."""
 
 
 def rule(*names: str) -> Callable[[R], R]:
@@ -84,28 +85,27 @@ def name_of(node: fx.Node) -> str:
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a node, of whatever kind its op takes."""
+    """Arguments of a node."""
     return node.args
 
 
 def keyword(node: fx.Node, name: str, default: Any) -> Any:
-    """An argument that a node has by name."""
+    """Keyword argument of a node."""
     return node.kwargs.get(name, default)
 
 
 @dataclass
 class Splitter:
-    """The walk. columns: the products to cut by their output features, each with its segments.
+    """Propagation over one graph. columns: linears to shard by their output features, each with its segments.
 
-    ranks: 1 finds the structure and the `limits`, whose common divisors are the degrees that fit; then the same walk
-    writes the graph of rank `rank` of `ranks`. product, dropout: what the rank's graph calls for a
-    linear and for a dropout that is on. experts: the weights of experts that are spread over the ranks;
-    refused: collections of experts that stay whole, and why.
+    ranks: 1 finds the structure and the `limits`, whose common divisors are the possible degrees; otherwise the graph
+    of rank `rank` of `ranks` is written. linear, dropout: functions to call for them. experts: expert weights sharded
+    over the ranks; refused: expert modules that are replicated, and why.
     """
 
     exported: Exported
     columns: Mapping[fx.Node, Segments]
-    product: Callable[..., Any]
+    linear: Callable[..., Any]
     dropout: Callable[..., Any]
     rank: int = 0
     ranks: int = 1
@@ -123,10 +123,10 @@ class Splitter:
         self._entered: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Splitter:
-        """Walk the graph."""
+        """Process the graph."""
         for node in self.exported.graph.nodes:
             if node.op == "placeholder":
-                if not node.users:  # arguments that are no tensors have one, too
+                if not node.users:  # non-tensor arguments have a placeholder, too
                     continue
                 self._values[node] = Value(self._copied(node, node.target))
             elif node.op == "call_function":
@@ -137,11 +137,11 @@ class Splitter:
         self.graph.output(self.outputs)
         both = self._whole & set(self.cuts)
         if both:
-            raise UnsplittableError(f"{', '.join(sorted(both))} would be needed whole and cut")
+            raise UnsplittableError(f"{', '.join(sorted(both))} would be both replicated and sharded")
         return self
 
     def _result(self, place: int, out: Any) -> Any:
-        """The first result must be whole; others that are not (attention weights) nobody can have."""
+        """The first result must be replicated; sharded other results (attention weights) are absent."""
         if not isinstance(out, fx.Node):
             return out
         split = place > 0 and self.value(out).split is not None
@@ -158,28 +158,28 @@ class Splitter:
         if name in RULES:
             return RULES[name](self, node)
         if any(isinstance(value, tuple) for value in values):
-            raise UnsplittableError(f"{node.target} takes a list apart")
+            raise UnsplittableError(f"{node.target} unpacks a list")
         if all(value.split is None for value in values):  # type: ignore[union-attr]
             return Value(self.copy(node))
         pointwise = RULES["mul"]
         if torch.Tag.pointwise in getattr(node.target, "tags", ()):
             return pointwise(self, node)
-        raise UnsplittableError(f"{node.target} would need its input whole")
+        raise UnsplittableError(f"{node.target} needs a replicated input")
 
     # --- values of the layer's graph ---
 
     def value(self, node: Any) -> Value:
-        """What a node became. UnsplittableError for one that stands for several."""
+        """Value of a node. UnsplittableError for a node with several outputs."""
         found = self._values[node]
         if isinstance(found, tuple):
             raise UnsplittableError(f"{node.target} is used as one value")
         return found
 
     def whole(self, node: Any) -> fx.Node:
-        """The rank's node of a value that all ranks have; a partial one is summed now. Not of a split one."""
+        """Node of a replicated value; a partial one is summed now. UnsplittableError for a sharded one."""
         value = self.value(node)
         if value.split is not None:
-            raise UnsplittableError(f"{node} is needed whole where each rank has a part of it")
+            raise UnsplittableError(f"{node} must be replicated, but is sharded")
         if value.partial:
             total = self._made(reduce, (value.node,), node)
             for addend in value.addends:
@@ -191,7 +191,7 @@ class Splitter:
         return found
 
     def entered(self, node: Any) -> fx.Node:
-        """A whole value on its way into what is computed on parts."""
+        """Replicated value on entry into sharded computation."""
         whole = self.whole(node)
         if whole not in self._entered:
             tensor = isinstance(node.meta.get("val"), Tensor) and node.meta["val"].is_floating_point()
@@ -199,47 +199,47 @@ class Splitter:
         return self._entered[whole]
 
     def part(self, node: Any, dim: int, segments: Segments) -> fx.Node:
-        """This rank's part of a whole value."""
+        """This rank's shard of a replicated value."""
         return self._made(take, (self.entered(node), dim, segments, self.rank, self.ranks), node)
 
     def as_split(self, node: Any, split: Split) -> fx.Node:
-        """A value as one that is split so; whole ones are taken apart."""
+        """Value sharded by `split`; a replicated one is sliced."""
         value = self.value(node)
         if value.split is None:
             return self.part(node, split.dim, split.segments)
         if value.split != split:
-            raise UnsplittableError(f"{node} is split along {value.split} where {split} is needed")
+            raise UnsplittableError(f"{node} is sharded along {value.split}, not {split}")
         found: fx.Node = value.node
         return found
 
     # --- the rank's graph ---
 
     def split(self, node: Any, dim: int, segments: Segments, of: str = "") -> Value:
-        """A new split value; its segments limit the degrees. of: the weight that made it; else its input's."""
+        """New sharded value; its segments limit the degrees. of: weight that made it; default: its input's."""
         for source in node.all_input_nodes:
             of = of or source.meta.get("of", "")
         node.meta["of"] = of
         like = node.meta.get("like")
         if like is not None and not isinstance(like.meta["val"].shape[dim], int):
-            raise UnsplittableError(f"{like.name}: what is split is joined with a length that varies")
+            raise UnsplittableError(f"{like.name}: a sharded dimension is merged with a dynamic length")
         for length in segments:
             self.limits.setdefault(length, of)
             self.local(length)
         return Value(node, Split(dim, segments))
 
     def local(self, length: int) -> int:
-        """A rank's share of a length."""
+        """Length per rank."""
         if length % self.ranks:
             raise UnsplittableError(f"a length of {length} does not divide by {self.ranks} ranks")
         return length // self.ranks
 
     def cut(self, node: Any, dim: int, segments: Segments) -> fx.Node | None:
-        """The rank's node of a parameter that is cut; None for None. Not if another product cuts it otherwise."""
+        """Node of a sharded parameter; None for None. UnsplittableError where another linear cuts it differently."""
         if node is None:
             return None
         name, cut = self.exported.parameters[node.name], Cut(dim, segments)
         if self.cuts.setdefault(name, cut) != cut:
-            raise UnsplittableError(f"{name} would be cut in two ways")
+            raise UnsplittableError(f"{name} would be sharded in two ways")
         found: fx.Node = self.value(node).node
         return found
 
@@ -252,11 +252,11 @@ class Splitter:
         return self._made(node.target, args, node, kwargs)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-        """Call a function for what `like` was."""
+        """Call a function in place of the node `like`."""
         return self._made(function, args, like)
 
     def copy(self, node: fx.Node, given: Mapping[fx.Node, Any] | None = None) -> fx.Node:
-        """Call the op of `node` on the rank's values of its arguments, `given` ones or else whole ones."""
+        """Call the op of `node` on the rank's values of its arguments, `given` ones or else replicated ones."""
         given = given or {}
 
         def of_rank(arg: fx.Node) -> Any:
@@ -277,5 +277,5 @@ class Splitter:
         return placeholder
 
     def shape(self, node: Any) -> tuple[int, ...]:
-        """The whole shape of a value."""
+        """Full shape of a value."""
         return shape_of(node)

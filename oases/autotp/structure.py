@@ -1,8 +1,8 @@
-"""Which products of a layer are column- and which row-parallel, found from its graph alone.
+"""Find the column- and row-parallel linears of a layer from its graph.
 
-For every product, the products that feed it through anything but products are tried as its column-parallel
-partners: the walk of `Splitter` tells whether what lies between keeps a split (Megatron's pairs, arXiv 1909.08053,
-without lists of names). Fused products are tried in one piece and in the pieces that the graph takes them apart into.
+For every linear, the linears that feed it without another linear between them are tried as its column-parallel
+partners; the `Splitter` decides whether the ops between keep the sharding (Megatron's pairs, arXiv 1909.08053,
+without lists of names). Fused linears are tried in one segment and in the segments that the graph splits them into.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Any
 
 from torch import fx
 
-import oases.autotp.mixture
-import oases.autotp.rules_of_shape  # noqa: F401  (both fill the table of rules)
+import oases.autotp.expert_rules
+import oases.autotp.shape_rules  # noqa: F401  (both fill the table of rules)
 from oases.autotp.export import Exported, UnsplittableError, shape_of
-from oases.autotp.rules import is_product, product_of
+from oases.autotp.rules import is_linear, linear_operands
 from oases.autotp.shapes import Segments
 from oases.autotp.splitter import Splitter, args_of, name_of
 
 
 @dataclass
 class Structure:
-    """What was found. columns: by node, with the segments of its output features; rows: nodes that sum over ranks.
+    """Sharding of a layer. columns: column-parallel linears with the segments of their output features; rows:
+    row-parallel ones.
 
-    limits: lengths that the degree must divide, and what they are. refused: products that stay whole and why.
+    limits: lengths that the degree must divide, with their names. refused: linears that are replicated, and why.
     """
 
     columns: dict[fx.Node, Segments] = field(default_factory=dict)
@@ -37,29 +38,29 @@ class Structure:
 
     @property
     def degrees(self) -> list[int]:
-        """The tensor-parallel degrees up to 1024 that fit."""
+        """Possible tensor-parallel degrees up to 1024."""
         common = gcd(*self.limits)
         return [degree for degree in range(1, 1025) if common % degree == 0]
 
 
 def plain(*_: Any) -> Any:
-    """Stands for a product, or a dropout, while a structure is looked for."""
+    """Stand-in for a linear or a dropout while the structure is searched."""
     raise AssertionError("a mark that was not replaced")
 
 
 def find(exported: Exported, keep: Callable[[str], bool] = lambda name: False, degree: int = 1) -> Structure:
-    """The column- and row-parallel products of a layer.
+    """Find the column- and row-parallel linears of a layer.
 
-    keep: names of weights that stay whole. degree: wanted; where fewer heads of keys than that are shared by more of
-    queries, the keys stay whole.
+    keep: names of weights to replicate. degree: the requested one; where there are fewer key heads than that (grouped
+    queries), keys are replicated.
     """
     found = Structure()
-    products = [node for node in exported.graph.nodes if is_product(node) and _has_weight(exported, node)]
-    for row in products:
+    linears = [node for node in exported.graph.nodes if is_linear(node) and _has_weight(exported, node)]
+    for row in linears:
         weight = _weight(exported, row)
         if row in found.columns or row in found.rows or keep(weight):
             continue
-        partners = _feeding(exported, row, products)
+        partners = _feeding(exported, row, linears)
         partners = [p for p in partners if p not in found.columns and p not in found.rows]
         if not partners or any(keep(_weight(exported, p)) for p in partners):
             continue
@@ -86,7 +87,7 @@ def _paired(
                 reason = reason or str(error)
                 continue
             if row not in walk.rows:
-                reason = reason or f"{row} is not fed by what is split alone"
+                reason = reason or f"{row} has inputs that are not sharded"
                 continue
             if best is None or gcd(*walk.limits) > gcd(*best.limits):
                 best = Structure(dict(walk.columns), tuple(walk.rows), walk.limits, found.refused)
@@ -96,7 +97,9 @@ def _paired(
 
 
 def _subsets(partners: list[fx.Node]) -> list[list[fx.Node]]:
-    """All; those that feed no other (of low-rank pairs, the second); the widest (queries, and keys stay whole)."""
+    """Candidates: all; those that feed no other (second of low-rank pairs); the widest (queries, with replicated
+    keys).
+    """
     above = {p for p in partners if any(p in _ancestors(other) for other in partners if other is not p)}
     widest = max(shape_of(p)[-1] for p in partners)
     found = [partners, [p for p in partners if p not in above], [p for p in partners if shape_of(p)[-1] == widest]]
@@ -104,7 +107,7 @@ def _subsets(partners: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _choices(exported: Exported, columns: list[fx.Node]) -> Iterable[dict[fx.Node, Segments]]:
-    """Ways to cut these products: all in one piece, then as the graph takes their output apart."""
+    """Ways to cut these linears: in one segment, then as the graph splits their output."""
     options = [_segments(node) for node in columns]
     if prod(len(option) for option in options) > 16:
         options = [option[:2] for option in options]
@@ -114,7 +117,7 @@ def _choices(exported: Exported, columns: list[fx.Node]) -> Iterable[dict[fx.Nod
 
 
 def _segments(column: fx.Node) -> list[Segments]:
-    """The whole, and every way in which something of the same length is taken apart behind it before a product."""
+    """One segment, and every way in which the graph splits a dimension of this length before the next linear."""
     features = shape_of(column)[-1]
     found: list[Segments] = [(features,)]
     seen, queue = {column}, [column]
@@ -125,7 +128,7 @@ def _segments(column: fx.Node) -> list[Segments]:
                 continue
             seen.add(user)
             found.extend(_taken_apart(user, features))
-            if not is_product(user):
+            if not is_linear(user):
                 queue.append(user)
     boundaries = sorted({end for node in seen for end in _slice_ends(node, features)})
     if boundaries:
@@ -161,18 +164,18 @@ def _slice_ends(node: fx.Node, features: int) -> list[int]:
 
 
 def _has_weight(exported: Exported, node: fx.Node) -> bool:
-    weight = product_of(node)[1]
+    weight = linear_operands(node)[1]
     return isinstance(weight, fx.Node) and weight.name in exported.parameters and len(shape_of(weight)) == 2
 
 
 def _weight(exported: Exported, node: fx.Node) -> str:
-    return exported.parameters[product_of(node)[1].name]
+    return exported.parameters[linear_operands(node)[1].name]
 
 
-def _feeding(exported: Exported, row: fx.Node, products: list[fx.Node]) -> list[fx.Node]:
-    """The products whose outputs reach `row` through no other product."""
-    found, seen, queue = [], set[fx.Node](), [product_of(row)[0]]
-    known = set(products)
+def _feeding(exported: Exported, row: fx.Node, linears: list[fx.Node]) -> list[fx.Node]:
+    """Linears whose outputs reach `row` through no other linear."""
+    found, seen, queue = [], set[fx.Node](), [linear_operands(row)[0]]
+    known = set(linears)
     while queue:
         node = queue.pop()
         if node in seen:
@@ -182,7 +185,7 @@ def _feeding(exported: Exported, row: fx.Node, products: list[fx.Node]) -> list[
             found.append(node)
         else:
             queue.extend(node.all_input_nodes)
-    return sorted(found, key=products.index)
+    return sorted(found, key=linears.index)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

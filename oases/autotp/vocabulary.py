@@ -1,7 +1,7 @@
-"""Vocabulary-parallel embeddings and heads of a model that somebody else wrote, changed in place.
+"""Vocabulary-parallel embeddings and heads of an unedited model, converted in place.
 
-The author's modules stay, with their names, options and, where they are subclasses of `nn.Embedding` or `nn.Linear`,
-their own forward: only what `nn.Embedding.forward` and `nn.Linear.forward` would do is done on this rank's rows.
+Modules keep their names and options; subclasses of `nn.Embedding` and `nn.Linear` keep their own forward: only
+`nn.Embedding.forward` and `nn.Linear.forward` are replaced, to run on this rank's rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from oases.parallel.sharding import Cut
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The modules of a model whose rows are the tokens of its vocabulary, by their names in the model.
+    """Modules of a model whose rows are the tokens of its vocabulary, by name.
 
-    rows: how many tokens there are. tables: the input embeddings, more than one where modules share a parameter.
-    heads: the products that give a logit per token.
+    rows: number of tokens. tables: input embeddings, several where modules share a parameter. heads: linears that
+    give a logit per token.
     """
 
     rows: int
@@ -34,12 +34,12 @@ class Vocabulary:
 
 
 def find_vocabulary(model: nn.Module) -> Vocabulary | None:
-    """The vocabulary of a model, None for a model without one.
+    """Vocabulary of a model, None for a model without one.
 
-    The table is `model.get_input_embeddings()` where there is that method. Else it is, of the embeddings outside
+    The table is `model.get_input_embeddings()` where that method exists. Otherwise it is, of the embeddings outside
     layer lists (`nn.ModuleList`), the one with the most rows that has a head, or else the one with the most rows if
     those are at least twice its width: tables of positions and token types are smaller. Heads are the linears that
-    hold the table's parameter, and those of its shape that are `model.get_output_embeddings()` or in no layer list.
+    share the table's parameter, and those of its shape that are `model.get_output_embeddings()` or in no layer list.
     """
     embeddings = dict(_outside_lists(model, nn.Embedding))
     linears = dict(_outside_lists(model, nn.Linear))
@@ -71,13 +71,13 @@ def _vocabulary(model: nn.Module, table: nn.Embedding, linears: dict[str, nn.Lin
 
 
 def _given(model: nn.Module, method: str) -> Any:
-    """What the method returns; None where there is no such method, or the model says that it has no answer."""
+    """Result of the method; None where there is no such method or it is not implemented."""
     ask = getattr(model, method, None)
     if ask is None:
         return None
     try:
         return ask()
-    except NotImplementedError:  # what transformers' base class raises for models without embeddings
+    except NotImplementedError:  # raised by transformers for models without embeddings
         return None
 
 
@@ -91,12 +91,12 @@ def _outside_lists(module: nn.Module, kind: type[nn.Module], prefix: str = "") -
 
 
 def shard_vocabulary(model: nn.Module, vocabulary: Vocabulary, process_group: ProcessGroup | None) -> None:
-    """Cut all tables and heads of a model in place; parameters that modules share stay shared.
+    """Shard all tables and heads of a model in place; shared parameters stay shared.
 
-    A bias that another module holds too (BERT's `cls.predictions.bias`) is replaced there. Weights stay where they
-    are, on meta too. A group of one changes nothing. ValueError, and an unchanged model, for what cannot be cut: see
-    `shard_embedding` and `shard_head`; also for a table that any other kind of module holds, which would use rows as
-    if it had all of them.
+    A bias that another module also holds (BERT's `cls.predictions.bias`) is replaced there. Meta weights stay on
+    meta. A group of one changes nothing. ValueError, with the model unchanged, for modules that cannot be sharded:
+    see `shard_embedding` and `shard_head`; also for a table held by any other type of module, which would use its
+    rows as the full table.
     """
     if group_size(process_group) == 1:
         return
@@ -128,16 +128,16 @@ def _require_no_other_holder(model: nn.Module, modules: list[nn.Embedding | nn.L
             if id(parameter) in weights and id(holder) not in known:
                 raise ValueError(
                     f"{type(holder).__name__} {name!r} holds the vocabulary's table as {parameter_name!r}; only "
-                    "nn.Embedding and nn.Linear can be cut by rows: have one of them use the table"
+                    "nn.Embedding and nn.Linear can be vocabulary-parallel: use the table through one of them"
                 )
 
 
 def shard_embedding(embedding: nn.Embedding, process_group: ProcessGroup, weight: nn.Parameter | None = None) -> None:
-    """Make a table vocabulary-parallel in place: tokens [...], the same on every rank -> [..., width], whole.
+    """Make a table vocabulary-parallel in place: tokens [...], equal on every rank -> [..., width], replicated.
 
-    weight: this rank's rows, where another module shares them; else they are taken from the module's own table. The
-    padding row has no gradient, as in `nn.Embedding`. ValueError for options that need the whole table (max_norm,
-    sparse, scale_grad_by_freq), for fewer rows than ranks, and for a module that is cut already.
+    weight: this rank's rows, where another module shares them; else they are taken from the module's table. The
+    padding row has no gradient, as in `nn.Embedding`. ValueError for options that need the full table (max_norm,
+    sparse, scale_grad_by_freq), for fewer rows than ranks, and for a module that is sharded already.
     """
     _require_cuttable(embedding, process_group)
     _become(embedding, VocabularyEmbedding, nn.Embedding)
@@ -151,12 +151,12 @@ def shard_head(
     bias: nn.Parameter | None = None,
     num_chunks: NumChunks = "auto",
 ) -> None:
-    """Make an output head vocabulary-parallel in place: [..., width], whole -> `VocabularyLogits`.
+    """Make an output head vocabulary-parallel in place: [..., width], replicated -> `VocabularyLogits`.
 
     weight, bias: this rank's rows, where other modules share them; else they are taken from the module. num_chunks:
-    as in `OverlappedColumnLinear`; where the vocabulary does not divide by the degree "auto" is 2, because a choice
-    by measuring is kept by the weight's shape, which then is not that of the other ranks. ValueError for fewer rows
-    than ranks and for a module that is cut already.
+    as in `OverlappedColumnLinear`; where the degree does not divide the vocabulary "auto" is 2, because measured
+    choices are keyed by the weight's shape, which then differs between ranks. ValueError for fewer rows than ranks
+    and for a module that is sharded already.
     """
     _require_cuttable(head, process_group)
     _become(head, VocabularyHead, nn.Linear)
@@ -168,7 +168,7 @@ def shard_head(
 
 
 class _Sharded(HoldsGroup):
-    """What tables and heads share: how they are cut, and whether the author's forward came to ours."""
+    """Common state of tables and heads: their sharding, and whether a subclass's forward called ours."""
 
     shard_dims: dict[str, int]
     shard_segments: dict[str, tuple[int, ...]]
@@ -182,21 +182,21 @@ class _Sharded(HoldsGroup):
 
 
 class VocabularyEmbedding(_Sharded, nn.Embedding):
-    """An `nn.Embedding` after `shard_embedding`. weight: this rank's rows; num_embeddings: those of the whole."""
+    """An `nn.Embedding` after `shard_embedding`. weight: this rank's rows; num_embeddings: of the full table."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Tokens [...] -> [..., width]."""
         return look_up(input, self.weight, self.num_embeddings, self._group(), self.padding_idx)
 
     def extra_repr(self) -> str:
-        """Whole sizes, then how they are cut."""
+        """Full sizes, then the sharding."""
         return f"{super().extra_repr()}, tensor_parallel={self.tensor_parallel}"
 
 
 class VocabularyHead(_Sharded, nn.Linear):
-    """An `nn.Linear` after `shard_head`. weight and bias: this rank's rows; out_features: those of the whole.
+    """An `nn.Linear` after `shard_head`. weight and bias: this rank's rows; out_features: of the full head.
 
-    The backward pass sums the input's gradient over the group while it computes the weight's.
+    The backward pass overlaps the input gradient's all-reduce with the weight gradient.
     """
 
     num_chunks: NumChunks
@@ -206,19 +206,19 @@ class VocabularyHead(_Sharded, nn.Linear):
         """[..., width] -> logits [..., vocabulary]."""
         group = self._group()
         x, weight, bias = under_autocast(input, self.weight, self.bias)
-        part = self._chunks.product(self.num_chunks, x, weight, bias, self._group_name, False)
+        part = self._chunks.linear(self.num_chunks, x, weight, bias, self._group_name, False)
         return VocabularyLogits.of(part, self.out_features, group)
 
     def extra_repr(self) -> str:
-        """Whole sizes, then how they are cut."""
+        """Full sizes, then the sharding."""
         return f"{super().extra_repr()}, tensor_parallel={self.tensor_parallel}"
 
 
 def _require_cuttable(module: nn.Module, process_group: ProcessGroup) -> None:
-    """Raise ValueError, with the module unchanged, for what cannot be made vocabulary-parallel."""
+    """Raise ValueError, with the module unchanged, for a module that cannot be vocabulary-parallel."""
     what = type(module).__name__
     if isinstance(module, _Sharded):
-        raise ValueError(f"{what} is cut over the vocabulary already; start from the module as its author made it")
+        raise ValueError(f"{what} is vocabulary-parallel already; start from the original module")
     if isinstance(module, nn.Embedding):
         refused = {
             "max_norm": module.max_norm is not None,
@@ -227,28 +227,28 @@ def _require_cuttable(module: nn.Module, process_group: ProcessGroup) -> None:
         }
         for option in (option for option, given in refused.items() if given):
             raise ValueError(
-                f"{what} with {option}={getattr(module, option)} cannot be cut over the vocabulary, "
-                f"it needs the whole table: leave {option} out"
+                f"{what} with {option}={getattr(module, option)} cannot be vocabulary-parallel: "
+                f"it needs the full table; leave {option} out"
             )
     if "forward" in vars(module):
         raise ValueError(
             f"the forward of this {what} was replaced on the object (by a hook of accelerate?), so it would not run "
-            "on this rank's rows: remove the hook, or cut the model before adding it"
+            "on this rank's rows: remove the hook, or shard the model before adding it"
         )
     rows = module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features
     weight = module._parameters.get("weight")
     if weight is None or weight.shape[0] != rows:
         held = "no parameter 'weight'" if weight is None else f"a weight of shape {tuple(weight.shape)}"
-        raise ValueError(f"{what} of {rows} rows has {held}; quantised and parametrised weights cannot be cut")
+        raise ValueError(f"{what} of {rows} rows has {held}; quantised and parametrised weights cannot be sharded")
     if rows < group_size(process_group):
         raise ValueError(
             f"{what} has {rows} rows, too few for the tensor-parallel degree {group_size(process_group)}; "
-            "use a smaller degree, or leave the module whole"
+            "use a smaller degree, or replicate the module"
         )
 
 
 def _become(module: nn.Module, ours: type[_Sharded], plain: type[nn.Module]) -> None:
-    """Change the class: `ours` for `plain` itself; a subclass keeps its forward, whose super() becomes `ours`."""
+    """Set the class to `ours`; a subclass keeps its forward, whose super() becomes `ours`."""
     theirs = type(module)
     module.__class__ = ours if theirs is plain else _mixed(theirs, ours)
 
@@ -257,7 +257,7 @@ _mixtures: dict[tuple[type, type], type] = {}
 
 
 def _mixed(theirs: type, ours: type) -> type:
-    """The author's class with `ours` between it and torch's, under the author's name."""
+    """Subclass of the model's class and `ours`, under the model's name."""
     if (theirs, ours) not in _mixtures:
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -266,11 +266,11 @@ def _mixed(theirs: type, ours: type) -> type:
             if not self._reached:
                 raise RuntimeError(
                     f"the forward of {theirs.__module__}.{theirs.__qualname__} does not call super().forward, so it "
-                    "ran on this rank's rows as if they were all: leave this module whole"
+                    "ran on this rank's rows as if they were all: replicate this module"
                 )
             return result
 
-        def reduce(self: Any, protocol: Any) -> Any:  # no module has this class by name, for pickle to find
+        def reduce(self: Any, protocol: Any) -> Any:  # pickle cannot find this class by name
             return _blank, (theirs, ours), self.__dict__
 
         body = {"forward": forward, "__reduce_ex__": reduce, "__module__": theirs.__module__}
@@ -280,17 +280,17 @@ def _mixed(theirs: type, ours: type) -> type:
 
 
 def _blank(theirs: type, ours: type) -> Any:
-    """A module without its attributes, for pickle and copy to fill."""
+    """A module without attributes, for pickle and copy to fill."""
     mixture: Any = _mixed(theirs, ours)
     return mixture.__new__(mixture)
 
 
 def _part_of(whole: nn.Parameter, process_group: ProcessGroup) -> nn.Parameter:
-    """This rank's rows, a copy so that the whole can be freed."""
+    """This rank's rows, a copy so that the full tensor can be freed."""
     cut = Cut(0, (whole.shape[0],))
     part = cut.take(whole.detach(), group_rank(process_group), group_size(process_group)).clone()
     parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
-    # What others wrote on it: optimizers' groups and transformers' initialisation are told by attributes.
+    # Attributes set by others, such as marks for optimizer groups and of transformers' initialisation.
     parameter.__dict__.update(whole.__dict__)
     return parameter
 

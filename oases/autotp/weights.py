@@ -1,4 +1,4 @@
-"""Weights into a partitioned model: each rank reads its own part of each tensor, straight into its place."""
+"""Load weights into a sharded model: each rank reads its own shard of each tensor in place."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.autotp.gathering import is_pretrained, materialize_buffers, wire_device
-from oases.autotp.holdings import Holding, holdings, together
+from oases.autotp.shard_map import TensorShard, raise_together, shard_map
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.safetensors_files import Index, Stored, configuration, stored_tensors
 
 
 def named_as(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Return ({name in the model's state_dict: stored name}, [stored names that the model has no place for]).
+    """Return ({name in the model's state_dict: stored name}, [stored names without a place in the model]).
 
-    For a transformers model old names are renamed, the prefix of its base model is added or taken away, and what it
-    says may be there for nothing is left out. UsageError where tensors would have to be computed from stored ones.
+    For a transformers model old names are mapped, the prefix of its base model is added or removed, and names that it
+    ignores are left out. UsageError where tensors would have to be converted.
     """
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if not is_pretrained(model):
@@ -59,8 +59,8 @@ def _renamed(model: Any, stored: Iterable[str], state: Mapping[str, Tensor]) -> 
             ours, converter = theirs, None
         if converter is not None and ours in state:
             raise UsageError(
-                f"tensor {theirs!r} is stored in the layout of the original {model.config.model_type}, and "
-                f"{type(model).__name__} computes {ours!r} from it and others; write it anew in the model's own "
+                f"tensor {theirs!r} is stored in the layout of the original {model.config.model_type}, but "
+                f"{type(model).__name__} computes {ours!r} from it and others; convert it to the model's own "
                 "layout with transformers: from_pretrained, then save_pretrained(folder, save_original_format=False)"
             )
         found.append((theirs, ours))
@@ -68,12 +68,12 @@ def _renamed(model: Any, stored: Iterable[str], state: Mapping[str, Tensor]) -> 
 
 
 QUANTISED = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".scb", ".absmax", ".quant_map")
-"""How names end that only quantised checkpoints have, in lower case."""
+"""Name suffixes of quantised checkpoints, in lower case."""
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 LISTED = 8
-"""A message lists so many tensors and counts the rest."""
+"""Tensors listed in a message; the rest is counted."""
 
 
 def load_weights(
@@ -85,33 +85,32 @@ def load_weights(
     strict: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> list[str]:
-    """Fill a partitioned model from whole tensors, of which every rank reads only what it holds. All ranks call it.
+    """Fill a sharded model from full tensors, of which every rank reads its shards alone. Collective.
 
-    model: its cut parameters have this rank's shape and its modules say how they are cut (`shard_dims`,
-    `shard_segments`, `tensor_parallel` and their group); all else is whole. What is real is filled in place. What is
-    on `meta` becomes real on `device`: a parameter is then another object, with requires_grad and attributes of the
-    old one, under each of its names; so load before an optimizer is made. Buffers that are in no file are computed.
-    source: a folder of safetensors, a file of it, an index, or whole tensors by name, the same on every rank.
-    dtype: floating parameters and buffers of the state become this type; None leaves each the type it has.
-    strict: whether tensors that the model has no place for are an error. The model's own must all be there, but those
-    tied to one that is. Returns the names of those passed over.
-    process_group: all ranks of the model; the one that cuts where a module names none.
+    model: its sharded parameters have this rank's shape and its modules declare the sharding (`shard_dims`,
+    `shard_segments`, `tensor_parallel` and their group); all else is replicated. Real tensors are filled in place.
+    Tensors on `meta` become real on `device`: a parameter is then a new object, with requires_grad and attributes of
+    the old one, under each of its names; so load before creating an optimizer. Buffers without a stored value are
+    computed. source: folder of safetensors, a file of it, an index, or full tensors by name, equal on every rank.
+    dtype: type of floating parameters and buffers of the state; None keeps each type. strict: raise for tensors
+    without a place in the model. All tensors of the model must be stored, except those tied to a stored one. Returns
+    the names that were ignored. process_group: all ranks of the model; shards where a module names no group.
 
     UsageError on every rank, before anything is filled, for files that are missing, truncated, pickled or quantised,
-    and for tensors that are missing, too many, or of another shape or type.
+    and for tensors that are missing, unexpected, or of another shape or type.
     """
     group = resolve(process_group)
-    with together(group):
-        held = holdings(model, group)
+    with raise_together(group):
+        held = shard_map(model, group)
         _refuse_quantised(source)
         stored = stored_tensors(source)
         chosen, passed = _choose(model, held, stored, strict)
         _require_equal_ties(chosen, {one.name: [whole for whole, _ in one.pieces()] for one in held})
-    with together(group):
+    with raise_together(group):
         materialize_buffers(model, device)
         places = _places(model)
-        for holding in held:
-            _fill(holding, chosen[holding.name][0], _materialized(holding, places, device, dtype))
+        for shard in held:
+            _fill(shard, chosen[shard.name][0], _materialized(shard, places, device, dtype))
     return passed
 
 
@@ -122,47 +121,47 @@ def load_full_state_dict(
     device: torch.device | str = "cpu",
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Fill a partitioned model from the first rank's whole state, as `full_state_dict` gives it. All ranks call it.
+    """Fill a sharded model from the first rank's full state, as `full_state_dict` returns it. Collective.
 
-    The others' `state` is not looked at. Rows travel to all ranks in blocks, and each keeps its part; model and
-    device are those of `load_weights`, and so are the errors.
+    `state` of other ranks is ignored. Rows are broadcast in blocks, and each rank keeps its shard; model, device and
+    errors are those of `load_weights`.
     """
     group = resolve(process_group)
     if group is None or group_size(group) == 1:
         load_weights(model, state, device=device, process_group=group)
         return
     said: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
-    with together(group):
-        held = holdings(model, group)
+    with raise_together(group):
+        held = shard_map(model, group)
         if group_rank(group) == 0:
             said = [{name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}]
     dist.broadcast_object_list(said, group=group, group_src=0)
     given = said[0]
-    with together(group):
+    with raise_together(group):
         theirs = {name: Stored("the first rank's state", *what, _unread) for name, what in given.items()}
         chosen, _ = _choose(model, held, theirs if group_rank(group) else stored_tensors(state), strict=True)
         if group_rank(group) == 0:
             _require_equal_ties(chosen, {one.name: [(slice(None),) * len(one.shape)] for one in held})
-    with together(group):
+    with raise_together(group):
         materialize_buffers(model, device)
         places = _places(model)
-        local = [_materialized(holding, places, device, None) for holding in held]
-    for holding, part in zip(held, local, strict=True):
-        _receive(holding, chosen[holding.name][0], part, group)
+        local = [_materialized(shard, places, device, None) for shard in held]
+    for shard, part in zip(held, local, strict=True):
+        _receive(shard, chosen[shard.name][0], part, group)
 
 
 def _choose(
-    model: nn.Module, held: list[Holding], stored: Mapping[str, Stored], strict: bool
+    model: nn.Module, held: list[TensorShard], stored: Mapping[str, Stored], strict: bool
 ) -> tuple[dict[str, list[Stored]], list[str]]:
-    """What is stored for each holding, and the names of what is for none; UsageError for all that does not fit."""
+    """Stored tensors for each shard, and the unused names; UsageError for all that does not fit."""
     named, extra = named_as(model, stored)
     chosen = {one.name: [stored[named[name]] for name in one.names if name in named] for one in held}
     kind = type(model).__name__
     marked = [name for name in extra if name.lower().endswith(QUANTISED)]
-    for holding in held:
-        for found in chosen[holding.name]:
-            if holding.tensor.is_floating_point() and found.dtype not in FLOATS:
-                marked.append(f"{holding.name} ({found.dtype or 'of an unknown type'})")
+    for shard in held:
+        for found in chosen[shard.name]:
+            if shard.tensor.is_floating_point() and found.dtype not in FLOATS:
+                marked.append(f"{shard.name} ({found.dtype or 'of an unknown type'})")
     if marked:
         raise UsageError(
             f"{_where(stored)} is quantised: {_listed(marked)}; quantised weights are not trained here: give the "
@@ -177,30 +176,30 @@ def _choose(
     if extra and strict:
         raise UsageError(
             f"{_where(stored)} holds {len(extra)} tensors that {kind} has no place for: {_listed(extra)}; build the "
-            "model that was saved, or pass them over with strict=False"
+            "model that was saved, or ignore them with strict=False"
         )
-    for holding in held:
-        for found in chosen[holding.name]:
-            _require_fit(holding, found, kind)
+    for shard in held:
+        for found in chosen[shard.name]:
+            _require_fit(shard, found, kind)
     return chosen, extra
 
 
-def _require_fit(holding: Holding, found: Stored, kind: str) -> None:
-    ours = holding.tensor.dtype
+def _require_fit(shard: TensorShard, found: Stored, kind: str) -> None:
+    ours = shard.tensor.dtype
     if not ours.is_floating_point and found.dtype != ours:
         raise UsageError(
-            f"tensor {holding.name!r} is of {found.dtype} in {found.where!r} and of {ours} in {kind}; save it as "
+            f"tensor {shard.name!r} is of {found.dtype} in {found.where!r} and of {ours} in {kind}; save it as "
             "the type that the model has"
         )
-    if found.shape != holding.shape:
+    if found.shape != shard.shape:
         raise UsageError(
-            f"tensor {holding.name!r} has shape {found.shape} in {found.where!r} and {holding.shape} in {kind}; "
+            f"tensor {shard.name!r} has shape {found.shape} in {found.where!r} and {shard.shape} in {kind}; "
             "build the model with the sizes of the one that was saved"
         )
 
 
 def _require_equal_ties(chosen: Mapping[str, list[Stored]], pieces: Mapping[str, list[Index]]) -> None:
-    """There may be several tensors for a tied parameter, but it cannot take two values. pieces: where to compare."""
+    """Raise UsageError for a tied parameter with differing stored tensors. pieces: indices to compare."""
     for name, (first, *others) in chosen.items():
         for other in others:
             if not all(torch.equal(first.read(piece), other.read(piece)) for piece in pieces[name]):
@@ -221,7 +220,7 @@ def _refuse_quantised(source: str | Path | Mapping[str, Tensor]) -> None:
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[dict[str, nn.Parameter | Tensor | None], str]]]:
-    """Every dictionary of a module that a parameter or buffer is in, by the id of that."""
+    """Every module dictionary that holds a parameter or buffer, by its id."""
     found: dict[int, list[tuple[dict[str, nn.Parameter | Tensor | None], str]]] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -232,19 +231,19 @@ def _places(model: nn.Module) -> dict[int, list[tuple[dict[str, nn.Parameter | T
 
 
 def _materialized(
-    holding: Holding,
+    shard: TensorShard,
     places: Mapping[int, list[tuple[dict[str, nn.Parameter | Tensor | None], str]]],
     device: torch.device | str,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """The holding's tensor, real and of the type asked for; another one in all its places where it was not."""
-    old = holding.tensor
+    """The shard's tensor, real and of the requested type; a new one is put in all its places."""
+    old = shard.tensor
     wanted = dtype if dtype is not None and old.is_floating_point() else old.dtype
     if not old.is_meta and old.dtype == wanted:
         return old.detach()
     empty = torch.empty_like(old, dtype=wanted, device=device if old.is_meta else old.device, requires_grad=False)
     if not old.is_meta and isinstance(old, nn.Parameter):
-        old.data = empty  # the parameter itself lives on
+        old.data = empty  # the parameter object stays the same
         return old.detach()
     new = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
     new.__dict__.update(old.__dict__)
@@ -254,18 +253,18 @@ def _materialized(
 
 
 @torch.no_grad()
-def _fill(holding: Holding, stored: Stored, local: Tensor) -> None:
-    for whole, own in holding.pieces():
+def _fill(shard: TensorShard, stored: Stored, local: Tensor) -> None:
+    for whole, own in shard.pieces():
         local[own].copy_(stored.read(whole))
 
 
 @torch.no_grad()
-def _receive(holding: Holding, stored: Stored, local: Tensor, group: ProcessGroup) -> None:
-    """The first rank sends blocks of rows of what it has stored; every rank keeps what it holds of them."""
+def _receive(shard: TensorShard, stored: Stored, local: Tensor, group: ProcessGroup) -> None:
+    """The first rank broadcasts blocks of rows; every rank keeps its shard."""
     assert stored.dtype is not None
-    pieces = list(holding.pieces())
-    for row in range(0, holding.rows, holding.block_rows):
-        stop = min(holding.rows, row + holding.block_rows)
+    pieces = list(shard.pieces())
+    for row in range(0, shard.rows, shard.block_rows):
+        stop = min(shard.rows, row + shard.block_rows)
         shape = torch.Size((stop - row, *stored.shape[1:])) if stored.shape else torch.Size(())
         data = torch.empty(shape.numel() * stored.dtype.itemsize, dtype=torch.uint8, device=wire_device(local, group))
         if group_rank(group) == 0:

@@ -11,5 +11,5 @@ def add(commands: Any) -> None:
     """Add it to the command line."""
     import oases_bench.command_line
 
-    bench = command(commands, "bench", "measure what is hidden on this machine")
+    bench = command(commands, "bench")
     oases_bench.command_line.add(bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Parser))

@@ -19,7 +19,7 @@ from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
 from oases.simulator.drawing import Section, draw_curves, draw_timelines, write_page
 from oases.simulator.timeline import Timeline, trace_json
-from oases.terminal import console, percent, progress, table
+from oases.terminal import console, percent, progress, table, working
 from oases.train.config import TrainConfig, settings
 from oases.train.trainer import Trainer
 
@@ -41,11 +41,14 @@ def run_demo(config: TrainConfig) -> dict[str, Any]:
     require_agreement(settings(config))
     group = dist.group.WORLD
     assert group is not None
-    trainers = {name: Trainer(dataclasses.replace(config, schedule=name), process_group=group) for name in SCHEDULES}
+    first = dist.get_rank() == 0
+    with working("building the model", first):
+        trainers = {
+            name: Trainer(dataclasses.replace(config, schedule=name), process_group=group) for name in SCHEDULES
+        }
     losses: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     seconds: dict[str, list[float]] = {name: [] for name in SCHEDULES}
-    first = dist.get_rank() == 0
-    with progress("training", config.steps, first) as advance:
+    with progress("training", config.steps, first, log=True) as advance:
         for step in range(config.steps):
             for name, trainer in trainers.items():
                 dist.barrier(group=group)

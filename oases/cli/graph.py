@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from oases.cli.options import require_writable
-from oases.cli.problem import cluster_of, require_count
+from oases.cli.plan_options import cluster_of, require_count
 from oases.errors import UsageError
 from oases.graph.layer_graph import FORMAT, LayerGraph, layer_of, read_graph
 from oases.graph.part import Part, shards, travels
 from oases.graph.stages import BALANCES, Stage, shared_parameters, split
-from oases.plans.shape import ELEMENT_BYTES
 
 _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#B279A2", "#72B7B2", "#E45756", "#9D755D", "#EECA3B")
 _MOST_ARCS = 60
@@ -217,12 +216,9 @@ def _graph(options: argparse.Namespace) -> LayerGraph:
             if getattr(options, name) is not None:
                 raise UsageError(f"--graph {options.graph} has been traced; leave out --{name}, or trace it again")
         return read_graph(path)
-    dtype = options.dtype or "float32"
-    if dtype not in ELEMENT_BYTES:
-        raise UsageError(f"unknown --dtype {dtype!r}; known are {', '.join(ELEMENT_BYTES)}")
     if options.sequence is not None:
         require_count("--sequence", options.sequence)
-    return _traced(data, dtype, options.sequence)
+    return _traced(data, options.dtype or "float32", options.sequence)
 
 
 def _traced(data: dict[str, Any], dtype: str, sequence: int | None) -> LayerGraph:

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oases.cli.options import add_options, command, configured, require_writable, write_json
+from oases.cli.options import add_options, command, config_from, require_writable, write_json
 
 
 def add(commands: Any) -> None:
     """Add it to the command line."""
-    from oases.train.loads import LoadsConfig
+    from oases.train.load_replay import LoadsConfig
 
-    loads = command(
-        commands, "loads", "compare placements of experts over loads that oases train --record-loads wrote"
-    )
+    loads = command(commands, "loads")
     loads.add_argument("trace", help="the file with the loads")
     loads.add_argument("--html", metavar="FILE", help="draw loads, balance, copies and time saved as a page there")
     add_options(loads, LoadsConfig())
@@ -25,10 +23,10 @@ def add(commands: Any) -> None:
 
 def _loads(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console, table
-    from oases.train.loads import HEADER, LoadsConfig, compared, table_rows, write_loads
+    from oases.train.load_replay import HEADER, LoadsConfig, compare_placements, table_rows, write_loads
 
     require_writable("--html", options.html)
-    result = compared(options.trace, configured(LoadsConfig, options))
+    result = compare_placements(options.trace, config_from(LoadsConfig, options))
     console.print(
         f"{result['steps']} steps of {result['layers']} layers: {result['experts']} experts on {result['devices']} "
         "ranks; seconds are modelled, a mean over the steps", soft_wrap=True,

@@ -10,10 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from oases import testbed
-from oases.errors import UsageError
+from oases.errors import UsageError, make_folder
+from oases.launch import fork_server
 from oases.testbed import Backend
 
 
@@ -27,21 +28,45 @@ class Parser(argparse.ArgumentParser):
 
 def fail(message: str) -> NoReturn:
     """Say what is wrong, once, and exit with 2."""
-    if speaks():
+    if is_first_rank():
         print(f"oases: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def speaks() -> bool:
+def is_first_rank() -> bool:
     """Under torchrun every rank runs the command; the first one prints and writes."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:
-    """A new command; every one takes --json."""
+class Command(NamedTuple):
+    """A command's module in `oases.cli`, and its help."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "demo": Command("train", "train a GPT over a slow link with synchronous and overlapped collectives, and compare"),
+    "train": Command("train", "train a GPT on text with data, pipeline and tensor parallelism, or by a plan"),
+    "export": Command("train", "export the weights of a checkpoint to one safetensors file"),
+    "bench": Command("bench", "run a benchmark on this machine"),
+    "loads": Command("loads", "compare expert placements on the token loads of oases train --record-loads"),
+    "profile": Command("profile", "measure blocks, links and contention of this machine, for plan and simulate"),
+    "plan": Command("plan", "find the fastest plan that fits in memory: degrees, schedules, recomputation; no GPU"),
+    "simulate": Command("simulate", "predict a training step on a cluster of any size without running it; no GPU"),
+}
+"""Commands in the order of the help."""
+
+
+def command(commands: Any, name: str, description: str | None = None) -> argparse.ArgumentParser:
+    """Add a command, with --json, to subparsers. description: None for one of COMMANDS."""
+    description = COMMANDS[name].help if description is None else description
     parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description + ".")
     parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
     return parser
+
+
+_METAVARS = {int: "N", float: "X"}
 
 
 def add_options(
@@ -65,9 +90,11 @@ def add_options(
             )  # fmt: skip
             continue
         shown = "" if default is None or follows else f" (default: {default})"
+        choices = item.metadata.get("choices") or None
         parser.add_argument(
             f"--{item.name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS if only_given else default,
-            metavar={int: "N", float: "X"}.get(kind, "TEXT"), help=item.metadata["help"] + shown,
+            choices=choices, metavar=None if choices else item.metadata.get("metavar") or _METAVARS.get(kind, "TEXT"),
+            help=item.metadata["help"] + shown,
         )  # fmt: skip
 
 
@@ -85,8 +112,8 @@ def add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None 
     )  # fmt: skip
     parser.add_argument(
         "--backend", default="gloo", metavar="NAME",
-        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link; with ,alone at its end, and always "
-        "on a GPU, one process stands for all ranks (default: gloo)",
+        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link; with ,single_process appended, and "
+        "always on a GPU, one process represents all ranks (default: gloo)",
     )  # fmt: skip
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="X",
@@ -100,12 +127,12 @@ def values(cls: type[Any], options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in names}
 
 
-def configured(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any:
+def config_from(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any:
     """A configuration from the options of the same names."""
     return cls(**values(cls, options) | fixed)
 
 
-def behind_link(
+def enter_link(
     options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False, ranks: int | None = None,
     script: str | None = None,
 ) -> str:  # fmt: skip
@@ -148,7 +175,14 @@ def _check_nodes(options: argparse.Namespace, ranks: int) -> None:
         )
 
 
-def rank_options(options: argparse.Namespace, device: str, ranks: int | None = None) -> Any:
+def prepare_ranks(options: argparse.Namespace, *modules: str) -> None:
+    """Start importing, beside this process, what the ranks that it will start need."""
+    replaced = options.link is not None and not testbed.inside(options.link, options.nodes)
+    if not replaced and "WORLD_SIZE" not in os.environ:
+        fork_server.start(modules)
+
+
+def make_rank_options(options: argparse.Namespace, device: str, ranks: int | None = None) -> Any:
     """How the ranks, by default --tp many, are set up, from what `add_ranks` added."""
     from oases.launch.ranks import RankOptions
 
@@ -158,20 +192,21 @@ def rank_options(options: argparse.Namespace, device: str, ranks: int | None = N
     if backend.name == "nccl" and device != "cuda":
         raise UsageError(f"backend nccl needs --device cuda, got --device {device}; use gloo on the CPU")
     if backend.name == "sim" and device == "cuda" and "WORLD_SIZE" not in os.environ:
-        backend = dataclasses.replace(backend, alone=True)  # several ranks on one GPU would share its compute
+        backend = dataclasses.replace(
+            backend, single_process=True
+        )  # several ranks on one GPU would share its compute
     nodes = None if options.nodes == 1 else testbed.Nodes(options.nodes, options.link)
     return RankOptions(options.tp if ranks is None else ranks, backend, options.timeout, nodes)
 
 
 def require_writable(name: str, path: str | None) -> None:
-    """Raise UsageError, before any work is done, unless a file can be written there."""
+    """Create a file's folder if missing. UsageError, before any work is done, unless the file can be written."""
     if path is None:
         return
     target = Path(path)
     if not path or target.is_dir():
         raise UsageError(f"{name} {path!r} is a folder; give the path of a file")
-    if not target.resolve().parent.is_dir():
-        raise UsageError(f"{name} {path!r}: its folder does not exist")
+    make_folder(target.resolve().parent, name)
     if not os.access(target if target.exists() else target.resolve().parent, os.W_OK):
         raise UsageError(f"{name} {path!r} cannot be written: permission denied")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from rich.table import Table
 
 from oases.cli.graph import add_graph, require_no_graph, show_graph
 from oases.cli.options import command, require_writable, write_json
-from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
-from oases.errors import UsageError
+from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
+from oases.errors import UsageError, make_folder
 from oases.planner.choose import rank_plans
 from oases.planner.explain import Rival, Throughput, throughput
 from oases.planner.memory import usable_bytes
@@ -134,9 +133,7 @@ def rivals_table(rivals: Sequence[Rival], chosen: Plan) -> Table:
 
 def add(commands: Any) -> None:
     """Add it to the command line."""
-    plan = command(
-        commands, "plan", "find the fastest plan that fits: degrees, schedules, recomputation; no GPU needed"
-    )
+    plan = command(commands, "plan")
     add_model(plan)
     add_cluster(plan)
     add_limits(plan)
@@ -163,28 +160,20 @@ def space_of(options: argparse.Namespace, **more: Any) -> Space:
 def searched(
     model: ModelShape, hardware: Hardware, world: int, batch: int, memory: int | None, space: Space
 ) -> tuple[list[Plan], Predictor]:
-    """Plans, the fastest first, with a progress bar while they are searched."""
-    from oases.terminal import console, progress
+    """Search plans and show progress; plans, fastest first, and their predictor."""
+    from oases.terminal import working
 
     predictor = Predictor(hardware)
-    with ExitStack() as stack:
-        bars: list[Any] = []
-
-        def advance(done: int, total: int) -> None:
-            if not bars:
-                bars.append(stack.enter_context(progress("searching", total, visible=console.is_terminal)))
-            bars[0](done)
-
+    with working("searching plans, setting") as update:
         plans = rank_plans(
-            model, hardware, world, batch, budget=memory, space=space, predictor=predictor, on_setting=advance
+            model, hardware, world, batch, budget=memory, space=space, predictor=predictor, on_setting=update
         )
     return plans, predictor
 
 
 def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.cli.plan import figures, plan_table, rivals_table, title
     from oases.planner.explain import rivals
-    from oases.terminal import console
+    from oases.terminal import console, working
 
     if options.objective not in (None, "simulated"):
         raise UsageError(
@@ -208,7 +197,9 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     for line in figures(best, hardware, capacity):
         console.print(line, soft_wrap=True)
     if options.explain:
-        console.print(rivals_table(rivals(plans, predictor, capacity), best))
+        with working("explaining"):
+            found = rivals(plans, predictor, capacity)
+        console.print(rivals_table(found, best))
     if options.json is not None:
         Path(options.json).write_text(best.to_json(), encoding="utf-8")
         console.print(
@@ -219,26 +210,16 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
 def _sweep(options: argparse.Namespace, problem: Problem) -> None:
     """Pictures and numbers of a sweep, in a folder that is made if it is not there."""
     from oases.planner.sweep import write_curves, write_png
-    from oases.terminal import console, progress
+    from oases.terminal import console, working
 
-    folder = Path(options.sweep)
     if options.explain:
         raise UsageError(f"--sweep {options.sweep} draws many plans; leave out --explain, or --sweep")
-    if not options.sweep or (folder.exists() and not folder.is_dir()):
-        raise UsageError(f"--sweep {options.sweep!r} is no folder; give one, it need not exist")
-    folder.mkdir(exist_ok=True)
+    folder = make_folder(options.sweep, "--sweep")
     paths = {kind: folder / f"sweep.{kind}" for kind in ("png", "html", "json")}
     for path in paths.values():
         require_writable("--sweep", str(path))
-    with ExitStack() as stack:
-        bars: list[Any] = []
-
-        def advance(done: int, total: int) -> None:
-            if not bars:
-                bars.append(stack.enter_context(progress("planning", total)))
-            bars[0](done)
-
-        panels = sweep(problem, advance)
+    with working("planning the sweep, point") as update:
+        panels = sweep(problem, update)
     if all(point.step_seconds is None for panel in panels for each in panel.points.values() for point in each):
         raise UsageError(panels[0].points["planner"][0].plan)
     title = (

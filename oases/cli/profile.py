@@ -11,7 +11,15 @@ from typing import Any
 
 from rich.table import Table
 
-from oases.cli.options import add_options, add_ranks, behind_link, command, configured, rank_options, speaks
+from oases.cli.options import (
+    add_options,
+    add_ranks,
+    command,
+    config_from,
+    enter_link,
+    is_first_rank,
+    make_rank_options,
+)
 from oases.errors import UsageError
 from oases.plans.shape import ModelShape
 from oases.simulator.cost import BlockTimes
@@ -120,7 +128,7 @@ def add(commands: Any) -> None:
     """Add it to the command line."""
     from oases.profile.config import ProfileConfig
 
-    profile = command(commands, "profile", "measure blocks, links and contention of this machine for plans")
+    profile = command(commands, "profile")
     add_options(profile, ProfileConfig(), skip=("sub_batches", "recompute"))
     add_ranks(profile, link=None)
     profile.add_argument("--name", metavar="TEXT", help="what the profile calls this hardware")
@@ -140,7 +148,7 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
     if options.json is None and (options.convert is not None or options.append):
         raise UsageError(f"--{'convert' if options.convert else 'append'} needs --json FILE, where the profile is")
     hardware = read_hardware(options.convert) if options.convert is not None else _measured(options, given)
-    if not speaks():
+    if not is_first_rank():
         return
     if options.name:
         hardware = replace(hardware, name=options.name)
@@ -159,16 +167,16 @@ def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
     from oases.profile.run import Surroundings, require_same_device, run_profile
     from oases.terminal import console
 
-    config = configured(ProfileConfig, options)
+    config = config_from(ProfileConfig, options)
     config.check(options.tp)
     known = None
     if options.append and Path(options.json).is_file():
         known = read_hardware(options.json)
         require_same_device(known, config)
-    joined = behind_link(options, given)
-    ranks = rank_options(options, config.device)
+    joined = enter_link(options, given)
+    ranks = make_rank_options(options, config.device)
     shaped = options.link is not None or ranks.backend.name == "sim"
-    around = Surroundings(joined, shaped, ranks.backend.alone, known)
+    around = Surroundings(joined, shaped, ranks.backend.single_process, known)
     console.print(
         f"{options.tp} ranks {joined}; blocks of tp {', '.join(map(str, config.tensor_parallel(options.tp)))}"
     )
@@ -179,12 +187,12 @@ def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
         _nothing_written(options)
         sys.exit(130)
     except SystemExit as exit:
-        if exit.code != 2:  # a mistake in what was given speaks for itself
+        if exit.code != 2:  # a mistake in what was given is_first_rank for itself
             _nothing_written(options)
         raise
     return hardware
 
 
 def _nothing_written(options: argparse.Namespace) -> None:
-    if options.json is not None and speaks():
+    if options.json is not None and is_first_rank():
         print(f"oases: nothing was written to {options.json}", file=sys.stderr)

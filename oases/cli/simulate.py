@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oases.cli import lists
+from oases.cli import op_lists
 from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan import searched, space_of
-from oases.cli.problem import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
+from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
-from oases.planner.chain import Runs
+from oases.planner.block_chain import StackTimings
 from oases.planner.explain import throughput
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
@@ -52,9 +52,7 @@ _OF_A_PLAN = (
 
 def add(commands: Any) -> None:
     """Add it to the command line."""
-    simulate = command(
-        commands, "simulate", "predict a step on a cluster of any size without running it; no GPU needed"
-    )
+    simulate = command(commands, "simulate")
     add_model(simulate)
     add_cluster(simulate)
     add_limits(simulate)
@@ -82,7 +80,7 @@ def add(commands: Any) -> None:
         metavar="NAME|FILE",
         help=f"{', '.join(PLANNED)} (default: one_f_one_b), or a list in its text form",
     )
-    lists.add(simulate)
+    op_lists.add(simulate)
     simulate.add_argument("--html", metavar="FILE", help="write a page with the timeline there")
     simulate.add_argument("--trace", metavar="FILE", help="write a trace there that ui.perfetto.dev opens")
     simulate.set_defaults(run=_simulate)
@@ -94,14 +92,14 @@ def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     for name in ("html", "trace"):
         require_writable(f"--{name}", getattr(options, name))
-    if lists.names_list(options.schedule):
+    if op_lists.names_list(options.schedule):
         besides = (*_OF_A_PLAN, *_OF_A_CLUSTER, *_BY_HAND, *_FOR_SEARCH)
         rest = [name for name in besides if name not in ("schedule", "recompute")]
         _refuse(f"--schedule {options.schedule} is a list that is simulated by itself", options, rest)
-        lists.simulate_list(options)
+        op_lists.simulate_list(options)
         return
     _refuse("these are for a list by itself, with --schedule FILE or of experts", options, ("costs", "blocks"))
-    plan, hardware, predictor = _what(options)
+    plan, predictor, hardware = _plan_to_simulate(options)
     capacity = usable_bytes(hardware, options.memory)
     console.print(title(plan), soft_wrap=True)
     console.print(plan_table(plan, capacity))
@@ -117,7 +115,7 @@ def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def result_of(plan: Plan, predictor: Predictor, hardware: Hardware, capacity: int) -> dict[str, Any]:
     """What is predicted, with the plan: seconds, bytes, shares; by stage what differs there."""
-    found = predictor.course(plan)
+    found = predictor.pipeline_times(plan)
     stages = zip(found.exposed, found.bubbles, found.peak_bytes, strict=True)
     return {
         **dataclasses.asdict(throughput(plan, hardware)),
@@ -134,8 +132,8 @@ def result_of(plan: Plan, predictor: Predictor, hardware: Hardware, capacity: in
     }
 
 
-def _what(options: argparse.Namespace) -> tuple[Plan, Hardware, Predictor]:
-    """The plan to simulate, with its prediction."""
+def _plan_to_simulate(options: argparse.Namespace) -> tuple[Plan, Predictor, Hardware]:
+    """The plan with its prediction, the predictor and the hardware."""
     by_hand = [name for name in _BY_HAND if getattr(options, name) is not None]
     if options.plan is not None:
         _refuse(f"--plan {options.plan} says it", options, (*_OF_A_PLAN, *_BY_HAND, *_FOR_SEARCH))
@@ -143,17 +141,24 @@ def _what(options: argparse.Namespace) -> tuple[Plan, Hardware, Predictor]:
         hardware, world = cluster_of(options, plan.world)
         if world != plan.world:
             raise UsageError(f"--plan {options.plan} is for {plan.world} devices, the cluster has {world}")
-        predictor = Predictor(hardware)
-        return predictor.with_prediction(plan), hardware, predictor
+        return *_predicted(plan, hardware), hardware
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
     if by_hand:
         _refuse(f"{_option(by_hand[0])} is for a strategy by hand, which is not searched", options, _FOR_SEARCH)
         plan = _by_hand(options, model, hardware, world, batch)
-        predictor = Predictor(hardware)
-        return predictor.with_prediction(plan), hardware, predictor
+        return *_predicted(plan, hardware), hardware
     space = space_of(options)
     plans, predictor = searched(model, hardware, world, batch, options.memory, space)
-    return plans[0], hardware, predictor
+    return plans[0], predictor, hardware
+
+
+def _predicted(plan: Plan, hardware: Hardware) -> tuple[Plan, Predictor]:
+    """The plan with its prediction, and the predictor."""
+    from oases.terminal import working
+
+    predictor = Predictor(hardware)
+    with working("simulating"):
+        return predictor.with_prediction(plan), predictor
 
 
 def _refuse(why: str, options: argparse.Namespace, names: Sequence[str]) -> None:
@@ -196,7 +201,7 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
         raise UsageError(f"--stages {stages} of {setting.chunks} parts each exceed the {model.layers} layers")
     space = Space((tp,), (schedule,), (sub_batches,), recompute=again.kind != "none")
     predictor, capacity = Predictor(hardware), usable_bytes(hardware, options.memory)
-    search = SettingSearch(setting, Runs(model, hardware, space), capacity, predictor)
+    search = SettingSearch(setting, StackTimings(model, hardware, space), capacity, predictor)
     made = [
         Stage(tuple(Segment(count, tp, schedule, sub_batches) for count in part_blocks(blocks, setting.chunks)))
         for blocks in search.stage_blocks((tp,), again.shares(stages, pipeline))
@@ -224,7 +229,7 @@ def _write_page(path: Path, plan: Plan, predictor: Predictor, hardware: Hardware
     from oases.simulator.drawing import Section, draw_timelines, write_page
 
     timeline, left_out = excerpt(predictor, plan, PAGE_SPANS)
-    found, rates = predictor.course(plan), throughput(plan, hardware)
+    found, rates = predictor.pipeline_times(plan), throughput(plan, hardware)
     each = enumerate(zip(found.exposed, found.bubbles, found.peak_bytes, strict=True))
     write_page(
         path,

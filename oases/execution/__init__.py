@@ -1,1 +1,1 @@
-"""The executor of schedules: runs a list of ops, and knows neither a layer nor a model."""
+"""Executor of schedules: runs a list of ops, independent of layers and models."""

@@ -1,9 +1,9 @@
-"""One call of a stack: the two passes of its list, and its gradients handed over block by block.
+"""One call of a stack: its forward and backward pass by a schedule, and its gradients, returned block by block.
 
 In the outer autograd graph a call is a chain of nodes, entry -> block 0 -> ... -> block n-1 -> exit. The backward
-pass walks it from the exit; the node of a block runs the list on until that block's gradients are whole and hands
-them over, so the hooks of its parameters (DistributedDataParallel's, say) fire while the rest still runs. During a
-pass stand-ins take the place of the blocks' parameters.
+pass walks it from the exit; the node of a block runs the schedule until that block's gradients are complete and
+returns them, so hooks of its parameters (of DistributedDataParallel, say) fire while the rest still runs. During a
+pass, stand-ins replace the blocks' parameters.
 """
 
 from __future__ import annotations
@@ -16,66 +16,66 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from oases.execution.executor import Context, Executor, Guard, Handlers, Program, Step
-from oases.execution.failure import Watch
+from oases.execution.executor import Context, Executor, FailureScope, Handlers, Program, Step
+from oases.execution.failure import FailureMonitor
 from oases.execution.piece import BlockParameters, Leaves
 
 Put = Callable[[int], None]
-"""Puts a block's stand-ins into its modules."""
+"""Function that puts a block's stand-ins into its modules."""
 
 
 class Work(Protocol):
-    """The work of a list's ops on one call's tensors. leaves: the stand-ins of each block's parameters."""
+    """Implementations of a schedule's ops on one call's tensors. leaves: the stand-ins of each block's parameters."""
 
     leaves: list[Leaves]
 
     def handlers(self) -> Handlers:
-        """The work of each op, by `Step.key`."""
+        """Implementation of each op, by `Step.key`."""
 
     def output(self) -> Tensor:
-        """The output, once every op of the forward pass has run."""
+        """The output, after the last op of the forward pass."""
 
     def begin_backward(self, grad: Tensor) -> None:
-        """Take the gradient of the output."""
+        """Set the gradient of the output."""
 
     def forget(self) -> None:
-        """Let go of every tensor."""
+        """Release every tensor."""
 
 
 class Gathering(Protocol):
-    """Weights that lie in shards, gathered around the ops that read them."""
+    """Sharded weights, gathered around the ops that read them."""
 
     def around(self, handlers: Handlers, program: Program, put: Put) -> Handlers:
-        """Handlers that have the weights gathered before, and released after; `put` follows each gather."""
+        """Wrap handlers to gather weights before an op and release them after; `put` follows each gather."""
 
     def begin(self, steps: Iterable[Step]) -> None:
-        """Before a list."""
+        """Prepare for a list of steps."""
 
     def sharded(self, block: int) -> Collection[str]:
-        """The names of a block's parameters that lie in shards."""
+        """Names of a block's sharded parameters."""
 
     def forget(self) -> None:
-        """After a failure: free all that is whole."""
+        """Release all gathered weights after a failure."""
 
 
-class Call:
-    """The passes of one call. Subclasses say in `finish_block` and `finish` how gradients are handed over.
+class ScheduledCall:
+    """The passes of one call. Subclasses return gradients in `finish_block` and `finish`.
 
-    gathering: None where weights lie whole on every rank. AGAIN: kinds of ops that compute again.
+    gathering: None for unsharded weights. RECOMPUTE: kinds of the recomputation ops.
     """
 
-    AGAIN: ClassVar[frozenset[str]] = frozenset()
+    RECOMPUTE: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self, name: str, program: Program, work: Work, parameters: Sequence[BlockParameters], *,
-        watch: Watch | None, context: Context, gathering: Gathering | None, differentiable: bool,
+        monitor: FailureMonitor | None, context: Context, gathering: Gathering | None, differentiable: bool,
         unanimous: tuple[type[Exception], ...] = (),
     ) -> None:  # fmt: skip
         self.num_blocks = len(parameters)
         self.output: Tensor | None = None
         self._name, self._program, self._work, self._parameters = name, program, work, parameters
         self._differentiable = differentiable
-        self._guard = Guard(program.schedule, program.label, watch, self._forget, unanimous)
+        self._guard = FailureScope(program.schedule, program.label, monitor, self._forget, unanimous)
         self._gathering = gathering
         handlers = work.handlers()
         if gathering is not None:
@@ -92,15 +92,15 @@ class Call:
             if self._gathering is not None:
                 self._gathering.begin(steps)
             self._executor.run(steps)
-            self._guard.doing = "the output"
+            self._guard.current_op = "the output"
             return self._work.output()
 
     def begin(self, grad: Tensor) -> None:
         """Begin the backward pass. RuntimeError for a second one."""
         if self._begun:
             raise RuntimeError(
-                f"the backward pass of this {self._name} call was run already; its graphs are freed as it goes, so "
-                "call the stack again for a second backward pass"
+                f"the backward pass of this {self._name} call has run already and freed its graphs; call the stack "
+                "again for a second backward pass"
             )
         self._begun = True
         self._work.begin_backward(grad)
@@ -108,12 +108,12 @@ class Call:
             self._gathering.begin(self._backward[self._position :])
 
     def recompute(self) -> None:
-        """Compute again now, with the collectives that this sends, in the list's order; for a pipeline."""
+        """Run the recomputation ops and their collectives now, in schedule order; for a pipeline."""
         rest = self._backward[self._position :]
-        again = [step for step in rest if (step.op.of or step.op.kind) in self.AGAIN]
+        again = [step for step in rest if (step.op.of or step.op.kind) in self.RECOMPUTE]
         if not again:
             return
-        left = tuple(step for step in rest if (step.op.of or step.op.kind) not in self.AGAIN)
+        left = tuple(step for step in rest if (step.op.of or step.op.kind) not in self.RECOMPUTE)
         self._backward = self._backward[: self._position] + left
         self._ends = self._program.ends_of(self._backward)
         if self._gathering is not None:
@@ -126,22 +126,24 @@ class Call:
         self._run(self._backward[begin : self._position])
 
     def _run(self, steps: Sequence[Step]) -> None:
-        """Part of the backward pass. What is computed again reads parameters, by their stand-ins."""
+        """Run a part of the backward pass. Recomputation reads parameters, through their stand-ins."""
         again: set[int] = set()
         if self._program.schedule.recomputed:
-            again = {block for step in steps if step.op.kind in self.AGAIN for block in self._program.reads(step.op)}
+            again = {
+                block for step in steps if step.op.kind in self.RECOMPUTE for block in self._program.reads(step.op)
+            }
         with torch.enable_grad(), self._stand_ins(again):
             self._executor.run(steps)
 
     @contextmanager
     def _stand_ins(self, blocks: Iterable[int]) -> Iterator[None]:
-        """Have the stand-ins stand in the modules of these blocks."""
+        """Context in which the stand-ins replace the parameters of these blocks."""
         if not self._differentiable:
             yield
             return
         gathering = self._gathering
         try:
-            for block in blocks if gathering is None else ():  # else they are put where weights arrive
+            for block in blocks if gathering is None else ():  # else each gather puts them
                 _put(self._parameters, self._work.leaves, block)
             yield
         finally:
@@ -149,7 +151,7 @@ class Call:
                 self._parameters[block].put_back(() if gathering is None else gathering.sharded(block))
 
     def _forget(self) -> None:
-        """After a failure: let go of every tensor."""
+        """Release every tensor after a failure."""
         self._work.forget()
         if self._gathering is not None:
             self._gathering.forget()
@@ -163,15 +165,15 @@ def _put(parameters: Sequence[BlockParameters], leaves: Sequence[Leaves], block:
 # --- nodes of the outer autograd graph ---
 
 
-class Delivered(Protocol):
-    """A call that can be delivered: what its nodes do."""
+class DifferentiableCall(Protocol):
+    """Interface between a call and its autograd nodes."""
 
     num_blocks: int
     output: Tensor | None
-    """The result of the forward pass, on its way to the exit."""
+    """Result of the forward pass, from the entry node to the exit node."""
 
     def forward(self) -> Tensor:
-        """Run the forward pass; its output."""
+        """Run the forward pass; return its output."""
 
     def entry_tensors(self) -> Sequence[Tensor]:
         """Tensors whose gradients `finish` returns."""
@@ -183,14 +185,14 @@ class Delivered(Protocol):
         """Begin the backward pass with the gradient of the output."""
 
     def finish_block(self, block: int) -> Sequence[Tensor | None]:
-        """Run on until the gradients of `block_tensors(block)` are whole; return them."""
+        """Run until the gradients of `block_tensors(block)` are complete; return them."""
 
     def finish(self) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """Run the rest; the gradients of the input and of `entry_tensors()`."""
+        """Run the rest; return the gradients of the input and of `entry_tensors()`."""
 
 
-def deliver(call: Delivered, x: Tensor) -> Tensor:
-    """Run the forward pass of a call on `x`, differentiable in `x` and in the tensors that it hands over."""
+def apply_call(call: DifferentiableCall, x: Tensor) -> Tensor:
+    """Run a call's forward pass on `x`, differentiable in `x` and in the call's tensors."""
     if not x.requires_grad:
         x = x.detach().requires_grad_()  # so that the entry's backward, which ends the schedule, is called
     token = _Entry.apply(call, x, *call.entry_tensors())
@@ -201,7 +203,7 @@ def deliver(call: Delivered, x: Tensor) -> Tensor:
 
 class _Entry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Delivered, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, call: DifferentiableCall, x: Tensor, *others: Tensor) -> Tensor:
         ctx.call = call
         call.output = call.forward()
         return x.new_zeros(())
@@ -214,7 +216,7 @@ class _Entry(torch.autograd.Function):
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Delivered, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, call: DifferentiableCall, block: int, token: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.block = call, block
         return token.view_as(token)
 
@@ -225,7 +227,7 @@ class _Block(torch.autograd.Function):
 
 class _Exit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Delivered, token: Tensor) -> Tensor:
+    def forward(ctx: Any, call: DifferentiableCall, token: Tensor) -> Tensor:
         ctx.call = call
         output, call.output = call.output, None
         assert output is not None, "the entry has run"

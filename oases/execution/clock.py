@@ -1,6 +1,6 @@
-"""Times work where it is done: on the CPU by its clock, on an accelerator by events in its stream.
+"""Clock of a device: host time on the CPU, events in the stream of an accelerator.
 
-What is measured by events has not run on a GPU yet.
+The event-based part has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 
 
 class Clock:
-    """Marks in time on one device. On an accelerator marks are events, and reading them waits for the later one."""
+    """Time marks on one device. On an accelerator marks are events; reading them waits for the later one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._events = device.type == "cuda"
 
     def mark(self) -> Any:
-        """Now: seconds of the monotonic clock, or an event behind what is queued on the current stream."""
+        """Current time: seconds of the monotonic clock, or an event recorded on the current stream."""
         if not self._events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -27,18 +27,18 @@ class Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks; negative where `end` came first."""
+        """Seconds between two marks; negative where `end` came first."""
         if not self._events:
             return float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end) / 1e3)
 
     def synchronize(self) -> None:
-        """Return when all that was queued has been done."""
+        """Wait for all queued work."""
         synchronize(self.device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when the work queued on `device` is done; at once on the CPU, which queues none."""
+    """Wait for the work queued on `device`; nothing to do on the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

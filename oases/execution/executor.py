@@ -1,7 +1,7 @@
-"""The executor of schedules: for every op of a list start, wait, or run.
+"""Executor of schedules: starts, waits for or runs every op of a list.
 
-It knows neither a layer nor a model. The caller gives the work of each op, a handler by the op's `Step.key`; labels,
-spans, the clock and failures are dealt with here, once.
+It is independent of layers and models. The caller passes a handler for each `Step.key`; labels, spans, the clock and
+failures are handled here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from weakref import WeakMethod, ref
 
 from oases.errors import UsageError
-from oases.execution.failure import FailedRankError, Failure, Watch, error_of, is_out_of_memory, lost_a_rank
+from oases.execution.failure import FailedRankError, Failure, FailureMonitor, error_of, is_out_of_memory, lost_a_rank
 from oases.schedule import Op, Schedule
 from oases.schedule.ops import STARTS
 
@@ -25,10 +25,10 @@ Place = tuple[int, int]
 
 
 class Step:
-    """One op of a list with what is derived from it once: key of its handler, place, label of its collective.
+    """Op of a schedule with derived constants: its handler's key, its place, its collective's label.
 
     key: the op without its place, "F", "all_reduce F" or "wait F". carried: (kind, block, sub-batch) of the op whose
-    result a collective carries or a wait is for.
+    result a collective or wait transfers.
     """
 
     __slots__ = ("block", "carried", "is_start", "key", "label", "op", "place", "sub_batch", "text")
@@ -42,14 +42,14 @@ class Step:
 
 
 class Program(ABC):
-    """The steps of a schedule for one stack: made once, run in every call.
+    """Steps of a schedule for one stack, compiled once and run in every call.
 
-    label: of the stack, in errors and statistics. layer_of: each block's layer, for the statistics; None where a
+    label: name of the stack in errors and statistics. layer_of: layer of each block, for the statistics; None where a
     layer is two blocks.
     """
 
     def __init__(self, schedule: Schedule, label: str, layer_of: Sequence[int] | None = None) -> None:
-        self.schedule, self.label = schedule, label
+        self.schedule, self.label, self._layer_of = schedule, label, layer_of
         lines = schedule.lines
         steps: dict[Op, Step] = {}
         for op in schedule:
@@ -61,16 +61,22 @@ class Program(ABC):
         self.backward = tuple(steps[op] for op in schedule.backward)
         self.ends = self.ends_of(self.backward)
 
+    def layer(self, block: int) -> int:
+        """Layer of a block, for statistics."""
+        return block // 2 if self._layer_of is None else self._layer_of[block]
+
     @abstractmethod
     def makes_gradients(self, op: Op) -> Iterable[int]:
-        """The blocks of whose gradients an op makes some."""
+        """Blocks whose gradients an op contributes to."""
 
     @abstractmethod
     def reads(self, op: Op) -> Iterable[int]:
-        """The blocks whose parameters an op reads."""
+        """Blocks whose parameters an op reads."""
 
     def ends_of(self, backward: Sequence[Step]) -> list[int]:
-        """By block, where in a backward pass its gradients are whole, the collective that follows started."""
+        """For each block, the step of a backward pass after which its gradients are complete and the next collective
+        started.
+        """
         ends = [0] * self.schedule.num_blocks
         for number, step in enumerate(backward, start=1):
             for block in self.makes_gradients(step.op):
@@ -79,121 +85,122 @@ class Program(ABC):
 
 
 Handlers = Mapping[str, Callable[[Step], None]]
-"""The work of each op, by `Step.key`."""
+"""Implementation of each op, by `Step.key`."""
 
 
-class Splittable(Protocol):
-    """A call of a stack whose backward pass can be split."""
+class StackHandle(Protocol):
+    """Call of a stack whose backward pass a pipeline can split."""
 
     def recompute(self) -> None:
-        """Compute again now, before the gradient is there; the backward pass then leaves it out."""
+        """Recompute now, before the gradient arrives; the backward pass then skips it."""
 
     def defer_weights(self) -> None:
-        """Before the backward pass: let it leave out the weight gradients that its W ops would compute."""
+        """Before the backward pass: have it skip the weight gradients of its W ops."""
 
     def compute_weights(self) -> None:
-        """After such a backward pass: add the weight gradients to those of the parameters."""
+        """After such a backward pass: accumulate the weight gradients into the parameters."""
 
 
-class Calls:
-    """Calls of stacks whose passes are split up: what they recompute, and their weight gradients.
+class StackHandles:
+    """Handles of stack calls, by which a pipeline recomputes early or defers weight gradients.
 
-    They are held weakly and live as long as their graphs, so this keeps no tensor; but for weight gradients that were
-    deferred, which it keeps until they are computed. All ranks of the stacks' groups must do the same at the same
-    point.
+    They are weak references, valid as long as the calls' graphs, so this keeps no tensor alive, except deferred
+    weight gradients until they are computed. All ranks of the stacks' groups must do the same at the same point.
     """
 
     def __init__(self) -> None:
-        self._calls: list[Callable[[], Splittable | None]] = []
-        self._waiting: list[Splittable] = []
+        self._calls: list[Callable[[], StackHandle | None]] = []
+        self._waiting: list[StackHandle] = []
 
-    def add(self, call: Splittable) -> None:
-        """A call that was made, in the order of the forward pass."""
+    def add(self, call: StackHandle) -> None:
+        """Add a call, in the order of the forward pass."""
         self._calls.append(ref(call))
 
     def recompute(self) -> None:
-        """Compute again now, with the collectives that this sends. A second time there is nothing left to do."""
+        """Recompute now, with its collectives. A second call does nothing."""
         for call in self._backwards():
             call.recompute()
 
     def defer_weights(self) -> None:
-        """Before the backward pass: let it leave out the weight gradients that its W ops would compute."""
+        """Before the backward pass: have it skip the weight gradients of its W ops."""
         self._waiting = self._backwards()
         for call in self._waiting:
             call.defer_weights()
 
     def compute_weights(self) -> None:
-        """After a backward pass that left them out: add the weight gradients to those of the parameters."""
+        """After such a backward pass: accumulate the weight gradients into the parameters."""
         for call in self._waiting:
             call.compute_weights()
         self._waiting = []
 
-    def _backwards(self) -> list[Splittable]:
+    def _backwards(self) -> list[StackHandle]:
         return [call for held in reversed(self._calls) if (call := held()) is not None]
 
 
 @dataclass
 class Context:
-    """One call's surroundings, which its stack cannot know.
+    """Caller's options of one stack call.
 
-    spans: list to append (op, start, end) of every compute op and wait to, in what `clock` gives; on an accelerator,
-    which works behind the host, one that records an event. calls: takes the call, for a pipeline that splits its
-    passes; none where it is made without gradients.
+    spans: list to append (op, start, end) of every compute op and wait to, with times from `clock`, which records an
+    event on an accelerator. handles: receives the call's handle, for a pipeline that splits its passes; nothing where
+    it runs without gradients.
     """
 
     spans: list[tuple[str, Any, Any]] | None = None
     clock: Callable[[], Any] = time.perf_counter
-    calls: Calls = field(default_factory=Calls)
+    handles: StackHandles = field(default_factory=StackHandles)
 
 
-class Guard:
-    """Around the ops of one call of a stack: what they raise is raised on every rank, with the op's place.
+class FailureScope:
+    """Context around the ops of one stack call: an exception is raised on every rank, with the op's place.
 
-    watch: None for a group of one, where only what runs out of memory is given its place. forget: lets go of the
-    call's tensors, so that others can use their memory. unanimous: errors that all ranks raise by themselves. A
-    UsageError stays what it is on the rank that raises it.
+    monitor: None for a group of one, where only out-of-memory errors get their place. forget: releases the call's
+    tensors. unanimous: exception types that all ranks raise by themselves. A UsageError keeps its type on the rank
+    that raises it.
     """
 
     def __init__(
-        self, schedule: Schedule, label: str, watch: Watch | None, forget: Callable[[], None],
+        self, schedule: Schedule, label: str, monitor: FailureMonitor | None, forget: Callable[[], None],
         unanimous: tuple[type[Exception], ...] = (),
     ) -> None:  # fmt: skip
-        self.doing: Op | str = "the start of the call"
-        """The op under way; set by who runs it."""
+        self.current_op: Op | str = "the start of the call"
+        """The op that runs now, set by the executor."""
         self._schedule = schedule
         self._label = label
-        self._watch = watch
+        self._monitor = monitor
         self._unanimous = unanimous
-        self._forget_weakly = WeakMethod(forget)  # strongly, the call would live until the garbage collector comes
+        self._forget_weakly = WeakMethod(
+            forget
+        )  # a strong reference would be a cycle, which keeps tensors until a garbage collection
         self._failures = 0
 
     def __enter__(self) -> None:
-        self._failures = self._watch.scheduler.failures if self._watch is not None else 0
+        self._failures = self._monitor.scheduler.failures if self._monitor is not None else 0
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, FailedRankError):
             return
-        watch = self._watch
-        if watch is not None and watch.scheduler.failures != self._failures:  # the scheduler stopped this rank
+        monitor = self._monitor
+        if monitor is not None and monitor.scheduler.failures != self._failures:  # the scheduler stopped this rank
             self._forget()
-            raise watch.error() from error
+            raise monitor.error() from error
         if lost_a_rank(error):
-            return  # that is no op's failure
+            return  # not a failure of an op
         if isinstance(error, self._unanimous):
             self._forget()
             return
-        failure = self._described(error, watch.rank if watch is not None else 0)
-        if watch is None and not failure.out_of_memory:
-            return  # nobody else to tell: the block's own error says it best
+        failure = self._described(error, monitor.rank if monitor is not None else 0)
+        if monitor is None and not failure.out_of_memory:
+            return  # no other rank to notify: keep the block's own error
         self._forget()
         if failure.out_of_memory:
-            traceback.clear_frames(trace)  # they hold tensors, too
-        broken = watch.fail(failure) if watch is not None else ""
+            traceback.clear_frames(trace)  # frames hold tensors, too
+        broken = monitor.fail(failure) if monitor is not None else ""
         if isinstance(error, UsageError):
             return
-        raise error_of(failure, broken, watch.size if watch is not None else 1) from error
+        raise error_of(failure, broken, monitor.size if monitor is not None else 1) from error
 
     def _forget(self) -> None:
         forget = self._forget_weakly()
@@ -201,7 +208,7 @@ class Guard:
             forget()
 
     def _described(self, error: Exception, rank: int) -> Failure:
-        schedule, op = self._schedule, self.doing
+        schedule, op = self._schedule, self.current_op
         where = f"{op} ({self._label}, schedule {schedule.name})"
         if isinstance(op, Op):
             line = f"line {schedule.lines[op]} of {schedule.name}"
@@ -218,20 +225,20 @@ class Guard:
 class Executor:
     """Runs the steps of one call by its handlers."""
 
-    def __init__(self, handlers: Handlers, guard: Guard, context: Context) -> None:
+    def __init__(self, handlers: Handlers, guard: FailureScope, context: Context) -> None:
         self._handlers, self.guard, self._context = handlers, guard, context
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Run these, in their order. The guard is told what is under way."""
+        """Run the steps in order; `guard.current_op` is the op that runs."""
         handlers, guard, spans = self._handlers, self.guard, self._context.spans
         if spans is None:
             for step in steps:
-                guard.doing = step.op
+                guard.current_op = step.op
                 handlers[step.key](step)
             return
         clock = self._context.clock
         for step in steps:
-            guard.doing = step.op
+            guard.current_op = step.op
             if step.is_start:
                 handlers[step.key](step)
                 continue

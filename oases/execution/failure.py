@@ -1,22 +1,22 @@
-"""An op that fails on one rank fails on all: nobody waits for a collective that never starts.
+"""Failure protocol: an op that fails on one rank raises an error on all, and no rank waits for ever in a collective.
 
-The rank where an op raises writes so into the group's store. A thread on every rank looks there twice a second, which
-is all that a step without failures pays. It then
+The failing rank writes the failure to the group's store. A monitor thread on every rank polls the store twice a
+second, which is the only cost of a step without failures. On a failure it
 
-1. halts this rank's scheduler and writes how many collectives were started here, and which the last ones were;
-2. starts, with zeros, what others started and this rank did not: so every collective under way ends, on gloo as on
-   NCCL, and no memory is freed that a backend still writes to;
-3. waits for that, and for the others' word that it is so with them. Nobody's numbers are used.
+1. halts this rank's scheduler and writes how many collectives this rank has started, and the latest ones;
+2. starts, with zeros, the collectives that others have started and this rank has not: every pending collective
+   completes, on gloo as on NCCL, and no memory is freed that a backend still writes to;
+3. waits for their completion on all ranks. The results are not used.
 
-Main threads take no part and are not interrupted. One that waits inside a collective or for the device gets out when
-that collective ends; its next call of the scheduler raises, or the one it is in, in a stack or outside of one.
+Main threads take no part and are not interrupted. One that waits inside a collective or for the device continues when
+that collective completes; the current or next call of the scheduler then raises, in a stack or outside of one.
 Afterwards all ranks have started the same collectives, and the group can be used again.
 
-Where this cannot be done (a rank does not answer, a collective is under way that went not by the scheduler, memory is
-out even for zeros), the threads abort the process group as the last resort. Errors are raised even then: NCCL's abort
-ends its kernels; gloo has none, so a rank that waits outside of the scheduler waits for gloo's timeout.
+Where that is impossible (a rank does not answer, a pending collective was not started by the scheduler, no memory
+even for zeros), the monitors abort the process group. Errors are raised even then: NCCL's abort ends its kernels;
+gloo has no abort, so a rank that waits outside of the scheduler waits for gloo's timeout.
 
-What raises outside of a stack's schedule (a loss, a hook, an optimizer) is not told to the others.
+Exceptions outside of a stack's schedule (in a loss, a hook, an optimizer) are not propagated.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from oases.execution.group import ProcessGroup, group_of
 
 _INTERVAL_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0
-"""How long a rank's thread may take to say where it stands."""
+"""Time limit for a rank's thread to answer."""
 _DRAIN_SECONDS = 20.0
-"""How long the collectives under way may take to end."""
+"""Time limit for pending collectives to complete."""
 _SETTLED = "settled"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed: the rank within its group, the op and its line, the first line of the cause, what to do."""
+    """Rank within its group, op and line, first line of the cause, remedy."""
 
     rank: int
     where: str
@@ -62,10 +62,10 @@ class Failure:
 
 
 class FailedRankError(RuntimeError):
-    """An op of a schedule failed on one rank; it is raised on every rank of the group.
+    """An op of a schedule failed on one rank; raised on every rank of the group.
 
-    On the rank that failed, `__cause__` is what its op raised. The step's gradients are to be dropped. failure: what
-    failed. usable: whether the stack can be called again; if not, the group was aborted.
+    On the failing rank `__cause__` is the op's exception. Drop the step's gradients. failure: description. usable:
+    whether the stack can be called again; otherwise the group was aborted.
     """
 
     failure: Failure
@@ -73,14 +73,14 @@ class FailedRankError(RuntimeError):
 
 
 class FailedRankMemoryError(FailedRankError, torch.OutOfMemoryError):
-    """The same where memory ran out, so that `except torch.OutOfMemoryError` catches it on every rank."""
+    """FailedRankError for an out-of-memory error; `except torch.OutOfMemoryError` catches it on every rank."""
 
 
 def error_of(failure: Failure, broken: str, size: int) -> FailedRankError:
-    """The error that every rank of a group of this size raises. broken: why the group was aborted, "" if not."""
+    """Error that every rank of a group of this size raises. broken: why the group was aborted, or ""."""
     text = str(failure)
     if broken:
-        text += f". The process group was aborted ({broken}): make it anew, or start the run again"
+        text += f". The process group was aborted ({broken}): create a new one, or restart the run"
     else:
         text += ". " + ("" if size == 1 else "All ranks raise this; ")
         text += "drop this step's gradients, then the stack can be called again"
@@ -89,10 +89,10 @@ def error_of(failure: Failure, broken: str, size: int) -> FailedRankError:
     return error
 
 
-class Watch:
-    """Looks after one process group on this rank: its thread does what this module's docstring says.
+class FailureMonitor:
+    """Monitors one process group on this rank; its thread runs the protocol of this module's docstring.
 
-    device: where the group's tensors lie. incarnation: tells groups of one name that came one after another apart.
+    device: of the group's tensors. incarnation: distinguishes successive groups of one name.
     """
 
     def __init__(self, group: ProcessGroup, scheduler: Any, device: torch.device, incarnation: int) -> None:
@@ -101,36 +101,38 @@ class Watch:
         self.failure: Failure | None = None
         self._broken = ""
         self._device = device
-        self._name = group.group_name  # not the group: that would keep it from being destroyed
+        self._name = group.group_name  # not the group itself: a reference would keep it from being destroyed
         store: Any = _get_process_group_store(group)
-        # A HashStore is one process's own: the others are only pretended, as those of torch's fake backend.
+        # A HashStore belongs to one process: the other ranks are simulated, as with torch's fake backend.
         alone = isinstance(_innermost(store), dist.HashStore) or dist.get_backend(group) == "fake"
         self._ranks = [self.rank] if alone else list(range(self.size))
-        # A copy, because a client is locked while another thread uses it.
+        # A clone, because a store client is locked while another thread uses it.
         self._store: dist.Store = dist.HashStore() if alone else store.clone()
         self._prefix = f"oases/failure/{self._name}/{incarnation}"
         self._settled = 0
         self._wake = threading.Event()
         self._stopped = False
         scheduler.renew()
-        self._thread = threading.Thread(target=self._serve, name="oases-watch", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="oases-failure-monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stopped = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
 
     def fail(self, failure: Failure) -> str:
-        """Tell every rank; return when the collectives have ended: "", or why the group was aborted."""
-        self.tell(failure)
+        """Notify every rank and wait until pending collectives have completed; "", or why the group was aborted."""
+        self.report_failure(failure)
         return str(self.scheduler.acknowledge())
 
-    def tell(self, failure: Failure) -> None:
-        """Tell every rank; the main thread then has to acknowledge."""
-        key = self._key("failure")  # before the halt, which another rank's failure may have begun and ended
+    def report_failure(self, failure: Failure) -> None:
+        """Notify every rank; the main thread must then acknowledge."""
+        key = self._key(
+            "failure"
+        )  # before halt(), because another failure may be settled meanwhile and change the key
         if self.scheduler.halt(str(failure), failure.out_of_memory).newly:
             try:
                 self._store.compare_set(key, "", json.dumps(asdict(failure)))
@@ -142,14 +144,14 @@ class Watch:
             self._wake.set()
 
     def check(self) -> None:
-        """Raise what another rank raised, if this one has not heard of it yet."""
+        """Raise another rank's failure, if there is one."""
         try:
             self.scheduler.check()
         except RuntimeError as error:
             raise self.error() from error
 
     def error(self) -> FailedRankError:
-        """For a rank that was stopped: the error of the rank that failed."""
+        """Error of the failed rank, for a rank that was stopped."""
         assert self.failure is not None, "the thread has read it before it halted the scheduler"
         return error_of(self.failure, self._broken, self.size)
 
@@ -168,7 +170,7 @@ class Watch:
                     if self._broken:
                         return
         except (RuntimeError, OSError):
-            return  # the store is gone, and with it the rank or launcher that held it; fail() says so
+            return  # the store is gone, with the rank or launcher that held it; fail() reports it
 
     def _settle(self) -> None:
         self.failure = Failure(**json.loads(self._store.get(self._key("failure"))))
@@ -177,7 +179,7 @@ class Watch:
             try:
                 self._bring_to_one_end(standing)
                 mine = _SETTLED
-            except Exception as error:  # whatever it is, the group cannot be used and all must hear why
+            except Exception as error:  # any error makes the group unusable; publish it as the verdict
                 mine = f"rank {self.rank}: {error}"
             verdict = self._store.compare_set(self._key("verdict"), "", mine).decode()
         except (RuntimeError, OSError) as error:
@@ -189,7 +191,7 @@ class Watch:
         self.scheduler.resume()
 
     def _bring_to_one_end(self, standing: Any) -> None:
-        """Let every collective that any rank has started end on every rank. Any exception says why that failed."""
+        """Complete every started collective on every rank. Any exception gives the reason why that failed."""
         last = [
             (s.collective, s.numel, str(s.dtype).removeprefix("torch."), s.device.type, s.sent, s.received, s.foreign)
             for s in standing.last
@@ -204,14 +206,14 @@ class Watch:
         if apart + (common > 0) > len(furthest["last"]):
             raise RuntimeError(f"the ranks are {apart} collectives apart")
         if len({_foreign_since(each, common) for each in everyone}) > 1:
-            raise RuntimeError("a collective is under way that was not started by oases")
+            raise RuntimeError("a pending collective was not started by oases")
         missing = furthest["started"] - standing.started
-        # On a GPU not behind the main thread's work, which may wait for a collective of another group.
+        # On a GPU use another stream: the main thread's may wait for a collective of another group.
         aside = torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
         with aside:
             for ago in range(missing, 0, -1):
                 collective, numel, dtype, kind, *splits, _ = furthest["last"][-ago]
-                if any(splits):  # of what others started all to all, this rank's part
+                if any(splits):  # all-to-all: the sizes are those of this rank
                     numel, splits = 0, _answers(everyone, furthest["started"] - ago, self.rank)
                 device = self._device if self._device.type == kind else torch.device(kind)
                 whole = torch.zeros(numel, dtype=getattr(torch, dtype), device=device)
@@ -227,7 +229,7 @@ class Watch:
         end = time.monotonic() + patience_seconds
         while not self._store.check(keys):
             if self._store.check([self._key("verdict")]):
-                raise RuntimeError("another rank gave up")  # its verdict came first and counts
+                raise RuntimeError("another rank gave up")  # its verdict was first and is final
             if time.monotonic() > end:
                 gone = [
                     str(rank) for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])
@@ -243,12 +245,12 @@ class Watch:
             if group is not None:
                 group.abort()
         except RuntimeError as error:
-            self._broken += f"; to abort it failed, too: {error}"
+            self._broken += f"; the abort failed, too: {error}"
         self.scheduler.resume(self._broken)
 
 
 def _foreign_since(standing: dict[str, Any], common: int) -> int:
-    """What others started on a rank's group since the last collective that all ranks have started here."""
+    """Collectives started outside of the scheduler since the last one that all ranks have started."""
     if common == 0:
         return int(standing["foreign"] - standing["foreign_at_first"])
     *_, then = standing["last"][common - 1 - standing["started"]]
@@ -256,7 +258,7 @@ def _foreign_since(standing: dict[str, Any], common: int) -> int:
 
 
 def _answers(everyone: list[dict[str, Any]], number: int, rank: int) -> list[list[int]]:
-    """(numbers to send, numbers to receive) by which `rank` answers all ranks' all-to-all of this number."""
+    """(numbers to send, numbers to receive) with which `rank` completes the all-to-all of this number."""
     sent, received = [0] * len(everyone), [0] * len(everyone)
     for other, each in enumerate(everyone):
         if each["started"] > number:
@@ -265,20 +267,20 @@ def _answers(everyone: list[dict[str, Any]], number: int, rank: int) -> list[lis
     return [sent, received]
 
 
-_watches: WeakKeyDictionary[ProcessGroup, Watch] = WeakKeyDictionary()
+_monitors: WeakKeyDictionary[ProcessGroup, FailureMonitor] = WeakKeyDictionary()
 _incarnations: Counter[str] = Counter()
 
 
-def watch_of(group: ProcessGroup, scheduler: Any, device: torch.device) -> Watch:
-    """The watch of a group, started when it is first asked for; it ends with the group or the process.
+def monitor_of(group: ProcessGroup, scheduler: Any, device: torch.device) -> FailureMonitor:
+    """Monitor of a group, started on first use; it ends with the group or the process.
 
     scheduler: the group's OverlapScheduler.
     """
-    if group not in _watches:
+    if group not in _monitors:
         _incarnations[group.group_name] += 1
-        watch = _watches[group] = Watch(group, scheduler, device, _incarnations[group.group_name])
-        finalize(group, watch.stop)
-    return _watches[group]
+        monitor = _monitors[group] = FailureMonitor(group, scheduler, device, _incarnations[group.group_name])
+        finalize(group, monitor.stop)
+    return _monitors[group]
 
 
 def _innermost(store: dist.Store) -> dist.Store:
@@ -288,38 +290,40 @@ def _innermost(store: dist.Store) -> dist.Store:
 
 
 @contextmanager
-def told(watch: Watch | None, where: str, unanimous: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """What is raised inside, on one rank, is raised on every rank of the group, which all are here or will be.
+def fail_together(
+    monitor: FailureMonitor | None, where: str, unanimous: tuple[type[BaseException], ...] = ()
+) -> Iterator[None]:
+    """Raise an exception of the body on every rank of the group; all ranks must enter it at the same point.
 
-    watch: of the group; None for a group of one. where: what failed, for the message. unanimous: what all ranks raise
-    by themselves. A UsageError stays what it is on the rank that raises it.
+    monitor: the group's; None for a group of one. where: the failed operation, for the message. unanimous: exception
+    types that all ranks raise by themselves. A UsageError keeps its type on the rank that raises it.
     """
-    before = watch.scheduler.failures if watch is not None else 0
+    before = monitor.scheduler.failures if monitor is not None else 0
     try:
         yield
     except Exception as error:
-        if watch is None or isinstance(error, (FailedRankError, *unanimous)):
+        if monitor is None or isinstance(error, (FailedRankError, *unanimous)):
             raise
-        if watch.scheduler.failures != before:  # the scheduler stopped this rank
-            raise watch.error() from error
+        if monitor.scheduler.failures != before:  # the scheduler stopped this rank
+            raise monitor.error() from error
         if lost_a_rank(error):
             raise
         first_line = (str(error).strip().splitlines() or [""])[0]
         cause = f"{type(error).__name__}: {first_line}"
-        failure = Failure(watch.rank, where, cause, "", is_out_of_memory(error))
-        broken = watch.fail(failure)
+        failure = Failure(monitor.rank, where, cause, "", is_out_of_memory(error))
+        broken = monitor.fail(failure)
         if isinstance(error, UsageError):
             raise
-        raise error_of(failure, broken, watch.size) from error
+        raise error_of(failure, broken, monitor.size) from error
 
 
 def lost_a_rank(error: Exception) -> bool:
-    """Whether a link or a rank is gone: no op's failure."""
+    """Whether a link or a rank is gone, rather than an op has failed."""
     # Collectives outside the scheduler (barriers, object exchange) fail with gloo's bare RuntimeError.
     return isinstance(error, dist.DistBackendError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an op found no memory."""
-    # On the CPU torch raises a RuntimeError that is known by its text alone.
+    """Whether an op ran out of memory."""
+    # On the CPU torch raises a RuntimeError, recognisable by its text alone.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)

@@ -1,7 +1,7 @@
-"""What a layer needs to know of its tensor-parallel group: size, rank, c10d name and the overlap scheduler.
+"""Process groups: size, rank, c10d name and overlap scheduler of a tensor-parallel group.
 
-A group is always an argument. `None` means the default group, or a group of one where torch.distributed is
-not initialised; with a group of one every layer is the ordinary torch layer.
+A group is always an argument. `None` means the default group, or a group of one where torch.distributed is not
+initialised; with a group of one every layer is the ordinary torch layer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def resolve(process_group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 class HoldsGroup:
-    """A module's process group, held by name: a module alive at exit must not keep a destroyed group's threads."""
+    """Mixin that holds a process group by name: a module alive at exit must not keep a destroyed group's threads."""
 
     _group_name = ""
     _group_rank = 0
     tensor_parallel = 1
-    """The group's size."""
+    """Size of the group."""
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -62,17 +62,17 @@ def group_name(process_group: ProcessGroup | None) -> str:
 
 
 def group_of(name: str) -> ProcessGroup | None:
-    """The group of a c10d name, the inverse of `group_name`. RuntimeError once it was destroyed."""
+    """Group of a c10d name, the inverse of `group_name`. RuntimeError once it was destroyed."""
     c10d_name: Any = name
     return _resolve_process_group(c10d_name) if name else None
 
 
 def nccl_options(max_ctas: int = 8) -> Any:
-    """Options for an NCCL group whose collectives shall hide under compute; pass them as `pg_options`.
+    """Options for an NCCL group whose collectives overlap with compute; pass them as `pg_options`.
 
-    The stream has high priority, so that a collective starts while products are queued, and a collective takes at
-    most `max_ctas` of the GPU's multiprocessors from them. Groups that oases makes itself have them. RuntimeError
-    where this torch has no NCCL.
+    The stream has high priority, so that a collective starts while matmuls are queued, and a collective takes at most
+    `max_ctas` of the GPU's multiprocessors. Groups created by oases have these options. RuntimeError where this torch
+    has no NCCL.
     """
     if not dist.is_nccl_available():
         raise RuntimeError(
@@ -84,21 +84,21 @@ def nccl_options(max_ctas: int = 8) -> Any:
 
 
 def refuse_capture(x: Tensor) -> None:
-    """Raise RuntimeError while a CUDA graph is captured: tickets are timed and waited for by the host's program."""
+    """Raise RuntimeError during CUDA graph capture: the host starts and times collectives in every step."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "overlapped layers cannot be captured into a CUDA graph: their collectives are started and accounted for "
-            "by the host in every step; leave them out of the capture"
+            "overlapped layers cannot be captured into a CUDA graph: the host starts and times their collectives "
+            "in every step; leave them out of the capture"
         )
 
 
 def scheduler_of(process_group: ProcessGroup) -> Any:
-    """The OverlapScheduler that every layer of this group shares."""
+    """The group's OverlapScheduler, shared by all its layers."""
     return OverlapScheduler.of(process_group.group_name)
 
 
 def shard_size(what: str, size: int, process_group: ProcessGroup | None) -> int:
-    """`size` divided by the group size; a ValueError names what does not divide and what would."""
+    """`size` divided by the group size; ValueError, with the degrees that divide it, where that is not whole."""
     parts = group_size(process_group)
     if size % parts:
         fits = [t for t in range(1, 65) if size % t == 0]

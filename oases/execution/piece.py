@@ -1,9 +1,9 @@
-"""Pieces of the autograd graph, cut where a schedule has ops of its own, and the parameters that they read.
+"""Pieces: parts of the autograd graph, detached at the ops of a schedule, and the parameters that they read.
 
-A piece is one call of a function with a graph of its own: `input` and `output` cut it off, `backward` runs it when
-its gradients have come. It holds graph edges and no tensor at them, so memory goes as soon as no graph and no op to
-come needs it. Pieces read parameters through stand-ins (detached, sharing memory): gradient hooks of the real ones
-fire once per step in the outer graph, and not once per sub-batch in here.
+A piece is one call of a function with a graph of its own: `input` and `output` detach it, `backward` runs it when its
+gradients have arrived. It holds graph edges and no tensor, so memory is freed as soon as no graph and no later op
+needs it. Pieces read parameters through stand-ins (detached, sharing memory): gradient hooks of the parameters fire
+once per step in the outer graph, not once per sub-batch in here.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from oases._C import Leaves, Piece, generator_mark
 
 __all__ = ["BlockParameters", "Leaves", "Piece", "RandomStates", "method_of", "recorded"]
 
-# By block: its methods, compiled with the options that the block was compiled with.
+# By block: its methods, compiled with the block's options.
 _compiled_methods: WeakKeyDictionary[nn.Module, dict[str, Callable[..., Tensor]]] = WeakKeyDictionary()
 
 
 def method_of(block: nn.Module, name: str) -> Callable[..., Any]:
-    """A block's method, compiled if the block was given to `torch.compile`.
+    """Method of a block, compiled if the block was given to `torch.compile`.
 
-    ValueError for a block compiled in place, by `.compile()`: that covers forward(), which a stack never calls.
+    ValueError for a block compiled in place by `.compile()`: that compiles forward(), which a stack never calls.
     """
     if block._compiled_call_impl is not None:
         raise ValueError(
-            f"a block ({type(block).__name__}) was compiled by .compile(), which covers forward() alone; give the "
+            f"a block ({type(block).__name__}) was compiled by .compile(), which compiles forward() alone; give the "
             "stack torch.compile(block) instead, whose partial() and combine() are then compiled"
         )
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # where it is not loaded, nothing is compiled
@@ -49,16 +49,16 @@ def recorded(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], values: Sequence[Any], leaves: list[Leaves],
     *, whole: bool = False, overwritten: bool = False,
 ) -> tuple[Tensor, Piece]:  # fmt: skip
-    """Call `function(*inputs, *values)` as a piece; its result, cut off, and the piece."""
+    """Call `function(*inputs, *values)` as a piece; return its detached result and the piece."""
     piece = Piece(leaves, whole)
     result = function(*map(piece.input, inputs), *values)
     return piece.output(result, overwritten), piece
 
 
 class BlockParameters:
-    """The parameters of a block, and the places in its modules where they stand.
+    """Parameters of a block, and the places in its modules that hold them.
 
-    names: within the block, as `named_parameters` gives them. trained: numbers of those that require gradients.
+    names: within the block, as in `named_parameters`. trained: indices of those that require gradients.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -67,7 +67,7 @@ class BlockParameters:
         self.parameters: list[Tensor] = list(plain.parameters())
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         modules = list(plain.modules())
-        # Every place, those of a parameter that two modules share among them.
+        # All places, also of parameters that modules share.
         self._places = [
             (module._parameters, key, numbers[id(parameter)])
             for module in modules
@@ -81,7 +81,7 @@ class BlockParameters:
 
     @property
     def current(self) -> bool:
-        """Whether the block still has these parameters at these places."""
+        """Whether the block still holds these parameters in these places."""
         parameters, trains = self.parameters, self._trains
         for held, key, number in self._places:
             parameter = held.get(key)
@@ -93,25 +93,25 @@ class BlockParameters:
         return all(len(held) == size for held, size in self._sizes)
 
     def put(self, tensors: Sequence[Tensor]) -> None:
-        """Have these stand in the block's modules in the place of its parameters, by number."""
+        """Replace the block's parameters by these tensors, by index."""
         for held, key, number in self._places:
             held[key] = tensors[number]  # type: ignore[assignment]
 
     def put_back(self, others: Collection[str] = ()) -> None:
-        """Have the parameters stand in their places again. others: names of those that somebody else puts back."""
+        """Restore the parameters. others: names of parameters that are restored elsewhere."""
         for held, key, number in self._places:
             if not others or self.names[number] not in others:
                 held[key] = self.parameters[number]  # type: ignore[assignment]
 
     def whole(self, by_name: Mapping[str, nn.Parameter] | None) -> list[Tensor]:
-        """The parameters, of those that are sharded the whole ones, which have these names."""
+        """The parameters, with the gathered ones, by name, in place of sharded ones."""
         if by_name is None:
             return self.parameters
         return [by_name.get(name, own) for name, own in zip(self.names, self.parameters, strict=True)]
 
 
 class RandomStates:
-    """The random states that pieces began with, for their recomputation; copied only where something has drawn."""
+    """Random states at the start of pieces, for recomputation; copied only after something has drawn."""
 
     def __init__(self, device: torch.device) -> None:
         self._generators = [torch.default_generator]
@@ -121,14 +121,14 @@ class RandomStates:
         self._marks: list[int] | None = None
 
     def now(self) -> list[Tensor]:
-        """The states of all generators."""
+        """States of all generators."""
         marks = [generator_mark(generator) for generator in self._generators]
         if marks != self._marks:
             self._marks, self._states = marks, [generator.get_state() for generator in self._generators]
         return self._states
 
     def replayed(self, states: list[Tensor], function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Call `function` with the numbers drawn after these states; the caller's own stay as they are."""
+        """Call `function` with random numbers drawn from these states; the current states are restored."""
         kept = [generator.get_state() for generator in self._generators]
         self._set(states)
         try:

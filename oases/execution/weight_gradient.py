@@ -1,7 +1,7 @@
-"""Deferred weight gradients: a linear's backward returns the input gradient and notes the rest for an op W.
+"""Deferred weight gradients: a linear's backward returns the input gradient and records the rest for a W op.
 
-The next all-reduce waits for the input gradient; only the optimizer waits for the weight gradient. Deferred, it is
-computed while that all-reduce is on the wire, and summed over sub-batches inside the matmul (zero-bubble style).
+The next all-reduce needs the input gradient; only the optimizer needs the weight gradient. Deferred, it is computed
+during that all-reduce, and summed over sub-batches inside the matmul (as in zero-bubble pipelines).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from oases._C import DeferredGradients, Leaves
 __all__ = ["DeferredGradients", "Leaves", "active_deferral", "deferring", "linear"]
 
 deferring: ContextVar[DeferredGradients | None] = ContextVar("oases_deferring", default=None)
-"""Where linears that run forward now are to note their weight gradients; crosses a user's module."""
+"""Where linears of the current forward pass record weight gradients; a context variable, to cross user modules."""
 
 
 def active_deferral(*parameters: Tensor | None) -> DeferredGradients | None:
-    """Where a forward pass that runs now is to note the gradients of `parameters`; None: autograd computes them."""
-    # In a compiled block the matmuls are the compiler's business.
+    """Where the current forward pass defers the gradients of `parameters`; None where autograd computes them."""
+    # A compiled block computes its own weight gradients.
     deferred = None if torch.compiler.is_compiling() else deferring.get()
     if deferred is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
@@ -32,8 +32,8 @@ def active_deferral(*parameters: Tensor | None) -> DeferredGradients | None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
     """`F.linear`, whose weight gradient is deferred while `deferring` is set.
 
-    [..., in] -> [..., out]; weight: [out, in], or [in, out] where it is transposed, as in GPT-2's Conv1D. Its
-    gradient has its layout.
+    [..., in] -> [..., out]; weight: [out, in], or [in, out] if transposed, as in GPT-2's Conv1D. The gradient has its
+    layout.
     """
     deferred = None if torch.compiler.is_compiling() else deferring.get()
     if deferred is not None:

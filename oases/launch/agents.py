@@ -6,28 +6,23 @@ them all when one fails. Agents and ranks die with the process that started them
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from oases.launch import fork_server
 from oases.testbed import Nodes
 
 _PORT = 29400  # of the store on node 0, whose network is its own
 _PATIENCE_SECONDS = 20.0  # ranks that are ended call the roll first
 _SAVING_SECONDS = 35.0  # those that have SIGTERM may save; an agent waits 30 s for its own
-_PR_SET_PDEATHSIG = 1  # of sys/prctl.h
-_HELD_BACK = (signal.SIGINT, signal.SIGTERM)
 
 
 class RankFailedError(Exception):
@@ -47,23 +42,21 @@ def launch(entrypoint: Callable[..., Any], arguments: tuple[Any, ...], size: int
     """
     if nodes is not None:
         return _launch_on(nodes, entrypoint, arguments, size)
+    method = fork_server.start(_modules_of(entrypoint, *arguments))
     return _run_agent(
-        entrypoint, arguments, min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d",
+        entrypoint, arguments, method, min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost",
     )[0]  # fmt: skip
 
 
-def die_with_parent() -> None:
-    """Let this process be killed when the one that started it by multiprocessing dies; on Linux."""
-    parent = multiprocessing.parent_process()
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it was gone already
-        os._exit(1)
+def _modules_of(*values: Any) -> list[str]:
+    """The modules of those values that are functions."""
+    return [value.__module__ for value in values if callable(value)]
 
 
-def _run_agent(entrypoint: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> dict[int, Any]:
+def _run_agent(
+    entrypoint: Callable[..., Any], arguments: tuple[Any, ...], start_method: str, **options: Any
+) -> dict[int, Any]:
     """Run an agent in this process; returns the results of its ranks."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -73,9 +66,9 @@ def _run_agent(entrypoint: Callable[..., Any], arguments: tuple[Any, ...], **opt
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = LaunchConfig(run_id="oases", max_restarts=0, start_method="spawn", monitor_interval=1, **options)
+    config = LaunchConfig(run_id="oases", max_restarts=0, start_method=start_method, monitor_interval=0.1, **options)
     try:
-        return elastic_launch(config, entrypoint)(*arguments)
+        return elastic_launch(config, fork_server.as_started_by)(fork_server.Launcher(), entrypoint, *arguments)
     except SignalException as error:
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
@@ -119,7 +112,7 @@ def _launch_on(nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[An
     last = signal.SIGKILL  # without ranks yet there is nothing to end in order
     with _sigterm_interrupts():
         try:
-            _start(agents, nodes, (nodes, entrypoint, arguments, per_node))
+            _start(agents, nodes, entrypoint, arguments, per_node)
             for agent in agents:
                 agent.receive()
             nodes.join([agent.process.pid or 0 for agent in agents])
@@ -153,32 +146,18 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start(agents: list[_Agent], nodes: Nodes, work: tuple[Any, ...]) -> None:
-    context = multiprocessing.get_context("spawn")
-    resource_tracker.ensure_running()  # whose start unblocks signals
-    with _signals_held_back():
+def _start(
+    agents: list[_Agent], nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[Any, ...], per_node: int
+) -> None:
+    context = fork_server.context(_modules_of(entrypoint, *arguments))
+    with fork_server.signals_held():
         for node in range(nodes.count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, node, *work))
+            work = (fork_server.Launcher(), _serve, theirs, node, nodes, entrypoint, arguments, per_node)
+            process = context.Process(target=fork_server.as_started_by, args=work)
             process.start()
             theirs.close()  # so that its death is the end of the pipe
             agents.append(_Agent(node, process, ours))
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Be interrupted only at the end of this; processes started in here block the signals."""
-    got: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in _HELD_BACK}
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)  # of this thread alone, and of what it starts
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if got:
-        raise KeyboardInterrupt
 
 
 def _result(agents: list[_Agent]) -> Any:
@@ -229,23 +208,24 @@ def _serve(
 ) -> None:
     """What the process of one node's agent does."""
     os.setpgrp()  # a terminal's Ctrl-C comes to the process above, which passes it on, once
-    for number in _HELD_BACK:
+    for number in fork_server.HELD_SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # until the agent has its own: no traceback
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
-    die_with_parent()
+    fork_server.release_signals()
+    fork_server.die_with_parent()
     nodes.enter()
     connection.send("entered")
     connection.recv()
     nodes.open(node)
     try:
+        # Forked from this process, which the server has forked before it had a thread: the server is in no node.
         results = _run_agent(
-            entrypoint, arguments, min_nodes=nodes.count, max_nodes=nodes.count, nproc_per_node=per_node,
+            entrypoint, arguments, "fork", min_nodes=nodes.count, max_nodes=nodes.count, nproc_per_node=per_node,
             rdzv_backend="static", rdzv_endpoint=f"{nodes.address(0)}:{_PORT}", rdzv_configs={"rank": node},
             local_addr=nodes.address(node),
         )  # fmt: skip
         connection.send(_Report(results.get(0)))
     except (KeyboardInterrupt, RankFailedError) as error:
-        for number in _HELD_BACK:
+        for number in fork_server.HELD_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         failed = (error.who, error.exit_code) if isinstance(error, RankFailedError) else ("", 130)
         # The error's traceback holds the agent, and on node 0 with it the store: there the ranks of other nodes call

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
-from oases.launch.agents import RankFailedError, die_with_parent, launch
+from oases.launch import fork_server
+from oases.launch.agents import RankFailedError, launch
 from oases.testbed import Backend, Nodes
 
 _INTERVAL_SECONDS = 0.5
@@ -140,7 +141,7 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
                 f"with torchrun --nproc-per-node {options.size}, or without torchrun"
             )
         return _rank_main(function, arguments, options)
-    if options.backend.alone:
+    if options.backend.single_process:
         return _stand_for_all(function, arguments, options)
     return _launch(function, arguments, options)
 
@@ -193,7 +194,7 @@ def _go_on_or_exit(error: RankFailedError, told: int, restart: int, max_restarts
 
 
 def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
-    die_with_parent()
+    fork_server.die_with_parent()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     if options.nodes is None:
         _take_core(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", options.size)))
@@ -207,6 +208,7 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
     roll_call = RollCall(rank, options.size, _waiting_for)
     signal.signal(signal.SIGTERM, lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
     signal.signal(signal.SIGINT, lambda number, frame: _leave(130))  # Ctrl-C: the launcher says so
+    fork_server.release_signals()
     try:
         _join(options, local_rank)
         result = function(*arguments)

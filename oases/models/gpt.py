@@ -19,7 +19,7 @@ from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
 from oases.parallel import OverlappedColumnLinear, OverlappedEmbedding, OverlappedRowLinear, parallel_cross_entropy
-from oases.parallel.fsdp import ShardedAverage, Unit
+from oases.parallel.fsdp import FsdpUnit, ShardedGradientAverager
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import BlockMaker, PlannedStack
 from oases.parallel.reshard import reshard
@@ -189,7 +189,7 @@ class Decoder(HoldsGroup, nn.Module):
         self.is_first, self.is_last = mesh.stage == 0, mesh.stage == mesh.num_stages - 1
         around = plan.stages[0 if self.is_first or self.is_last else mesh.stage]
         self.process_group = mesh.tensor(around.segments[0].tp)
-        self.ends: Unit | None = None
+        self.ends: FsdpUnit | None = None
         """The weights of embedding, norm and head, where they are sharded."""
         generator = torch.Generator().manual_seed(config.seed + 1)
         table = torch.empty(config.vocabulary, config.hidden).normal_(std=0.02, generator=generator)
@@ -258,7 +258,7 @@ class Decoder(HoldsGroup, nn.Module):
         """The table where it is on two stages: its gradient is the sum of both, its square counts once."""
         return None if self.embedding is None or self.is_first == self.is_last else self.embedding.weight
 
-    def shard_weights(self) -> ShardedAverage:
+    def shard_weights(self) -> ShardedGradientAverager:
         """Have the ranks of `parts` hold a shard of every weight (`oases.parallel.fsdp`).
 
         The model is to be where it stays. Embedding, norm and head stay whole from their first use in a step until
@@ -270,9 +270,9 @@ class Decoder(HoldsGroup, nn.Module):
         if own and group_size(data) > 1:
             assert data is not None
             assert weights is not None
-            self.ends = Unit(self, data, weights, "embedding and head", others=set(self.stack.parameters()))
+            self.ends = FsdpUnit(self, data, weights, "embedding and head", others=set(self.stack.parameters()))
             units = [self.ends, *units]
-        return ShardedAverage(units)
+        return ShardedGradientAverager(units)
 
     def run_part(
         self, part: int, x_BSH: Tensor | None, tokens_BS: Tensor, targets_BS: Tensor, context: Context
@@ -289,7 +289,7 @@ class Decoder(HoldsGroup, nn.Module):
         return y
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
-        """Parameters and the ranks that hold the same ones, in the order of the forward pass; for GradientAverage."""
+        """Parameters and their data-parallel group, in the order of the forward pass, for GradientAverager."""
         data = self.mesh.data(self.tensor_parallel)
         # On one stage the table comes first although the head uses it too: its gradient is whole when the
         # embedding's is.

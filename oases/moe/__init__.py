@@ -1,1 +1,1 @@
-"""Mixture of experts that stays balanced: placements of experts by their loads. Source: arXiv 2411.10003."""
+"""Mixture of experts with load-balanced expert placement. Source: arXiv 2411.10003."""

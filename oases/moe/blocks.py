@@ -1,7 +1,7 @@
-"""The ops of blocks of experts on real tensors: the work of N, E, P, RN, RE, BN and BE, and of all that travels.
+"""Ops of blocks of experts on tensors: N, E, P, RN, RE, BN and BE, and their transfers.
 
-N b and E b are pieces of the autograd graph, so the backward pass runs in the order of the list instead of
-autograd's, and what travels starts and ends where the list has it. Names as in `oases.schedule.experts`.
+N b and E b are pieces of the autograd graph, so the backward pass runs in schedule order instead of autograd's, and
+transfers start and end where the schedule has them. Names as in `oases.schedule.experts`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from oases.execution.group import ProcessGroup, group_rank
 from oases.execution.piece import Leaves, Piece, RandomStates, method_of
 from oases.moe.dispatch import (
     AllToAll,
-    Demand,
     DispatchPlan,
+    ExpertCounts,
     combined,
     dispatch_plan,
     grouped,
@@ -27,7 +27,7 @@ from oases.moe.dispatch import (
 )
 from oases.moe.layer import OverlappedMoE
 from oases.moe.program import ExpertParameters, ExpertProgram
-from oases.moe.recomputation import Pass, Setting
+from oases.moe.recomputation import ForwardPass, RoutingState
 from oases.moe.router import Routing
 from oases.moe.transfer import Transfer
 
@@ -36,7 +36,7 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(eq=False)
 class _Run:
-    """One N or E of the pass: its piece, or all it takes to record it. random: None where nothing was drawn."""
+    """One N or E of the pass: its piece, or all that is needed to record it. random: None where nothing was drawn."""
 
     function: Function
     inputs: tuple[Tensor, ...]
@@ -48,12 +48,12 @@ class _Run:
 
 @dataclass(eq=False)
 class _State:
-    """A block on its way through the pass."""
+    """State of a block during a pass."""
 
-    setting: Setting
-    opened: Pass | None
+    setting: RoutingState
+    opened: ForwardPass | None
     routing: Routing | None = None
-    demand: Demand | None = None
+    demand: ExpertCounts | None = None
     plan: DispatchPlan | None = None
     source: Tensor | None = None
     shape: torch.Size | None = None
@@ -62,15 +62,15 @@ class _State:
     own: list[Tensor] | None = None
     dispatch: AllToAll | None = None
     combine: AllToAll | None = None
-    # Of the forward pass, then their gradients: past the experts, weights of the choice, tokens or their results.
+    # Activations, then their gradients: residual, routing weights, tokens or expert results.
     between: list[Tensor | None] = field(default_factory=list)
 
 
-class ExpertBlocks:
-    """The data of one call on its way from op to op.
+class ExpertWork:
+    """Tensors of one call between ops, and the implementation of each op.
 
-    leaves: of each block, its stand-ins. gradient_scale: times the experts' gradients, which at home are the sum over
-    all tokens of the group.
+    leaves: the stand-ins of each block's parameters. gradient_scale: factor on the experts' gradients, which at the
+    owner are the sum over all tokens of the group.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class ExpertBlocks:
         self._states = [_State(*layer.begin(tokens)) for layer in self._layers]
         for layer, state in zip(self._layers, self._states, strict=True):
             if program.schedule.copies and state.setting.placement.moved:
-                assert group is not None, "one device has no copies"
+                assert group is not None, "one device has no replicas"
                 state.transfer = Transfer(layer.experts.weights, state.setting.placement, group, layer.name)
         self._runs: dict[tuple[str, int], _Run] = {}
         self._ends: list[Tensor | None] = [x]
-        """The input, the output, the gradient of the one and then of the other."""
+        """The input, then the output, the output gradient and the input gradient."""
         self._gradients: dict[int, list[Tensor]] = {}  # of experts, by block
 
     def handlers(self) -> dict[str, Callable[[Step], None]]:
-        """The work of each op, by `Step.key`."""
+        """Implementation of each op, by `Step.key`."""
         return {
             "N": self._do_N, "E": self._do_E, "P": self._do_P, "RN": self._again, "RE": self._again,
             "BN": self._do_BN, "BE": self._do_BE,
@@ -111,7 +111,7 @@ class ExpertBlocks:
         }  # fmt: skip
 
     def output(self) -> Tensor:
-        """The output of the last block."""
+        """Output of the last block."""
         for state in self._states:
             if state.opened is not None:
                 state.opened.done = True
@@ -121,26 +121,26 @@ class ExpertBlocks:
         return output
 
     def begin_backward(self, grad: Tensor) -> None:
-        """Take the gradient of the output."""
+        """Set the gradient of the output."""
         for state in self._states:
             if state.opened is not None:
                 state.opened.closed = True
         self._ends = [grad]
 
     def input_gradient(self) -> Tensor | None:
-        """The gradient of the input."""
+        """Gradient of the input."""
         (grad,) = self._ends
         return grad
 
     def gradients_of(self, block: int) -> list[Tensor | None]:
-        """A block's gradients by number, once they are whole."""
+        """Complete gradients of a block, by parameter index."""
         found = self.leaves[block].take(False)
         for number, gradient in zip(self._parameters[block].experts, self._gradients.pop(block), strict=True):
             found[number] = gradient
         return found
 
     def forget(self) -> None:
-        """Let go of every tensor."""
+        """Release every tensor."""
         for held in (self._states, self._runs, self._ends, self._gradients, self.leaves):
             held.clear()
 
@@ -149,7 +149,7 @@ class ExpertBlocks:
     def _run(
         self, kind: str, block: int, function: Function, inputs: Sequence[Tensor | None], around: range
     ) -> tuple[Tensor, ...]:
-        """Run an N or an E; without a graph where it is computed again or nobody asks for gradients.
+        """Run an N or an E; without a graph where it is recomputed later or no gradients are needed.
 
         around: the blocks whose parameters it reads.
         """
@@ -181,7 +181,7 @@ class ExpertBlocks:
 
     def _backward(self, kind: str, block: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         piece = self._runs.pop((kind, block)).piece
-        assert piece is not None, "computed again before"
+        assert piece is not None, "recomputed before"
         found: list[Tensor | None] = piece.backward(list(gradients))
         return found
 
@@ -213,12 +213,12 @@ class ExpertBlocks:
             state.demand = demand
             state.plan = dispatch_plan(demand.counts, state.setting.placement, group_rank(self._group), x.device)
         assert state.plan is not None
-        tokens = layer.share(flat)
+        tokens = layer.shard_tokens(flat)
         rows, state.source = permuted(tokens, routing, state.plan)
         state.routing = replace(routing, weights=routing.weights.detach())
-        shared = layer.shared_of(tokens)
-        if shared is not None:  # past the experts, and added to their results
-            x = x + layer.whole(shared, len(flat)).view(h.shape)
+        shared = layer.shared_expert(tokens)
+        if shared is not None:  # bypasses the routed experts and is added to their results
+            x = x + layer.gather_tokens(shared, len(flat)).view(h.shape)
         return x, routing.weights, rows
 
     def _behind(self, b: int, x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
@@ -227,7 +227,9 @@ class ExpertBlocks:
         assert state.source is not None
         assert state.shape is not None
         y = combined(rows, state.source, replace(state.routing, weights=weights))
-        found: Tensor = self._after[b](x, self._layers[b].whole(y, state.shape[:-1].numel()).view(state.shape))
+        found: Tensor = self._after[b](
+            x, self._layers[b].gather_tokens(y, state.shape[:-1].numel()).view(state.shape)
+        )
         return found
 
     def _do_P(self, step: Step) -> None:  # noqa: N802
@@ -261,7 +263,7 @@ class ExpertBlocks:
             found.append(layer.compute(copied, others, form.like(weights[number:])))
         return (ungrouped(torch.cat(found), plan),)
 
-    # --- copies ---
+    # --- replicas ---
 
     def _share(self, step: Step) -> None:
         transfer = self._states[step.block].transfer
@@ -298,7 +300,7 @@ class ExpertBlocks:
         self._whole(step.block)
 
     def _whole(self, b: int) -> None:
-        """The gradients of the experts at home are whole."""
+        """Finish the gradients of the experts owned by this rank."""
         state = self._states[b]
         assert state.own is not None
         gradients, state.own = self._layers[b].summed_over_tensor_ranks(state.own), None
@@ -325,7 +327,7 @@ class ExpertBlocks:
         state, form, (_, *shapes) = self._states[b], self._layers[b].experts.weights, self._runs["E", b].shapes
         rows, *gradients = self._backward("E", b, [state.between.pop()])
         state.between.append(rows)
-        # Of an expert without tokens zeros, of a rank without copies nothing.
+        # Zeros for an expert without tokens; nothing on a rank without replicas.
         every = [
             form.up.new_zeros(shape) if gradient is None else gradient.contiguous()
             for shape, gradient in zip(shapes, gradients, strict=True)
@@ -335,7 +337,7 @@ class ExpertBlocks:
         if not self._program.schedule.copies:
             self._whole(b)
 
-    # --- tokens: dispatched behind N and combined behind E, their gradients the other way ---
+    # --- tokens: dispatched after N and combined after E, gradients in reverse ---
 
     def _send_N(self, step: Step) -> None:  # noqa: N802
         state, name = self._states[step.block], self._layers[step.block].name
@@ -366,13 +368,13 @@ class ExpertBlocks:
         _receive(state, state.dispatch)
 
     def _wait_combine(self, step: Step) -> None:
-        # BN b sends the gradients of what the block before made.
+        # BN b sends the gradients of the previous block's results.
         state = self._states[step.block - (step.op.of == "BN")]
         _receive(state, state.combine)
 
 
 def _arrives_later(step: Step) -> None:
-    """The op that sends on what arrives here waits for it."""
+    """Nothing: the op that forwards this result waits for it."""
 
 
 def _send(state: _State, exchange: AllToAll | None, *, back: bool = False) -> None:

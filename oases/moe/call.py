@@ -1,4 +1,4 @@
-"""One call of a stack of experts: its steps and parameters, and its gradients handed over block by block."""
+"""Call of an ExpertStack: its gradients, returned block by block."""
 
 from __future__ import annotations
 
@@ -6,55 +6,56 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from oases.execution.call import Call
+from oases.execution.call import ScheduledCall
 from oases.execution.executor import Context
-from oases.execution.failure import Watch
-from oases.moe.blocks import ExpertBlocks
+from oases.execution.failure import FailureMonitor
+from oases.moe.blocks import ExpertWork
 from oases.moe.dispatch import RoutingError
 from oases.moe.program import ExpertParameters, ExpertProgram
-from oases.parallel.fsdp import Gathers, Unit
+from oases.parallel.fsdp import FsdpUnit, UnitGatherer
 
 
-class ExpertCall(Call):
-    """A call of an ExpertStack, as `execution.delivery` and a pipeline use it."""
+class ExpertCall(ScheduledCall):
+    """Call of an ExpertStack; used by `apply_call` and by a pipeline."""
 
-    AGAIN = frozenset({"RN", "RE"})
+    RECOMPUTE = frozenset({"RN", "RE"})
 
     def __init__(
-        self, program: ExpertProgram, work: ExpertBlocks, parameters: Sequence[ExpertParameters],
-        units: Sequence[Unit], *, watch: Watch | None, context: Context, differentiable: bool,
+        self, program: ExpertProgram, work: ExpertWork, parameters: Sequence[ExpertParameters],
+        units: Sequence[FsdpUnit], *, monitor: FailureMonitor | None, context: Context, differentiable: bool,
     ) -> None:  # fmt: skip
         super().__init__(
-            "ExpertStack", program, work, parameters, watch=watch, context=context,
-            gathering=Gathers(units) if units else None, differentiable=differentiable, unanimous=(RoutingError,),
+            "ExpertStack", program, work, parameters, monitor=monitor, context=context,
+            gathering=UnitGatherer(units) if units else None, differentiable=differentiable,
+            unanimous=(RoutingError,),
         )  # fmt: skip
         self._blocks, self._units = work, units
 
     def entry_tensors(self) -> list[Tensor]:
-        """None: every parameter is its block's."""
+        """Nothing: every parameter belongs to a block."""
         return []
 
     def block_tensors(self, block: int) -> list[Tensor]:
-        """The parameters of a block that require gradients."""
+        """Parameters of a block that require gradients."""
         parameters = self._parameters[block]
         tensors = parameters.whole(self._units[block].parameters if self._units else None)
         return [tensors[number] for number in parameters.trained]
 
     def finish_block(self, block: int) -> list[Tensor | None]:
-        """Run to the end of `block`; the gradients of `block_tensors(block)`."""
+        """Run to the end of `block`; return the gradients of `block_tensors(block)`."""
         with self._guard:
             self._run_to(self._ends[block])
             gradients = self._blocks.gradients_of(block)
             return [gradients[number] for number in self._parameters[block].trained]
 
     def finish(self) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Run the rest; the gradient of the input."""
+        """Run the rest; return the gradient of the input."""
         with self._guard:
             self._run_to(len(self._backward))
             return self._blocks.input_gradient(), []
 
     def defer_weights(self) -> None:
-        """Lists of experts have no W: B computes every gradient."""
+        """Nothing: expert schedules have no W op."""
 
     def compute_weights(self) -> None:
-        """Nothing was left out."""
+        """Nothing: no weight gradient was deferred."""

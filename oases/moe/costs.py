@@ -1,12 +1,11 @@
-"""What a step of a mixture-of-experts layer costs, as bytes and seconds of tokens and experts.
+"""Cost model of a mixture-of-experts layer, from bytes and seconds of tokens and experts.
 
-D devices, E experts, expert e at home on device e // (E / D). Source: Pro-Prophet (arXiv 2411.10003), section on the
-performance model, equations (6) and (8). What is different: a rank's link is as busy with what it sends as with what
-it receives, so the larger of both counts; the links between nodes are counted apart; and parameters travel as
-`oases.moe.transfer` sends them, in two rounds, each of which hides where `oases.schedule.experts.block_wise` has it:
-the first under what is no expert's, the second under the experts. The paper has the mean over the devices, and both
-under both (`transfer="mean"`).
-The arithmetic is csrc/experts.cpp's, which a search goes through some thousand times.
+D devices, E experts, expert e owned by device e // (E / D). Source: Pro-Prophet (arXiv 2411.10003), performance
+model, equations (6) and (8). Differences: a link is as busy with sends as with receives, so the larger of both
+counts; links between nodes are counted separately; and parameters are sent in the two rounds of `oases.moe.transfer`,
+which overlap where `oases.schedule.experts.block_wise` has them: the first with non-expert compute, the second with
+the experts. The paper takes the mean over the devices, and overlaps both with both (`transfer="mean"`). The
+arithmetic is in csrc/experts.cpp, because a search evaluates it thousands of times.
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ TRANSFERS = ("rounds", "mean")
 class Costs:
     """Seconds and bytes of one mixture-of-experts layer.
 
-    token_seconds: forward pass of one token through one expert. token_bytes: one token on the wire, one way.
-    expert_bytes: parameters of an expert, and so its gradients. bandwidth: bytes per second of a device's link, one
-    way. both_ways: of both ways together; 0 for a link that is as fast each way at once. latency: seconds until a
-    collective begins to move bytes. non_expert_seconds: forward pass of what lies between this layer and the next
-    one, under which parameters may travel. backward: a backward pass in forward passes. scheduled: parameters and
-    gradients travel under compute, (8); else nothing else runs meanwhile, (6). devices_per_node: 0 for devices that
-    are all alike; else node_bandwidth, bytes per second, is what all devices of a node share towards the others.
-    transfer: "rounds", as oases sends parameters; "mean", as the paper counts. handling_seconds: what packing and
-    unpacking takes of one expert that a device sends or holds a copy of, in both passes, which nothing hides and the
-    paper does not count ("mean" neither). fixed_seconds: of a layer in both passes, whatever is placed where: the
-    choice of experts, the order of tokens, the exchange of counts. leading: the first layer of a stack, where the
-    second round and the last of the gradients' have nothing to hide under.
+    token_seconds: forward pass of one token through one expert. token_bytes: bytes of one token, one way.
+    expert_bytes: bytes of an expert's parameters, and of its gradients. bandwidth: bytes per second of a device's
+    link, one way. both_ways: bytes per second of both directions together; 0 for full duplex. latency: seconds to
+    start a collective. non_expert_seconds: forward pass between this layer and the next one, with which parameter
+    transfers may overlap. backward: duration of a backward pass in forward passes. scheduled: parameter and gradient
+    transfers overlap with compute, (8); otherwise not, (6). devices_per_node: 0 for uniform devices; otherwise
+    node_bandwidth, bytes per second, is shared by all devices of a node towards other nodes. transfer: "rounds", as
+    oases sends parameters; "mean", as in the paper. handling_seconds: packing and unpacking of one expert that a
+    device sends or holds a replica of, in both passes, which is never hidden and not in the paper (nor in "mean").
+    fixed_seconds: of a layer in both passes for any placement: routing, token permutation, exchange of counts.
+    leading: first layer of a stack, where the second round and the last of the gradients' overlap with nothing.
     UsageError for a value that is negative or not finite.
     """
 
@@ -69,7 +67,7 @@ class Costs:
             raise UsageError(f"costs: unknown transfer {self.transfer!r}; known are {', '.join(TRANSFERS)}")
 
     def native(self, devices: int) -> Any:
-        """For csrc/experts.cpp, of so many devices. UsageError where they are no whole nodes."""
+        """ExpertCosts of csrc/experts.cpp for this number of devices. UsageError where they are not whole nodes."""
         return _native(self, devices)
 
 
@@ -81,7 +79,7 @@ def _native(costs: Costs, devices: int) -> Any:
 
     if costs.devices_per_node and devices % costs.devices_per_node:
         raise UsageError(
-            f"costs: {devices} devices are no whole nodes of {costs.devices_per_node}; change devices_per_node"
+            f"costs: {devices} devices do not divide into nodes of {costs.devices_per_node}; change devices_per_node"
         )
     found = ExpertCosts()
     for item in fields(costs):

@@ -1,9 +1,9 @@
-"""Tokens to the devices that compute them and back: counts, order, all-to-all, combine.
+"""Token dispatch and combine of expert parallelism: counts, permutation, all-to-all, weighted sum.
 
-A slot is a pair of a token and one of its experts. Slots travel grouped by (device that computes them, expert), so
-the counts of all ranks, which every rank has, say how many rows go where: nothing else is agreed upon.
-Each all-to-all is two autograd nodes, `depart` and `arrive`. What is computed between them hides it, in the backward
-pass, too: there `arrive` starts the way back and `depart` waits for it.
+A slot is a (token, expert) pair. Slots are sent grouped by (device that computes them, expert), so the counts, which
+all ranks gather, determine all row sizes: no further metadata is exchanged. Each all-to-all is two autograd nodes,
+`send` and `receive`. Compute between them overlaps with it, also in the backward pass: there `receive` starts the
+reverse all-to-all and `send` waits for it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
 from oases.kernels import permute as kernels
-from oases.moe.assignment import Integers, Placement, homes
+from oases.moe.placement_data import Integers, Placement, owner_ranks
 from oases.moe.router import Routing
 
 
 class RoutingError(RuntimeError):
-    """What was routed cannot be computed. Every rank of the layer's group raises it."""
+    """Invalid routing. Every rank of the layer's group raises it."""
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What all ranks know of a forward pass.
+class ExpertCounts:
+    """Gathered counts of a forward pass, equal on all ranks.
 
-    counts[expert, device]: slots that are sent. slots[device]: those there were before any was dropped. candidates:
-    [n, expert, device], the counts of each routing that was offered.
+    counts[expert, device]: slots that are sent. slots[device]: slots before any was dropped. candidates: [n, expert,
+    device], the counts of each candidate routing.
     """
 
     candidates: Integers
@@ -38,7 +38,7 @@ class Demand:
 
     @property
     def counts(self) -> Integers:
-        """Of the only routing that was offered."""
+        """Counts of the only candidate."""
         return self.candidates[0]
 
     @property
@@ -49,12 +49,12 @@ class Demand:
 
 def exchange_counts(
     routings: list[Routing], group: ProcessGroup | None, *, state: int = 0, label: str = "MoE layer"
-) -> Demand:
-    """Tell all ranks of `group` this rank's counts; they come with an all-gather of E numbers.
+) -> ExpertCounts:
+    """Gather the counts of all ranks of `group`, by an all-gather of E numbers.
 
-    routings: one, or, where it is yet to be found which of them is meant, several. state: a number of 62 bits that
-    has to be the same on every rank, of what ranks decide without a word. label: the layer's name.
-    RoutingError, on every rank, where gates of any rank are not finite or states differ.
+    routings: one, or several candidates where the right one is found by comparison. state: 62-bit number that must be
+    equal on every rank, a digest of state that ranks compute independently. label: the layer's name. RoutingError, on
+    every rank, where gates of any rank are not finite or states differ.
     """
     size = group_size(group)
     counts = torch.stack([routing.counts for routing in routings])
@@ -73,28 +73,28 @@ def exchange_counts(
     wrong = np.flatnonzero((found[:, :-2] < 0).any(1)).tolist()
     if wrong:
         raise RoutingError(
-            f"{label}: the router's gates are not finite on rank {', '.join(map(str, wrong))} of {size}. Look at the "
-            "layer's input, the router's weight and its bias there: with torch.isfinite, or under "
+            f"{label}: the router's gates are not finite on rank {', '.join(map(str, wrong))} of {size}. Check the "
+            "layer's input, the router's weight and its bias there with torch.isfinite, or under "
             "torch.autograd.set_detect_anomaly; often the learning rate is too high or float16 overflows"
         )
     differing = np.flatnonzero(found[:, -1] != found[0, -1]).tolist()
     if differing:
         raise RoutingError(
-            f"{label}: rank {differing[0]} is at another forward pass or has another placement than rank 0; every "
-            "rank must call the layer as often, train and evaluate alike, and be given the same costs and placement"
+            f"{label}: rank {differing[0]} has another forward pass or placement than rank 0; all ranks must "
+            "call the layer equally often, in the same mode, with the same costs and placement"
         )
     by_rank = found[:, :-2].reshape(size, len(routings), -1)
-    return Demand(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())
+    return ExpertCounts(np.ascontiguousarray(by_rank.transpose(1, 2, 0)), found[:, -2].copy())
 
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """Which rows of a rank go where.
+    """Row sizes and orders of one rank.
 
-    positions: int64 [E], place of each expert in the order in which this rank sends. sent, received: rows to and from
-    each rank. held: experts that this rank computes, its own, then copies, each in rising order. own: how many of
-    them are at home here. rows: how many rows each held expert gets. order, inverse: int64 [rows], which received row
-    comes where once they are grouped by held expert, and back.
+    positions: int64 [E], position of each expert in this rank's send order. sent, received: rows to and from each
+    rank. held: experts computed here, owned ones, then replicas, each in ascending order. own: number of owned ones.
+    rows: rows of each held expert. order, inverse: int64 [rows], permutation of received rows to the order of held
+    experts, and its inverse.
     """
 
     positions: Tensor
@@ -108,7 +108,7 @@ class DispatchPlan:
 
 
 def dispatch_plan(counts: Integers, placement: Placement, rank: int, device: torch.device) -> DispatchPlan:
-    """Of `rank` for these counts [expert, device] under a placement; device: where its tensors are wanted."""
+    """Plan of `rank` for these counts [expert, device] under a placement; device: of its tensors."""
     experts, devices = counts.shape
     to = placement.routes[:, rank]  # which device computes this rank's slots, by expert
     outgoing = np.argsort(to, kind="stable")
@@ -116,9 +116,9 @@ def dispatch_plan(counts: Integers, placement: Placement, rank: int, device: tor
     positions[outgoing] = np.arange(experts)
     sent = np.bincount(to, weights=counts[:, rank], minlength=devices).astype(np.int64)
 
-    at_home = np.flatnonzero(homes(experts, devices) == rank)
+    at_home = np.flatnonzero(owner_ranks(experts, devices) == rank)
     held = [*at_home.tolist(), *(expert for expert in placement.moved if rank in placement.copies[expert])]
-    # Blocks of rows [held expert, source]: they come by source, then by expert, and are wanted by held expert.
+    # Blocks of rows [held expert, source]: they arrive by source, then by expert, and are reordered by held expert.
     blocks = np.where(placement.routes[held] == rank, counts[held], 0)
     numbers = np.argsort(held, kind="stable")  # of a source's blocks, as they come
     arriving = blocks[numbers].T.ravel()
@@ -140,17 +140,17 @@ def dispatch_plan(counts: Integers, placement: Placement, rank: int, device: tor
 
 
 def permuted(x: Tensor, routing: Routing, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
-    """x: [T, n] -> (rows [slots that are sent, n] in the order in which they travel, source for `combined`)."""
+    """x: [T, n] -> (rows [sent slots, n] in send order, source for `combined`)."""
     experts = len(plan.positions)
     ids = plan.positions[routing.experts]
-    if routing.kept is not None:  # what is dropped comes last
+    if routing.kept is not None:  # dropped slots come last
         ids = torch.where(routing.kept, ids, experts)
     rows, source, _ = by_expert(x, ids, experts + 1)
     return rows[: sum(plan.sent)], source
 
 
 def by_expert(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.permute`, also of float64, which the kernels do not have."""
+    """`kernels.permute`, with a fallback for float64."""
     if x.dtype is not torch.float64:
         return kernels.permute(x, ids, experts)
     source = ids.flatten().argsort(stable=True)
@@ -158,12 +158,12 @@ def by_expert(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 def combined(rows: Tensor, source: Tensor, routing: Routing) -> Tensor:
-    """Back from `permuted`: the sum of each token's rows times their weights, [T, n]. A dropped slot counts as 0."""
+    """Inverse of `permuted`: weighted sum of each token's rows, [T, n]. A dropped slot counts as 0."""
     return by_token(rows, source, routing.weights)
 
 
 def by_token(rows: Tensor, source: Tensor, weights: Tensor) -> Tensor:
-    """Back from `by_expert`: the sum of each token's rows times their weights [T, k]; rows missing at the end: 0."""
+    """Inverse of `by_expert`: weighted sum of each token's rows, weights [T, k]; missing last rows count as 0."""
     tokens, k = weights.shape
     if len(rows) < len(source):
         rows = torch.cat([rows, rows.new_zeros((len(source) - len(rows), rows.shape[1]))])
@@ -174,19 +174,19 @@ def by_token(rows: Tensor, source: Tensor, weights: Tensor) -> Tensor:
 
 
 def grouped(rows: Tensor, plan: DispatchPlan) -> Tensor:
-    """Received rows, by source, to rows by held expert."""
+    """Permute received rows from source order to held-expert order."""
     return _Reordered.apply(rows, plan.order, plan.inverse)
 
 
 def ungrouped(rows: Tensor, plan: DispatchPlan) -> Tensor:
-    """Back from `grouped`."""
+    """Inverse of `grouped`."""
     return _Reordered.apply(rows, plan.inverse, plan.order)
 
 
 class AllToAll:
-    """One all-to-all of rows over a group, and on the way back of their gradients.
+    """All-to-all of rows over a group, and its reverse for their gradients.
 
-    sent, received: rows to and from each rank. Without a group rows stay where they are.
+    sent, received: rows to and from each rank. Without a group rows are returned as they are.
     """
 
     def __init__(self, group: ProcessGroup | None, sent: list[int], received: list[int], label: str) -> None:
@@ -196,21 +196,21 @@ class AllToAll:
 
     @property
     def travels(self) -> bool:
-        """Whether there are other ranks; else rows stay where they are."""
+        """Whether there are other ranks."""
         return self._scheduler is not None
 
-    def depart(self, rows: Tensor) -> Tensor:
-        """Start. rows: [sum of sent, n]. Returns what `arrive` takes, which has the shape of what will have come."""
-        return rows if self._scheduler is None else _Departure.apply(rows, self)
+    def send(self, rows: Tensor) -> Tensor:
+        """Start. rows: [sum of sent, n]. Returns the argument of `receive`, which has the shape of its result."""
+        return rows if self._scheduler is None else _Send.apply(rows, self)
 
-    def arrive(self, pending: Tensor) -> Tensor:
-        """Wait for what `depart` started: [sum of received, n]."""
-        return pending if self._scheduler is None else _Arrival.apply(pending, self)
+    def receive(self, pending: Tensor) -> Tensor:
+        """Wait for the all-to-all that `send` started: [sum of received, n]."""
+        return pending if self._scheduler is None else _Receive.apply(pending, self)
 
     def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
-        """Start to send rows, or their gradients back; `finish` waits. Returns zeros like what goes the other way.
+        """Start to send rows, or gradients back; `finish` waits. Returns zeros of the reverse direction's shape.
 
-        They take no memory: they stand for what is under way where autograd asks for a tensor.
+        The zeros are an expanded scalar: a placeholder for autograd, without memory.
         """
         assert self._scheduler is not None
         sent, received = (self._received, self._sent) if back else (self._sent, self._received)
@@ -223,15 +223,15 @@ class AllToAll:
         return rows.new_zeros(()).expand(rows.shape if back else coming.shape)
 
     def finish(self) -> Tensor:
-        """Wait for what was started last."""
+        """Wait for the last start."""
         assert self._scheduler is not None
-        assert self._under_way is not None, "depart comes before arrive"
+        assert self._under_way is not None, "send comes before receive"
         (ticket, coming), self._under_way = self._under_way, None
         self._scheduler.wait(ticket)
         return coming
 
 
-class _Departure(torch.autograd.Function):
+class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: AllToAll) -> Tensor:
         ctx.exchange = exchange
@@ -242,7 +242,7 @@ class _Departure(torch.autograd.Function):
         return ctx.exchange.finish(), None
 
 
-class _Arrival(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _: Tensor, exchange: AllToAll) -> Tensor:
         ctx.exchange = exchange
@@ -254,7 +254,7 @@ class _Arrival(torch.autograd.Function):
 
 
 class _Reordered(torch.autograd.Function):
-    """Rows by index, whose gradient is a look-up, too, because no row is taken twice."""
+    """Rows by index; the gradient is an index_select, too, because the index is a permutation."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -268,15 +268,15 @@ class _Reordered(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, routing: Routing, plan: DispatchPlan, group: ProcessGroup | None, label: str) -> Dispatched:
-    """Permute and start; see `Dispatched`."""
+    """Permute rows and start the all-to-all; see `Dispatched`."""
     rows, source = permuted(x, routing, plan)
     exchange = AllToAll(group, plan.sent, plan.received, f"dispatch of {label}")
-    return Dispatched(exchange, exchange.depart(rows), source, plan)
+    return Dispatched(exchange, exchange.send(rows), source, plan)
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows on their way to their experts."""
+    """Dispatched rows in flight."""
 
     exchange: AllToAll
     pending: Tensor
@@ -284,20 +284,20 @@ class Dispatched:
     plan: DispatchPlan
 
     def wait(self) -> Tensor:
-        """Rows by held expert, as many of each as `plan.rows` says."""
-        return grouped(self.exchange.arrive(self.pending), self.plan)
+        """Rows by held expert, `plan.rows` of each."""
+        return grouped(self.exchange.receive(self.pending), self.plan)
 
 
 def start_combine(
     rows: Tensor, plan: DispatchPlan, group: ProcessGroup | None, label: str
 ) -> tuple[AllToAll, Tensor]:
-    """Send rows by held expert back to their tokens' ranks; `arrive` of the exchange takes the tensor."""
+    """Start to send rows by held expert back to their tokens' ranks; pass the tensor to the exchange's `receive`."""
     exchange = AllToAll(group, plan.received, plan.sent, f"combine of {label}")
-    return exchange, exchange.depart(ungrouped(rows, plan))
+    return exchange, exchange.send(ungrouped(rows, plan))
 
 
 def bytes_sent(plan: DispatchPlan, group: ProcessGroup | None, row_bytes: int) -> int:
-    """Of tokens and of what experts make of them, by this rank to others, in one forward pass."""
+    """Bytes that this rank sends to others in one forward pass, for dispatch and combine."""
     mine = group_rank(group)
     rows = sum(plan.sent) - plan.sent[mine] + sum(plan.received) - plan.received[mine]
     return rows * row_bytes

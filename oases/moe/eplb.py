@@ -1,7 +1,7 @@
-"""Replication in the manner of DeepSeek's EPLB: the busiest expert gets one more replica, then replicas are packed.
+"""Replication like DeepSeek's EPLB: the busiest expert gets one more replica, then replicas are packed.
 
-An expert's home stays, because its optimizer state is there, and further replicas are packed into the slots that the
-devices have besides.
+An expert's owner is fixed, because its optimizer state is there; further replicas are packed into the free slots of
+the devices.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from oases.moe.assignment import Chosen, Integers, at_home, homes
 from oases.moe.costs import Costs
+from oases.moe.placement_data import Chosen, Integers, owner_only, owner_ranks
 
 Loads = NDArray[np.float64]
 
 
-def replicated(counts: Integers, costs: Costs, slots: int) -> Chosen:
-    """Routes and copies. slots: copies that a device may hold; where more fit, as many as it has experts at home.
+def eplb_placement(counts: Integers, costs: Costs, slots: int) -> Chosen:
+    """Routes and copies. slots: replicas that a device may hold, at most as many as it owns experts.
 
-    A device computes its own tokens for what it holds; those of the others go to the replica with the fewest.
+    A device computes its own tokens for experts that it holds; tokens of other devices go to the replica with the
+    fewest.
     """
     experts, devices = counts.shape
     slots = min(slots, experts // devices)
-    home, loads = homes(experts, devices), counts.sum(1).astype(np.float64)
+    home, loads = owner_ranks(experts, devices), counts.sum(1).astype(np.float64)
     number = _replicas(loads, experts + slots * devices, most=devices)
     share = loads / number
     # Heaviest replicas first, each to the lightest device that has a slot and no replica of it.
@@ -38,7 +39,7 @@ def replicated(counts: Integers, costs: Costs, slots: int) -> Chosen:
             copies[expert].append(device)
             weight[device] += share[expert]
             free[device] -= 1
-    routes, _ = at_home(counts)
+    routes, _ = owner_only(counts)
     for expert, held in enumerate(copies):
         tokens = {device: int(counts[expert, device]) for device in (int(home[expert]), *held)}
         for device in np.argsort(-counts[expert], kind="stable").tolist():
@@ -52,7 +53,7 @@ def replicated(counts: Integers, costs: Costs, slots: int) -> Chosen:
 
 
 def _replicas(loads: Loads, num_replicas: int, most: int) -> Integers:
-    """Replicas per expert, at most so many of one."""
+    """Replicas per expert, at most `most` of one."""
     number = np.ones(len(loads), dtype=np.int64)
     share = loads.copy()
     for _ in range(num_replicas - len(loads)):

@@ -1,4 +1,4 @@
-"""The experts of one rank: stacked weights, and the products of runs of tokens with them."""
+"""Experts of one rank: stacked weights, and their grouped matmuls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
-from oases.moe.assignment import homes
+from oases.moe.placement_data import owner_ranks
 
 
 class ExpertWeights(NamedTuple):
-    """Of L experts: up [L, i or 2 i, hidden], down [L, hidden, i], their biases [L, i or 2 i] and [L, hidden].
+    """Weights of L experts: up [L, i or 2 i, hidden], down [L, hidden, i], biases [L, i or 2 i] and [L, hidden].
 
-    Gated ones have both of the first products in `up`, the gate's rows first.
+    Gated experts have both first matmuls in `up`, the gate's rows first.
     """
 
     up: Tensor
@@ -27,11 +27,11 @@ class ExpertWeights(NamedTuple):
 
     @property
     def given(self) -> list[Tensor]:
-        """Those that are not None, in their order."""
+        """The weights that are not None, in order."""
         return [weight for weight in self if weight is not None]
 
     def like(self, given: Sequence[Tensor]) -> ExpertWeights:
-        """The same from other tensors, in the order of `given`."""
+        """The same structure with other tensors, in the order of `given`."""
         left = iter(given)
         up, down, *biases = (None if weight is None else next(left) for weight in self)
         assert up is not None
@@ -40,11 +40,11 @@ class ExpertWeights(NamedTuple):
 
 
 class Experts(HoldsGroup, nn.Module):
-    """Multi-layer perceptrons, `num_experts` over the ranks of a group, as many on each, in rank order.
+    """`num_experts` MLPs, evenly over the ranks of a group, in rank order.
 
-    Plain: down(gelu(up(x))); gated: down(silu(gate(x)) * up(x)). The weights of an expert do not depend on the number
-    of ranks that they are spread over, if the ranks' seeds are the same. device, dtype: of the weights.
-    UsageError where the ranks do not divide the experts.
+    Plain: down(gelu(up(x))); gated: down(silu(gate(x)) * up(x)). Initial weights of an expert do not depend on the
+    number of ranks, if the ranks' seeds are equal. device, dtype: of the weights. UsageError where the ranks do not
+    divide the experts.
     """
 
     shard_dims: ClassVar[dict[str, int]] = {"up": 0, "down": 0, "up_bias": 0, "down_bias": 0}
@@ -68,7 +68,7 @@ class Experts(HoldsGroup, nn.Module):
             raise UsageError(f"experts: hidden and intermediate must be at least 1, got {hidden} and {intermediate}")
         self.process_group = resolve(process_group)
         size, rank = group_size(self.process_group), group_rank(self.process_group)
-        local = (homes(num_experts, size) == rank).sum().item()
+        local = (owner_ranks(num_experts, size) == rank).sum().item()
         self.num_experts, self.gated = num_experts, gated
         self.first = rank * local
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -81,7 +81,7 @@ class Experts(HoldsGroup, nn.Module):
 
     @property
     def local(self) -> int:
-        """Experts at home on this rank."""
+        """Number of experts owned by this rank."""
         return len(self.up)
 
     @property
@@ -91,9 +91,10 @@ class Experts(HoldsGroup, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw each expert with `nn.Linear`'s bounds, from a seed of its own; on the CPU, for the same on any device.
+        """Draw each expert with `nn.Linear`'s bounds, from a seed of its own; on the CPU, for equal values on all
+        devices.
 
-        One number is drawn from torch's generator, for all experts.
+        Takes one number from torch's generator.
         """
         if self.up.is_meta:
             return
@@ -109,7 +110,7 @@ class Experts(HoldsGroup, nn.Module):
 
     @classmethod
     def from_experts(cls, whole: Experts, *, process_group: ProcessGroup | None = None) -> Experts:
-        """This rank's part of experts that every rank holds all of, as one process has them; never a new draw."""
+        """This rank's part of experts that every rank holds in full, without a new random draw."""
         if whole.local != whole.num_experts:
             raise UsageError(
                 f"from_experts: {whole.local} of {whole.num_experts} experts are here; give those of one process"
@@ -127,11 +128,11 @@ class Experts(HoldsGroup, nn.Module):
         return found
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """rows: [sum of counts, hidden], the first counts[0] of them for this rank's first expert, and so on."""
+        """rows: [sum of counts, hidden], the first counts[0] for this rank's first expert, and so on."""
         return compute(rows, counts, self.weights, gated=self.gated)
 
     def extra_repr(self) -> str:
-        """Whole sizes, then how they are spread."""
+        """Full sizes, then the expert-parallel degree."""
         return (
             f"{self.up.shape[2]}, {self.down.shape[2]}, {self.num_experts}, gated={self.gated}, "
             f"bias={self.up_bias is not None}, expert_parallel={self.tensor_parallel}"
@@ -147,62 +148,62 @@ def compute(
     grouped: bool | None = None,
     activation: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Rows through their experts: [sum of counts, hidden] -> the same.
+    """Run rows through their experts: [sum of counts, hidden] -> the same shape.
 
-    counts: rows of each of the L experts, in order; any may be 0. grouped: by one grouped product for all experts;
-    None where this torch has one for such tensors (`can_group`), else in a loop. activation: None for that of
-    `Experts`. Every expert's weights get a gradient, zeros for one without rows.
-    UsageError where counts are not one for each expert or do not sum up to the rows.
+    counts: rows of each of the L experts, in order; may be 0. grouped: use one grouped matmul for all experts; None:
+    where this torch supports it (`can_group`), else a loop. activation: default as in `Experts`. Every expert's
+    weights get a gradient, zeros for one without rows. UsageError where counts do not have one entry per expert or do
+    not sum to the rows.
     """
     counts = list(counts)
     if len(counts) != len(weights.up) or sum(counts) != len(rows):
         raise UsageError(
-            f"experts: {len(rows)} rows for {len(weights.up)} experts do not go with counts {counts}; give one "
+            f"experts: {len(rows)} rows for {len(weights.up)} experts do not fit counts {counts}; give one "
             "number of rows for each expert"
         )
     if not counts:
         return rows
     if grouped is None:
         grouped = can_group(rows, weights)
-    product = _grouped_product if grouped else _looped_product
-    middle = product(rows, counts, weights.up, weights.up_bias)
+    matmul = _grouped_matmul if grouped else _looped_matmul
+    middle = matmul(rows, counts, weights.up, weights.up_bias)
     activation = activation or (F.silu if gated else F.gelu)
     if gated:
         gate, up = middle.chunk(2, dim=-1)
         middle = activation(gate) * up
     else:
         middle = activation(middle)
-    return product(middle, counts, weights.down, weights.down_bias)
+    return matmul(middle, counts, weights.down, weights.down_bias)
 
 
 def can_group(rows: Tensor, weights: ExpertWeights) -> bool:
-    """Whether torch has a grouped product for these tensors."""
+    """Whether torch has a grouped matmul for these tensors."""
     if not hasattr(F, "grouped_mm") or rows.dtype != weights.up.dtype:
         return False
-    # Other types go on CUDA by a loop inside of torch, which waits for the device.
+    # For other types torch loops on CUDA and waits for the device.
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if rows.is_cpu else (torch.bfloat16,)
     widths = (weights.up.shape[1], weights.up.shape[2], weights.down.shape[2])
-    aligned = all(width * rows.element_size() % 16 == 0 for width in widths)  # it asks for rows of 16 bytes
+    aligned = all(width * rows.element_size() % 16 == 0 for width in widths)  # rows must be multiples of 16 bytes
     return (rows.is_cpu or rows.is_cuda) and rows.dtype in dtypes and aligned
 
 
-def _grouped_product(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+def _grouped_matmul(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
-    product = F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
-    product = _DenseGradient.apply(product)
+    result = F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
+    result = _DenseGradient.apply(result)
     if bias is None:
-        return product
-    return torch.cat([part + b for part, b in zip(product.split(counts), bias.unbind(0), strict=True)])
+        return result
+    return torch.cat([part + b for part, b in zip(result.split(counts), bias.unbind(0), strict=True)])
 
 
-def _looped_product(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+def _looped_matmul(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
     biases = [None] * len(counts) if bias is None else bias.unbind(0)
     parts = zip(rows.split(counts), weight.unbind(0), biases, strict=True)
     return torch.cat([F.linear(part, w, b) for part, w, b in parts])
 
 
 class _DenseGradient(torch.autograd.Function):
-    """The grouped product refuses gradients with strides of 0, such as a sum's."""
+    """Make gradients contiguous: the grouped matmul rejects strides of 0, such as those of a sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ class _DenseGradient(torch.autograd.Function):
 
 
 class SharedExpert(nn.Module):
-    """An expert that computes every token, alike on all ranks. scaled: its output times a sigmoid gate of its own."""
+    """Expert for every token, replicated. scaled: multiply its output by a sigmoid gate."""
 
     def __init__(
         self, hidden: int, intermediate: int, *, gated: bool, bias: bool, scaled: bool, **options: Any
@@ -226,7 +227,7 @@ class SharedExpert(nn.Module):
         self.gate = nn.Linear(hidden, 1, bias=False, **options) if scaled else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> the same."""
+        """[..., hidden] -> the same shape."""
         middle = self.up(x)
         if self.gated:
             gate, up = middle.chunk(2, dim=-1)

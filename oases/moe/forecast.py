@@ -1,7 +1,7 @@
-"""What the next step's loads will be, and when a placement is changed for them.
+"""Forecast of the next step's loads, and the decision to change a placement.
 
-The loads of a layer change little from one step to the next (arXiv 2411.10003, figure on locality), so a moving
-average tells the next ones; it is known before the step begins, and so is the placement.
+Loads of a layer change little between steps (arXiv 2411.10003, locality), so a moving average predicts the next ones;
+it is known before the step begins, and so is the placement.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.placement import Integers, Placement, checked, described, plan
+from oases.moe.placement import Integers, Placement, checked_counts, make_placement, plan
 
 
 @dataclass
 class Forecast:
-    """A moving average of counts [expert, device].
+    """Moving average of counts [expert, device].
 
-    keep: share of the average that stays at each step; 0 takes the last step's loads for the next one's.
+    keep: weight of the previous average; 0 uses the last step's loads.
     """
 
     keep: float = 0.9
@@ -31,8 +31,8 @@ class Forecast:
             raise UsageError(f"forecast: keep must be at least 0 and below 1, got {self.keep}")
 
     def observe(self, counts: ArrayLike) -> None:
-        """A step's counts. UsageError for other sizes than before."""
-        found = checked(counts)
+        """Add a step's counts. UsageError for other sizes than before."""
+        found = checked_counts(counts)
         if self.mean is None:
             self.mean = found.astype(np.float64)
             return
@@ -41,7 +41,7 @@ class Forecast:
         self.mean += (1 - self.keep) * (found - self.mean)
 
     def counts(self) -> Integers:
-        """The next step's, rounded. RuntimeError before the first were observed."""
+        """Predicted counts of the next step, rounded. RuntimeError before the first observation."""
         if self.mean is None:
             raise RuntimeError("forecast: no counts were observed yet")
         return np.rint(self.mean).astype(np.int64)
@@ -49,10 +49,10 @@ class Forecast:
 
 @dataclass
 class Planner:
-    """One layer's placements over the steps.
+    """Placements of one layer over the steps.
 
-    costs: of the layer. method, memory_budget: as of `plan`. hysteresis: a new placement is taken where it saves at
-    least this share of the predicted seconds of the present one under the same loads; else what is in place stays.
+    costs: of the layer. method, memory_budget: as in `plan`. hysteresis: a new placement is taken where it saves at
+    least this fraction of the predicted seconds of the current one under the same loads.
     """
 
     costs: Costs
@@ -62,17 +62,17 @@ class Planner:
     forecast: Forecast = field(default_factory=Forecast)
     current: Placement | None = None
     changes: int = 0
-    """Times that the placement was changed."""
+    """Number of changes of the placement."""
 
     def next(self, counts: ArrayLike) -> Placement:
-        """The placement for the step after one that had these counts."""
+        """Placement of the next step, after a step with these counts."""
         self.forecast.observe(counts)
         expected = self.forecast.counts()
         found = plan(expected, self.costs, method=self.method, memory_budget=self.memory_budget)
         now = self.current or plan(expected, self.costs, method="none")
-        stays = described(now.method, expected, self.costs, (now.routes, now.copies))
-        if found.predicted_seconds > (1 - self.hysteresis) * stays.predicted_seconds:
-            found = stays
+        unchanged = make_placement(now.method, expected, self.costs, (now.routes, now.copies))
+        if found.predicted_seconds > (1 - self.hysteresis) * unchanged.predicted_seconds:
+            found = unchanged
         else:
             self.changes += 1
         self.current = found

@@ -1,7 +1,7 @@
-"""OverlappedMoE: a mixture of experts over the ranks of a group, whose experts are placed by their load.
+"""OverlappedMoE: expert-parallel mixture of experts with load-balanced placement.
 
-The results are those of plain expert parallelism whatever the placement. A forward pass is a chain of pieces that can
-be used one by one: Router, exchange_counts, dispatch_plan, Transfer (Trans and Agg), dispatch, compute, start_combine
+Results are those of plain expert parallelism for every placement. A forward pass is a chain of pieces that can be
+used separately: Router, exchange_counts, dispatch_plan, Transfer (Trans and Agg), dispatch, compute, start_combine
 and combined.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from oases.errors import UsageError
-from oases.execution.failure import told, watch_of
+from oases.execution.failure import fail_together, monitor_of
 from oases.execution.group import (
     HoldsGroup,
     ProcessGroup,
@@ -27,11 +27,11 @@ from oases.execution.group import (
     resolve,
     scheduler_of,
 )
-from oases.moe.assignment import Placement
+from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
 from oases.moe.dispatch import (
-    Demand,
     DispatchPlan,
+    ExpertCounts,
     RoutingError,
     bytes_sent,
     combined,
@@ -41,34 +41,35 @@ from oases.moe.dispatch import (
     start_combine,
 )
 from oases.moe.experts import Experts, ExpertWeights, SharedExpert, compute
-from oases.moe.measure import measured
-from oases.moe.recomputation import Pass, Setting, closing, is_recomputation
+from oases.moe.placement_data import Placement
+from oases.moe.placement_state import METHODS, MoEStatistics, PlacementState
+from oases.moe.recomputation import ForwardPass, RoutingState, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
-from oases.moe.shares import bounds, share, shared_over, summed, whole
-from oases.moe.steps import METHODS, Step, Steps
+from oases.moe.token_shards import experts_are_shared, gather_tokens, shard_bounds, shard_tokens, sum_gradients
 from oases.moe.traces import Recorder
 from oases.moe.transfer import Transfer, tie
 from oases.parallel.collectives import all_reduce
 
 
 class OverlappedMoE(HoldsGroup, nn.Module):
-    """A mixture of experts: each token by its `top_k` of `num_experts`, weighted sum; [..., hidden] -> the same.
+    """Mixture of experts: weighted sum of `top_k` of `num_experts` per token; [..., hidden] -> the same shape.
 
-    process_group: the ranks that the experts are spread over, each with its own tokens; None for the default group.
-    placement: "none" (plain expert parallelism), "prophet", "faster_moe", "eplb" or "optimum": how each step's copies
-    of busy experts are chosen, from the loads of the steps before. costs: what the placement reckons with; None
-    measures them at the first training step. memory_budget: bytes that copies may take on one device.
-    gated, bias: of the experts' perceptrons. shared_intermediate: above 0, width of an expert for every token, which
-    is computed while tokens travel; shared_gate: times a sigmoid gate. gate, normalised (None: where top_k is above
-    1), scale, balance_weight, z_weight, bias_update_rate, capacity_factor: see `Router`. load_group: the ranks over
-    whose demand the router's bias moves, where there are replicas of the whole group; else process_group.
-    tensor_group: ranks that are given equal tokens and shall have equal outputs; each computes a share of them. All
-    of them are in process_group, or none but this rank is. device, dtype: of the parameters.
-    Parameters that every rank holds (router, shared expert) are made equal at the start, and their gradients are this
-    rank's own: average them over the ranks, as for any data parallelism. Those of an expert are whole at its home:
-    the sum over all tokens of the group, whose share in a mean over the ranks' losses is 1 / ranks.
-    The placement and the router's bias change between training steps: see `oases.moe.recomputation`.
-    UsageError for what cannot work; RoutingError, on all ranks, for gates that are not finite.
+    process_group: expert-parallel ranks, each with its own tokens; None for the default group. placement: "none"
+    (plain expert parallelism), "prophet", "faster_moe", "eplb" or "optimum": method that chooses each step's replicas
+    of busy experts from the loads of earlier steps. costs: cost model of the placement; None measures it at the first
+    training step. memory_budget: bytes of replicas per device. gated, bias: of the experts' MLPs.
+    shared_intermediate: above 0, width of a shared expert, computed during the dispatch; shared_gate: with a sigmoid
+    gate. gate, normalised (None: where top_k is above 1), scale, balance_weight, z_weight, bias_update_rate,
+    capacity_factor: see `Router`. load_group: ranks whose load moves the router's bias, where the whole group is
+    replicated; default: process_group. tensor_group: tensor-parallel ranks, with equal inputs and outputs; each
+    computes a share of the tokens. All of them are in process_group, or this rank alone is. device, dtype: of the
+    parameters.
+
+    Replicated parameters (router, shared expert) are broadcast at the start, and their gradients are local: average
+    them over the ranks, as for any data parallelism. An expert's gradient at its owner is the sum over all tokens of
+    the group; in a mean over the ranks' losses its weight is 1 / ranks. Placement and router bias change between
+    training steps: see `oases.moe.recomputation`. UsageError for invalid arguments; RoutingError, on all ranks, for
+    gates that are not finite.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         self.process_group = group = resolve(process_group)
         self._load_group = group_name(load_group if load_group is not None else group)
         self._tensor_group = group_name(tensor_group)
-        self._experts_are_shared = shared_over(tensor_group, group, name)
+        self._experts_are_shared = experts_are_shared(tensor_group, group, name)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = Router(
             hidden, num_experts, top_k=top_k, gate=gate, normalised=top_k > 1 if normalised is None else normalised,
@@ -125,15 +126,15 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             if shared_intermediate
             else None
         )
-        self._steps = Steps(num_experts, group_size(group), placement, costs, memory_budget)
-        self.last: Step | None = None
-        """Of the last forward pass that was no recomputation."""
+        self._placement_state = PlacementState(num_experts, group_size(group), placement, costs, memory_budget)
+        self.last: MoEStatistics | None = None
+        """Statistics of the last forward pass, recomputations excluded."""
         self._recorder: tuple[Recorder, int] | None = None
-        self._make_alike()
+        self._broadcast_parameters()
 
     @torch.no_grad()
-    def _make_alike(self) -> None:
-        """Give every rank the first one's router and shared expert, whatever their random states."""
+    def _broadcast_parameters(self) -> None:
+        """Broadcast the first rank's router and shared expert."""
         group = self.process_group
         if group is None or group_size(group) == 1 or self.router.weight.is_meta:
             return
@@ -144,7 +145,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
 
     @classmethod
     def from_whole(cls, whole: OverlappedMoE, *, process_group: ProcessGroup | None = None, **options: Any) -> Any:
-        """This rank's part of a layer of one process, which every rank has; never a new draw.
+        """This rank's part of a layer that every rank holds in full, without a new random draw.
 
         options: placement, costs, memory_budget, load_group, tensor_group and name of the new layer.
         """
@@ -170,73 +171,73 @@ class OverlappedMoE(HoldsGroup, nn.Module):
 
     @property
     def placement(self) -> str:
-        """How copies are chosen."""
-        return self._steps.method
+        """Placement method."""
+        return self._placement_state.method
 
     @property
     def costs(self) -> Costs | None:
-        """What the placement reckons with; None until they are measured. Set, on every rank the same, they hold."""
-        return self._steps.costs
+        """Cost model; None until it is measured. Set it to the same value on every rank."""
+        return self._placement_state.costs
 
     @costs.setter
     def costs(self, costs: Costs) -> None:
-        self._steps.costs = costs
+        self._placement_state.costs = costs
 
     @property
     def needs_costs(self) -> bool:
-        """Whether they are yet to be measured."""
-        return self._steps.needs_costs
+        """Whether costs are yet to be measured."""
+        return self._placement_state.needs_costs
 
     def place(self, placement: Placement | None) -> None:
-        """Take this placement from the next forward pass on, on every rank the same; None: choose them again.
+        """Fix the placement of later forward passes, the same on every rank; None: choose it again.
 
         UsageError where tokens are routed to a device that does not hold their expert.
         """
-        self._steps.fix(placement)
+        self._placement_state.fix(placement)
 
     def record(self, recorder: Recorder | None, layer: int = 0) -> None:
-        """Have the first rank of the group write the counts of every training pass, as those of this layer."""
+        """Have the group's first rank record the counts of every training pass under this layer number."""
         self._recorder = None if recorder is None else (recorder, layer)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden], any number of tokens, also 0 -> the same shape."""
         refuse_capture(x)
         group = self.process_group
-        watch = None
+        monitor = None
         if group is not None and group_size(group) > 1:
-            watch = watch_of(group, scheduler_of(group), x.device)
-        with told(watch, self.name, unanimous=(RoutingError, _StopRecomputationError)):
+            monitor = monitor_of(group, scheduler_of(group), x.device)
+        with fail_together(monitor, self.name, unanimous=(RoutingError, _StopRecomputationError)):
             if x.dim() < 1 or x.shape[-1] != self.hidden or not x.is_floating_point():
                 raise UsageError(
                     f"{self.name}: the input must be of floating-point numbers [..., {self.hidden}], got {x.dtype} "
-                    f"{list(x.shape)}; its last dimension is the hidden size that the layer was made with"
+                    f"{list(x.shape)}; its last dimension must be the layer's hidden size"
                 )
             return self._run(x.reshape(-1, self.hidden), group).view(x.shape)
 
     def _run(self, x: Tensor, group: ProcessGroup | None) -> Tensor:
         routing, demand, setting, opened = self._route(x, group)
         tensor_group = group_of(self._tensor_group)
-        tokens = share(x, tensor_group)
+        tokens = shard_tokens(x, tensor_group)
         plan = dispatch_plan(demand.counts, setting, group_rank(group), x.device)
         weights = self._weights(tensor_group)
-        if torch.is_autocast_enabled(x.device.type):  # half the bytes travel, of tokens and of experts
+        if torch.is_autocast_enabled(x.device.type):  # half the bytes are sent, of tokens and of experts
             dtype = torch.get_autocast_dtype(x.device.type)
             tokens, weights = tokens.to(dtype), weights.like([weight.to(dtype) for weight in weights.given])
         transfer = pending = None
         if setting.moved:
-            assert group is not None, "one device has no copies"
+            assert group is not None, "one device has no replicas"
             transfer = Transfer(weights, setting, group, self.name)
-            pending = transfer.depart(weights)
+            pending = transfer.send(weights)
         dispatched = dispatch(tokens, routing, plan, group, self.name)
-        if opened is not None and opened.counts is None:  # while tokens travel, and not when they are computed again
+        if opened is not None and opened.counts is None:  # during the dispatch, but not in a recomputation
             self._observe(opened, demand, routing)
         shared = self._shared(tokens, tensor_group)
         rows = self._compute(dispatched.wait(), plan, weights, transfer, pending)
         exchange, coming = start_combine(rows, plan, group, self.name)
-        y = combined(exchange.arrive(coming), dispatched.source, routing)
+        y = combined(exchange.receive(coming), dispatched.source, routing)
         if shared is not None:
             y = y + shared
-        y = whole(y, len(x), tensor_group)
+        y = gather_tokens(y, len(x), tensor_group)
         if opened is not None:
             opened.done = True
         if not is_recomputation():
@@ -245,74 +246,78 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             self.last = self._described(demand, setting, plan, expert_bytes, routing, row_bytes)
         return y if opened is None else closing(y, opened)
 
-    def _route(self, x: Tensor, group: ProcessGroup | None) -> tuple[Routing, Demand, Placement, Pass | None]:
-        """This rank's share of the routing, what all ranks know of it, and what this pass is computed with."""
+    def _route(
+        self, x: Tensor, group: ProcessGroup | None
+    ) -> tuple[Routing, ExpertCounts, Placement, ForwardPass | None]:
+        """This rank's part of the routing, the gathered counts, the placement, and the open pass in training."""
         opened = None
         again = self.training and is_recomputation()
         if again:
-            settings = self._steps.passes.settings()
+            settings = self._placement_state.passes.settings()
             if not settings:
                 raise RoutingError(
-                    f"{self.name}: called inside of a backward pass, but no forward pass in training is open that "
-                    "this could be a recomputation of; call it in evaluation mode there"
+                    f"{self.name}: called in a backward pass, but there is no open training pass to recompute; "
+                    "call it in evaluation mode there"
                 )
         else:
             if self.training:
                 self._begin(len(x), group)
-            settings = [self._steps.setting(self.router)]
+            settings = [self._placement_state.setting(self.router)]
         routings = [self._share_of(self.router(x, bias=setting.bias)) for setting in settings]
-        demand = exchange_counts(routings, group, state=self._steps.state(settings), label=self.name)
+        demand = exchange_counts(routings, group, state=self._placement_state.state(settings), label=self.name)
         index = 0
         if again:
-            index, opened = self._steps.passes.find(settings, demand.candidates, self.name)
-            demand = Demand(demand.candidates[index : index + 1], demand.slots)
+            index, opened = self._placement_state.passes.find(settings, demand.candidates, self.name)
+            demand = ExpertCounts(demand.candidates[index : index + 1], demand.slots)
         elif self.training:
-            opened = self._steps.open(settings[0])
+            opened = self._placement_state.open(settings[0])
         return routings[index], demand, settings[index].placement, opened
 
     # --- the pieces that a stack of experts runs one by one ---
 
-    def begin(self, tokens: int) -> tuple[Setting, Pass | None]:
-        """What a forward pass of so many tokens is computed with; in training also the pass, which is open now."""
+    def begin(self, tokens: int) -> tuple[RoutingState, ForwardPass | None]:
+        """Begin a forward pass of so many tokens; return its routing state, and in training the open pass."""
         if not self.training:
-            return self._steps.setting(self.router), None
+            return self._placement_state.setting(self.router), None
         self._begin(tokens, self.process_group)
-        setting = self._steps.setting(self.router)
-        return setting, self._steps.open(setting)
+        setting = self._placement_state.setting(self.router)
+        return setting, self._placement_state.open(setting)
 
-    def routed(self, x: Tensor, setting: Setting, demand: Demand | None) -> tuple[Routing, Demand]:
-        """[T, hidden] -> this rank's share of the routing, and all ranks' demand, asked for if unknown."""
+    def routed(self, x: Tensor, setting: RoutingState, demand: ExpertCounts | None) -> tuple[Routing, ExpertCounts]:
+        """[T, hidden] -> this rank's part of the routing, and the gathered counts, unless given."""
         routing = self._share_of(self.router(x, bias=setting.bias))
         if demand is None:
-            state = self._steps.state([setting])
+            state = self._placement_state.state([setting])
             demand = exchange_counts([routing], self.process_group, state=state, label=self.name)
         return routing, demand
 
-    def share(self, x: Tensor) -> Tensor:
-        """This rank's share of tokens that all tensor-parallel ranks have."""
-        return share(x, group_of(self._tensor_group))
+    def shard_tokens(self, x: Tensor) -> Tensor:
+        """This rank's share of tokens that all tensor-parallel ranks hold."""
+        return shard_tokens(x, group_of(self._tensor_group))
 
-    def whole(self, y: Tensor, tokens: int) -> Tensor:
-        """All tensor-parallel ranks' shares of so many tokens, on each of them."""
-        return whole(y, tokens, group_of(self._tensor_group))
+    def gather_tokens(self, y: Tensor, tokens: int) -> Tensor:
+        """Gather the tensor-parallel ranks' shares of so many tokens."""
+        return gather_tokens(y, tokens, group_of(self._tensor_group))
 
-    def shared_of(self, tokens: Tensor) -> Tensor | None:
-        """What the shared expert makes of this rank's share; None where there is none."""
+    def shared_expert(self, tokens: Tensor) -> Tensor | None:
+        """Result of the shared expert for this rank's share; None without one."""
         return self._shared(tokens, group_of(self._tensor_group))
 
     def compute(self, rows: Tensor, counts: list[int], weights: ExpertWeights) -> Tensor:
-        """Rows through experts with these weights, as `oases.moe.experts.compute`."""
+        """Run rows through experts with these weights, as `oases.moe.experts.compute`."""
         return compute(rows, counts, weights, gated=self.experts.gated)
 
-    def observe(self, opened: Pass, demand: Demand, routing: Routing, plan: DispatchPlan, expert_bytes: int) -> None:
-        """Take note of a pass in training: the next step's placement, loads to record, `last`."""
+    def observe(
+        self, opened: ForwardPass, demand: ExpertCounts, routing: Routing, plan: DispatchPlan, expert_bytes: int
+    ) -> None:
+        """Record a training pass: plans the next placement, writes load traces, sets `last`."""
         if opened.counts is None:
             self._observe(opened, demand, routing)
         row_bytes = self.hidden * self.experts.up.element_size()
         self.last = self._described(demand, opened.setting.placement, plan, expert_bytes, routing, row_bytes)
 
     def summed_over_tensor_ranks(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Gradients of the experts at home, where tensor-parallel ranks hold the same ones."""
+        """Sum the owned experts' gradients over tensor-parallel ranks that hold the same experts."""
         if not self._experts_are_shared:
             return gradients
         label = f"gradients of experts of {self.name}"
@@ -321,33 +326,33 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
 
     def _begin(self, tokens: int, group: ProcessGroup | None) -> None:
-        """A forward pass in training: what may change between steps, changes now."""
-        if self._steps.needs_costs and group is not None:
+        """Begin a training pass: update placement and router bias if no pass is open."""
+        if self._placement_state.needs_costs and group is not None:
             per_expert = tokens * self.router.top_k // self.router.num_experts
             weights = self.experts.weights
-            self._steps.costs = measured(weights, per_expert, self.experts.gated, group, self.name)
-        self._steps.begin(self.router, group_of(self._load_group))
+            self._placement_state.costs = measure_costs(weights, per_expert, self.experts.gated, group, self.name)
+        self._placement_state.begin(self.router, group_of(self._load_group))
 
-    def _observe(self, opened: Pass, demand: Demand, routing: Routing) -> None:
+    def _observe(self, opened: ForwardPass, demand: ExpertCounts, routing: Routing) -> None:
         opened.counts = demand.counts
-        self._steps.observe(demand.counts)
+        self._placement_state.observe(demand.counts)
         self.router.note(routing.demand)
         if self._recorder is not None and group_rank(self.process_group) == 0:
             recorder, layer = self._recorder
-            recorder.write(self._steps.number - 1, layer, demand.counts)
+            recorder.write(self._placement_state.number - 1, layer, demand.counts)
 
     def _share_of(self, routing: Routing) -> Routing:
         tensor_group = group_of(self._tensor_group)
         if group_size(tensor_group) == 1:
             return routing
-        first, last = bounds(len(routing.experts), tensor_group)
-        return routing.part(first, last, share(routing.weights, tensor_group))
+        first, last = shard_bounds(len(routing.experts), tensor_group)
+        return routing.part(first, last, shard_tokens(routing.weights, tensor_group))
 
     def _weights(self, tensor_group: ProcessGroup | None) -> ExpertWeights:
         weights = self.experts.weights
         if not self._experts_are_shared:
             return weights
-        return weights.like(summed(weights.given, tensor_group, f"gradients of experts of {self.name}"))
+        return weights.like(sum_gradients(weights.given, tensor_group, f"gradients of experts of {self.name}"))
 
     def _shared(self, tokens: Tensor, tensor_group: ProcessGroup | None) -> Tensor | None:
         if self.shared is None:
@@ -356,7 +361,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             return self.shared(tokens)
         names, parameters = zip(*self.shared.named_parameters(), strict=True)
         label = f"gradients of the shared expert of {self.name}"
-        found = dict(zip(names, summed(parameters, tensor_group, label), strict=True))
+        found = dict(zip(names, sum_gradients(parameters, tensor_group, label), strict=True))
         return torch.func.functional_call(self.shared, found, (tokens,))
 
     def _compute(
@@ -372,22 +377,22 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         own, others = plan.rows[: plan.own], plan.rows[plan.own :]
         at_home, copied = rows.split([sum(own), sum(others)])
         done = self.compute(at_home, own, weights)
-        copies, number = transfer.arrive(pending)
+        copies, number = transfer.receive(pending)
         return tie(torch.cat([done, self.compute(copied, others, copies)]), number)
 
     def _described(
-        self, demand: Demand, placement: Placement, plan: DispatchPlan, expert_bytes: int, routing: Routing,
+        self, demand: ExpertCounts, placement: Placement, plan: DispatchPlan, expert_bytes: int, routing: Routing,
         row_bytes: int,
-    ) -> Step:  # fmt: skip
+    ) -> MoEStatistics:  # fmt: skip
         counts = demand.counts
         devices = counts.shape[1]
         loads = np.bincount(placement.routes.ravel(), counts.ravel(), devices).astype(np.int64)
         at_home = counts.reshape(devices, -1).sum(1)
-        return Step(
+        return MoEStatistics(
             counts, placement, loads, float(np.std(loads)), float(np.std(at_home)), demand.dropped,
             bytes_sent(plan, self.process_group, row_bytes), expert_bytes, routing.balance_loss, routing.z_loss,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """How experts are placed."""
-        return f"placement={self._steps.method!r}"
+        """Placement method."""
+        return f"placement={self._placement_state.method!r}"

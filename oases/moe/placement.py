@@ -1,8 +1,8 @@
-"""Where each expert is computed besides at home, and which device computes whose tokens.
+"""Expert placement: replicas of busy experts, and the device that computes each device's tokens.
 
-A placement is a pure function of the loads, so every rank finds the same one without a word. Source: Pro-Prophet
-(arXiv 2411.10003), section on the lightweight expert placement. There a device with a copy of an expert computes its
-own tokens for it and all others go to the expert's home; here they may go to any copy, which takes fewer of them.
+A placement is a pure function of the loads, so all ranks find the same one without communication. Source: Pro-Prophet
+(arXiv 2411.10003), lightweight expert placement. There a device with a replica computes its own tokens for the expert
+and all others go to the owner; here they may go to any replica, which needs fewer of them.
 """
 
 from __future__ import annotations
@@ -12,31 +12,38 @@ from collections.abc import Callable
 from numpy.typing import ArrayLike
 
 from oases.errors import UsageError
-from oases.moe.assignment import Chosen, Integers, Placement, at_home, checked, described, homes, placed
 from oases.moe.costs import Costs
-from oases.moe.eplb import replicated
-from oases.moe.optimum import optimum
-from oases.moe.shadowing import shadowed
+from oases.moe.eplb import eplb_placement
+from oases.moe.placement_data import (
+    Chosen,
+    Integers,
+    Placement,
+    checked_counts,
+    make_placement,
+    owner_only,
+    owner_ranks,
+    placement_from_native,
+)
+from oases.moe.placement_milp import optimal_placement
+from oases.moe.shadowing import shadowing_placement
 
-__all__ = ["Chosen", "Integers", "Placement", "at_home", "checked", "described", "homes", "plan"]
+__all__ = ["Chosen", "Integers", "Placement", "checked_counts", "make_placement", "owner_only", "owner_ranks", "plan"]
 
 
 def plan(
     counts: ArrayLike, costs: Costs, *, method: str = "prophet", memory_budget: float | None = None
 ) -> Placement:
-    """Where to compute which expert's tokens.
+    """Choose a placement.
 
-    counts[expert, device]: the device's tokens for the expert, whole numbers. costs: of the layer. method: "none",
-    "prophet", "faster_moe" (shadowing), "eplb" (replication as DeepSeek's) or "optimum" (a mixed-integer programme,
-    for small cases). memory_budget: bytes that the copies on one device may take; None for no limit. A budget for
-    less than one copy places none.
-    UsageError for counts that are no whole numbers of at least 0, for experts that the devices do not divide, and
-    for an unknown method.
+    counts[expert, device]: the device's tokens for the expert, integers. costs: of the layer. method: "none",
+    "prophet", "faster_moe" (shadowing), "eplb" (replication like DeepSeek's) or "optimum" (a mixed-integer linear
+    program, for small cases). memory_budget: bytes of replicas per device; None for no limit. UsageError for counts
+    that are not integers of at least 0, for experts that the devices do not divide, and for an unknown method.
     """
     methods = _methods()
     if method not in methods:
         raise UsageError(f"unknown placement {method!r}; known are {', '.join(methods)}")
-    loads = checked(counts)
+    loads = checked_counts(counts)
     slots = _slots(memory_budget, costs, len(loads))
     return methods[method](loads, costs, slots)
 
@@ -54,21 +61,23 @@ def _searched(counts: Integers, costs: Costs, slots: int) -> Placement:
 
     from oases._C import search_experts
 
-    return placed("prophet", *search_experts(torch.from_numpy(counts), costs.native(counts.shape[1]), slots))
+    return placement_from_native(
+        "prophet", *search_experts(torch.from_numpy(counts), costs.native(counts.shape[1]), slots)
+    )
 
 
 Method = Callable[[Integers, Costs, int], Placement]
-"""(counts, costs, copies that a device may hold) -> placement."""
+"""(counts, costs, replicas that a device may hold) -> placement."""
 
 
 def _methods() -> dict[str, Method]:
     def of(name: str, choose: Callable[[Integers, Costs, int], Chosen]) -> Method:
-        return lambda counts, costs, slots: described(name, counts, costs, choose(counts, costs, slots))
+        return lambda counts, costs, slots: make_placement(name, counts, costs, choose(counts, costs, slots))
 
     return {
-        "none": of("none", lambda counts, costs, slots: at_home(counts)),
+        "none": of("none", lambda counts, costs, slots: owner_only(counts)),
         "prophet": _searched,
-        "faster_moe": of("faster_moe", shadowed),
-        "eplb": of("eplb", replicated),
-        "optimum": of("optimum", optimum),
+        "faster_moe": of("faster_moe", shadowing_placement),
+        "eplb": of("eplb", eplb_placement),
+        "optimum": of("optimum", optimal_placement),
     }

@@ -1,4 +1,4 @@
-"""Blocks of experts as a schedule sees them: their methods, the steps of a list over them, and their parameters."""
+"""Interface of blocks of experts, the steps of a schedule over them, and their parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from oases.schedule import Op
 
 
 class ExpertBlock(Protocol):
-    """A block of a stack of experts: its layers in front of the experts, and behind.
+    """Block of an ExpertStack: layers before the experts and after them.
 
-    before(x) -> (x, h): h is the input of the experts; x goes past them. after(x, y) -> the block's output, y the
+    before(x) -> (x, h): h is the input of the experts; x bypasses them. after(x, y) -> the block's output, y the
     experts' output for h. Shapes: [..., hidden], y as h.
     """
 
@@ -30,23 +30,23 @@ class ExpertBlock(Protocol):
 
 
 class ExpertProgram(Program):
-    """The steps of a schedule of experts. N b, E b and, behind the experts, N b + 1 read block b's parameters."""
+    """Steps of an expert schedule. N b, E b and, after the experts, N b + 1 read block b's parameters."""
 
     def reads(self, op: Op) -> Sequence[int]:
-        """The block in front of the experts and the one behind them; the experts' own are never sharded."""
+        """The blocks before and after N; experts are never FSDP-sharded."""
         if op.kind not in ("N", "RN", "BN"):
             return ()
         return [block for block in (op.block, op.block - 1) if 0 <= block < self.schedule.num_blocks]
 
     def makes_gradients(self, op: Op) -> Sequence[int]:
-        """Those of both blocks that N lies between; of experts once their copies' gradients are at home."""
+        """Both blocks around N; the experts' once their replicas' gradients are at the owner."""
         if op.kind == "BN":
             return [block for block in (op.block, op.block - 1) if 0 <= block < self.schedule.num_blocks]
         return (op.block,) if op.kind == "BE" or (op.kind == "wait" and op.of == "return") else ()
 
 
 class ExpertParameters(BlockParameters):
-    """A block's parameters, and the numbers of those of its experts, in the order of their `weights`."""
+    """Parameters of a block, with the indices of its experts' weights."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)

@@ -1,8 +1,8 @@
-"""What a forward pass was computed with, so that its recomputation is computed with the same.
+"""Routing state of open forward passes, so that recomputation uses the same bias and placement.
 
-A router's bias and a placement change from step to step. A recomputation, in the backward pass, must not take new
-ones: it would send tokens elsewhere. So both stay while a forward pass is open, that is, until its backward pass has
-begun: they change at the first forward pass of a training step, whatever its number of micro-batches.
+Router bias and placement change from step to step. Recomputation in the backward pass must not see new ones: it would
+send tokens elsewhere. Both therefore stay while a forward pass is open, that is, until its backward pass has begun:
+they change at the first forward pass of a training step, for any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -14,83 +14,83 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oases.moe.assignment import Integers, Placement
 from oases.moe.dispatch import RoutingError
+from oases.moe.placement_data import Integers, Placement
 
 MOST_OPEN = 64
-"""Forward passes that wait for their backward passes; of more, the oldest are taken to have none."""
+"""Maximum number of open passes; beyond it the oldest are assumed to have no backward pass."""
 
 
 def is_recomputation() -> bool:
-    """Whether a layer that is called now recomputes: inside of a backward pass, as torch.utils.checkpoint does."""
+    """Whether the current call is a recomputation in a backward pass, as by torch.utils.checkpoint."""
     return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
-    """What may change between steps. bias: a copy of the router's, None where it has none."""
+class RoutingState:
+    """State that may change between steps. bias: a copy of the router's, None where it has none."""
 
     placement: Placement
     bias: Tensor | None
 
 
 @dataclass(eq=False)
-class Pass:
-    """A forward pass in training. counts: [expert, device], once they are known. done: it came to its end."""
+class ForwardPass:
+    """Training pass. counts: [expert, device], once known. done: completed."""
 
-    setting: Setting
+    setting: RoutingState
     counts: Integers | None = None
     done: bool = False
     closed: bool = False
 
 
-class Passes:
-    """The open passes of one layer, and the setting of the next one."""
+class OpenPasses:
+    """Open passes of one layer."""
 
     def __init__(self) -> None:
-        self._open: list[Pass] = []
+        self._open: list[ForwardPass] = []
 
     def all_closed(self) -> bool:
-        """Whether the setting may change. The same on every rank: it follows from the order of calls alone."""
+        """Whether the state may change. Equal on every rank: it follows from the order of calls alone."""
         self._open = [each for each in self._open if each.done and not each.closed]
         if len(self._open) < MOST_OPEN:
             return not self._open
         del self._open[0]
         return True
 
-    def open(self, setting: Setting) -> Pass:
-        """A forward pass begins."""
-        self._open.append(Pass(setting))
+    def open(self, setting: RoutingState) -> ForwardPass:
+        """Begin a forward pass."""
+        self._open.append(ForwardPass(setting))
         return self._open[-1]
 
-    def settings(self) -> list[Setting]:
-        """Those of open passes, one of which a recomputation has; nearly always one."""
-        found: list[Setting] = []
+    def settings(self) -> list[RoutingState]:
+        """Distinct states of the open passes, one of which a recomputation has; nearly always one."""
+        found: list[RoutingState] = []
         for each in self._open:
             if each.counts is not None and each.setting not in found:
                 found.append(each.setting)
         return found
 
-    def find(self, settings: list[Setting], candidates: Integers, label: str) -> tuple[int, Pass]:
-        """Which pass is computed again: (place of its setting, pass). candidates: the counts under each setting.
+    def find(self, settings: list[RoutingState], candidates: Integers, label: str) -> tuple[int, ForwardPass]:
+        """Find the pass that is recomputed: (index of its state, pass). candidates: counts under each state.
 
         RoutingError where none had such counts.
         """
-        for each in sorted(self._open, key=lambda each: each.closed):  # of two alike each is found once
+        for each in sorted(self._open, key=lambda each: each.closed):  # of two equal passes each is found once
             if each.counts is not None:
                 index = settings.index(each.setting)
                 if np.array_equal(each.counts, candidates[index]):
                     return index, each
         raise RoutingError(
-            f"{label}: a recomputation sends tokens to other experts than its forward pass did. What comes before "
-            "the router must compute the same twice: keep the random state (preserve_rng_state=True), and use "
+            f"{label}: a recomputation sends tokens to other experts than its forward pass did. Layers before "
+            "the router must be deterministic: keep the random state (preserve_rng_state=True), and use "
             "deterministic kernels"
         )
 
 
 class _Closing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, each: Pass) -> Tensor:
+    def forward(ctx: Any, x: Tensor, each: ForwardPass) -> Tensor:
         ctx.each = each
         return x.view_as(x)
 
@@ -100,6 +100,6 @@ class _Closing(torch.autograd.Function):
         return grad, None
 
 
-def closing(x: Tensor, each: Pass) -> Tensor:
-    """`x`, the output of a pass: the backward pass that begins with it closes the pass."""
+def closing(x: Tensor, each: ForwardPass) -> Tensor:
+    """`x`, the output of a pass; its backward pass closes the pass."""
     return _Closing.apply(x, each)

@@ -1,8 +1,8 @@
-"""Which experts a token goes to, and with what weights: a top-k router, its losses and its balance.
+"""Top-k router with auxiliary losses, loss-free balancing and capacity.
 
 Sources: softmax gate and auxiliary loss: Switch Transformers (arXiv 2101.03961); z-loss: ST-MoE (arXiv 2202.08906);
-sigmoid gate and loss-free balance: arXiv 2408.15664; capacity: GShard (arXiv 2006.16668), but the tokens that are
-dropped are those of the lowest weight.
+sigmoid gate and loss-free balancing: arXiv 2408.15664; capacity: GShard (arXiv 2006.16668), but tokens with the
+lowest weights are dropped.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GATES = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class Routing:
-    """Where T tokens go, each to k of E experts.
+    """Routing of T tokens, each to k of E experts.
 
     experts: int64 [T, k]. weights: [T, k], differentiable, of the router's type; they carry the gradients of the
-    losses. counts: int64 [E], slots (pairs of a token and one of its experts) that are sent; demand: [E], those
-    before any was dropped. kept: bool [T, k], None where every slot is sent. balance_loss, z_loss: values, before
-    their weights; None where they are not used. faulty: bool [], whether a gate is not finite.
+    losses. counts: int64 [E], slots ((token, expert) pairs) that are sent; demand: [E], slots before any was dropped.
+    kept: bool [T, k], None where every slot is sent. balance_loss, z_loss: unweighted values; None where unused.
+    faulty: bool [], whether a gate is not finite.
     """
 
     experts: Tensor
@@ -49,7 +49,7 @@ class Routing:
         return (self.demand - self.counts).sum()
 
     def part(self, first: int, last: int, weights: Tensor) -> Routing:
-        """Of the tokens [first, last) alone, whose weights are given; losses and demand stay those of all."""
+        """Routing of tokens [first, last) with the given weights; losses and demand stay those of all tokens."""
         experts, kept = self.experts[first:last], None if self.kept is None else self.kept[first:last]
         number = len(self.counts)
         sent = experts if kept is None else torch.where(kept, experts, number)
@@ -58,16 +58,16 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Sends each token to the `top_k` of `num_experts` with the largest gate.
+    """Routes each token to the `top_k` of `num_experts` with the largest gates.
 
-    gate: "softmax" over all experts, or "sigmoid" of each. normalised: a token's weights are made to sum up to 1.
-    scale: times every weight. balance_weight: of the auxiliary loss E sum_e f_e p_e, f_e the share of the slots and
-    p_e the mean gate (of gates that sum up to 1) of expert e, 1 where both are even. z_weight: of the mean square of
-    the logits' log-sum-exp. Both losses reach the gradient by themselves, times `loss_scale`, which is for who
-    divides the loss by a number of micro-batches. bias_update_rate: above 0, choices (not weights) are by gate plus
-    `bias`, which `update_bias` moves. capacity_factor: an expert takes at most that times T k / E slots, rounded up,
-    of a call's T tokens; None drops nothing. device, dtype: of the weight; gates are taken in float32 or wider.
-    UsageError for what cannot work.
+    gate: "softmax" over all experts, or "sigmoid" of each. normalised: a token's weights sum to 1. scale: factor on
+    every weight. balance_weight: of the auxiliary loss E sum_e f_e p_e, with f_e the fraction of slots and p_e the
+    mean gate (normalised over experts) of expert e, 1 where both are uniform. z_weight: of the mean square of the
+    logits' log-sum-exp. Both losses are added to the gradient, times `loss_scale`, for callers that divide the loss
+    by a number of micro-batches. bias_update_rate: above 0, experts (not weights) are chosen by gate plus `bias`,
+    which `update_bias` moves. capacity_factor: an expert takes at most that times T k / E slots, rounded up, of a
+    call's T tokens; None drops nothing. device, dtype: of the weight; gates are computed in float32 or wider.
+    UsageError for invalid arguments.
     """
 
     bias: Tensor | None
@@ -110,18 +110,18 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty((num_experts, hidden), device=device, dtype=dtype))
         biased = bias_update_rate > 0
         self.register_buffer("bias", torch.zeros(num_experts, device=device) if biased else None)
-        # Slots since the bias was moved; saved with it, so that a run that is resumed goes on as it would have.
+        # Slots since the last bias update; saved with it, so that a resumed run continues exactly.
         demand = torch.zeros(num_experts, dtype=torch.int64, device=device) if biased else None
         self.register_buffer("demand", demand)
         self.reset_parameters()
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Number of experts."""
         return self.weight.shape[0]
 
     def reset_parameters(self) -> None:
-        """Draw the weight with `nn.Linear`'s bounds; the bias is 0."""
+        """Draw the weight with `nn.Linear`'s bounds; set the bias to 0."""
         if self.weight.is_meta:
             return
         bound = self.weight.shape[1] ** -0.5
@@ -131,14 +131,14 @@ class Router(nn.Module):
                 buffer.zero_()
 
     def forward(self, x: Tensor, *, bias: Tensor | None = None) -> Routing:
-        """x: [T, hidden], T may be 0. bias: [E] in the place of the router's own, to route once more as before.
+        """x: [T, hidden], T may be 0. bias: [E] instead of the router's own, for recomputation.
 
-        Gates that are not finite are not an error here: a rank that raised alone would let the others wait.
+        Gates that are not finite do not raise here: the other ranks would wait for ever.
         """
         if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
             raise UsageError(
                 f"router: x must be [tokens, {self.weight.shape[1]}], got {list(x.shape)}; "
-                "its last dimension is the hidden size that the layer was made with"
+                "its last dimension must be the layer's hidden size"
             )
         logits = self._logits(x)
         scores = logits.softmax(-1) if self.gate == "softmax" else logits.sigmoid()
@@ -174,15 +174,15 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def note(self, demand: Tensor) -> None:
-        """Add a call's demand [E] to what the bias is to be moved by."""
+        """Add a call's demand [E] for the next bias update."""
         if self.demand is not None:
             self.demand += demand
 
     @torch.no_grad()
     def update_bias(self, group: ProcessGroup | None = None) -> None:
-        """Move the bias by `bias_update_rate` towards the experts with less than the mean of the noted demand.
+        """Move the bias by `bias_update_rate` towards experts below the mean of the accumulated demand. Collective.
 
-        group: the ranks that have the same router; their demand is summed up. All of them call this.
+        group: ranks with the same router; their demand is summed.
         """
         if self.bias is None or self.demand is None:
             return
@@ -194,11 +194,11 @@ class Router(nn.Module):
         bias = self.bias
         super()._apply(fn, recurse)
         if bias is not None and self.bias is not None and not bias.is_meta and not self.bias.is_meta:
-            self.bias = bias.to(self.bias.device)  # in float32 always: steps of the bias are lost in less
+            self.bias = bias.to(self.bias.device)  # always float32: bias updates are lost in lower precision
         return self
 
     def _logits(self, x: Tensor) -> Tensor:
-        # Not under autocast: gates of close experts would be mixed up.
+        # Not under autocast: low precision would swap experts with close gates.
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(dtype), self.weight.to(dtype))
@@ -214,7 +214,7 @@ class Router(nn.Module):
         return ceil(self.capacity_factor * tokens * self.top_k / self.num_experts)
 
     def _kept(self, experts: Tensor, weights: Tensor, demand: Tensor) -> Tensor:
-        """Of each expert the slots with the largest weights, as many as it takes; of equal ones the first."""
+        """Slots with the largest weights per expert, up to the capacity; of equal ones the first."""
         flat = experts.flatten()
         heaviest = weights.flatten().sort(descending=True, stable=True).indices
         order = heaviest[flat[heaviest].sort(stable=True).indices]  # by expert, then by weight
@@ -241,5 +241,5 @@ class _Attached(torch.autograd.Function):
 
 
 def attached(x: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """`x`, whose backward pass adds `weight` times the gradient of `loss` to that of whatever is computed from it."""
+    """`x`, whose backward pass adds the gradient of `weight * loss`."""
     return _Attached.apply(x, loss, weight)

@@ -1,22 +1,22 @@
-"""FasterMoE's shadowing: experts, the heaviest first, are copied to all devices while the modelled time falls.
+"""FasterMoE's shadowing: the heaviest experts are replicated on all devices while the modelled time falls.
 
-Source: FasterMoE (PPoPP 2022), as Pro-Prophet's evaluation describes it (arXiv 2411.10003).
+Source: FasterMoE (PPoPP 2022), as described in Pro-Prophet's evaluation (arXiv 2411.10003).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from oases.moe.assignment import Chosen, Integers, at_home, described, homes
 from oases.moe.costs import Costs
+from oases.moe.placement_data import Chosen, Integers, make_placement, owner_only, owner_ranks
 
 
-def shadowed(counts: Integers, costs: Costs, slots: int) -> Chosen:
-    """Routes and copies. slots: copies that a device may hold; a home needs none of its own experts."""
+def shadowing_placement(counts: Integers, costs: Costs, slots: int) -> Chosen:
+    """Routes and copies. slots: replicas that a device may hold, besides the experts it owns."""
     experts, devices = counts.shape
-    home, everyone = homes(experts, devices), np.arange(devices)
-    best = at_home(counts)
-    seconds = described("", counts, costs, best).predicted_seconds
+    home, everyone = owner_ranks(experts, devices), np.arange(devices)
+    best = owner_only(counts)
+    seconds = make_placement("", counts, costs, best).predicted_seconds
     held = np.zeros(devices, dtype=np.int64)
     for expert in np.argsort(-counts.sum(1), kind="stable").tolist():
         others = everyone[everyone != home[expert]]
@@ -25,7 +25,7 @@ def shadowed(counts: Integers, costs: Costs, slots: int) -> Chosen:
             break
         routes, copies = best[0].copy(), list(best[1])
         routes[expert], copies[expert] = everyone, others.tolist()
-        after = described("", counts, costs, (routes, copies)).predicted_seconds
+        after = make_placement("", counts, costs, (routes, copies)).predicted_seconds
         if after >= seconds:
             break
         best, seconds = (routes, copies), after

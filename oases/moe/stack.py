@@ -1,4 +1,4 @@
-"""ExpertStack: blocks of experts in a row, run as one, so that what travels for one hides under another."""
+"""ExpertStack: consecutive blocks of experts, run as one, so that transfers of one overlap with another."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.execution.call import deliver
+from oases.execution.call import apply_call
 from oases.execution.executor import Context
-from oases.execution.failure import told, watch_of
+from oases.execution.failure import fail_together, monitor_of
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, refuse_capture, scheduler_of
-from oases.moe.blocks import ExpertBlocks
+from oases.moe.blocks import ExpertWork
 from oases.moe.call import ExpertCall
+from oases.moe.cost_measurement import mean_seconds, measure_costs
 from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
 from oases.moe.layer import OverlappedMoE
-from oases.moe.measure import mean_seconds, measured
 from oases.moe.program import ExpertBlock, ExpertParameters, ExpertProgram
 from oases.parallel.call import leaves_of
-from oases.parallel.fsdp import Unit
+from oases.parallel.fsdp import FsdpUnit
 from oases.schedule import Schedule, generate_experts, validate
 
 _numbers = itertools.count()
 
 
 class ExpertStack(HoldsGroup, nn.Module):
-    """Blocks with experts (`ExpertBlock`), whose copies and gradients travel under the compute of other blocks.
+    """Blocks with experts (`ExpertBlock`), whose replica and gradient transfers overlap with other blocks.
 
-    schedule: "block_wise" (Pro-Prophet's), "blocking" (nothing hides the copies), or "plain", for blocks whose
-    placement is "none"; or a list made by `generate_experts` for as many blocks. recompute: keep of each block what
-    came over the wire, and compute the rest again under the gradients' ways.
-    gradient_scale: times the experts' gradients: 1 / replicas, where other gradients are averaged over replicas.
-    A call gives the output of the blocks one after another, `after(x, experts(h))` with `x, h = before(x)`, and the
-    same gradients, handed over block by block. Costs of layers that were given none are measured in the first pass in
-    training, for which `before` is run some times more.
-    Input and output: [..., hidden], this rank's own tokens. UsageError for blocks without experts or over several
-    groups, and for a schedule that does not fit them.
+    schedule: "block_wise" (Pro-Prophet's), "blocking" (no overlap of replica transfers), or "plain", for blocks whose
+    placement is "none"; or a list made by `generate_experts` for as many blocks. recompute: keep of each block its
+    received tensors alone, and recompute the rest during gradient transfers. gradient_scale: factor on the experts'
+    gradients: 1 / replicas, where other gradients are averaged over replicas. A call returns the output of the blocks
+    one after another, `after(x, experts(h))` with `x, h = before(x)`, and the same gradients, block by block. Unknown
+    costs are measured in the first training pass, which runs `before` several times more. Input and output: [...,
+    hidden], this rank's own tokens. UsageError for blocks without experts or with different groups, and for a
+    schedule that does not fit them.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class ExpertStack(HoldsGroup, nn.Module):
         layers = self._layers
         self.process_group = layers[0].process_group
         if any(layer.process_group is not self.process_group for layer in layers):
-            raise UsageError("ExpertStack: its blocks spread their experts over different groups; give all the same")
+            raise UsageError("ExpertStack: its blocks shard their experts over different groups; use one group")
         if isinstance(schedule, str):
             schedule = generate_experts(schedule, len(self.blocks), recompute)
         validate(schedule, "experts")
@@ -81,15 +80,15 @@ class ExpertStack(HoldsGroup, nn.Module):
             )
         self.schedule = schedule
         self.label = f"expert stack {next(_numbers)}"
-        """In errors."""
+        """Name of this stack in errors."""
         self._gradient_scale = gradient_scale
         self._program = ExpertProgram(schedule, self.label)
         self._compiled: list[nn.Module] = []
-        self._units: list[Unit] = []
+        self._units: list[FsdpUnit] = []
         self._known: list[ExpertParameters] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles begin without what is known of this process's parameters."""
+        """Leave caches of this process's parameters out of copies and pickles."""
         return {**self.__dict__, "_known": None}
 
     @property
@@ -98,9 +97,9 @@ class ExpertStack(HoldsGroup, nn.Module):
 
     @torch.no_grad()
     def _measure(self, x: Tensor, group: ProcessGroup) -> None:
-        """Give layers without costs those measured here, with what lies between them if copies travel under it.
+        """Measure the costs of layers without costs, and of their non-expert parts if transfers overlap with them.
 
-        Layers with experts of equal sizes are taken to be alike.
+        Layers with experts of equal sizes share one measurement.
         """
         known: dict[tuple[Any, ...], Costs] = {}
         for number, (block, layer) in enumerate(zip(self.blocks, self._layers, strict=True)):
@@ -110,7 +109,7 @@ class ExpertStack(HoldsGroup, nn.Module):
             sizes = (gated, *((weight.shape, weight.dtype) for weight in weights.given))
             if sizes not in known:
                 per_expert = x.numel() // x.shape[-1] * layer.router.top_k // layer.router.num_experts
-                costs = measured(weights, per_expert, gated, group, layer.name)
+                costs = measure_costs(weights, per_expert, gated, group, layer.name)
                 if self.schedule.name == "block_wise":
                     before = cast(ExpertBlock, block).before
                     if self._units:
@@ -124,38 +123,38 @@ class ExpertStack(HoldsGroup, nn.Module):
             layer.costs = replace(known[sizes], leading=block is self.blocks[0])
 
     def compile_blocks(self, **options: Any) -> None:
-        """Have `before` and `after` of every block run compiled; options: those of torch.compile. Names stay."""
+        """Compile `before` and `after` of every block; options: of torch.compile. Parameter names stay."""
         # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
         self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
 
-    def shard(self, units: Sequence[Unit]) -> None:
-        """Have the weights of the blocks gathered as the list needs them, a unit for each, of all but its experts."""
+    def shard(self, units: Sequence[FsdpUnit]) -> None:
+        """Have a unit per block gather its weights, except experts, as the schedule needs them."""
         self._units = list(units)
 
     def forward(self, x: Tensor, *, context: Context | None = None) -> Tensor:
-        """[..., hidden] -> the same shape. context: spans to record, a pipeline's handle of the call."""
+        """[..., hidden] -> the same shape. context: spans to record, a pipeline's handles."""
         refuse_capture(x)
-        group, watch = self.process_group, None
+        group, monitor = self.process_group, None
         if group is not None and group_size(group) > 1:
-            watch = watch_of(group, scheduler_of(group), x.device)
+            monitor = monitor_of(group, scheduler_of(group), x.device)
         differentiable = torch.is_grad_enabled()
         context = Context() if context is None else context
         blocks = self._compiled or list(self.blocks)
         if self._known is None or not (self._units or all(each.current for each in self._known)):
             self._known = [ExpertParameters(block) for block in self.blocks]
-        with told(watch, f"the start of {self.label}", unanimous=(RoutingError,)):
+        with fail_together(monitor, f"the start of {self.label}", unanimous=(RoutingError,)):
             if self.training and group is not None:
                 self._measure(x, group)
             leaves = leaves_of(self._known, self._units) if differentiable else []
-            work = ExpertBlocks(
+            work = ExpertWork(
                 blocks, self._program, group, x.detach(), leaves, self._known, differentiable=differentiable,
                 gradient_scale=self._gradient_scale,
             )  # fmt: skip
         call = ExpertCall(
-            self._program, work, self._known, self._units, watch=watch, context=context,
+            self._program, work, self._known, self._units, monitor=monitor, context=context,
             differentiable=differentiable,
         )  # fmt: skip
         if not differentiable:
             return call.forward()
-        context.calls.add(call)
-        return deliver(call, x)
+        context.handles.add(call)
+        return apply_call(call, x)

@@ -1,4 +1,4 @@
-"""Load traces: which device had how many tokens for which expert, step by step; recorded, replayed, generated."""
+"""Load traces: tokens per expert and device at each step; recorded, replayed, generated."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from oases.errors import UsageError
-from oases.moe.assignment import Integers, checked
+from oases.moe.placement_data import Integers, checked_counts
 
 KIND = "oases loads"
 
 
 class Recorder:
-    """Writes a trace as lines of JSON, a step and layer each, so that a run that is ended leaves what it wrote.
+    """Writes a trace as JSON lines, one per step and layer, valid also if the run is interrupted.
 
-    path: replaced unless `append`, with which a run that goes on adds to it.
+    path: replaced unless `append`, for a resumed run.
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
@@ -28,11 +28,11 @@ class Recorder:
             self._file.write(json.dumps({"kind": KIND, "version": 1}) + "\n")
 
     def write(self, step: int, layer: int, counts: ArrayLike) -> None:
-        """One layer's counts [expert, device] of a step."""
-        self._file.write(json.dumps({"step": step, "layer": layer, "counts": checked(counts).tolist()}) + "\n")
+        """Write one layer's counts [expert, device] of a step."""
+        self._file.write(json.dumps({"step": step, "layer": layer, "counts": checked_counts(counts).tolist()}) + "\n")
 
     def close(self) -> None:
-        """Finish the file."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Recorder:
@@ -45,9 +45,9 @@ class Recorder:
 
 
 def replay(path: str | Path) -> Iterator[tuple[int, int, Integers]]:
-    """(step, layer, counts) as they were recorded. UsageError, with the line, for what is no trace.
+    """Iterate over (step, layer, counts) of a recorded trace. UsageError, with the line, for another file.
 
-    A last line that was cut off, by a run that was killed, ends the trace.
+    A truncated last line, of a killed run, ends the trace.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -55,14 +55,14 @@ def replay(path: str | Path) -> Iterator[tuple[int, int, Integers]]:
     except (OSError, ValueError) as error:
         raise UsageError(f"trace {str(path)!r} cannot be read: {error}; record one with --record-loads") from error
     if not isinstance(head, dict) or head.get("kind") != KIND:
-        raise UsageError(f"trace {str(path)!r} is no trace of loads; record one with --record-loads")
+        raise UsageError(f"trace {str(path)!r} is not a trace of loads; record one with --record-loads")
     if head.get("version") != 1:
         raise UsageError(f"trace {str(path)!r} is of version {head.get('version')}; this oases reads version 1")
     shape: tuple[int, ...] | None = None
     for number, line in enumerate(lines[1:], start=2):
         try:
             found = json.loads(line)
-            step, layer, counts = int(found["step"]), int(found["layer"]), checked(found["counts"])
+            step, layer, counts = int(found["step"]), int(found["layer"]), checked_counts(found["counts"])
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 return
@@ -84,11 +84,12 @@ def generate(
     difference: float = 0.1,
     seed: int = 0,
 ) -> Iterator[Integers]:
-    """Counts [expert, device] of one layer over some steps: a Dirichlet gate whose logits walk slowly.
+    """Generate counts [expert, device] of one layer over some steps: a Dirichlet gate with a random walk of its
+    logits.
 
-    tokens: of each device, each times the experts that it is sent to. concentration: of the Dirichlet distribution,
-    small for a gate that prefers few experts. drift: standard deviation of a step of the walk, in logits.
-    difference: of the devices' gates from the common one, in logits.
+    tokens: of each device, times top_k. concentration: of the Dirichlet distribution, small for an unbalanced gate.
+    drift: standard deviation of a step of the walk, in logits. difference: of the devices' gates from the common one,
+    in logits.
     """
     for name, value in (("experts", experts), ("devices", devices), ("steps", steps)):
         if value < 1:

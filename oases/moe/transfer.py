@@ -1,10 +1,10 @@
-"""Trans and Agg: an expert's parameters to the devices that hold copies of it, and their gradients back home.
+"""Trans and Agg: send an expert's parameters to the devices with replicas, and reduce their gradients to the owner.
 
-Both go in two rounds, one all-to-all each for all experts that are moved. Trans: the home gives every holder a share
-of the parameters, as many for each, then holders give each other their shares; so the home sends an expert once,
-however many hold it. Agg: holders sum each other's shares of the gradients, then send the sums home. Sums are taken
-in the order of the holders. Only what a step computes with travels: the optimizer sees the home's parameters alone.
-Source: Pro-Prophet (arXiv 2411.10003), Trans and Agg; what travels when is `oases.moe.costs`'s "rounds".
+Both take two rounds, one all-to-all each for all replicated experts. Trans: the owner scatters equal shares of the
+parameters over the replicas, then replicas all-gather the shares; the owner sends an expert once, for any number of
+replicas. Agg: replicas reduce-scatter their gradients, then send the sums to the owner. Sums are taken in the order
+of the replicas. Only parameters of the current step are sent: the optimizer sees the owner's alone. Source:
+Pro-Prophet (arXiv 2411.10003), Trans and Agg; the timing is "rounds" in `oases.moe.costs`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from oases.execution.group import ProcessGroup, group_rank, group_size, scheduler_of
-from oases.moe.assignment import Placement
 from oases.moe.experts import ExpertWeights
+from oases.moe.placement_data import Placement
 
 
 class _Piece(NamedTuple):
-    """Numbers [first, last) of an expert's parameters one behind the other; row: which one of the experts."""
+    """Elements [first, last) of an expert's flattened parameters; row: index of the expert."""
 
     row: int
     first: int
@@ -29,14 +29,14 @@ class _Piece(NamedTuple):
 
 
 Pieces = list[list[_Piece]]
-"""For each rank."""
+"""Pieces by rank."""
 
 
 class Transfer:
-    """The copies of one forward pass on this rank, under a placement that moves something; all ranks make one.
+    """Replica transfers of one forward pass, under a placement with replicas. Collective: all ranks create one.
 
-    `depart` and `arrive` are Trans with a gradient, which is Agg. For a schedule of its own there are their parts:
-    scatter, exchange, finish for the parameters, and reduce, gather, collect for the gradients, in this order.
+    `send` and `receive` are Trans with a gradient, which is Agg. A schedule uses their parts: scatter, exchange,
+    finish for the parameters, and reduce, gather, collect for the gradients, in this order.
     """
 
     def __init__(self, weights: ExpertWeights, placement: Placement, group: ProcessGroup, label: str) -> None:
@@ -47,10 +47,10 @@ class Transfer:
         self._shapes = [weight.shape[1:] for weight in weights.given]
         self._sizes = [shape.numel() for shape in self._shapes]
         self.held = [expert for expert in placement.moved if rank in placement.copies[expert]]
-        """The experts that are copied to this rank, in rising order."""
+        """Experts with a replica on this rank, in ascending order."""
         self._moved = [expert for expert in placement.moved if expert // local == rank]
         self._first = rank * local
-        # Who sends which numbers to whom: of the parameters of moved experts, and of the copies here.
+        # Elements sent and received, of owned experts' parameters (out, in) and among replicas (given, taken).
         self._out: Pieces = [[] for _ in range(size)]
         self._in: Pieces = [[] for _ in range(size)]
         self._given: Pieces = [[] for _ in range(size)]
@@ -71,47 +71,47 @@ class Transfer:
                         self._given[holder].append(_Piece(row, *mine))
                         self._taken[holder].append(_Piece(row, *share))
         self._copies: Tensor | None = None
-        self._own: list[Tensor] | None = None  # this rank's part of the sums it is to make
+        self._own: list[Tensor] | None = None  # this rank's own part of the sums
         self._under_way: tuple[Any, Tensor, Pieces] | None = None
 
     @property
     def bytes(self) -> int:
-        """That this rank sends in Trans."""
+        """Bytes that this rank sends in Trans."""
         numbers = sum(piece.last - piece.first for pieces in (self._out, self._given) for piece in _flat(pieces))
         return numbers * self._form.up.element_size()
 
     def zeros(self) -> list[Tensor]:
-        """Of the sizes of the weights at home, for `collect`."""
+        """Zeros of the owned weights' sizes, for `collect`."""
         return [self._form.up.new_zeros((self._local, *shape)) for shape in self._shapes]
 
-    def depart(self, weights: ExpertWeights) -> Tensor:
-        """Start to send the weights at home; returns what `arrive` takes."""
-        return _Departure.apply(self, *weights.given)
+    def send(self, weights: ExpertWeights) -> Tensor:
+        """Start to send the owned weights; returns the argument of `receive`."""
+        return _Send.apply(self, *weights.given)
 
-    def arrive(self, pending: Tensor) -> tuple[ExpertWeights, Tensor]:
-        """Wait: the parameters of `held`, stacked, and a number to `tie` to what is computed.
+    def receive(self, pending: Tensor) -> tuple[ExpertWeights, Tensor]:
+        """Wait; return the parameters of `held`, stacked, and a number to `tie` to later results.
 
-        A rank without copies takes part in Agg, too: it may be the home of some.
+        Ranks without replicas take part in Agg, too: they may own some of the experts.
         """
-        number, *copies = _Arrival.apply(pending, self)
+        number, *copies = _Receive.apply(pending, self)
         return self._form.like(copies), number
 
     @torch.no_grad()
     def scatter(self, given: Sequence[Tensor]) -> None:
-        """Start to send the shares of the experts at home, whose weights are given."""
+        """Start to send the shares of the owned experts, whose weights are given."""
         rows = [[weight[expert - self._first].reshape(-1) for weight in given] for expert in self._moved]
         self._copies = self._form.up.new_empty((len(self.held), sum(self._sizes)))
         self._start(_cut_out(rows, self._out), self._out, self._in, "parameters to their holders")
 
     def exchange(self) -> None:
-        """Wait for the shares of the copies here; start to give them to their other holders."""
+        """Wait for the shares of the replicas here; start to send them to the other replicas."""
         assert self._copies is not None, "scatter comes first"
         self._put(self._copies)
         sent = [self._copies[row, first:last] for row, first, last in _flat(self._given)]
         self._start(sent, self._given, self._taken, "parameters among their holders")
 
     def finish(self) -> list[Tensor]:
-        """Wait for the others' shares. Returns [copies, ...] of each weight that there is, views of one buffer."""
+        """Wait for the others' shares. Returns [replicas, ...] of each weight, views of one buffer."""
         assert self._copies is not None, "scatter comes first"
         copies, self._copies = self._copies, None
         self._put(copies)
@@ -120,13 +120,13 @@ class Transfer:
 
     @torch.no_grad()
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Start to give the other holders their shares of gradients, as `finish` returned the parameters."""
+        """Start to send the other replicas their shares of gradients, in the form that `finish` returned."""
         rows = [[gradient[row].reshape(-1) for gradient in gradients] for row in range(len(self.held))]
         self._own = _cut_out(rows, self._in)
         self._start(_cut_out(rows, self._taken), self._taken, self._given, "gradients among their holders")
 
     def gather(self) -> None:
-        """Wait for the others' part of this rank's shares; start to send the sums home."""
+        """Wait for the others' parts of this rank's shares; start to send the sums to the owners."""
         assert self._own is not None, "reduce comes first"
         own, self._own = self._own, None
         rank = self._scheduler.rank
@@ -141,11 +141,11 @@ class Transfer:
             )
             for piece in _flat(self._in)
         ]
-        self._start(sums, self._in, self._out, "gradients to their homes")
+        self._start(sums, self._in, self._out, "gradients to their owners")
 
     @torch.no_grad()
     def collect(self, gradients: Sequence[Tensor]) -> None:
-        """Wait for the sums, and add them to the gradients of the weights at home."""
+        """Wait for the sums, and add them to the gradients of the owned weights."""
         rows = [[gradient[expert - self._first].view(-1) for gradient in gradients] for expert in self._moved]
         for pieces in self._received():
             for piece, numbers in pieces:
@@ -154,7 +154,7 @@ class Transfer:
                     part += share
 
     def _start(self, sent: list[Tensor], out: Pieces, into: Pieces, what: str) -> None:
-        """Send what belongs to the pieces of `out`, in their order; pieces of `into` come."""
+        """Send the elements of the pieces of `out`, in order; receive those of `into`."""
         like = self._form.up
         going = torch.cat(sent) if sent else like.new_empty(0)
         coming = like.new_empty(sum(_lengths(into)))
@@ -185,7 +185,7 @@ def _flat(pieces: Iterable[list[_Piece]]) -> list[_Piece]:
 
 
 def _parts(flat: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
-    """Numbers [first, last) of tensors one behind the other, as views."""
+    """Elements [first, last) of consecutive tensors, as views."""
     found, start = [], 0
     for tensor in flat:
         part = tensor[max(0, first - start) : max(0, last - start)]
@@ -211,7 +211,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-class _Departure(torch.autograd.Function):
+class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, transfer: Transfer, *weights: Tensor) -> Tensor:
         ctx.transfer = transfer
@@ -227,7 +227,7 @@ class _Departure(torch.autograd.Function):
         return None, *(gradient if wants else None for gradient, wants in zip(found, wanted, strict=True))
 
 
-class _Arrival(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: Tensor, transfer: Transfer) -> tuple[Tensor, ...]:
         ctx.transfer = transfer

@@ -1,11 +1,11 @@
-"""Tensor-parallel layers whose communication is hidden under compute."""
+"""Tensor-parallel layers that overlap communication with compute."""
 
 from typing import TYPE_CHECKING, Any
 
 from oases.parallel.batch import BlockInputs
 from oases.parallel.dropout import ParallelDropout
 from oases.parallel.embedding import OverlappedEmbedding
-from oases.parallel.gradients import clip_grad_norm
+from oases.parallel.gradient_clipping import clip_grad_norm
 from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.parallel.loss import parallel_cross_entropy
 from oases.parallel.sharding import sharded_parameters
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the styles when they are asked for: DTensor, which they are of, takes longer to import than all else."""
+    """Load the DTensor styles on first use: importing DTensor takes longer than all the rest."""
     if name not in ("OverlappedColwiseParallel", "OverlappedRowwiseParallel"):
         raise AttributeError(f"module 'oases.parallel' has no attribute {name!r}")
     import oases.parallel.styles as styles

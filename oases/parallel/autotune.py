@@ -1,8 +1,7 @@
-"""Chooses by measuring: candidates (a stack's schedules, a layer's chunk counts), "off" among them, take turns.
+"""Autotuning by measurement: candidates (a stack's schedules, a layer's chunk counts), "off" among them, take turns.
 
-The ranks agree on the slowest rank's times, and the choice is kept in a small file, so that the next run of the same
-shape on the same machine begins with it. A stack measures its first steps: every schedule computes the same
-gradients, so these steps train like any other.
+The ranks agree on the slowest rank's times. The choice is cached in a small file and reused by later runs of the same
+shape on the same machine. A stack measures its first training steps: all schedules compute the same gradients.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.schedule import LayerOf, Recompute, Schedule, along_sequence, generate
 
 ROUNDS = 3
-"""Measured steps per candidate of a stack, after one that is not measured."""
+"""Measured steps per candidate of a stack, after a warm-up step."""
 MARGIN = 0.98
-"""An overlapping schedule must take less than this share of the time of "off" to be chosen."""
+"""Maximum time of a chosen schedule as a fraction of that of "off"."""
 _SUB_BATCHES = (2, 4, 8)
 
 Candidate = TypeVar("Candidate")
 
 
 def cache_path() -> Path:
-    """The file that choices are kept in: $OASES_CACHE, or oases/schedules.json in the user's cache folder."""
+    """File of cached choices: $OASES_CACHE, or oases/schedules.json in the user's cache folder."""
     if "OASES_CACHE" in os.environ:
         return Path(os.environ["OASES_CACHE"])
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -48,10 +47,10 @@ def candidates(
     joint: frozenset[int] | None = None,
     layer_of: LayerOf = None,
 ) -> list[Schedule]:
-    """What "auto" chooses from, "off" first: without all-reduces in the recomputation, but nothing overlapped.
+    """Candidate schedules of "auto", "off" first: nothing overlapped, but no all-reduces in the recomputation.
 
-    joint: the blocks that need every token at once, where others do not: a batch of one is then cut by its tokens.
-    layer_of: each block's layer, as `generate` takes it.
+    joint: blocks that need all tokens at once, where others do not: a batch of one is then cut along the sequence.
+    layer_of: layer of each block, as for `generate`.
     """
     names = ["cross_pass", "oases"] if schedule == "auto" and recompute == "none" else ["oases"]
     if schedule != "auto":
@@ -66,22 +65,21 @@ def candidates(
 
 
 def labelled(schedules: list[Schedule]) -> dict[str, Schedule]:
-    """Schedules by the label that a choice is kept under."""
+    """Schedules by their label."""
     return {label(schedule): schedule for schedule in schedules}
 
 
 def label(schedule: Schedule) -> str:
-    """What a choice of this schedule is kept under."""
+    """Label of a schedule in the cache."""
     return f"{schedule.name} {schedule.num_sub_batches}"
 
 
 @dataclass
 class Autotune(Generic[Candidate]):
-    """The measuring of one situation, `key`. `current` is the candidate to run next.
+    """Measurements of one configuration, `key`. `current` is the candidate to run next.
 
     candidates: by label, the same on every rank; with has_off the first is "off", which the others must beat by
-    MARGIN. rounds: measured turns per candidate, after one that is not measured. keep: whether a choice of an
-    earlier run is taken over and this one's is kept.
+    MARGIN. rounds: measured turns per candidate, after a warm-up turn. keep: whether to read and write the cache.
     """
 
     candidates: dict[str, Candidate]
@@ -104,7 +102,7 @@ class Autotune(Generic[Candidate]):
 
     @property
     def choice(self) -> Candidate | None:
-        """The candidate chosen; None while it is being measured."""
+        """The chosen candidate; None while measuring."""
         return None if self.chosen is None else self.candidates[self.chosen]
 
     @property
@@ -114,11 +112,11 @@ class Autotune(Generic[Candidate]):
 
     @property
     def num_steps(self) -> int:
-        """Steps that a choice takes where none is known."""
+        """Steps until a choice is made."""
         return len(self.candidates) * (self.rounds + 1)
 
     def note(self, seconds: float) -> None:
-        """Take the time of one forward and backward pass of `current`; choose once all had their turns."""
+        """Record the seconds of one forward and backward pass of `current`; choose after the last turn."""
         if self.chosen is not None:
             return
         turn, index = divmod(self._steps, len(self.candidates))
@@ -131,7 +129,7 @@ class Autotune(Generic[Candidate]):
     def _choose(self) -> None:
         mine = {label: statistics.median(times) for label, times in self.times.items()}
         everyone: list[Any] = [mine] * group_size(self.group)
-        dist.all_gather_object(everyone, mine, group=self.group)  # as objects: NCCL takes no tensors of the CPU
+        dist.all_gather_object(everyone, mine, group=self.group)  # as objects: NCCL does not send CPU tensors
         slowest = {label: max(medians[label] for medians in everyone) for label in mine}
         off, best = next(iter(slowest)), min(slowest, key=slowest.__getitem__)
         if self.has_off and slowest[best] > MARGIN * slowest[off]:
@@ -141,7 +139,7 @@ class Autotune(Generic[Candidate]):
             self._write(best)
 
     def _agreed(self, label: str | None) -> str | None:
-        """Rank 0's reading, everywhere: caches of several machines may differ."""
+        """Rank 0's cached label on all ranks: caches of several machines may differ."""
         found: list[Any] = [label]
         dist.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]
@@ -150,7 +148,7 @@ class Autotune(Generic[Candidate]):
         try:
             label = json.loads(cache_path().read_text())[self.key]
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # no choice was kept, or by something else: measure
+            return None  # no valid cached choice: measure
         return next((known for known in self.candidates if known == label), None)
 
     def _write(self, best: str) -> None:
@@ -166,14 +164,14 @@ class Autotune(Generic[Candidate]):
             aside.write_text(json.dumps(known, indent=1))
             aside.replace(path)
         except OSError as error:
-            print(f"oases: the choice {best!r} could not be kept in {path}: {error.strerror}")
+            print(f"oases: the choice {best!r} could not be saved to {path}: {error.strerror}")
 
 
 Tuning = Autotune[Schedule]
 
 
 def cache_key(description: str, shape: torch.Size, dtype: torch.dtype, group: ProcessGroup | None) -> str:
-    """Names a situation: machine, device, link, ranks, blocks and input. A change in any is measured anew."""
+    """Key of a configuration: machine, device, link, ranks, blocks and input. A change in any is measured again."""
     link = os.environ.get("OASES_TESTBED_LINK", "")
     backend = dist.get_backend(group) if group is not None else ""
     text = repr((platform.node(), link, backend, group_size(group), description, tuple(shape), str(dtype)))

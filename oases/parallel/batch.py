@@ -1,8 +1,8 @@
-"""One batch cut up: its sub-batches, this rank's part of the sequence, and the blocks' inputs besides the activation.
+"""Sub-batches of a call, this rank's part of the sequence, and the blocks' inputs besides the activation.
 
-Inputs (masks, tables, position biases, an encoder's states, programs) belong to a call and not to a block: another
-forward pass may run before this one's backward pass, and recomputation reads them again. A tensor that many blocks
-read gets one gradient: the sum over blocks and sub-batches, and over the ranks of what came from before their sums.
+Inputs (masks, tables, position biases, an encoder's states, programs) belong to a call, not to a block: another
+forward pass may run before this call's backward pass, and recomputation reads them again. A tensor that many blocks
+read gets one gradient: the sum over blocks and sub-batches, and over the ranks for uses before an all-reduce.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ _CAPACITIES = ("capacity_factor", "expert_capacity", "moe_expert_capacity_factor
 
 
 def refuse_mixing(blocks: nn.ModuleList) -> None:
-    """Raise ValueError for layers whose result for one sample depends on the others: cut batches would change it.
+    """Raise ValueError for modules whose result for one sample depends on others: sub-batches would change it.
 
-    These are batch norms, mixtures of experts that drop tokens beyond a capacity, and what says so of itself by an
-    attribute `mixes_samples`.
+    These are batch norms, mixtures of experts with a capacity, and modules with a true attribute `mixes_samples`.
     """
     for name, module in blocks.named_modules():
         why = None
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             why = "mixes the samples of a batch"
         elif getattr(module, "mixes_samples", False):
-            why = "says that it mixes the samples of a batch (mixes_samples)"
+            why = "has mixes_samples set"
         elif any(getattr(module, attribute, None) is not None for attribute in _CAPACITIES):
             why = "drops tokens beyond a capacity that all samples of a batch share"
         if why is not None:
@@ -44,8 +43,8 @@ def refuse_mixing(blocks: nn.ModuleList) -> None:
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """This rank's part of the sequence under sequence parallelism: the `rank`-th of `size`."""
+class SequenceShard:
+    """This rank's part of the sequence under sequence parallelism: number `rank` of `size`."""
 
     rank: int = 0
     size: int = 1
@@ -56,46 +55,47 @@ class Tokens:
 
 
 class SubBatches:
-    """The sub-batches that `schedule` cuts an input of `shape`, [batch, tokens, ...], into: samples, or tokens.
+    """Sub-batches of an input of `shape`, [batch, tokens, ...], under `schedule`: samples, or tokens.
 
-    tokens: what this rank holds between the blocks. The first sub-batches are longer by one where it does not divide.
+    tokens: this rank's part of the sequence between blocks. Where the length does not divide, the first sub-batches
+    are longer by one.
     """
 
-    def __init__(self, shape: Sequence[int], schedule: Schedule, tokens: Tokens) -> None:
+    def __init__(self, shape: Sequence[int], schedule: Schedule, tokens: SequenceShard) -> None:
         self._shape = tuple(shape)
         self._dim = 0 if schedule.along == "batch" else 1
         self.tokens = tokens
         self.number = schedule.num_sub_batches
         short, longer = divmod(self._shape[self._dim], self.number)
         self.sizes = [short + (s < longer) for s in range(self.number)]
-        """Length of each along the dimension that is cut."""
+        """Length of each along the split dimension."""
 
     @property
     def batch(self) -> int:
-        """The samples of the whole batch."""
+        """Samples of the whole batch."""
         return self._shape[0]
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """The sub-batches of a tensor as long as the input along the dimension that is cut; views."""
+        """Sub-batches of a tensor as long as the input along the split dimension; views."""
         return whole.split(self.sizes, dim=self._dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The opposite of `split`."""
+        """Inverse of `split`."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=self._dim)
 
     def whole_extent(self, s: int = 0) -> Extent:
-        """Every sample and token, which an op gets whose block needs every token at once."""
+        """Extent of the whole batch, for ops of blocks that need all tokens at once."""
         return Extent(0, self.batch)
 
     def extent(self, s: int) -> Extent:
-        """What the tensors of sub-batch `s` hold inside a block."""
+        """Extent of the tensors of sub-batch `s` inside a block."""
         first = sum(self.sizes[:s])
         if self._dim:
             return Extent(0, self.batch, first, self._shape[1])
         return Extent(first, self.sizes[s])
 
     def extent_between(self, s: int) -> Extent:
-        """The extent of this rank's tensors of sub-batch `s` between the blocks."""
+        """Extent of this rank's tensors of sub-batch `s` between blocks."""
         rank, size = self.tokens.rank, self.tokens.size
         if size == 1:
             return self.extent(s)
@@ -107,8 +107,8 @@ class BlockInputs:
     """Further arguments of one block's methods in one call, after their own: `partial(x, *values)`.
 
     values: tensors, None or any other object. Tensors that require grad get gradients; those inside of other objects
-    do not. per_sample: for each value, whether it is a tensor [batch, ...] that is cut into sub-batches as the
-    activation is; others pass whole. Raises ValueError where the two do not fit.
+    do not. per_sample: for each value, whether it is a tensor [batch, ...] to split into sub-batches like the
+    activation; others are passed whole. Raises ValueError where the two do not fit.
     """
 
     values: tuple[Any, ...] = ()
@@ -122,34 +122,34 @@ class BlockInputs:
         for index, (value, cut) in enumerate(zip(self.values, self.per_sample, strict=True)):
             if cut and not isinstance(value, Tensor):
                 raise ValueError(
-                    f"value {index} is cut per sample, but is no tensor ({type(value).__name__}); give it as "
+                    f"value {index} is cut per sample, but is not a tensor ({type(value).__name__}); give it as "
                     "per_sample=False to pass it whole"
                 )
 
 
 def differentiable(inputs: Sequence[BlockInputs]) -> list[Tensor]:
-    """The tensors among the values that require grad, each once, in the order of their first block."""
+    """Tensors among the values that require grad, each once, in the order of their first block."""
     found = {id(value): value for each in inputs for value in each.values if isinstance(value, Tensor)}
     return [tensor for tensor in found.values() if tensor.requires_grad]
 
 
-class Inputs:
-    """The inputs of one call: cut into sub-batches, and what their gradients have added up to.
+class CallInputs:
+    """Inputs of one call, split into sub-batches, and their accumulated gradients.
 
-    given: one BlockInputs per block, or nothing where blocks read the activation alone. with_gradients: whether there
-    is to be a backward pass. Raises ValueError for a per-sample value of another batch than the activation's.
+    given: one BlockInputs per block, or () where blocks read the activation alone. with_gradients: whether there will
+    be a backward pass. Raises ValueError for a per-sample value of another batch than the activation's.
     """
 
     def __init__(self, given: Sequence[BlockInputs], cut: SubBatches, *, with_gradients: bool) -> None:
         self.tensors = differentiable(given) if with_gradients and given else []
-        """Those that get gradients, in the order of `gradients`."""
+        """Tensors that get gradients, in the order of `gradients`."""
         self._cut = cut
         self._numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self._values: list[list[tuple[Any, ...]]] = []  # by block and sub-batch
         self.lowest_reader: int | None = None
-        """The lowest block that reads a tensor that gets a gradient, and so the last one to add to it."""
+        """Lowest block that reads such a tensor, and so the last one that contributes to its gradient."""
         self.leaves: list[Leaves] = []
-        """The stand-ins of those tensors: one holder, or none."""
+        """Stand-ins of those tensors: one holder, or none."""
         self._names: list[tuple[int, int | None]] = []  # of each stand-in: its tensor's number, its sub-batch
         self._shares: list[Tensor | None] = []
         self._tickets: list[tuple[Any, Tensor]] = []
@@ -175,7 +175,7 @@ class Inputs:
             stand_ins = dict(zip(map(id, stood_for), self.leaves[0].stand_ins, strict=True))
             parts = {key: [stand_ins.get(id(part), part) for part in found] for key, found in parts.items()}
         nothing: list[tuple[Any, ...]] = [()] * self._cut.number
-        known: dict[int, list[tuple[Any, ...]]] = {}  # the blocks of a layer are mostly given the same object
+        known: dict[int, list[tuple[Any, ...]]] = {}  # blocks of a layer usually share one object
         for each in given:
             if id(each) not in known:
                 columns = [parts[id(value), cut] for value, cut in zip(each.values, each.per_sample, strict=True)]
@@ -183,16 +183,16 @@ class Inputs:
             self._values.append(known[id(each)])
 
     def values(self, block: int, s: int) -> tuple[Any, ...]:
-        """The arguments of a block's methods besides the activation, in sub-batch `s`."""
+        """Arguments of a block's methods besides the activation, for sub-batch `s`."""
         return self._values[block][s] if self._values else ()
 
     def start_sums(self, scheduler: Scheduler, label: str) -> None:
-        """Start summing the shares over the ranks, after the last graph that adds to them."""
+        """Start to sum partial gradients over the ranks, after the last block that contributes."""
         self._shares = self._joined(self.leaves[0].take(False))
         self._tickets = [(scheduler.all_reduce(share, label), share) for share in self._shares if share is not None]
 
     def gradients(self, scheduler: Scheduler) -> list[Tensor | None]:
-        """Wait for those sums; return the gradients of `tensors`, None where nothing depends on one."""
+        """Wait for the sums; return the gradients of `tensors`, None where nothing depends on one."""
         if not self.leaves:
             return []
         for ticket, _ in self._tickets:
@@ -204,15 +204,15 @@ class Inputs:
         return found
 
     def forget(self) -> None:
-        """Let go of values and gradients."""
+        """Release values and gradients."""
         for held in (self._values, self.leaves, self._shares, self._tickets):
             held.clear()
 
     def _parts(self, value: Any, per_sample: bool, stood_for: list[Tensor]) -> list[Any]:
-        """The value by sub-batch. stood_for: added to are parts that get a gradient, for `Leaves`."""
+        """The value of each sub-batch. stood_for: extended by parts that get a gradient, for `Leaves`."""
         number = self._numbers.get(id(value))
         if isinstance(value, Tensor):
-            value = value.detach()  # graphs must not run on into the caller's
+            value = value.detach()  # keep the caller's graph out
         if number is None or not per_sample:
             parts = list(self._cut.split(value)) if per_sample else [value] * self._cut.number
             if number is not None:
@@ -225,7 +225,7 @@ class Inputs:
         return parts
 
     def _joined(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """Gradients by the number of the tensor: those of its sub-batches put together."""
+        """Gradients by tensor, concatenated from those of sub-batches."""
         by_name = dict(zip(self._names, sums, strict=True))
         found: list[Tensor | None] = []
         for number, tensor in enumerate(self.tensors):

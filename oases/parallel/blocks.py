@@ -1,11 +1,11 @@
-"""The ops of tensor-parallel blocks on real tensors: the work of F, C, R, RC, BC, B and W, and their collectives.
+"""Ops of tensor-parallel blocks on tensors: F, C, R, RC, BC, B and W, and their collectives.
 
-Every (block, sub-batch) has pieces of the autograd graph of its own, cut at the collectives, so the backward pass
-runs in schedule order instead of autograd's. With recomputation, a block keeps its input and nothing else.
+Every (block, sub-batch) has pieces of the autograd graph of its own, detached at the collectives, so the backward
+pass runs in schedule order instead of autograd's. With recomputation, a block keeps its input alone.
 
-Names: x = a block's input; h = the input of F: x itself, or with sequence parallelism the ranks' parts of it joined;
-y = F's partial sums and, once waited for, their sum; out = combine(x, y), the next block's x. In the backward pass
-g = gradient of h, a partial sum until its collective is waited for, then the gradient of x through F.
+Names: x = a block's input; h = the input of F: x itself, or with sequence parallelism the gathered x; y = F's partial
+sums and, after the wait, their sum; out = combine(x, y), the next block's x. In the backward pass g = gradient of h,
+a partial sum until its collective has completed, then the gradient of x through F.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from torch import Tensor, nn
 from oases.execution.executor import Place, Program, Step
 from oases.execution.piece import Leaves, Piece, method_of, recorded
 from oases.execution.weight_gradient import DeferredGradients, deferring
-from oases.execution.wire import Flight, Wire
-from oases.parallel.batch import Inputs, SubBatches
+from oases.execution.wire import PendingCollective, Wire
+from oases.parallel.batch import CallInputs, SubBatches
 from oases.parallel.randomness import MethodName, Randomness
 from oases.schedule import Op, Schedule
 
 _NO_CHANGE = nullcontext()
 _OF_NEXT = ("C", "RC", "B", "BC")
-"""Ops that run the next block's norm, or its backward pass, where the block is halved at the gather."""
+"""Ops that run the next block's norm, or its backward pass, where that block is halved at the gather."""
 _READERS = ("F", "R", *_OF_NEXT)
 
 
 class BlockProgram(Program):
-    """The steps of a tensor-parallel schedule for these blocks, and the places that its ops ask for."""
+    """Steps of a tensor-parallel schedule for these blocks, with sets of the places of each kind of op."""
 
     def __init__(
         self, schedule: Schedule, blocks: Sequence[nn.Module], label: str, layer_of: Sequence[int] | None
     ) -> None:
         self.halved = [_is_halved(block, number, schedule) for number, block in enumerate(blocks)]
-        """By block, whether its norm runs in front of the gather, with the op C of the block before."""
+        """By block, whether its norm runs in front of the gather, with op C of the previous block."""
         self.recomputed: frozenset[Place] = _places(schedule, "R")
         self.combined_again: frozenset[Place] = _places(schedule, "RC")
         self.remade: frozenset[Place] = schedule.remade_inputs
         self.deferred: frozenset[Place] = _places(schedule, "W")
-        """Where an op W computes the weight gradients; elsewhere B does."""
+        """Places whose weight gradients an op W computes; elsewhere B does."""
         self.apart: frozenset[Place] = _places(schedule, "BC")
         self.gathered = frozenset((op.of, op.block, op.sub_batch) for op in schedule if op.kind == "all_gather")
         self.summed_again: frozenset[Place] = frozenset(
@@ -52,7 +52,7 @@ class BlockProgram(Program):
         super().__init__(schedule, label, layer_of)
 
     def reads(self, op: Op) -> Sequence[int]:
-        """Its own block, and the next one's where its norm runs with this op."""
+        """Its own block, and the next one where its norm runs with this op."""
         if op.kind not in _READERS:
             return ()
         above = op.block + 1
@@ -60,7 +60,7 @@ class BlockProgram(Program):
         return (op.block, above) if both else (op.block,)
 
     def makes_gradients(self, op: Op) -> Sequence[int]:
-        """Those of its own block, and those of a norm in front of the gather."""
+        """Its own block, and the next one where its norm runs in front of the gather."""
         if op.kind not in ("BC", "B", "W"):
             return ()
         # A norm in front of the gather gets its gradient with the backward pass of the block below.
@@ -73,10 +73,10 @@ def _places(schedule: Schedule, kind: str) -> frozenset[Place]:
     return frozenset((op.block, op.sub_batch) for op in schedule if op.kind == kind)
 
 
-class Blocks:
-    """The data of one call on its way from op to op.
+class BlockWork:
+    """Tensors of one call between ops, and the implementation of each op.
 
-    cut: how the batch is cut. inputs: what the blocks read besides `x`. leaves: of each block, its stand-ins.
+    cut: the sub-batches. inputs: inputs of the blocks besides `x`. leaves: the stand-ins of each block's parameters.
     """
 
     def __init__(
@@ -90,42 +90,42 @@ class Blocks:
         differentiable: bool,
         randomness: Randomness,
         cut: SubBatches,
-        inputs: Inputs,
+        inputs: CallInputs,
     ) -> None:
         self._program, self._wire, self._cut, self.inputs = program, wire, cut, inputs
         self._differentiable, self.randomness, self.device = differentiable, randomness, x.device
         self._last, self._joint = program.schedule.num_blocks - 1, program.schedule.joint
         self._whole = cut.tokens.size == 1
-        """Whether gradients of what follows a sum are the same on every rank; else each has its own tokens."""
+        """Whether gradients after an all-reduce are equal on all ranks; else each rank has its own tokens."""
         both = list(zip(blocks, program.halved, strict=True))
         self._partial = [method_of(block, "product" if halved else "partial") for block, halved in both]
         self._combine = [method_of(block, "combine") for block in blocks]
         self._prepare = [method_of(block, "prepare") if halved else None for block, halved in both]
         self.leaves = leaves
-        # Data on its way from op to op.
+        # Tensors between ops.
         self._x: dict[Place, Tensor] = {}
         self._h: dict[Place, Tensor] = {}
         self._y: dict[Place, Tensor] = {}
         self._to_gather: dict[Any, Tensor] = {}  # parts of a sequence, by the op that made them
-        self._flights: dict[Any, Flight] = {}
+        self._flights: dict[Any, PendingCollective] = {}
         self._outputs: dict[int, Tensor] = {}  # of the last block, by sub-batch
         self._g: dict[Place, Tensor] = {}
         self._grad_y: dict[Place, Tensor] = {}
-        self._residual: dict[Place, Tensor] = {}  # gradient of x past the block, through combine
-        # What the backward pass will use.
+        self._residual: dict[Place, Tensor] = {}  # gradient of x through combine
+        # State of the backward pass.
         self._prepare_pieces: dict[Place, Piece] = {}
         self._partial_pieces: dict[Place, Piece] = {}
         self._combine_pieces: dict[Place, Piece] = {}
         self.deferred: dict[Place, DeferredGradients] = {}
         self.keep_deferred = False
-        """Whether W is left out of the backward pass, for `weights_of`."""
+        """Whether the backward pass skips W, for `weights_of`."""
         self._left_out: list[Place] = []
         for s, part in enumerate(cut.split(x.detach())):
             self._h[0, s], self._x[0, s] = part, cut.tokens.part(part)
         randomness.begin()
 
     def handlers(self) -> dict[str, Callable[[Step], None]]:
-        """The work of each op, by `Step.key`, for an Executor."""
+        """Implementation of each op, by `Step.key`."""
         return {
             "F": self._do_F, "C": self._do_C, "R": self._do_R, "RC": self._do_RC,
             "BC": self._do_BC, "B": self._do_B, "W": self._do_W,
@@ -138,35 +138,35 @@ class Blocks:
         }  # fmt: skip
 
     def output(self) -> Tensor:
-        """The output, [batch, ...] in the order of the input, once every op of the forward pass has run."""
+        """The output [batch, ...], in the order of the input, after the last op of the forward pass."""
         self.randomness.end()
         return self._cut.join([self._outputs.pop(s) for s in range(self._cut.number)])
 
     def begin_backward(self, grad: Tensor) -> None:
-        """Take the gradient of the output."""
+        """Set the gradient of the output."""
         for s, part in enumerate(self._cut.split(grad)):
             self._g[self._last + 1, s] = self._cut.tokens.part(part)
 
     def input_gradient(self) -> Tensor:
-        """The gradient of the input, once every op has run."""
+        """Gradient of the input, after the last op."""
         grad = self._cut.join([self._total_gradient(0, s) for s in range(self._cut.number)])
         if self._whole:
             return grad
         return self._wire.wait(self._wire.all_gather(grad, "gradient of the input"))
 
     def gradients_of(self, block: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """A block's gradients by number: this rank's shares of sums over the ranks, and whole ones; taken once."""
+        """Gradients of a block by parameter index: partial sums over the ranks, and complete ones; taken once."""
         leaves = self.leaves[block]
         return leaves.take(False), leaves.take(True)
 
     def weights_of(self, block: int) -> list[Tensor | None]:
-        """The weight gradients of a block that the backward pass left out, by number."""
+        """Deferred weight gradients of a block, by parameter index."""
         for place in [place for place in self._left_out if place[0] == block]:
             self.deferred.pop(place).compute()
         return self.leaves[block].take(False)
 
     def forget(self) -> None:
-        """Let go of every tensor; the scheduler holds what backends still write to."""
+        """Release every tensor; the scheduler keeps those that backends still write to."""
         for held in (
             self._x, self._h, self._y, self._to_gather, self._flights, self._outputs, self._g, self._grad_y,
             self._residual, self._prepare_pieces, self._partial_pieces, self._combine_pieces, self.deferred,
@@ -220,7 +220,7 @@ class Blocks:
             deferred = self.deferred[place] = DeferredGradients(self.leaves[step.block])
         y = self._run_partial(place, h, deferred, self.randomness.run, graph=deferred is not None and not again)
         if deferred is not None:
-            # R makes graph and notes anew; it must know whether y is a matmul's result that nobody else reads.
+            # R records the graph again; it must know whether y is the result of a matmul without other readers.
             deferred.end(y if again else None)
             if again and place not in self._program.remade:
                 self._h[place] = h
@@ -251,7 +251,7 @@ class Blocks:
             try:
                 if not graph:
                     return method(h, *values)  # type: ignore[no-any-return]
-                # The sum is written over y. Should a graph have saved y itself, autograd refuses to use it.
+                # The all-reduce overwrites y. If a graph has saved y itself, autograd raises.
                 y, self._partial_pieces[place] = recorded(
                     method, (h,), values, [self.leaves[block], *self.inputs.leaves], overwritten=True
                 )
@@ -264,20 +264,20 @@ class Blocks:
             return draw("partial" if self._prepare[block] is None else "product", block, s, extent, run)
 
     def _take_parts(self, parts: dict[Place, Tensor], place: Place) -> Tensor:
-        """The tensor at `place`; of a joint block, whose ops run once, that of all sub-batches."""
+        """The tensor at `place`; for a joint block, whose ops run once, of all sub-batches."""
         if place[0] not in self._joint:
             return parts.pop(place)
         return self._cut.join([parts.pop((place[0], s)) for s in range(self._cut.number)])
 
     def _set_parts(self, parts: dict[Place, Tensor], place: Place, whole: Tensor) -> None:
-        """The opposite of `_take_parts`."""
+        """Inverse of `_take_parts`."""
         if place[0] not in self._joint:
             parts[place] = whole
             return
         for s, part in enumerate(self._cut.split(whole)):
             parts[place[0], s] = part
 
-    # --- what follows the sum ---
+    # --- after the all-reduce ---
 
     def _do_C(self, step: Step) -> None:  # noqa: N802
         place = step.place
@@ -290,7 +290,7 @@ class Blocks:
         self._combined(step, self._x.pop(step.place), self.randomness.again, graph=True)
 
     def _combined(self, step: Step, x: Tensor, draw: Callable[..., Tensor], *, graph: bool) -> None:
-        """Run combine and hand its result to the next block, or to the output."""
+        """Run combine and pass its result to the next block, or to the output."""
         block, s = place = step.place
         y = self._y.pop(place)
         out = self._piece("combine", self._combine[block], self._combine_pieces, place, (x, y), draw, graph=graph)
@@ -315,7 +315,7 @@ class Blocks:
         self, name: MethodName, method: Callable[..., Tensor], pieces: dict[Place, Piece], place: Place,
         given: tuple[Tensor, ...], draw: Callable[..., Tensor], *, graph: bool,
     ) -> Tensor:  # fmt: skip
-        """Run one of the methods that work between the blocks."""
+        """Run a method that works between the blocks."""
         block, s = place
         values = self.inputs.values(block, s)
 
@@ -349,7 +349,7 @@ class Blocks:
         place = step.place
         if place not in self._program.apart:
             self._do_BC(step)
-        # The sum over the ranks is written over g, so it must not be memory that others still read.
+        # The all-reduce overwrites g, so g must not share memory with tensors that are still read.
         (g,) = self._partial_pieces.pop(place).backward([self._take_parts(self._grad_y, place)], fresh=True)
         if g is None:
             raise RuntimeError(f"block {step.block}: partial(x) does not depend on x; it must be differentiable in x")
@@ -359,12 +359,12 @@ class Blocks:
 
     def _do_W(self, step: Step) -> None:  # noqa: N802
         if self.keep_deferred:
-            self._left_out.append(step.place)  # in this order sums are the same to the bit
+            self._left_out.append(step.place)  # keep the order, so that sums are equal to the bit
         else:
             self.deferred.pop(step.place).compute()
 
     def _total_gradient(self, block: int, sub_batch: int) -> Tensor:
-        """Gradient of the block's input: through the block, reduced, plus past it."""
+        """Gradient of the block's input: the reduced one through the block, plus the residual."""
         place = (block, sub_batch)
         g, residual = self._g.pop(place), self._residual.pop(place, None)
         piece = self._prepare_pieces.pop(place, None)
@@ -379,8 +379,8 @@ class Blocks:
 def _is_halved(block: nn.Module, number: int, schedule: Schedule) -> bool:
     """Whether a block runs in two halves under sequence parallelism, split at the gather.
 
-    `prepare(x) -> h`, token by token (its norm), runs on the rank's part of the sequence, `product(h) -> y` on all of
-    it. The first block gets the whole input and runs `partial` on it, as a block without the two does.
+    `prepare(x) -> h`, token by token (its norm), runs on this rank's part of the sequence, `product(h) -> y` on all
+    of it. The first block gets the full input and runs `partial` on it, as do blocks without the two methods.
     """
     if not number or not schedule.sequence_parallel:
         return False

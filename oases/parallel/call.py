@@ -1,4 +1,4 @@
-"""One call of a stack: its executor, and the hand-over of parameter gradients block by block."""
+"""Call of an OverlappedStack: its gradients, returned block by block, and agreement of the ranks on its schedule."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.execution.call import Call
+from oases.execution.call import ScheduledCall
 from oases.execution.clock import synchronize
 from oases.execution.executor import Context
-from oases.execution.failure import Watch
+from oases.execution.failure import FailureMonitor
 from oases.execution.group import ProcessGroup, group_size
 from oases.execution.piece import BlockParameters, Leaves
-from oases.execution.wire import Scheduler, Silence
+from oases.execution.wire import NullScheduler, Scheduler
 from oases.parallel.autotune import Tuning
-from oases.parallel.blocks import BlockProgram, Blocks
-from oases.parallel.fsdp import Gathers, Unit
+from oases.parallel.blocks import BlockProgram, BlockWork
+from oases.parallel.fsdp import FsdpUnit, UnitGatherer
 from oases.parallel.randomness import hash_of
 from oases.parallel.sharding import sharded_parameters
 from oases.schedule import Schedule, ScheduleError, format_schedule
 
 
 class StackParameters(BlockParameters):
-    """A block's parameters, and which of them are cut over the tensor-parallel group.
+    """Parameters of a block, divided into sharded and replicated ones.
 
-    sharded, replicated: numbers of those that require gradients.
+    sharded, replicated: indices of those that require gradients.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -41,26 +41,26 @@ class StackParameters(BlockParameters):
 
 @dataclass
 class CallOptions:
-    """The call's surroundings: how its collectives go, who is told of a failure, what takes its time.
+    """Options of one call: scheduler of its collectives, failure monitor, context.
 
-    tuning: takes the time of its forward and backward pass, where a choice of schedule is being made. units: by
-    block, where weights are sharded over data-parallel ranks; nothing where none are.
+    tuning: receives the seconds of the forward and backward pass, while a schedule is being chosen. units: by block,
+    where weights are sharded over data-parallel ranks; else ().
     """
 
     scheduler: Scheduler
-    watch: Watch | None
+    monitor: FailureMonitor | None
     context: Context
     tuning: Tuning | None = None
-    units: Sequence[Unit] = ()
+    units: Sequence[FsdpUnit] = ()
 
 
-class StackCall(Call):
-    """A call of an OverlappedStack, as `execution.delivery` and a pipeline use it."""
+class StackCall(ScheduledCall):
+    """Call of an OverlappedStack; used by `apply_call` and by a pipeline."""
 
-    AGAIN = frozenset({"R", "RC"})
+    RECOMPUTE = frozenset({"R", "RC"})
 
     def __init__(
-        self, program: BlockProgram, work: Blocks, parameters: Sequence[StackParameters], options: CallOptions,
+        self, program: BlockProgram, work: BlockWork, parameters: Sequence[StackParameters], options: CallOptions,
         *, differentiable: bool,
     ) -> None:  # fmt: skip
         if differentiable and not program.backward:
@@ -68,15 +68,15 @@ class StackCall(Call):
                 f"schedule '{program.schedule.name}' has no backward pass, and gradients were asked for"
             )
         super().__init__(
-            "OverlappedStack", program, work, parameters, watch=options.watch, context=options.context,
-            gathering=Gathers(options.units) if options.units else None, differentiable=differentiable,
+            "OverlappedStack", program, work, parameters, monitor=options.monitor, context=options.context,
+            gathering=UnitGatherer(options.units) if options.units else None, differentiable=differentiable,
         )  # fmt: skip
         self._blocks, self._cut = work, parameters
         self._scheduler, self._units = options.scheduler, options.units
         tuning = options.tuning
         self._tuning = None if tuning is None or tuning.choice is not None else tuning
         self._seconds = 0.0
-        # Of the block finished last: its gradients by number, and the all-reduce of its replicated ones.
+        # Of the block finished last: gradients by parameter index, and the all-reduce of the replicated ones.
         self._shares: list[Tensor | None] = []
         self._whole: list[Tensor | None] = []
         self._pending: tuple[Any, Tensor, list[int]] | None = None
@@ -88,16 +88,16 @@ class StackCall(Call):
         return self._chosen(0, self._cut[0].replicated) + self._blocks.inputs.tensors
 
     def block_tensors(self, block: int) -> list[Tensor]:
-        """The parameters whose gradients the block's node returns.
+        """Parameters whose gradients the block's node returns.
 
-        Replicated ones come one node later than sharded ones: their small all-reduce has that long to end.
+        Replicated ones come one node later than sharded ones, which gives their small all-reduce time to complete.
         """
         sharded = self._chosen(block, self._cut[block].sharded)
         above = block + 1
         return sharded if above == self.num_blocks else sharded + self._chosen(above, self._cut[above].replicated)
 
     def forward(self) -> Tensor:
-        """Run the forward pass, timed where a choice of schedule is being made."""
+        """Run the forward pass, timed while a schedule is being chosen."""
         if self._tuning is None:
             return super().forward()
         synchronize(self._blocks.device)
@@ -115,28 +115,28 @@ class StackCall(Call):
         super().begin(grad)
 
     def finish_block(self, block: int) -> list[Tensor | None]:
-        """Run to the end of `block`; the gradients of `block_tensors(block)`."""
+        """Run to the end of `block`; return the gradients of `block_tensors(block)`."""
         guard, parameters, above = self._guard, self._cut[block], block + 1
         with guard:
             self._run_to(self._ends[block])
-            guard.doing = f"the gradients of block {block}"
+            guard.current_op = f"the gradients of block {block}"
             replicated = self._summed(above) if above < self.num_blocks else []
             shares, whole = self._blocks.gradients_of(block)
             held = [number for number in parameters.replicated if shares[number] is not None]
-            if held and not (isinstance(self._scheduler, Silence) and not self._scheduler.pretends):
+            if held and not (isinstance(self._scheduler, NullScheduler) and not self._scheduler.allocate_buffers):
                 flat = torch.cat([shares[number].flatten() for number in held])  # type: ignore[union-attr]
-                label = f"replicated gradients of block {block}"
+                label = f"replicated gradients of layer {self._program.layer(block)}"
                 self._pending = (self._scheduler.all_reduce(flat, label), flat, held)
             self._shares, self._whole = shares, whole
-            if block == self._blocks.inputs.lowest_reader:  # the rest of the backward pass hides these sums
+            if block == self._blocks.inputs.lowest_reader:  # these sums overlap with the rest of the backward pass
                 self._blocks.inputs.start_sums(self._scheduler, "gradients of block inputs")
             return [self._gradient(number) for number in parameters.sharded] + replicated
 
     def finish(self) -> tuple[Tensor, list[Tensor | None]]:
-        """Run the rest; the gradients of `x` and of `entry_tensors()`."""
+        """Run the rest; return the gradients of `x` and of `entry_tensors()`."""
         with self._guard:
             self._run_to(len(self._backward))
-            self._guard.doing = "the gradient of the input"
+            self._guard.current_op = "the gradient of the input"
             grad = self._blocks.input_gradient()
             others = self._summed(0) + self._blocks.inputs.gradients(self._scheduler)
         if self._tuning is not None:
@@ -147,19 +147,19 @@ class StackCall(Call):
     # --- for a pipeline, which splits the backward pass ---
 
     def defer_weights(self) -> None:
-        """Leave W out of the backward pass; `compute_weights` does its work."""
+        """Skip W in the backward pass; `compute_weights` runs it later."""
         self._blocks.keep_deferred = True
 
     def compute_weights(self) -> None:
-        """After a backward pass without W: add its weight gradients to the parameters', hooks included."""
+        """Accumulate the weight gradients of a backward pass without W into the parameters; their hooks run."""
         with self._guard:
             for block in reversed(range(self.num_blocks)):
-                self._guard.doing = f"the weight gradients of block {block}"
+                self._guard.current_op = f"the weight gradients of block {block}"
                 found = self._blocks.weights_of(block)
                 for number in self._cut[block].replicated:
                     gradient = found[number]
                     if gradient is not None:
-                        label = f"replicated gradients of block {block}"
+                        label = f"replicated gradients of layer {self._program.layer(block)}"
                         self._scheduler.wait(self._scheduler.all_reduce(gradient, label))
                 numbers = [number for number, gradient in enumerate(found) if gradient is not None]
                 if numbers:
@@ -190,19 +190,19 @@ class StackCall(Call):
         return share + whole
 
 
-def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[Unit]) -> list[Leaves]:
-    """Each block's stand-ins, of whole weights where they are sharded."""
+def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[FsdpUnit]) -> list[Leaves]:
+    """Stand-ins of each block's parameters, for sharded weights of the gathered ones."""
     if not units:
         return [Leaves(each.parameters) for each in parameters]
     return [Leaves(each.whole(unit.parameters)) for each, unit in zip(parameters, units, strict=True)]
 
 
-def agreed(
+def agree_on_schedule(
     schedule: Schedule, group: ProcessGroup | None, wire_dtype: torch.dtype | None, calls: int
 ) -> tuple[int, int]:
-    """Before a schedule's first run: the ranks' common seed and number of calls.
+    """Common seed and call count of the ranks, exchanged before a schedule's first run.
 
-    Raises ScheduleError unless every rank runs the same list; sums would mix.
+    Raises ScheduleError unless every rank runs the same schedule; sums would mix otherwise.
     """
     mine = (schedule.name, schedule.num_sub_batches, hash_of(format_schedule(schedule)), str(wire_dtype))
     said = (mine, torch.initial_seed(), calls)

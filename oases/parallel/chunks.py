@@ -1,7 +1,7 @@
-"""The number of chunks of a product: given, or chosen by measuring the layer's own op on its first call.
+"""Number of chunks of an overlapped linear: given, or chosen by measuring the op on its first call.
 
-Chunks hide communication but make products smaller; what wins depends on shapes, machine and link. So "auto" times
-the forward and backward of the very op that the layer runs, on its shapes, and all ranks agree on the outcome.
+Chunks hide communication but make matmuls smaller; the best number depends on shapes, machine and link. "auto" times
+the forward and backward op on the layer's own shapes, and all ranks agree on the result.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ Kind = Literal["column", "row"]
 
 CANDIDATES = (1, 2, 4)
 ROUNDS = 5
-"""Measured rounds of a calibration: more than for whole steps, because one layer's times vary more."""
+"""Measured rounds of a calibration: more than for stacks, because times of one layer vary more."""
 MAX_CALIBRATIONS = 8
-"""Input shapes that one layer measures; batches of ever new lengths must not be measured for ever."""
+"""Input shapes that one layer measures; bounds the cost for batches of varying length."""
 
-# Below this many rows a chunk's product loses more speed than its all-reduce could hide.
+# Below this many rows a smaller matmul costs more than its all-reduce can hide.
 _ROWS_PER_CHUNK = 64
 
-# By group, because all ranks of one have made the same calls: they find a key here together or not at all.
+# By group: its ranks make the same calls, so they find a key here together or not at all.
 _chosen: WeakKeyDictionary[ProcessGroup, dict[str, int]] = WeakKeyDictionary()
 
 
 class Chunks:
-    """The product of one layer and its chunk counts. kind: which cut's op, `oases::<kind>_linear`, it runs."""
+    """Overlapped linear op of one layer with its chunk counts. kind: selects the op `oases::<kind>_linear`."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind: Kind = kind
         self._known: dict[tuple[object, ...], int] = {}
         self._last: tuple[int, int] | None = None  # rows and count of the last choice by measuring
 
-    def product(
+    def linear(
         self,
         num_chunks: NumChunks,
         x: Tensor,
@@ -56,8 +56,8 @@ class Chunks:
         """Run the op on local tensors: x [..., in], weight [out, in], bias [out], see csrc/linear.h.
 
         num_chunks: "auto" measures on the first eager call with gradients for new shapes, which every rank of the
-        group must make. Where that cannot be, the count goes by size: in no_grad mode, for fake tensors and in a
-        traced graph; the graph takes the count last measured if it has as many rows. group_name: the c10d name.
+        group must make. Otherwise (no_grad mode, fake tensors, traced graphs) the count follows from the size; a
+        traced graph takes the last measured count if it has as many rows. group_name: the c10d name.
         """
         if not torch.compiler.is_compiling():
             refuse_capture(x)
@@ -74,7 +74,7 @@ class Chunks:
             return num_chunks
         rows = x.numel() // max(x.shape[-1], 1)
         if torch.compiler.is_compiling():
-            # By comparison alone: a lookup by shape would tie the graph to it.
+            # Compare only: a lookup by shape would specialise the graph.
             if self._last is not None and rows >= self._last[0]:
                 return self._last[1]
         elif _is_real(x) and _is_real(weight):
@@ -121,8 +121,8 @@ class Chunks:
 def calibrate(tuning: Autotune[int], group: ProcessGroup, run: Callable[[int], None], device: torch.device) -> None:
     """Time `run(count)` for the candidates by turns until `tuning` has chosen.
 
-    Leaves no trace but the choice: the ops are called below autograd, draw nothing at random, and neither
-    `oases.report()` nor the caller's dispatch modes (a FLOP counter, say) see them.
+    No side effects: the ops are called below autograd, draw no random numbers, and neither `oases.report()` nor the
+    caller's dispatch modes (a FLOP counter, say) see them.
     """
     scheduler = scheduler_of(group)
     scheduler.set_counting(False)
@@ -135,7 +135,7 @@ def calibrate(tuning: Autotune[int], group: ProcessGroup, run: Callable[[int], N
 
 
 def seconds(run: Callable[[int], None], count: int, device: torch.device) -> float:
-    """How long `run(count)` takes, to the end of its work on `device`."""
+    """Seconds of `run(count)`, to the end of its work on `device`."""
     synchronize(device)
     start = time.perf_counter()
     run(count)
@@ -144,5 +144,5 @@ def seconds(run: Callable[[int], None], count: int, device: torch.device) -> flo
 
 
 def _is_real(x: Tensor) -> bool:
-    """Whether there are values to compute with: fake and functional tensors are subclasses."""
+    """Whether a tensor has data: fake and functional tensors are subclasses."""
     return type(x) in (Tensor, nn.Parameter) and not x.is_meta

@@ -1,7 +1,7 @@
-"""Collectives with a gradient, for the places that need no overlap: entries, exits and the loss.
+"""Differentiable collectives without overlap, for model inputs and outputs and the loss.
 
-Convention: a tensor that every rank holds whole has the same whole gradient on every rank; a rank's own part
-has its own gradient. A group of one returns at once.
+Convention: the gradient of a replicated tensor is replicated; the gradient of a shard is that of the shard. With a
+group of one they return at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from oases.parallel.sharding import Cut
 
 
 def all_reduce(x: Tensor, process_group: ProcessGroup | None, label: str, *, largest: bool = False) -> Tensor:
-    """Sum `x` over the group, or take the largest, in place and without a gradient; returns `x`."""
+    """Sum `x` over the group, or take the maximum, in place and without a gradient; return `x`."""
     if group_size(process_group) > 1:
         assert process_group is not None
         scheduler = scheduler_of(process_group)
@@ -25,9 +25,9 @@ def all_reduce(x: Tensor, process_group: ProcessGroup | None, label: str, *, lar
 
 
 def all_gather_cut(x: Tensor, cut: Cut, process_group: ProcessGroup | None, label: str) -> Tensor:
-    """Join every rank's part of what `cut` cuts, without a gradient.
+    """Gather the shards that `cut` defines, without a gradient.
 
-    Parts of unequal length are padded to the longest on the wire: a collective takes equal shapes.
+    Shards of unequal length are padded to the longest for the collective.
     """
     size = group_size(process_group)
     if size == 1:
@@ -47,7 +47,7 @@ def all_gather_cut(x: Tensor, cut: Cut, process_group: ProcessGroup | None, labe
 
 
 def all_gather_last(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
-    """Join every rank's [..., n] to [..., t * n], without a gradient."""
+    """Gather [..., n] to [..., t * n], without a gradient."""
     return all_gather_cut(x, Cut(-1, (group_size(process_group) * x.shape[-1],)), process_group, label)
 
 
@@ -93,7 +93,7 @@ class _Reduce(torch.autograd.Function):
 def gather(
     x: Tensor, process_group: ProcessGroup | None, cut: Cut | None = None, label: str = "gather output"
 ) -> Tensor:
-    """Differentiable `all_gather_cut`: part -> whole. cut: even parts of the last dimension unless given."""
+    """Differentiable `all_gather_cut`. cut: even parts of the last dimension unless given."""
     size = group_size(process_group)
     if size == 1:
         return x
@@ -101,10 +101,10 @@ def gather(
 
 
 def scatter(x: Tensor, process_group: ProcessGroup | None) -> Tensor:
-    """Differentiable `part_of_last`: whole -> part."""
+    """Differentiable `part_of_last`."""
     return x if group_size(process_group) == 1 else _Scatter.apply(x, process_group)
 
 
 def reduce(x: Tensor, process_group: ProcessGroup | None, label: str) -> Tensor:
-    """Differentiable sum over the group: partial sums -> whole."""
+    """Differentiable all-reduce of partial sums."""
     return x if group_size(process_group) == 1 else _Reduce.apply(x, process_group, label)

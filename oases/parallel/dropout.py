@@ -1,4 +1,4 @@
-"""Dropout whose masks are those of the unsplit model, however batch, sequence and features are cut."""
+"""Dropout with the masks of the unsharded model, for every split of batch, sequence and features."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from oases.parallel.randomness import whole_batch_mask
 class ParallelDropout(nn.Dropout):
     """`nn.Dropout` for blocks of an `OverlappedStack`: the same masks for every schedule, split and degree.
 
-    shard_dim: the dimension of the input that is cut over the tensor-parallel ranks, such as 1 for attention
-    weights [batch, heads, S, S]; each rank then uses its part of the whole mask. None: the input is whole.
-    An `nn.Dropout` in a block becomes one of these by itself, with shard_dim unknown: in `partial` ranks then draw
-    differently. Outside of a stack, in compiled code, under an activation checkpoint of the block's own, and where
-    the first dimension does not hold the samples, it is `nn.Dropout`.
+    shard_dim: input dimension sharded over the tensor-parallel ranks, such as 1 for attention weights [batch, heads,
+    S, S]; each rank then uses its part of the full mask. None: the input is replicated. An `nn.Dropout` in a block is
+    converted automatically, with unknown shard_dim: in `partial` ranks then draw different masks. Outside of a stack,
+    in compiled code, under an activation checkpoint inside the block, and where the first dimension is not the batch,
+    it is `nn.Dropout`.
     """
 
     _cut_is_known = True
@@ -29,7 +29,7 @@ class ParallelDropout(nn.Dropout):
 
     @classmethod
     def adopt(cls, module: nn.Dropout) -> None:
-        """Turn an `nn.Dropout` into one of these, in place."""
+        """Convert an `nn.Dropout` in place."""
         module.__class__ = cls
         assert isinstance(module, cls)
         module.shard_dim, module._cut_is_known = None, False
@@ -44,12 +44,12 @@ class ParallelDropout(nn.Dropout):
         return masked(input, self.p, cut, inplace=self.inplace)
 
     def extra_repr(self) -> str:
-        """As `nn.Dropout`, and how the input is cut."""
+        """Representation of `nn.Dropout`, and the sharded dimension."""
         return f"{super().extra_repr()}, shard_dim={self.shard_dim}"
 
 
 def masked(x: Tensor, p: float, cut: int | Literal["whole", "unknown"], *, inplace: bool = False) -> Tensor:
-    """`F.dropout` with the mask of the uncut model where that can be had; `cut` as `whole_batch_mask` takes it."""
+    """`F.dropout` with the mask of the unsharded model where it is available; cut: see `whole_batch_mask`."""
     mask = None
     if not torch.compiler.is_compiling() and not _checkpointed():
         mask = whole_batch_mask(x, 1 - p, cut)
@@ -60,12 +60,12 @@ def masked(x: Tensor, p: float, cut: int | Literal["whole", "unknown"], *, inpla
 
 
 def adopt_dropouts(blocks: nn.Module) -> None:
-    """Make every plain `nn.Dropout` in `blocks` a ParallelDropout."""
+    """Convert every plain `nn.Dropout` in `blocks`."""
     for module in blocks.modules():
         if type(module) is nn.Dropout:
             ParallelDropout.adopt(module)
 
 
 def _checkpointed() -> bool:
-    # A checkpoint runs its part again outside of the op's streams; the default generator it restores itself.
+    # A checkpoint recomputes outside of the op's streams and restores the default generator by itself.
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,7 +1,7 @@
 """Vocabulary-parallel embedding: each rank holds a range of the table's rows.
 
-Looking up is free next to sending activations, so the cheaper of two exact ways is taken by bytes: sum the
-partial look-ups (2 x tokens x width on the wire), or gather the table (rows x width), as byte models want.
+Of two exact ways the one that sends fewer bytes is taken: sum the partial look-ups (2 x tokens x width), or gather
+the table (rows x width), as for byte vocabularies.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from oases.parallel.sharding import Cut
 
 
 def require_range(what: str, indices: Tensor, size: int) -> None:
-    """Raise IndexError, as torch does for one process, unless all indices lie in [0, size). CPU only: on an
-    accelerator the check would wait for the device.
-    """
+    """Raise IndexError unless all indices lie in [0, size). CPU only: elsewhere it would wait for the device."""
     if indices.is_cpu and indices.numel() and not torch.compiler.is_compiling():
         low, high = (int(value) for value in indices.aminmax())
         if low < 0 or high >= size:
@@ -31,10 +29,10 @@ def require_range(what: str, indices: Tensor, size: int) -> None:
 def look_up(
     tokens: Tensor, weight: Tensor, rows: int, process_group: ProcessGroup, padding: int | None = None
 ) -> Tensor:
-    """The rows of a table that is cut over the group, as `Cut(0, (rows,))` cuts it: [...] -> [..., width], whole.
+    """Rows of a vocabulary-parallel table, sharded by `Cut(0, (rows,))`: [...] -> [..., width], replicated.
 
-    tokens: integers in [0, rows), the same on every rank. weight: this rank's rows, [about rows / t, width].
-    padding: the row that gets no gradient. Every rank sees every token, so each computes its own rows' gradient.
+    tokens: integers in [0, rows), equal on every rank. weight: this rank's rows, [about rows / t, width]. padding:
+    row without a gradient. Every rank sees every token and computes its own rows' gradient.
     """
     require_range("token", tokens, rows)
     cut = Cut(0, (rows,))
@@ -49,10 +47,10 @@ def look_up(
 
 
 class OverlappedEmbedding(HoldsGroup, nn.Module):
-    """`nn.Embedding` whose rows are cut over the group; equal to it to the last bit where no row is summed.
+    """`nn.Embedding` whose rows are sharded over the group; bitwise equal to it where no row is summed.
 
-    Tokens [...], integers below num_embeddings and the same on every rank -> [..., embedding_dim], whole.
-    weight: [num_embeddings / t, embedding_dim], this rank's rows.
+    Tokens [...], integers below num_embeddings, equal on every rank -> [..., embedding_dim], replicated. weight:
+    [num_embeddings / t, embedding_dim], this rank's rows.
     """
 
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
@@ -79,7 +77,7 @@ class OverlappedEmbedding(HoldsGroup, nn.Module):
     def from_embedding(
         cls, embedding: nn.Embedding, *, process_group: ProcessGroup | None = None
     ) -> OverlappedEmbedding:
-        """Cut a given table: this rank's rows of it, never a new draw."""
+        """Shard a given table: this rank's rows of it, without a new random draw."""
         rows, width = embedding.weight.shape
         with torch.device("meta"):
             layer = cls(rows, width, process_group=process_group, dtype=embedding.weight.dtype)
@@ -95,5 +93,5 @@ class OverlappedEmbedding(HoldsGroup, nn.Module):
         return look_up(tokens, self.weight, self.num_embeddings, self.process_group)
 
     def extra_repr(self) -> str:
-        """Whole sizes, then how they are cut."""
+        """Full sizes, then the sharding."""
         return f"{self.num_embeddings}, {self.embedding_dim}, tensor_parallel={self.tensor_parallel}"

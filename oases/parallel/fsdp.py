@@ -1,10 +1,10 @@
-"""Fully sharded data parallelism: weights, gradients and optimizer state lie in shards on the data-parallel ranks.
+"""Fully sharded data parallelism: weights, gradients and optimizer state sharded over the data-parallel ranks.
 
-Weights by torch's FSDP2 (`fully_shard`): outside of their use its parameters are shards, DTensors for optimizer and
-checkpoint, and it gathers and frees the whole ones. When, a stack's list says and not a module's forward(), which
-stacks never call: a block's weights are gathered ahead of its first op, behind the ops of the block before, and freed
-after its last. Gradients by the group's OverlapScheduler, as in `average`, and for the same reasons: they must not be
-reduced in the backward pass of each micro-batch, and on the CPU FSDP2 waits for each reduce-scatter at once.
+Weights use torch's FSDP2 (`fully_shard`): its parameters are DTensor shards for optimizer and checkpoint, and it
+gathers and frees the full weights. The stack's schedule decides when, not a module's forward(), which stacks never
+call: a block's weights are gathered ahead of its first op, overlapped with the previous block, and freed after its
+last op. Gradients use the group's OverlapScheduler, as in `gradient_averaging` and for the same reasons: they must
+not be reduced in every micro-batch, and on the CPU FSDP2 waits for each reduce-scatter at once.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ from oases.execution.executor import Handlers, Program, Step
 from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
 from oases.schedule import Op
 
-if TYPE_CHECKING:  # FSDP2 and DTensor take as long to import as all the rest of a run, which mostly does without
+if TYPE_CHECKING:  # FSDP2 and DTensor take as long to import as all the rest, and most runs do not need them
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: a shard of one that is sharded, in its memory."""
+    """This rank's shard of a DTensor, sharing memory; any other tensor itself."""
     return cast("DTensor", tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
 
-class _Arrival(dist.Work):
-    """A gather's ticket as FSDP2 waits for it."""
+class _TicketWork(dist.Work):
+    """Ticket of a gather as the dist.Work that FSDP2 waits for."""
 
     def __init__(self, scheduler: Any, ticket: Any) -> None:
         super().__init__()
         self._scheduler, self._ticket = scheduler, ticket
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once the weights have arrived; the group's own timeout holds."""
+        """Wait for the weights; the group's own timeout applies."""
         self._scheduler.wait(self._ticket)
         return True
 
 
 class _AllGather:
-    """How FSDP2 gathers a unit: by the group's OverlapScheduler, so that `oases.report()` tells what was hidden."""
+    """FSDP2's all-gather by the group's OverlapScheduler, so that `oases.report()` shows how much was hidden."""
 
     def __init__(self, label: str) -> None:
         self._label = f"{label}, gathered weights"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of its own for each gather, as FSDP2 by default."""
+        """Allocate a new buffer, as FSDP2 does by default."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Start it; waited for at once where the work is not asked for."""
+        """Start the all-gather; wait at once unless async_op."""
         scheduler = scheduler_of(group)
         ticket = scheduler.all_gather(output_tensor.view(group.size(), -1), input_tensor, self._label)
-        work = _Arrival(scheduler, ticket)
+        work = _TicketWork(scheduler, ticket)
         return work if async_op or not work.wait() else None
 
 
-class Unit:
+class FsdpUnit:
     """Weights that are gathered and freed together: all of a module but those in `others`.
 
-    group: the ranks that hold the same weights, over which gradients are averaged. gathering: a group of the same
-    ranks that weights are gathered in, so that nobody waits for them behind gradients. Every parameter is cut along
-    its first dimension, as by torch.chunk. Make it once the module is where it stays, and on every rank.
+    group: data-parallel ranks, over which gradients are averaged. gathering: a separate group of the same ranks for
+    the weights, so that they do not queue behind gradients. Parameters are sharded along their first dimension, as by
+    torch.chunk. Create it on every rank, once the module is on its device.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Unit:
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks that hold the same weights."""
+        """Data-parallel ranks."""
         group = group_of(self._group_name)
         assert group is not None
         return group
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The whole ones by name, the same objects in every step. Their memory is there while `is_whole`."""
+        """Full parameters by name, the same objects in every step. They have memory while `is_whole`."""
         if not self._whole:
             self.gather()
             self.release()
@@ -115,18 +115,18 @@ class Unit:
 
     @property
     def shards(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank by name, DTensors. RuntimeError while the weights are whole."""
+        """This rank's DTensor parameters by name. RuntimeError while the weights are gathered."""
         if self.is_whole:
             raise RuntimeError(f"{self.label} is gathered; release it first")
         return {name: self._named(name) for name in self.names}
 
     def gather_ahead(self) -> None:
-        """Start the gather; nothing where it was started."""
+        """Start the gather, unless it was started."""
         if not self.is_whole and self._handle is None:
             self._handle = self._module.unshard(async_op=True)
 
     def gather(self) -> None:
-        """Return once the weights may be read, and stand in the module."""
+        """Wait until the full weights are in the module."""
         if self.is_whole:
             return
         self.gather_ahead()
@@ -136,7 +136,7 @@ class Unit:
             self._whole = {name: self._named(name) for name in self.names}
 
     def release(self) -> None:
-        """Free the whole weights; shards stand in the module again."""
+        """Free the full weights and restore the shards."""
         if self.is_whole:
             self._module.reshard()
             self.is_whole = False
@@ -145,20 +145,20 @@ class Unit:
         return cast(nn.Module, self._module).get_parameter(name)
 
 
-class Gathers:
-    """Gathers the units of a stack's blocks for a list of ops, one ahead, and releases each after its last op.
+class UnitGatherer:
+    """Gathers the units of a stack's blocks ahead of a list of ops, and releases each after its last op.
 
     units: by block.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[FsdpUnit]) -> None:
         self._units = units
         self._reads: Callable[[Op], Iterable[int]] = lambda op: ()
         self._left = Counter[int]()
         self._order: list[int] = []
 
     def around(self, handlers: Handlers, program: Program, put: Put) -> Handlers:
-        """Handlers that have the weights gathered before, and released after; `put` follows each gather."""
+        """Wrap handlers to gather weights before an op and release them after; `put` follows each gather."""
         self._reads = program.reads
 
         def surrounded(handler: Callable[[Step], None]) -> Callable[[Step], None]:
@@ -177,23 +177,23 @@ class Gathers:
         return {key: surrounded(handler) for key, handler in handlers.items()}
 
     def begin(self, steps: Iterable[Step]) -> None:
-        """Before a list: note which ops of it read what."""
+        """Count the reads of each block in a list of steps."""
         reads = [block for step in steps for block in self._reads(step.op)]
         self._left, self._order = Counter(reads), list(dict.fromkeys(reads))
 
     def sharded(self, block: int) -> Collection[str]:
-        """The names of a block's parameters that lie in shards."""
+        """Names of a block's sharded parameters."""
         return self._units[block].names
 
     def forget(self) -> None:
-        """After a failure: free what is whole."""
+        """Release all gathered weights after a failure."""
         self._left.clear()
         self._order.clear()
         for unit in self._units:
             unit.release()
 
     def _have(self, block: int) -> None:
-        """Have the weights of a block, and start the gather of those needed next."""
+        """Gather a block's weights, and start the gather of the next block."""
         self._units[block].gather()
         if block in self._order:
             self._order.remove(block)
@@ -202,16 +202,16 @@ class Gathers:
 
 
 class _Bucket:
-    """The gradients of a unit, and what of them is on its way."""
+    """Gradients of a unit, and the collective under way."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: FsdpUnit) -> None:
         self.unit = unit
         self.trained = {name: p for name, p in unit.parameters.items() if p.requires_grad}
         self.missing: set[str] = set()
         self.sent: tuple[Any, Tensor, list[int]] | None = None
 
     def send(self) -> None:
-        """Start the reduce-scatter; whole gradients go. Zeros for a parameter that was not used here."""
+        """Start the reduce-scatter of the full gradients. Zeros for a parameter that was not used here."""
         ranks = self.unit.group.size()
         rows = []
         for parameter in self.trained.values():
@@ -227,7 +227,7 @@ class _Bucket:
         self.sent = (ticket, mine, [row.shape[1] for row in rows])
 
     def receive(self) -> None:
-        """Wait for the sums, and give each shard its average."""
+        """Wait for the sums, and set each shard's gradient to its average."""
         from torch.distributed.tensor import DTensor
 
         assert self.sent is not None
@@ -245,14 +245,14 @@ class _Bucket:
             shards[name].grad = gradient
 
 
-class ShardedAverage:
-    """As `GradientAverage`, of units: each rank has a shard of the averages.
+class ShardedGradientAverager:
+    """`GradientAverager` for FSDP units: each rank gets a shard of the averages.
 
-    units: in the order of the forward pass. Until the last pass gradients accumulate in whole parameters; the weights
-    of what no list releases stay whole until then, too.
+    units: in the order of the forward pass. Until the last micro-batch gradients accumulate in full parameters;
+    weights outside of stacks also stay gathered until then.
     """
 
-    def __init__(self, units: Iterable[Unit]) -> None:
+    def __init__(self, units: Iterable[FsdpUnit]) -> None:
         self._units = list(units)
         self._buckets: list[_Bucket] = []
         self._active = False
@@ -261,7 +261,7 @@ class ShardedAverage:
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
-        """Around the last backward pass of an optimizer step; afterwards the shards have their averages."""
+        """Context of the last backward pass of an optimizer step; afterwards shards have averaged gradients."""
         self._begin()
         self._active = True
         try:
@@ -269,7 +269,7 @@ class ShardedAverage:
         finally:
             self._active = False
         for name in self._lanes:
-            self._send(name, all_of_them=True)
+            self._send(name, flush=True)
         for bucket in self._buckets:
             bucket.unit.release()
             bucket.receive()
@@ -282,7 +282,7 @@ class ShardedAverage:
             bucket.missing = set(bucket.trained)
 
     def _make(self) -> None:
-        """Not before the first step: the whole parameters are made when the model is where it stays."""
+        """Create the buckets at the first step, when the model is on its device."""
         self._buckets = [_Bucket(unit) for unit in reversed(self._units)]
         for bucket in self._buckets:
             lane = group_name(bucket.unit.group)
@@ -298,31 +298,31 @@ class ShardedAverage:
 
         return note
 
-    def _send(self, name: str, *, all_of_them: bool = False) -> None:
-        """In their order, whichever is full first, the same on every rank."""
+    def _send(self, name: str, *, flush: bool = False) -> None:
+        """Start complete buckets in their order, the same on every rank."""
         lane = self._lanes[name]
         while self._next[name] < len(lane):
             bucket = lane[self._next[name]]
-            if bucket.missing and not all_of_them:
+            if bucket.missing and not flush:
                 return
             bucket.send()
             self._next[name] += 1
 
 
-def units_of(model: nn.Module) -> dict[int, Unit]:
-    """The unit of each parameter that is sharded, by the id of its shard.
+def units_of(model: nn.Module) -> dict[int, FsdpUnit]:
+    """The unit of each sharded parameter, by the id of its shard.
 
-    A shard's own mesh tells less: torch may have replaced it by an equal one of a group that was destroyed.
+    A shard's own mesh does not identify it: torch may have replaced it by an equal one of a destroyed group.
     """
-    units = [unit for module in model.modules() if isinstance(unit := getattr(module, "fsdp_unit", None), Unit)]
+    units = [unit for module in model.modules() if isinstance(unit := getattr(module, "fsdp_unit", None), FsdpUnit)]
     return {id(shard): unit for unit in units for shard in unit.shards.values()}
 
 
-def laid_out(held: Tensor, unit: Unit, shard: DTensor, tensor: ProcessGroup | None, dim: int) -> DTensor:
-    """This rank's shard as its place in the whole tensor, which a checkpoint needs.
+def laid_out(held: Tensor, unit: FsdpUnit, shard: DTensor, tensor: ProcessGroup | None, dim: int) -> DTensor:
+    """This rank's shard as a DTensor of the full tensor, for a checkpoint.
 
-    held: the shard, or what is kept for it, on any device. tensor: the tensor-parallel group whose ranks have parts
-    along `dim`, each of which lies in shards on the ranks of `unit`; None where they have the whole tensor.
+    held: the shard, or state of the same shape, on any device. tensor: tensor-parallel group whose ranks hold parts
+    along `dim`, each of which is sharded over the ranks of `unit`; None for a tensor that is not tensor-parallel.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -339,10 +339,10 @@ def laid_out(held: Tensor, unit: Unit, shard: DTensor, tensor: ProcessGroup | No
 
 
 def mesh_of(groups: Sequence[ProcessGroup], device: str, ranks: Any = None) -> DeviceMesh:
-    """A DeviceMesh of groups, a dimension each; ranks: of all of them where there are several.
+    """DeviceMesh of groups, one dimension each; ranks: of all of them where there are several.
 
-    Dimensions have the groups' names: torch takes meshes of the same ranks and names for one another and may use the
-    groups of the one it saw first, which can be destroyed by then.
+    Dimensions have the groups' names: torch identifies meshes by ranks and names, and may use the groups of an
+    earlier equal mesh, which may be destroyed by then.
     """
     from torch.distributed.device_mesh import DeviceMesh
 

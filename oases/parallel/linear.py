@@ -1,8 +1,8 @@
-"""Column- and row-parallel `nn.Linear`, their products cut into chunks that hide their own communication.
+"""Column- and row-parallel `nn.Linear`, in chunks that overlap with their own communication.
 
-Column: the weight's output features are cut over the ranks; its backward starts the all-reduce of each chunk of
-the input gradient and computes the weight gradient meanwhile. Row: the input features are cut; its forward
-starts the all-reduce of chunk k before chunk k + 1 is computed. The products are C++ ops (csrc/linear.cpp).
+Column: the output features are sharded; the backward pass starts the all-reduce of each chunk of the input gradient
+and computes the weight gradient meanwhile. Row: the input features are sharded; the forward pass starts the
+all-reduce of chunk k before it computes chunk k + 1. The matmuls are C++ ops (csrc/linear.cpp).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from oases.parallel.collectives import gather, scatter
 
 
 class _OverlappedLinear(HoldsGroup, nn.Module):
-    """What the two cuts share: a shard of the weight, its options and how it is made from an `nn.Linear`."""
+    """Base of both linears: a weight shard, its options, and conversion from an `nn.Linear`."""
 
     kind: ClassVar[Kind]
     shard_dims: ClassVar[dict[str, int]]
-    """Which dimension of which parameter is cut over the group, in rank order."""
+    """Sharded dimension of each sharded parameter, in rank order."""
     bias: nn.Parameter | None
 
     def __init__(
@@ -56,7 +56,7 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw a shard at random with `nn.Linear`'s bounds. For equal weights on all degrees use `from_linear`."""
+        """Draw a shard with `nn.Linear`'s bounds. For weights that do not depend on the degree use `from_linear`."""
         if self.weight.is_meta:
             return
         bound = self.in_features**-0.5 if self.in_features else 0.0
@@ -64,22 +64,22 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
             if "bias" not in self.shard_dims and self.process_group is not None:
-                # A whole bias must be the same on every rank, whatever their random states.
+                # A replicated bias must be equal on all ranks, whatever their random states.
                 source = torch.distributed.get_global_rank(self.process_group, 0)
                 torch.distributed.broadcast(self.bias.data, source, group=self.process_group)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, process_group: ProcessGroup | None = None, **options: Any) -> Any:
-        """Cut a given layer: this rank's slice of its weight, never a new draw.
+        """Shard a given layer: this rank's slice of its weight, without a new random draw.
 
-        linear: an `nn.Linear` with the same weight on every rank. options: those of the constructor.
-        Raises ValueError where the cut dimension does not divide by the group size.
+        linear: an `nn.Linear` with the same weight on every rank. options: those of the constructor. Raises
+        ValueError where the sharded dimension does not divide by the group size.
         """
         group = resolve(process_group)
         dtype = options.pop("dtype", None) or linear.weight.dtype
         device = options.pop("device", None) or linear.weight.device
         make: Any = cls  # the two cuts' own constructors
-        # On meta: no random draw, no memory for values that are replaced below.
+        # On meta: no random draw and no memory for values that are replaced below.
         layer = make(
             linear.in_features, linear.out_features, linear.bias is not None,
             process_group=process_group, device="meta", **options,
@@ -91,12 +91,12 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
                 setattr(layer, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         return layer
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _chunked_linear(self, x: Tensor) -> Tensor:
         x, weight, bias = under_autocast(x, self.weight, self.bias)
-        return self._chunks.product(self.num_chunks, x, weight, bias, self._group_name, self.sequence_parallel)
+        return self._chunks.linear(self.num_chunks, x, weight, bias, self._group_name, self.sequence_parallel)
 
     def extra_repr(self) -> str:
-        """Whole sizes, then how they are cut."""
+        """Full sizes, then the sharding."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, tensor_parallel={self.tensor_parallel}, "
@@ -105,7 +105,7 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
 
 
 def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands of a product in autocast's type, where it is on. Custom ops are not on its lists."""
+    """Operands of a linear in autocast's type, where it is on: custom ops are not on its lists."""
     device = x.device.type
     # Devices without autocast (meta) must not be asked for its state.
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -123,13 +123,12 @@ def shard(whole: Tensor, dim: int | None, process_group: ProcessGroup | None) ->
 
 
 class OverlappedColumnLinear(_OverlappedLinear):
-    """`nn.Linear` whose output features are cut over the group.
+    """`nn.Linear` whose output features are sharded over the group.
 
-    Input [..., in_features], whole on every rank (with sequence_parallel: cut along dim -2). Output
-    [..., out_features / t], or [..., out_features] with gather_output. The input's gradient is summed over the
-    group, chunk by chunk, while the weight gradient is computed. With a group of 1: `nn.Linear` exactly.
-    num_chunks: pieces of the product; "auto" measures 1, 2 and 4 on the first call with gradients and keeps the
-    fastest (see `oases.parallel.chunks`).
+    Input [..., in_features], replicated (with sequence_parallel: sharded along dim -2). Output [..., out_features /
+    t], or [..., out_features] with gather_output. The all-reduce of the input gradient overlaps, chunk by chunk, with
+    the weight gradient. With a group of 1: `nn.Linear` exactly. num_chunks: chunks of the matmul; "auto" measures 1,
+    2 and 4 on the first call with gradients and keeps the fastest (see `oases.parallel.chunks`).
     """
 
     kind = "column"
@@ -160,21 +159,21 @@ class OverlappedColumnLinear(_OverlappedLinear):
         """[..., in_features] -> [..., out_features / t]."""
         if self.tensor_parallel == 1:
             return F.linear(x, self.weight, self.bias)
-        y = self._product(x)
+        y = self._chunked_linear(x)
         return gather(y, self.process_group) if self.gather_output else y
 
     def partial(self, x: Tensor) -> Tensor:
-        """The product alone: the input's gradient stays this rank's share, for a caller that sums it later."""
+        """The matmul alone: the input gradient stays this rank's partial sum, for a caller that reduces it later."""
         return linear(x, self.weight, self.bias)
 
 
 class OverlappedRowLinear(_OverlappedLinear):
-    """`nn.Linear` whose input features are cut over the group.
+    """`nn.Linear` whose input features are sharded over the group.
 
-    Input [..., in_features / t] (whole with input_is_parallel=False). Output [..., out_features], summed over
-    the group chunk by chunk while the next chunk is computed; with sequence_parallel it is scattered along
-    dim -2 instead. The bias is whole on every rank and added once. With a group of 1: `nn.Linear` exactly.
-    num_chunks: as in `OverlappedColumnLinear`.
+    Input [..., in_features / t] (replicated with input_is_parallel=False). Output [..., out_features], all-reduced
+    chunk by chunk while the next chunk is computed; with sequence_parallel it is scattered along dim -2 instead. The
+    bias is replicated and added once. With a group of 1: `nn.Linear` exactly. num_chunks: as in
+    `OverlappedColumnLinear`.
     """
 
     kind = "row"
@@ -207,8 +206,8 @@ class OverlappedRowLinear(_OverlappedLinear):
             return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter(x, self.process_group)
-        return self._product(x)
+        return self._chunked_linear(x)
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's share of the product, without bias, for a caller that sums it and adds the bias."""
+        """This rank's partial sum, without bias, for a caller that reduces it and adds the bias."""
         return linear(x, self.weight)

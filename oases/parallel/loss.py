@@ -1,7 +1,7 @@
-"""Vocabulary-parallel cross-entropy: the logits are never gathered.
+"""Vocabulary-parallel cross-entropy without gathering the logits.
 
-Three numbers per token cross the wire (the largest logit, the sum of exponentials, the target's logit) in place
-of a row of the vocabulary. The gradient, softmax minus one-hot, is local.
+Three numbers per token are all-reduced (maximum logit, sum of exponentials, target logit) instead of a row of the
+vocabulary. The gradient, softmax minus one-hot, is local.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from oases.parallel.sharding import Cut
 
 
 def _at_least_float(x: Tensor) -> Tensor:
-    """In float32, or in float64 if it is."""
+    """In float32, or float64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _ParallelCrossEntropy(torch.autograd.Function):
-    """Losses of single tokens: logits [..., part], targets and ignored [...] -> [...]."""
+    """Losses per token: logits [..., part], targets and ignored [...] -> [...]."""
 
     @staticmethod
     def forward(
@@ -43,7 +43,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         mine = (targets >= first) & (targets < last) & ~ignored
         local = (targets - first).where(mine, 0)
         picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0.0)
-        # A smoothed target is the right token and a little of every token: of the mean of all logits.
+        # Label smoothing adds the mean of all logits to the target.
         terms = [shifted.sum(-1)] if smoothing else []
         exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(-1), picked, *terms])
@@ -75,12 +75,12 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cross-entropy in nats over logits whose vocabulary is cut over the group, as `F.cross_entropy` computes it.
+    """Cross-entropy in nats over vocabulary-parallel logits, as `F.cross_entropy`.
 
-    logits: [..., vocabulary / t], this rank's part; targets: [...], indices into the whole vocabulary, the same
-    on every rank; those equal to ignore_index do not count. vocabulary: the whole one's size where its parts are not
-    equal, as `Cut` cuts it. reduction: "mean" and "sum" return a scalar, "none" a loss per target, in float32 or
-    float64; the same on every rank. ValueError for shapes that do not fit and for another reduction.
+    logits: [..., vocabulary / t], this rank's part; targets: [...], indices into the full vocabulary, equal on every
+    rank; those equal to ignore_index do not count. vocabulary: its full size where the parts are not equal, as `Cut`
+    divides it. reduction: "mean" and "sum" return a scalar, "none" a loss per target, in float32 or float64; equal on
+    every rank. ValueError for shapes that do not fit and for another reduction.
     """
     group = resolve(process_group)
     ranks = group_size(group)
@@ -101,8 +101,8 @@ def parallel_cross_entropy(
     ((first, last),) = Cut(-1, (vocabulary,)).ranges(group.rank(), ranks)
     if logits.shape[-1] != last - first:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} are no part of a vocabulary of {vocabulary}: rank {group.rank()} "
-            f"of {ranks} holds {last - first}; give the whole vocabulary's size as vocabulary="
+            f"logits of shape {tuple(logits.shape)} do not fit a vocabulary of {vocabulary}: rank {group.rank()} "
+            f"of {ranks} holds {last - first}; pass the full size as vocabulary="
         )
     ignored = targets == ignore_index
     require_range("target", targets.masked_fill(ignored, 0), vocabulary)

@@ -1,10 +1,11 @@
-"""The process groups in which one pipeline stage of a plan runs.
+"""Process groups of one pipeline stage of a plan.
 
-A stage of R ranks runs a segment of degree t as R / t replicas: ranks g * t .. g * t + t - 1 are the tensor-parallel
-group of replica g, which has the g-th share of the samples. Ranks with the same place in their replicas form a
-data-parallel group. Where a segment of degree a meets one of degree b = k * a, k replicas of the one are a replica of
-the other, and the ranks among those with the same place, modulo a, form a resharding group, in order of the samples.
-Stage s of p has the s-th of p equal parts of the run's ranks; ranks with the same place in their stages are peers.
+A stage of R ranks runs a segment of tensor-parallel degree t as R / t replicas: ranks g * t .. g * t + t - 1 are the
+tensor-parallel group of replica g, which gets the g-th share of the samples. Ranks with the same place in their
+replicas form a data-parallel group. Where segments of degree a and b = k * a meet, k replicas of the first are one
+replica of the second; of their ranks those with the same place, modulo a, form a resharding group, in order of the
+samples. Stage s of p has the s-th of p equal parts of the run's ranks; ranks with the same place in their stages are
+peers.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from oases.plans.check import degrees_of, require_nested
 from oases.plans.plan import Plan
 
 Layout = tuple[tuple[int, ...], ...]
-"""Ranks of the stage, cut into groups."""
+"""Ranks of the stage, divided into groups."""
 
 
 class Mesh:
-    """The groups of one stage by what they are for, each made once. All ranks make it together.
+    """Process groups of one stage, each created once. Collective: all ranks create it together.
 
-    degrees: the tensor-parallel degrees that will be asked for. process_group: all ranks of the run; None is the
-    default group. timeout: of their collectives; None is the backend's own. stage: which of `num_stages` this mesh is
-    for; a rank of another stage helps to make it, and is not in it. fsdp: with groups to gather weights in. order:
-    the run's ranks, by their numbers in the default group, in the order that the above counts them in; None as they
-    are numbered. Groups are held by name, so a mesh keeps no destroyed group alive. Raises UsageError for degrees
-    that do not divide the ranks or do not nest.
+    degrees: the tensor-parallel degrees in use. process_group: all ranks of the run; None for the default group.
+    timeout: of collectives; None for the backend's default. stage: number of this mesh's stage of `num_stages`; ranks
+    of other stages take part in the creation but are not members. fsdp: create groups for gathering weights. order:
+    the run's ranks, by their numbers in the default group, in the order used above; None for their own order.
+    separate_groups: create a group of the stage's ranks besides the tensor-parallel ones. Groups are held by name, so
+    a mesh keeps no destroyed group alive. Raises UsageError for degrees that do not divide the ranks or do not nest.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Mesh:
         num_stages: int = 1,
         fsdp: bool = False,
         order: Sequence[int] | None = None,
-        apart: bool = False,
+        separate_groups: bool = False,
     ) -> None:
         run = resolve(process_group)
         self.stage, self.num_stages, self.timeout = stage, num_stages, timeout
@@ -65,25 +66,25 @@ class Mesh:
                 raise UsageError(f"plan: tp {degree} does not divide the {self.ranks} ranks of the run")
         self._run_name = group_name(run)
         self._members = self._everyone[stage * self.ranks : (stage + 1) * self.ranks]
-        self._ends = ""
+        self._embedding_group = ""
         self._tensor: dict[Layout, str] = {}
         self._data: dict[Layout, str] = {}
         self._weights: dict[Layout, str] = {}
         self._stage: dict[Layout, str] = {}
-        if self.degrees == (group_size(run),) and order is None and not apart:
+        if self.degrees == (group_size(run),) and order is None and not separate_groups:
             self._tensor[self._replicas(self.ranks)] = self._run_name
         options = self.group_options()
-        if apart and num_stages > 1:
+        if separate_groups and num_stages > 1:
             self._make(self._stage, self._replicas(self.ranks), options)
         for degree in self.degrees:
             self._make_groups(degree, options, fsdp)
 
     def _make_groups(self, degree: int, options: dict[str, Any], fsdp: bool) -> None:
         self._make(self._tensor, self._replicas(degree), options)
-        # Groups of their own even where the ranks are those of a tensor-parallel group: sums that a block waits for
-        # must not queue behind buckets of gradients.
+        # Separate groups even for the ranks of a tensor-parallel group: all-reduces that a block waits for must not
+        # queue behind gradient buckets.
         self._make(self._data, self._strided(self.ranks, degree), options, of_one=False)
-        if fsdp:  # nor must weights that a block waits for
+        if fsdp:  # weights that a block waits for must not queue behind them either
             self._make(self._weights, self._strided(self.ranks, degree), options, of_one=False)
         for smaller in self.degrees:
             if smaller < degree:
@@ -98,14 +99,15 @@ class Mesh:
         timeout: timedelta | None = None,
         order: Sequence[int] | None = None,
     ) -> Mesh:
-        """The mesh of this rank's stage of a plan that was checked. All ranks make those of all stages together.
+        """Mesh of this rank's stage of a checked plan. Collective: all ranks create the meshes of all stages
+        together.
 
         Raises UsageError where the plan is for another number of ranks.
         """
         run, stages = resolve(process_group), len(plan.stages)
         if plan.world != group_size(run):
             raise UsageError(
-                f"plan: it is for {plan.world} ranks, the run has {group_size(run)}; start as many as it says"
+                f"plan: it is for {plan.world} ranks, the run has {group_size(run)}; start {plan.world} ranks"
             )
         made = [
             cls(
@@ -116,59 +118,59 @@ class Mesh:
                 num_stages=stages,
                 fsdp=plan.fsdp,
                 order=order,
-                apart=plan.experts is not None,
+                separate_groups=plan.experts is not None,
             )
             for stage in range(stages)
         ]
         mine = next(mesh for mesh in made if 0 <= mesh.rank < mesh.ranks)
         if stages > 1:
-            mine._join_ends()
+            mine._make_embedding_group()
         return mine
 
     def group_options(self) -> dict[str, Any]:
-        """What groups of this run are made with."""
+        """Options of the groups of this run."""
         return {"timeout": self.timeout, "pg_options": _options(group_of(self._run_name))}
 
     def members_of(self, stage: int) -> list[int]:
-        """The ranks of a stage, by their numbers in the default group."""
+        """Ranks of a stage, by their numbers in the default group."""
         return self._everyone[stage * self.ranks : (stage + 1) * self.ranks]
 
     def peer(self, stage: int) -> int:
-        """The rank of another stage with the same place there, by its number in the default group."""
+        """This rank's peer in another stage, by its number in the default group."""
         return self.members_of(stage)[self.rank]
 
     @property
-    def ends(self) -> ProcessGroup | None:
-        """This rank of the first or the last stage and its peer in the other; None on stages between them."""
-        return group_of(self._ends)
+    def embedding_group(self) -> ProcessGroup | None:
+        """Peers of the first and last stage, which share tied embeddings; None on stages between them."""
+        return group_of(self._embedding_group)
 
     @property
     def stage_group(self) -> ProcessGroup | None:
-        """All ranks of this stage; of several stages only a mesh whose groups are apart has it."""
+        """All ranks of this stage; with several stages only where created with separate_groups."""
         return group_of(self._run_name if self.num_stages == 1 else self._stage[self._replicas(self.ranks)])
 
     def tensor(self, degree: int) -> ProcessGroup | None:
-        """The tensor-parallel group of this rank at a degree."""
+        """Tensor-parallel group of this rank at a degree."""
         return group_of(self._tensor[self._replicas(degree)])
 
     def data(self, degree: int) -> ProcessGroup | None:
-        """The ranks that hold the same parameters as this one in segments of a degree; None for this one alone."""
+        """Data-parallel group of this rank for segments of a degree; None for a group of one."""
         return group_of(self._data[self._strided(self.ranks, degree)])
 
     def weights(self, degree: int) -> ProcessGroup | None:
-        """The ranks of `data(degree)` as a group that weights are gathered in, of a mesh with fsdp."""
+        """Ranks of `data(degree)` as a group for gathering weights, in a mesh with fsdp."""
         return group_of(self._weights[self._strided(self.ranks, degree)])
 
     def resharding(self, degree: int, other: int) -> ProcessGroup | None:
-        """The ranks that hand samples to each other between segments of two different degrees."""
+        """Ranks that exchange samples between segments of two different degrees."""
         return group_of(self._tensor[self._strided(max(degree, other), min(degree, other))])
 
     def replica(self, degree: int) -> int:
-        """Which share of the samples this rank has in segments of a degree."""
+        """Number of this rank's replica, and so of its share of the samples, at a degree."""
         return self.rank // degree
 
     def replicas(self, degree: int) -> int:
-        """Into how many shares the samples are cut."""
+        """Number of replicas at a degree."""
         return self.ranks // degree
 
     @property
@@ -177,22 +179,22 @@ class Mesh:
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """All groups of this rank that were made here and have more than one rank."""
+        """All groups of this rank that the mesh has created, of more than one rank."""
         made = [name for names in self._all for name in names.values() if name != self._run_name]
-        found = [group_of(name) for name in made] + [self.ends]
+        found = [group_of(name) for name in made] + [self.embedding_group]
         return [group for group in found if group is not None and group.size() > 1]
 
     def destroy(self) -> None:
-        """End the groups made here; for a process that goes on without them."""
+        """Destroy the groups created by the mesh, for a process that continues without them."""
         for names in self._all:
             for name in names.values():
                 group = group_of(name) if name != self._run_name else None
                 if group is not None:
                     dist.destroy_process_group(group)
             names.clear()
-        if self.ends is not None:
-            dist.destroy_process_group(self.ends)
-        self._ends = ""
+        if self.embedding_group is not None:
+            dist.destroy_process_group(self.embedding_group)
+        self._embedding_group = ""
 
     def _replicas(self, degree: int) -> Layout:
         return tuple(tuple(range(first, first + degree)) for first in range(0, self.ranks, degree))
@@ -208,7 +210,9 @@ class Mesh:
     def _make(
         self, names: dict[Layout, str], layout: Layout, options: dict[str, Any], *, of_one: bool = True
     ) -> None:
-        """of_one: also where each group has one rank, for layers, to which None would be the default group."""
+        """Create the groups of a layout. of_one: also groups of one rank, for layers, to which None is the default
+        group.
+        """
         if layout in names:
             return
         names[layout] = ""
@@ -217,18 +221,18 @@ class Mesh:
         for ranks in layout:
             if self._run_name:
                 members = [self._members[rank] for rank in ranks]
-                if members != sorted(members):  # torch would sort them, and shares of a batch change places
-                    raise UsageError(f"order must rise within each group, and {members} are one")
+                if members != sorted(members):  # torch would sort them, which would swap shares of the batch
+                    raise UsageError(f"order must rise within each group, got {members}")
                 group = dist.new_group(members, **options)
                 if self.rank in ranks:
                     names[layout] = group_name(group)
 
-    def _join_ends(self) -> None:
+    def _make_embedding_group(self) -> None:
         options = self.group_options()
         for pair in zip(self.members_of(0), self.members_of(self.num_stages - 1), strict=True):
             group = dist.new_group(list(pair), **options)
             if dist.get_rank() in pair:
-                self._ends = group_name(group)
+                self._embedding_group = group_name(group)
 
 
 def _options(run: ProcessGroup | None) -> Any:

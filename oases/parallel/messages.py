@@ -1,9 +1,9 @@
-"""Messages between pipeline stages: activations to the next stage, gradients to the one before.
+"""Point-to-point messages between pipeline stages: activations to the next stage, gradients to the previous one.
 
-Every pair of neighbours has a lane for each of the two, a process group of its own, so no message waits behind one
-of another kind or of another neighbour. Receives are posted before they are needed, and sends are never waited for
-before the other side has shown that it has them. What is sent is the same on all tensor-parallel ranks of a stage,
-so each sends its part to its peer, and the receiving stage joins the parts over its own, faster, links.
+Every pair of neighbours has a lane for each of the two, a process group of its own, so no message queues behind one
+of another kind or another neighbour. Receives are posted in advance, and a send is never waited for before the
+receiver has confirmed it by a later message. What is sent is replicated over the tensor-parallel ranks of a stage, so
+each sends its part to its peer, and the receiving stage gathers the parts over its own, faster links.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from oases.schedule import Op, Schedule, validate
 from oases.schedule.ops import crossing
 
 AHEAD = 2
-"""Receives posted on each lane at once: one under way while the one before is read."""
+"""Receives posted per lane: one in flight while the previous one is read."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 10
-"""Numbers in front of the first message of a lane: its type, its dimensions, their sizes."""
+"""Numbers of the header of a lane's first message: type, number of dimensions, sizes."""
 
 Form = tuple[torch.Size, torch.dtype]
 
 
-_in_use: WeakSet[Messages] = WeakSet()
+_in_use: WeakSet[StageMessages] = WeakSet()
 
 
 def waiting_for() -> str:
-    """The message that this process waits for right now, or ""; for what is said of a run that ends."""
+    """The message that this process is waiting for, or ""; for error reports."""
     return next((messages.waiting_for for messages in list(_in_use) if messages.waiting_for), "")
 
 
-def known_by(pipeline: Schedule, stage: int) -> dict[Op, list[Op]]:
-    """For each receive of a stage, the stage's sends whose arrival it proves: the other side has read them before."""
+def sends_confirmed_by(pipeline: Schedule, stage: int) -> dict[Op, list[Op]]:
+    """For each receive of a stage, the stage's sends that the other side must have read before."""
     found: dict[Op, list[Op]] = {}
     for other in range(pipeline.num_stages):
         read: list[Op] = []
@@ -60,7 +60,7 @@ def known_by(pipeline: Schedule, stage: int) -> dict[Op, list[Op]]:
 
 @dataclass
 class _Lane:
-    """The messages of one kind from one stage to another, in one order on both sides."""
+    """Messages of one kind from one stage to another, in the same order on both sides."""
 
     source: int
     target: int
@@ -76,13 +76,13 @@ class _Lane:
         self.row = Row(f"{what}, stage {self.source} to {self.target}")
 
 
-class Messages:
-    """The messages of one rank of a pipeline. All ranks of the run make it together.
+class StageMessages:
+    """Messages of one rank of a pipeline. Collective: all ranks of the run create it together.
 
-    mesh: of the rank's stage. degrees: the tensor-parallel degree at each border between two parts of the model, in
-    their order. device: where the tensors are. split: whether each tensor-parallel rank sends its part alone; else
-    each sends the whole. All messages of a lane have the shape and type of its first, which tells the other side.
-    Raises ScheduleError for a pipeline that cannot run, ValueError for degrees that do not fit it.
+    mesh: of the rank's stage. degrees: tensor-parallel degree at each border between two parts of the model, in
+    order. device: of the tensors. split: whether each tensor-parallel rank sends its part alone; otherwise each sends
+    the full tensor. All messages of a lane have the shape and type of its first, which is announced in a header.
+    Raises ScheduleError for an invalid pipeline, ValueError for degrees that do not fit it.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class Messages:
         validate(pipeline, "stage")
         self._mesh, self._split = mesh, split
         self.waiting_for = ""
-        """The message that this rank waits for, "" while it does not."""
+        """The message that this rank is waiting for, or ""."""
         _in_use.add(self)
         self._device = torch.device(device)
         self._clock = Clock(self._device)
         self._waits: list[tuple[Row, Any, Any]] = []  # rows and marks that are not in them yet
         self._stages = pipeline.num_stages
-        self._known = known_by(pipeline, mesh.stage)
+        self._known = sends_confirmed_by(pipeline, mesh.stage)
         self._sent: dict[Op, tuple[Any, Tensor]] = {}
         self._headers: list[tuple[Any, Tensor, Op]] = []
         self._lanes: dict[tuple[int, int, str], _Lane] = {}
@@ -126,18 +126,18 @@ class Messages:
 
     @property
     def rows(self) -> list[Row]:
-        """What the messages cost this rank, a row for each lane. When one arrived nobody can tell, only the wait."""
+        """Statistics of this rank's messages, a row per lane. Arrival times are unknown, only waits."""
         self._settle()
         return [lane.row for lane in self._lanes.values() if lane.row.collectives]
 
     @property
     def waited_seconds(self) -> float:
-        """How long this rank has stood still for messages so far, those it sent among them, at the end of lists."""
+        """Seconds this rank has waited for messages, including sends at the end of lists."""
         self._settle()
         return sum(lane.row.blocked_seconds for lane in self._lanes.values())
 
     def begin(self, ops: Iterable[Op]) -> None:
-        """Before a list of ops is run: post the first receives of each lane."""
+        """Post the first receives of each lane, before a list of ops runs."""
         for lane in self._lanes.values():
             lane.upcoming.clear()
         for op in ops:
@@ -147,31 +147,33 @@ class Messages:
             self._post(lane)
 
     def send(self, op: Op, tensor: Tensor) -> None:
-        """Start sending the result of `op`; it may be let go of. ValueError for another shape than the lane's."""
+        """Start to send the result of `op`, which may then be freed. ValueError for another shape than the lane's."""
         lane, tensor = self._lane(op), tensor.detach()
         form = (tensor.shape, tensor.dtype)
         if lane.form is None and lane.of == "F":
             lane.form = form
             self._announce(lane, op)
             back = self._lanes[lane.target, lane.source, "B"]
-            back.form = form  # a gradient is like what it is of
+            back.form = form  # a gradient has the shape of its tensor
             self._post(back)
         if lane.form != form:
             known = "nothing" if lane.form is None else f"{tuple(lane.form[0])} {lane.form[1]}"
             raise ValueError(
-                f"{self._named(op)}: a message of {tuple(tensor.shape)} {tensor.dtype} where {known} was agreed on; "
+                f"{self._named(op)}: a message of {tuple(tensor.shape)} {tensor.dtype} on a lane of {known}; "
                 "give all micro-batches one shape"
             )
         part = tensor.reshape(-1)
         if self._parts(lane) > 1:
             size = self._part_size(lane, tensor.shape)
-            part = part.narrow(0, self._mesh.rank % lane.degree * size, size).clone()  # the rest may go
+            part = part.narrow(
+                0, self._mesh.rank % lane.degree * size, size
+            ).clone()  # a copy, so that the rest can be freed
         self._sent[op] = self._started(lane, op, part), part
         lane.row.collectives += 1
         lane.row.bytes += part.numel() * part.element_size()
 
     def receive(self, op: Op) -> Tensor:
-        """Wait for the message of `op`; the whole tensor, in memory of its own."""
+        """Wait for the message of `op`; return the full tensor in new memory."""
         lane = self._lane(op)
         start = self._clock.mark()
         if lane.form is None:
@@ -198,7 +200,7 @@ class Messages:
         return whole.view(shape)
 
     def end(self) -> None:
-        """After the list: wait until everything that was sent has arrived."""
+        """Wait until all sends have completed, after the list."""
         for op in list(self._sent):
             start = self._clock.mark()
             self._finish(op)
@@ -208,13 +210,13 @@ class Messages:
         self._headers.clear()
 
     def _settle(self) -> None:
-        """Add waits to their rows. On an accelerator compute waits where the marks are, in its stream."""
+        """Add waits to their rows. On an accelerator they are measured between marks in its stream."""
         for row, start, end in self._waits:
             row.blocked_seconds += self._clock.seconds(start, end)
         self._waits.clear()
 
     def close(self) -> None:
-        """End the lanes; a neighbour that waits on one is told that this side is gone."""
+        """Close the lanes; a neighbour that waits on one gets an error."""
         self._sent.clear()
         self._headers.clear()
         for lane in self._lanes.values():
@@ -239,7 +241,7 @@ class Messages:
     def _group(self, lane: _Lane) -> ProcessGroup:
         if not lane.name:
             raise RuntimeError(
-                f"the pipeline's {lane.row.where} was ended after a failure; make the messages anew on all ranks"
+                f"the pipeline's {lane.row.where} was closed after a failure; create new messages on all ranks"
             )
         group = group_of(lane.name)
         assert group is not None
@@ -258,7 +260,7 @@ class Messages:
         return numel // parts
 
     def _post(self, lane: _Lane) -> None:
-        """Receive what comes next on a lane whose shape is known."""
+        """Post the next receives of a lane whose shape is known."""
         if lane.form is None or lane.target != self._mesh.stage:
             return
         shape, dtype = lane.form

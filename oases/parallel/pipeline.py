@@ -1,10 +1,10 @@
-"""Pipeline parallelism: one rank's part of a pipeline's list, run on micro-batches.
+"""Pipeline parallelism: runs one rank's part of a pipeline schedule on micro-batches.
 
-Not by `_PipelineScheduleRuntime` of torch.distributed.pipelining, for three reasons. Recomputing early is an op of
-these lists, and there a stage recomputes in its backward pass or nowhere. It posts a receive, of both directions in
-one group, where the list has it, and all that the ops of one step receive together: a message that takes long then
-holds up one that is already there. Here each lane receives ahead, whatever the others do. And what its messages cost,
-and which of them a rank waits for that hangs, `oases.report()` and errors could not say.
+`_PipelineScheduleRuntime` of torch.distributed.pipelining is not used, for three reasons. Early recomputation is an
+op of these schedules, and there a stage recomputes in its backward pass or not at all. It posts a receive where the
+schedule has it, with both directions in one group, and all receives of a step together: a slow message then delays
+one that has arrived. Here each lane receives ahead on its own. And its messages would not appear in `oases.report()`,
+nor in the errors of a hanging rank.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oases.execution.executor import Calls, Context, Executor, Guard, Place, Step
+from oases.execution.executor import Context, Executor, FailureScope, Place, StackHandles, Step
 from oases.execution.piece import Piece
-from oases.parallel.messages import Messages
+from oases.parallel.messages import StageMessages
 from oases.schedule import Schedule
 
 Forward = Callable[[int, int, Tensor | None, Context], Tensor]
@@ -30,28 +30,28 @@ given None and knows its input; the last part's output is the loss of the micro-
 
 
 @dataclass
-class _Flight:
-    """A micro-batch between the forward and the backward pass of a part."""
+class _InFlight:
+    """Micro-batch between the forward and the backward pass of a part."""
 
     piece: Piece
     gradient: Tensor | None
-    calls: Calls
+    handles: StackHandles
 
 
-class StageRun:
-    """Runs the list of one stage of `pipeline`.
+class StageRunner:
+    """Runs the schedule of one stage of `pipeline`.
 
-    stage: this rank's. messages: to and from its neighbours; None for a pipeline of one stage. A receive comes to an
-    end in time or with an error that names it; what raises here ends the lanes, so that neighbours raise, too, and
-    afterwards messages and run are to be made anew.
+    stage: this rank's. messages: to and from its neighbours; None for a pipeline of one stage. A receive completes or
+    raises an error that names it. An exception closes the lanes, so that neighbours raise, too; messages and runner
+    must then be created again.
     """
 
-    def __init__(self, pipeline: Schedule, stage: int, messages: Messages | None) -> None:
+    def __init__(self, pipeline: Schedule, stage: int, messages: StageMessages | None) -> None:
         if messages is None and pipeline.num_stages > 1:
-            raise ValueError(f"{pipeline.num_stages} stages need messages between them; give a Messages")
+            raise ValueError(f"{pipeline.num_stages} stages need messages between them; pass a StageMessages")
         self.pipeline, self.stage, self.messages = pipeline, stage, messages
         ops = pipeline.stages[stage]
-        # Right before its backward pass, recomputation is the stack's own: it hides all-reduces under it.
+        # Recomputation right before the backward pass is left to the stack, which overlaps its all-reduces.
         inside = {op for op, after in itertools.pairwise(ops) if op.kind == "R" and after == op._replace(kind="B")}
         self._steps = tuple(Step(op, str(op)) for op in ops if op not in inside)
         self._forward_steps = tuple(step for step in self._steps if "F" in (step.op.kind, step.op.of))
@@ -59,8 +59,8 @@ class StageRun:
         kinds = [step.op.kind for step in self._steps]
         self._last_backward = max((at for at, kind in enumerate(kinds) if kind in ("B", "W")), default=0)
         self._splits_weights = "W" in kinds
-        self._flights: dict[Place, _Flight] = {}
-        self._weights: dict[Place, Calls] = {}  # whose weight gradients wait for their W
+        self._flights: dict[Place, _InFlight] = {}
+        self._weights: dict[Place, StackHandles] = {}  # deferred weight gradients, until their W
         self._arrived: dict[Place, Tensor] = {}
         self._leaving: dict[Place, Tensor] = {}
 
@@ -68,11 +68,11 @@ class StageRun:
         self, forward: Forward, around_last: AbstractContextManager[Any] | None = None, *,
         spans: list[tuple[str, float, float]] | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """All forward and backward passes of a step; returns the losses, by micro-batch, on the last stage.
+        """Run all forward and backward passes of a step; return the losses, by micro-batch, on the last stage.
 
-        around_last: entered before the stage's last B, or its last W where there are any, and left when all its
-        messages are under way (`GradientAverage.overlapped()`). Gradients are added to those of the parameters.
-        spans: list to append (op, start, end) of every op to, in seconds of time.perf_counter().
+        around_last: context entered before the stage's last B, or its last W where there are any, and left when all
+        its messages have been sent (`GradientAverager.overlapped()`). Gradients accumulate in the parameters. spans:
+        list to append (op, start, end) of every op to, in seconds of time.perf_counter().
         """
         losses: list[Tensor] = []
         with self._executor(forward, losses, spans) as executor, ExitStack() as stack:
@@ -84,7 +84,7 @@ class StageRun:
 
     @torch.no_grad()
     def evaluate(self, forward: Forward) -> list[Tensor]:
-        """The forward passes alone; returns the losses, by micro-batch, on the last stage."""
+        """Run the forward passes alone; return the losses, by micro-batch, on the last stage."""
         losses: list[Tensor] = []
         with self._executor(forward, losses, keep=False) as executor:
             executor.run(self._forward_steps)
@@ -95,13 +95,13 @@ class StageRun:
         self, forward: Forward, losses: list[Tensor], spans: list[tuple[str, float, float]] | None = None, *,
         keep: bool = True,
     ) -> Iterator[Executor]:  # fmt: skip
-        """Around a list: messages begin and end with it; after a failure nothing is held and the lanes are ended."""
+        """Context of a list: begins and ends its messages; after a failure releases tensors and closes the lanes."""
         handlers: dict[str, Callable[[Step], None]] = {
             "F": partial(self._do_F, forward, losses, keep),
             "R": self._do_R, "B": self._do_B, "W": self._do_W,
             **{f"send {of}": self._send for of in "FB"}, **{f"receive {of}": self._receive for of in "FB"},
         }  # fmt: skip
-        guard = Guard(self.pipeline, f"stage {self.stage}", None, self._forget)
+        guard = FailureScope(self.pipeline, f"stage {self.stage}", None, self._forget)
         executor = Executor(handlers, guard, Context(spans))
         steps = self._steps if keep else self._forward_steps
         try:
@@ -121,7 +121,7 @@ class StageRun:
             held.clear()
 
     @property
-    def _messages(self) -> Messages:
+    def _messages(self) -> StageMessages:
         assert self.messages is not None, "a message needs a neighbour"
         return self.messages
 
@@ -134,7 +134,7 @@ class StageRun:
     def _do_F(self, forward: Forward, losses: list[Tensor], keep: bool, step: Step) -> None:  # noqa: N802
         place, context = step.place, Context()
         x = self._arrived.pop(place, None)
-        piece = Piece([])  # its gradients go to the parameters, hooks included
+        piece = Piece([])  # its gradients accumulate in the parameters, and hooks run
         if x is not None and keep:
             x = piece.input(x)
         y = forward(*place, x, context)
@@ -142,22 +142,22 @@ class StageRun:
         result = piece.output(y) if keep else y.detach()
         if keep:
             gradient = torch.ones_like(result) if is_loss else None
-            self._flights[place] = _Flight(piece, gradient, context.calls)
+            self._flights[place] = _InFlight(piece, gradient, context.handles)
         if is_loss:
             losses.append(result)
         else:
             self._leaving[place] = result
 
     def _do_R(self, step: Step) -> None:  # noqa: N802
-        self._flights[step.place].calls.recompute()
+        self._flights[step.place].handles.recompute()
 
     def _do_B(self, step: Step) -> None:  # noqa: N802
         place = step.place
         flight = self._flights.pop(place)
         gradient = self._arrived.pop(place) if flight.gradient is None else flight.gradient
         if self._splits_weights:
-            flight.calls.defer_weights()
-            self._weights[place] = flight.calls
+            flight.handles.defer_weights()
+            self._weights[place] = flight.handles
         for found in flight.piece.backward([gradient]):
             assert found is not None, "the input is what the part computes on"
             self._leaving[place] = found

@@ -1,4 +1,4 @@
-"""PlannedStack: the blocks of a plan's stage, chains of overlapped stacks of different tensor-parallel degrees."""
+"""PlannedStack: the blocks of a plan's stage as overlapped stacks of different tensor-parallel degrees."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, group_size
-from oases.parallel.fsdp import Unit
+from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.mesh import Mesh
 from oases.parallel.reshard import reshard
 from oases.parallel.stack import OverlappedStack
 from oases.plans.plan import AUTO, Plan, Segment
 
 BlockMaker = Callable[[int, ProcessGroup | None], nn.Module]
-"""(number of the block in the model, tensor-parallel group) -> the block, cut over that group."""
+"""(number of the block in the model, tensor-parallel group) -> the block, sharded over that group."""
 
 
-class Blocks(nn.Module):
-    """Blocks by their numbers in the model, which are their names."""
+class NumberedBlocks(nn.Module):
+    """Blocks named by their numbers in the model."""
 
     def __init__(self, blocks: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Blocks(nn.Module):
         return len(self._modules)
 
 
-class _Placed(NamedTuple):
-    """A segment, its modules' numbers in the model, and what runs it."""
+class _PlacedSegment(NamedTuple):
+    """Segment of a plan, the numbers of its blocks in the model, and the stack that runs it."""
 
     segment: Segment
     numbers: range
@@ -47,24 +47,24 @@ class _Placed(NamedTuple):
 
 
 class PlannedStack(nn.Module):
-    """The blocks that one stage of a plan has, each segment an `OverlappedStack` on as many samples as it has there.
+    """Blocks of one stage of a plan, each segment an `OverlappedStack` on its share of the samples.
 
-    blocks: called once for each block of the stage, in their order. mesh: the stage's (`Mesh.of(plan)`).
-    stack_options: those of OverlappedStack that no plan has, such as wire_dtype, or in place of what the plan says.
-    Input: [local samples, ...], those of this rank at the first segment's degree, the same on its tensor-parallel
-    ranks; output: [local samples, ...] at the last segment's degree. A replica's loss is the mean over its samples;
-    gradients are averaged by `GradientAverage(stack.parts())`. Parameters are called blocks.0, blocks.1, ... whatever
-    the plan and the stage, as in one OverlappedStack of the whole model.
+    blocks: called once for each block of the stage, in order. mesh: the stage's (`Mesh.of(plan)`). stack_options:
+    options of OverlappedStack that a plan does not have, such as wire_dtype, or that override it. Input: [local
+    samples, ...], this rank's share at the first segment's degree, replicated over its tensor-parallel ranks; output:
+    [local samples, ...] at the last segment's degree. A replica's loss is the mean over its samples; gradients are
+    averaged by `GradientAverager(stack.parts())`. Parameter names (blocks.0, blocks.1, ...) are those of one
+    OverlappedStack of the whole model, for every plan and stage.
     """
 
     def __init__(self, plan: Plan, blocks: BlockMaker, mesh: Mesh, **stack_options: Any) -> None:
         super().__init__()
         self.chunks = plan.parts_of(mesh.stage)
-        """The parts of the model that are run here: one, or several where a pipeline interleaves them."""
+        """Parts of the model on this stage: one, or several in an interleaved pipeline."""
         self.mesh = mesh
         made: dict[int, nn.Module] = {}
-        # In plain lists, so that the names of parameters tell nothing of the plan: any other reads the checkpoint.
-        self._placed: list[list[_Placed]] = []
+        # In plain lists, so that parameter names do not depend on the plan and any plan can read the checkpoint.
+        self._placed: list[list[_PlacedSegment]] = []
         for part in self.chunks:
             self._placed.append([])
             first = part.first_block
@@ -72,16 +72,16 @@ class PlannedStack(nn.Module):
                 numbers, group = self._numbers(first, segment), mesh.tensor(segment.tp)
                 made |= {number: blocks(number, group) for number in numbers}
                 stack = self._stack([made[number] for number in numbers], first, segment, stack_options)
-                self._placed[-1].append(_Placed(segment, numbers, stack))
+                self._placed[-1].append(_PlacedSegment(segment, numbers, stack))
                 first += segment.num_blocks
-        self.blocks = Blocks(made)
+        self.blocks = NumberedBlocks(made)
 
     def _numbers(self, first: int, segment: Segment) -> range:
-        """The modules of a segment that begins with block `first`, by their numbers in the model."""
+        """Numbers in the model of the blocks of a segment that begins with block `first`."""
         return range(first, first + segment.num_blocks)
 
     def _stack(self, blocks: list[nn.Module], first: int, segment: Segment, options: dict[str, Any]) -> nn.Module:
-        """What runs the blocks of a segment. first: the number of the first one."""
+        """Stack for the blocks of a segment. first: number of the first block."""
         return OverlappedStack(
             blocks, process_group=self.mesh.tensor(segment.tp), first_block=first,
             replica=self.mesh.replica(segment.tp), **{**_options_of(segment), **options},
@@ -99,17 +99,17 @@ class PlannedStack(nn.Module):
 
     @property
     def segments(self) -> list[Any]:
-        """The stacks of all segments."""
+        """Stacks of all segments."""
         return [placed.stack for chunk in self._placed for placed in chunk]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[samples at the first degree, ...] -> [samples at the last degree, ...], through all that is here."""
+        """[samples at the first degree, ...] -> [samples at the last degree, ...], through the whole stage."""
         for chunk in range(len(self.chunks)):
             x = self.run(x, chunk)
         return x
 
     def run(self, x: Tensor, chunk: int, context: Context | None = None) -> Tensor:
-        """Through one of the parts that are run here. context: that of its stacks' calls."""
+        """Run one part of this stage. context: for its stacks' calls."""
         part = self.chunks[chunk]
         degree = part.first_degree
         for segment, _, stack in self._placed[chunk]:
@@ -119,11 +119,11 @@ class PlannedStack(nn.Module):
 
     @property
     def calls(self) -> int:
-        """Forward passes so far, as `OverlappedStack.calls`."""
+        """Number of forward passes, see `OverlappedStack.calls`."""
         return max(stack.calls for stack in self.segments)
 
     def at_call(self, number: int) -> None:
-        """As `OverlappedStack.at_call`, of all segments."""
+        """Set the number of forward passes of all segments, see `OverlappedStack.at_call`."""
         for stack in self.segments:
             stack.at_call(number)
 
@@ -132,7 +132,7 @@ class PlannedStack(nn.Module):
         return []
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
-        """Parameters and the ranks that hold the same ones, block by block."""
+        """Parameters and their data-parallel group, block by block."""
         for segment, numbers, _ in itertools.chain.from_iterable(self._placed):
             for number in numbers:
                 unshared = self._unshared(self.blocks[number])
@@ -144,15 +144,15 @@ class PlannedStack(nn.Module):
                 if unshared:
                     yield unshared, None
 
-    def shard_weights(self) -> list[Unit]:
-        """Have the ranks of `parts` hold a shard of every weight; a unit for each block that has replicas."""
-        found: list[Unit] = []
+    def shard_weights(self) -> list[FsdpUnit]:
+        """Shard every weight over the ranks of `parts`; return a unit for each block that has replicas."""
+        found: list[FsdpUnit] = []
         for segment, numbers, stack in itertools.chain.from_iterable(self._placed):
             group, gathering = self.mesh.data(segment.tp), self.mesh.weights(segment.tp)
             if group is not None and gathering is not None and group_size(group) > 1:
                 blocks = {number: self.blocks[number] for number in numbers}
                 units = [
-                    Unit(block, group, gathering, f"block {number}", others=self._unshared(block))
+                    FsdpUnit(block, group, gathering, f"block {number}", others=self._unshared(block))
                     for number, block in blocks.items()
                 ]
                 stack.shard(units)
@@ -160,12 +160,12 @@ class PlannedStack(nn.Module):
         return found
 
     def compile_blocks(self, **options: Any) -> None:
-        """As `OverlappedStack.compile_blocks`, of all segments."""
+        """Compile the blocks of all segments, see `OverlappedStack.compile_blocks`."""
         for stack in self.segments:
             stack.compile_blocks(**options)
 
     def train(self, mode: bool = True) -> PlannedStack:
-        """Of the segments too, which are not registered."""
+        """Set the training mode, also of the stacks, which are not submodules."""
         for stack in self.segments:
             stack.train(mode)
         super().train(mode)
@@ -173,7 +173,7 @@ class PlannedStack(nn.Module):
 
 
 def _options_of(segment: Segment) -> dict[str, Any]:
-    """What a segment says of its OverlappedStack."""
+    """Options of a segment's OverlappedStack."""
     if segment.schedule != AUTO:
         return {"schedule": segment.generated()}
     again = segment.recomputed_layers

@@ -1,9 +1,9 @@
-"""Random numbers that do not depend on when, how often or in which cut a block runs.
+"""Random numbers that do not depend on when, how often or in which split a block runs.
 
-Each (call, method, block, sub-batch) draws from a stream of its own, so a recomputed mask is the mask. `combine`,
-after the all-reduce, draws the same on every tensor-parallel rank, as it must; `partial`, on a rank's own heads and
-features, draws differently. `ParallelDropout` goes further: its masks belong to samples, tokens and features of the
-whole batch, so they are those of the model that nobody cut.
+Each (call, method, block, sub-batch) draws from a stream of its own, so a recomputed mask equals the first one.
+`combine`, after the all-reduce, draws the same on every tensor-parallel rank, as it must; `partial`, on a rank's own
+heads and features, draws differently. The masks of `ParallelDropout` belong to samples, tokens and features of the
+whole batch, so they equal those of the unsharded model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Function = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Extent:
-    """What of the whole batch a tensor [samples, tokens, ...] holds. of_tokens: the whole's tokens; 0: all here."""
+    """Part of the whole batch in a tensor [samples, tokens, ...]. of_tokens: tokens of the whole; 0 where all are
+    here.
+    """
 
     first_sample: int
     samples: int
@@ -34,12 +36,12 @@ class Extent:
 
 
 Extents = Callable[[int], Extent]
-"""The extent of what an op gets, by its sub-batch."""
+"""Extent of an op's tensors, by its sub-batch."""
 
 
 @dataclass
 class _Draws:
-    """The masks of one op: counted, so that each has a stream of its own."""
+    """Masks of one op, counted, so that each has a stream of its own."""
 
     key: str
     rank: int
@@ -53,12 +55,12 @@ _drawing: ContextVar[_Draws | None] = ContextVar("oases_draws", default=None)
 
 
 class Randomness:
-    """The streams of one call. seed: what rank 0's `torch.manual_seed` gave; call: counts the calls of a stack.
+    """Random streams of one call. seed: rank 0's `torch.manual_seed`; call: number of the stack's call.
 
-    active: whether anything may be drawn, in training. draws: by (block, method), whether it drew so far; kept by the
-    stack from call to call, because saving, seeding and restoring a generator costs more than a small op does, and
-    most blocks draw nothing. first_block, first_sample: where the stack's blocks begin in the model, and its samples
-    in the batch.
+    active: whether anything may be drawn, in training. draws: by (block, method), whether it has drawn so far; kept
+    by the stack between calls, because saving, seeding and restoring a generator costs more than a small op, and most
+    blocks draw nothing. first_block, first_sample: offsets of the stack's blocks in the model, and of its samples in
+    the batch.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Randomness:
         self._key = (seed, call)
         self._first_block, self._first_sample = first_block, first_sample
         self._rank, self._size = rank, size
-        # Not torch.manual_seed: it reaches for every device there might be, which costs more than small ops do.
+        # Not torch.manual_seed: it seeds every device, which costs more than small ops.
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -87,19 +89,20 @@ class Randomness:
         self._marks: list[int] = []
 
     def begin(self) -> None:
-        """Before the ops of a forward pass: note the caller's own random state, which they leave as it is."""
+        """Save the caller's random state, before the ops of a forward pass."""
         if self.active:
             self._before = [generator.get_state() for generator in self._generators]
             self._marks = self._marked()
 
     def end(self) -> None:
-        """After the forward pass, which has left that state as it was."""
+        """Forget the saved state, after the forward pass."""
         self._before = []
 
     def run(self, method: MethodName, block: int, sub_batch: int, extent: Extents, function: Function) -> Tensor:
-        """Run one op of a forward pass, with a stream of its own if it draws; extent(sub_batch): what it gets.
+        """Run an op of a forward pass, with a stream of its own if it draws; extent(sub_batch): extent of its
+        tensors.
 
-        One that has drawn nothing so far runs as it is. Should it draw this time, it is run again, with its stream.
+        An op that has drawn nothing so far runs without a stream. If it draws now, it is run again with its stream.
         """
         if not self.active:
             return function()
@@ -111,13 +114,13 @@ class Randomness:
         return self._isolated(method, block, sub_batch, extent(sub_batch), function)
 
     def again(self, method: MethodName, block: int, sub_batch: int, extent: Extents, function: Function) -> Tensor:
-        """Run an op once more in the backward pass, with the numbers it drew before, if it drew any."""
+        """Recompute an op in the backward pass, with the same random numbers."""
         if not self.active or not self._draws.get((block, method), True):
             return function()
         return self._isolated(method, block, sub_batch, extent(sub_batch), function)
 
     def _isolated(self, method: MethodName, block: int, sub_batch: int, extent: Extent, function: Function) -> Tensor:
-        # partial, and product, which is its second half, work on the rank's own heads and features.
+        # partial, and its second half, product, work on the rank's own heads and features.
         shared = method in ("combine", "prepare")
         place = "partial" if method == "product" else method
         number = block + self._first_block
@@ -147,11 +150,12 @@ class Randomness:
 
 
 def whole_batch_mask(x: Tensor, keep: float, cut: int | Literal["whole", "unknown"]) -> Tensor | None:
-    """The next mask of the op that runs: ones with probability `keep`, else zeros, of the shape of `x`.
+    """The next dropout mask of the running op: ones with probability `keep`, else zeros, of the shape of `x`.
 
-    Every sample has a stream of its own, of its number in the whole batch. cut: the dimension of `x` that is cut over
-    the tensor-parallel ranks; "whole" if none is; "unknown": other ranks draw others, unless the op's tensors are
-    whole anyhow. None where masks by sample cannot be had: outside of a stack, or the samples do not lead `x`.
+    Every sample has a stream, by its number in the whole batch. cut: dimension of `x` sharded over the
+    tensor-parallel ranks; "whole" for none; "unknown": ranks draw different masks, unless the op's tensors are
+    replicated. None where masks by sample are not available: outside of a stack, or where dimension 0 of `x` is not
+    the batch.
     """
     draws = _drawing.get()
     if draws is None or x.dim() == 0 or x.shape[0] == 0 or x.shape[0] % draws.extent.samples:
@@ -159,7 +163,7 @@ def whole_batch_mask(x: Tensor, keep: float, cut: int | Literal["whole", "unknow
     extent = draws.extent
     per_sample = x.shape[0] // extent.samples
     shape = [per_sample, *x.shape[1:]]  # [1, tokens, ...] where the samples are dimension 0 themselves
-    windows: list[tuple[int, int]] = []  # (dimension, first) of what is here, in the mask of the whole
+    windows: list[tuple[int, int]] = []  # (dimension, first index) of this part in the mask of the whole batch
     if extent.of_tokens and per_sample == 1 and x.dim() > 1:
         windows.append((1, extent.first_token))
         shape[1] = extent.of_tokens
@@ -182,5 +186,5 @@ def whole_batch_mask(x: Tensor, keep: float, cut: int | Literal["whole", "unknow
 
 
 def hash_of(text: str) -> int:
-    """A number below 2 ** 56 that is the same for the same text on every rank."""
+    """Number below 2 ** 56, the same for the same text on every rank."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

@@ -1,8 +1,8 @@
-"""Between segments of different tensor-parallel degrees: the samples of replicas are joined or shared out.
+"""Resharding between segments of different tensor-parallel degrees: replicas gather or split their samples.
 
 Convention: the loss of a replica is the mean over its own samples, and gradients are averaged over the replicas of a
-segment. With k times as many samples in a replica, each weighs a k-th of what it weighs in one of the k replicas; so
-a gradient is multiplied by k on its way into them, and divided by k on its way out.
+segment. With k times as many samples in a replica, each weighs 1 / k of its weight in one of the k replicas; so a
+gradient is multiplied by k on its way into them, and divided by k on its way out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from oases.parallel.mesh import Mesh
 def reshard(x: Tensor, degree: int, other: int, mesh: Mesh) -> Tensor:
     """[samples, ...] of a segment of `degree` -> [samples * other / degree, ...], this rank's at the degree `other`.
 
-    Samples stay in their order. The input and its gradient are the same on all ranks of a tensor-parallel group, and
-    so are the results. ValueError where the samples cannot be shared out.
+    Samples keep their order. Input, result and gradients are replicated over tensor-parallel groups. ValueError where
+    the samples do not divide.
     """
     if degree == other:
         return x
@@ -59,7 +59,7 @@ class _Share(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, process_group: ProcessGroup, label: str) -> Tensor:
-    """The samples of all ranks of the group in rank order, without a gradient."""
+    """Samples of all ranks of the group in rank order, without a gradient."""
     x = x.contiguous()
     whole = x.new_empty((process_group.size() * x.shape[0], *x.shape[1:]))
     scheduler = scheduler_of(process_group)

@@ -1,4 +1,4 @@
-"""Which parameters of a model are cut over the tensor-parallel group, and how."""
+"""Sharding of parameters over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Cut:
-    """How a whole tensor is cut over the ranks of a group: along `dim`, each of its segments by itself.
+    """Division of a full tensor over the ranks of a group: along `dim`, each of its segments by itself.
 
-    segments: lengths along `dim`, which sum to the whole. A fused product of queries, keys and values has three, so
-    that every rank gets a part of each. A segment of n goes to rank r of t as [n * r // t, n * (r + 1) // t): parts
-    of a vocabulary that does not divide differ by one.
+    segments: lengths along `dim`, which sum to the full length. A fused query-key-value projection has three, so that
+    every rank gets a part of each. Rank r of t gets [n * r // t, n * (r + 1) // t) of a segment of n: parts of a
+    vocabulary that does not divide differ by one.
     """
 
     dim: int
@@ -23,11 +23,11 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """The whole length along `dim`."""
+        """Full length along `dim`."""
         return sum(self.segments)
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """[start, stop) in the whole tensor of what `rank` holds, one range per segment, in the order of its part."""
+        """[start, stop) in the full tensor of the shard of `rank`, one range per segment."""
         found, first = [], 0
         for length in self.segments:
             found.append((first + length * rank // ranks, first + length * (rank + 1) // ranks))
@@ -35,7 +35,7 @@ class Cut:
         return found
 
     def take(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """The part of `rank`; a view where there is one segment. ValueError for a tensor of another length."""
+        """Shard of `rank`; a view where there is one segment. ValueError for a tensor of another length."""
         if whole.shape[self.dim] != self.size:
             raise ValueError(
                 f"a tensor of shape {tuple(whole.shape)} has {whole.shape[self.dim]} along dimension {self.dim}, "
@@ -45,7 +45,7 @@ class Cut:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from every rank's part, in rank order."""
+        """Full tensor from the shards of all ranks, in rank order."""
         by_rank = [
             part.split([last - first for first, last in self.ranges(rank, len(parts))], self.dim)
             for rank, part in enumerate(parts)
@@ -54,9 +54,9 @@ class Cut:
 
 
 def sharded_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, int]]:
-    """(name, parameter, dimension that is cut over the tensor-parallel group), each parameter once.
+    """(name, parameter, sharded dimension) of each tensor-parallel parameter, each once.
 
-    A module says which of its parameters are cut, and where, by its attribute `shard_dims`.
+    A module declares them by its attribute `shard_dims`.
     """
     found: dict[int, tuple[str, nn.Parameter, int]] = {}
     for prefix, child, name, dim in _cut(module):
@@ -66,10 +66,10 @@ def sharded_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, int]]
 
 
 def cuts(module: nn.Module) -> dict[int, Cut]:
-    """How each cut parameter is cut, by the id of the parameter.
+    """Cut of each sharded parameter, by its id.
 
-    The lengths along `shard_dims` are those of `shard_segments` where a module has that attribute, by the name of the
-    parameter; else every rank holds as much as this one.
+    Segments are those of the module's `shard_segments`, by parameter name; without it every rank holds as much as
+    this one.
     """
     found: dict[int, Cut] = {}
     for _, child, name, dim in _cut(module):
@@ -81,7 +81,7 @@ def cuts(module: nn.Module) -> dict[int, Cut]:
 
 
 def holders(module: nn.Module) -> dict[int, nn.Module]:
-    """The module that says it is cut, by the id of the parameter; where it has a group, that group cuts it."""
+    """Module that declares a sharded parameter, by the parameter's id; its group, if any, shards it."""
     found: dict[int, nn.Module] = {}
     for _, child, name, _ in _cut(module):
         found.setdefault(id(getattr(child, name)), child)

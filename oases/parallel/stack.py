@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from oases._C import OverlapScheduler
 from oases.errors import OverlapError
-from oases.execution.call import deliver
+from oases.execution.call import apply_call
 from oases.execution.executor import Context
-from oases.execution.failure import Watch, watch_of
+from oases.execution.failure import FailureMonitor, monitor_of
 from oases.execution.group import HoldsGroup, ProcessGroup, refuse_capture, resolve
-from oases.execution.wire import Scheduler, Silence, Wire
+from oases.execution.wire import NullScheduler, Scheduler, Wire
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
-from oases.parallel.batch import BlockInputs, Inputs, SubBatches, Tokens, differentiable, refuse_mixing
-from oases.parallel.blocks import BlockProgram, Blocks
-from oases.parallel.call import CallOptions, StackCall, StackParameters, agreed, leaves_of
+from oases.parallel.batch import BlockInputs, CallInputs, SequenceShard, SubBatches, differentiable, refuse_mixing
+from oases.parallel.blocks import BlockProgram, BlockWork
+from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_schedule, leaves_of
 from oases.parallel.dropout import adopt_dropouts
-from oases.parallel.fsdp import Unit
+from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.randomness import MethodName, Randomness
 from oases.reporting import WHOLE_BATCH, report
 from oases.schedule import (
@@ -41,36 +41,35 @@ _numbers = itertools.count()
 
 
 def _nothing() -> None:
-    """A weak reference to nothing."""
+    """Empty weak reference."""
 
 
 class OverlappedStack(HoldsGroup, nn.Module):
-    """A stack of tensor-parallel blocks run by a schedule that hides all-reduces under other sub-batches.
+    """Stack of tensor-parallel blocks run by a schedule that overlaps all-reduces with other sub-batches.
 
-    blocks: modules with `partial(x) -> y`, without communication, up to the row-parallel product, and
+    blocks: modules with `partial(x) -> y`, without communication, up to the row-parallel linear, and
         `combine(x, y_reduced) -> next x`. Blocks must treat samples (dimension 0) independently.
-    process_group: the tensor-parallel group; None is the default group. schedule: the name of a generator in
-        `oases.schedule` or a Schedule for len(blocks) blocks. sub_batches: how many parts the batch is cut into
-        ("sync" runs it whole). "auto" for either measures the candidates on the first steps, "off" among them, and
-        keeps the fastest. recompute: "full" keeps block inputs alone and computes the rest again;
-        a number does so for the first so many layers.
-    wire_dtype: send sums in this type, at its bytes. sequence_parallel: between the blocks each rank holds its part
-        of the sequence (dimension 1), and a reduce-scatter and an all-gather take the place of each all-reduce; they
-        hide best from three sub-batches on. A block that gives the two halves of partial, prepare(x) -> h (its norm)
-        and product(h) -> y, has the first run on that part. combine and prepare must treat tokens independently.
-    A batch smaller than sub_batches is cut along the sequence where a block says token_wise = True (an MLP): its
-        all-reduces and its neighbours' then hide under it. Otherwise small_batch says what happens: "refuse" raises,
-        "whole" runs it by the schedule sync with the same recomputation; its collectives have a row of their own,
-        "stack 0, whole batch", in `oases.report()`.
+    process_group: the tensor-parallel group; None for the default group. schedule: name of a generator in
+        `oases.schedule`, or a Schedule for len(blocks) blocks. sub_batches: number of parts of the batch ("sync" does
+        not split it). "auto" for either measures the candidates in the first steps, "off" among them, and keeps the
+        fastest. recompute: "full" keeps block inputs alone and recomputes the rest; a number does so for the first
+        so many layers.
+    wire_dtype: type in which sums are sent. sequence_parallel: between blocks each rank holds its part of the
+        sequence (dimension 1), and a reduce-scatter and an all-gather replace each all-reduce; they overlap best with
+        three or more sub-batches. A block with the two halves of partial, prepare(x) -> h (its norm) and
+        product(h) -> y, runs the first on that part. combine and prepare must treat tokens independently.
+    small_batch: a batch smaller than sub_batches is split along the sequence in blocks with token_wise = True (an
+        MLP), whose matmuls hide their own and their neighbours' all-reduces. Otherwise "refuse" raises, and "whole"
+        runs it by the schedule sync with the same recomputation; its collectives have a row of their own, "stack 0,
+        whole batch", in `oases.report()`.
     require_overlap (or OASES_REQUIRE_OVERLAP=1): raise OverlapError where nothing overlaps.
-    layer_of: each block's layer, in order; without, two blocks are one. Recomputation goes by layers, and so does
-        `oases.report()`, which calls the stack by its `name`.
-    first_block, replica: of a stack that is a part of a model, or has a share of the batch: which, for its random
-        numbers.
-    Input and output: [batch, ...], the same on every rank. What blocks read besides (a mask, a position bias) is
-    given to a call as one `BlockInputs` per block. Gradients of sharded parameters (`shard_dims` of
-    their module) stay this rank's; those of replicated ones are summed over the group where they are shares.
-    Raises ValueError for a batch that cannot be cut, ScheduleError for a bad schedule.
+    layer_of: layer of each block, in order; default: two blocks per layer. Used by recomputation and
+        `oases.report()`, which shows the stack's `name`.
+    first_block, replica: offset in the model and number of the batch's share, for random numbers.
+    Input and output: [batch, ...], replicated. Further inputs of blocks (a mask, a position bias) are passed as one
+    `BlockInputs` per block. Gradients of sharded parameters (`shard_dims` of their module) stay local; partial
+    gradients of replicated ones are all-reduced.
+    Raises ValueError for a batch that cannot be split, ScheduleError for an invalid schedule.
     Source: arXiv 2305.16121.
     """
 
@@ -117,9 +116,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.small_batch = small_batch
         self.require_overlap = require_overlap or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
         self.number = next(_numbers)
-        """Counts the stacks of this process, so that errors and statistics can tell them apart."""
+        """Number of this stack in the process, for errors and statistics."""
         self.first_block, self._replica = first_block, replica
-        self._units: list[Unit] = []  # by block, where weights are sharded
+        self._units: list[FsdpUnit] = []  # by block, where weights are sharded
         self._compiled: list[nn.Module] = []
         self._block_parameters: list[StackParameters] = []
         self._programs: dict[int, BlockProgram] = {}  # by the id of the schedule, which they hold
@@ -127,31 +126,31 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self._seed: int | None = None
         self._agreed: set[tuple[int, int]] = set()  # ids of programs, with the failures before
         self._calls = 0
-        self._watch: Callable[[], Watch | None] = _nothing  # weakly: a stack keeps no group alive
+        self._monitor: Callable[[], FailureMonitor | None] = _nothing  # weakly: a stack keeps no group alive
         self.run_as(schedule, sub_batches, recompute)
 
     @property
     def label(self) -> str:
-        """What errors and statistics call this stack."""
+        """Name of this stack in errors and statistics."""
         return f"stack {self.number} {self.name}".rstrip()
 
     @property
     def calls(self) -> int:
-        """Forward passes so far, which tell the streams of random numbers."""
+        """Number of forward passes, which selects the random streams."""
         return self._calls
 
     def at_call(self, number: int) -> None:
-        """Have this many forward passes behind the next one; for a run that goes on."""
+        """Set the number of forward passes, for a resumed run."""
         self._calls = number
 
-    def shard(self, units: Sequence[Unit]) -> None:
-        """Have the weights of the blocks gathered as the list needs them: a unit for each block."""
+    def shard(self, units: Sequence[FsdpUnit]) -> None:
+        """Have a unit per block gather its weights as the schedule needs them."""
         self._units = list(units)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles begin without what is known of this process's groups, parameters and lists."""
+        """Leave caches of this process's groups, parameters and schedules out of copies and pickles."""
         caches: dict[str, Any] = {
-            "_watch": _nothing,
+            "_monitor": _nothing,
             "_block_parameters": [],
             "_programs": {},
             "_by_tokens": {},
@@ -165,11 +164,11 @@ class OverlappedStack(HoldsGroup, nn.Module):
         sub_batches: int | Literal["auto"] = 2,
         recompute: Recompute = "none",
     ) -> None:
-        """Change the schedule for the calls to come."""
+        """Change the schedule of later calls."""
         self._tunings: dict[str, Tuning] | None = None
         self._programs = {}
         self._agreed = set()
-        # What takes the place of a schedule for batches too small for it.
+        # Replacements of a schedule for batches too small for it.
         self._by_tokens: dict[int, Schedule] = {}  # by the id of the schedule
         self._whole: dict[int, Schedule] = {}
         if isinstance(schedule, Schedule):
@@ -200,10 +199,10 @@ class OverlappedStack(HoldsGroup, nn.Module):
     ) -> Tensor:
         """[batch, ...] -> [batch, ...].
 
-        inputs: further arguments of each block's methods, one for each block. Tensors among it that require grad get
-        gradients: in `partial` each rank has its share of them, in `combine` they are whole. context: spans to
-        record, a pipeline's handle of the call. ValueError where they do not fit the blocks or the batch, or
-        sub-batches are parts of the sequence.
+        inputs: further arguments of each block's methods, one for each block. Tensors among them that require grad
+        get gradients: partial sums over the ranks from `partial`, complete ones from `combine`. context: spans to
+        record, a pipeline's handles. ValueError where they do not fit the blocks or the batch, or sub-batches are
+        parts of the sequence.
         """
         if x.is_cuda:
             refuse_capture(x)
@@ -211,7 +210,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         tuning = self._tuning(x, given) if self._tunings is not None else None
         if tuning is not None:
             self.schedule = tuning.current
-        scheduler: Scheduler = Silence()
+        scheduler: Scheduler = NullScheduler()
         if self.tensor_parallel > 1:
             scheduler = OverlapScheduler.of(self._group_name)
         if self.require_overlap and (tuning is None or tuning.choice is not None):
@@ -219,7 +218,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         return self.run(x, scheduler, tuning, given, context)
 
     def _checked(self, inputs: Sequence[BlockInputs] | None) -> Sequence[BlockInputs]:
-        """The inputs, nothing where no block reads any."""
+        """The inputs; () where no block reads any."""
         if inputs is not None and len(inputs) != len(self.blocks):
             raise ValueError(f"{len(inputs)} BlockInputs were given to {len(self.blocks)} blocks; give one for each")
         return inputs if inputs is not None and any(each.values for each in inputs) else ()
@@ -237,13 +236,13 @@ class OverlappedStack(HoldsGroup, nn.Module):
         return self._tunings[key]
 
     def compile_blocks(self, **options: Any) -> None:
-        """Have the methods of every block run compiled; options: those of torch.compile. Names of weights stay."""
+        """Compile the methods of every block; options: of torch.compile. Parameter names stay."""
         # In a plain list: torch.compile's wrapper would put a prefix before the names of a block's parameters.
         self._compiled = [cast(nn.Module, torch.compile(block, **options)) for block in self.blocks]
 
     @property
     def joint_blocks(self) -> frozenset[int]:
-        """The blocks that need every token at once."""
+        """Blocks that need all tokens at once."""
         return frozenset(b for b, block in enumerate(self.blocks) if not getattr(block, "token_wise", False))
 
     def _can_cut_tokens(self, x: Tensor, parts: int, inputs: Sequence[BlockInputs]) -> bool:
@@ -254,10 +253,10 @@ class OverlappedStack(HoldsGroup, nn.Module):
         return along_sequence(len(self.blocks), parts, self.joint_blocks, recompute, self.layer_of)
 
     def _schedule_for(self, x: Tensor, inputs: Sequence[BlockInputs]) -> Schedule:
-        """The schedule, or what takes its place for a batch too small to cut.
+        """The schedule, or its replacement for a batch too small to split.
 
-        That is the same with parts of the sequence for sub-batches, or with small_batch="whole" the batch in one.
-        Raises ValueError where `x` and `inputs` cannot be cut as it asks.
+        That is the same along the sequence, or with small_batch="whole" the unsplit batch. Raises ValueError where
+        `x` and `inputs` cannot be split.
         """
         schedule, parts = self.schedule, self.schedule.num_sub_batches
         if schedule.sequence_parallel and (x.dim() < 3 or x.shape[1] % self.tensor_parallel):
@@ -270,8 +269,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 raise ValueError(f"an input of shape {tuple(x.shape)} cannot be cut into {parts} parts of a sequence")
             if inputs:
                 raise ValueError(
-                    f"schedule '{schedule.name}' cuts along the sequence, and nobody can tell how the blocks' inputs "
-                    "are to be cut with it; use a schedule that cuts the batch"
+                    f"schedule '{schedule.name}' splits the sequence, along which the blocks' inputs cannot be "
+                    "split; use a schedule that splits the batch"
                 )
             return schedule
         if x.shape[0] >= parts:
@@ -284,23 +283,22 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 return self._whole[id(schedule)]
             raise ValueError(
                 f"a batch of {x.shape[0]} cannot be cut into {parts} sub-batches; use a larger batch or fewer "
-                "sub_batches, let small_batch='whole' run it uncut, or with schedule='oases' let blocks that treat "
-                "tokens independently say token_wise = True to be cut along the sequence, which blocks with inputs "
-                "cannot be"
+                "sub_batches, small_batch='whole' to run it unsplit, or with schedule='oases' and without block "
+                "inputs token_wise = True in blocks that treat tokens independently, to split the sequence"
             )
         if id(schedule) not in self._by_tokens:
             self._by_tokens[id(schedule)] = self._along_sequence(parts, self._recomputed_layers(schedule))
         return self._by_tokens[id(schedule)]
 
     def _require_overlap(self, schedule: Schedule) -> None:
-        """Raise OverlapError if communication by `schedule` cannot, or this stack's did not, run under compute."""
+        """Raise OverlapError if `schedule` cannot overlap communication, or this stack's did not overlap."""
         why = None
         if self.tensor_parallel == 1:
             why = "the group has one rank, so nothing is communicated"
         elif not schedule.overlaps:
             why = f"schedule '{schedule.name}' with {schedule.num_sub_batches} sub-batches overlaps nothing"
             if self._tunings is not None:
-                why += "; it was chosen because it measured fastest here"
+                why += "; it was chosen as the fastest in measurements"
         elif self._calls >= 4:
             rows = [row for row in report(self.process_group).stacks if row.where == self.label]
             if rows and rows[0].hidden is not None and rows[0].hidden < 0.01:
@@ -317,9 +315,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
         inputs: Sequence[BlockInputs] = (),
         context: Context | None = None,
     ) -> Tensor:
-        """Forward with collectives by `scheduler`; `Silence()` measures the compute alone.
+        """Run the forward pass with collectives by `scheduler`; `NullScheduler()` measures the compute alone.
 
-        tuning: takes the time of this call's forward and backward pass. inputs, context: as for `forward`.
+        tuning: receives the seconds of this call's forward and backward pass. inputs, context: as for `forward`.
         """
         schedule = self._schedule_for(x, inputs)
         blocks = self._compiled or list(self.blocks)
@@ -329,14 +327,16 @@ class OverlappedStack(HoldsGroup, nn.Module):
         )
         program = self._program_of(schedule, blocks)
         rank, size = self._group_rank, self.tensor_parallel
-        cut = SubBatches(x.shape, schedule, Tokens(rank, size) if schedule.sequence_parallel else Tokens())
-        held = Inputs(inputs, cut, with_gradients=with_gradients)
-        watch = None
+        cut = SubBatches(
+            x.shape, schedule, SequenceShard(rank, size) if schedule.sequence_parallel else SequenceShard()
+        )
+        held = CallInputs(inputs, cut, with_gradients=with_gradients)
+        monitor = None
         if isinstance(scheduler, OverlapScheduler):
-            watch = self._watched(scheduler, x.device)
-        failures = 0 if watch is None else watch.scheduler.failures
+            monitor = self._checked_monitor(scheduler, x.device)
+        failures = 0 if monitor is None else monitor.scheduler.failures
         if (id(program), failures) not in self._agreed:
-            seed, self._calls = agreed(schedule, self.process_group, self.wire_dtype, self._calls)
+            seed, self._calls = agree_on_schedule(schedule, self.process_group, self.wire_dtype, self._calls)
             self._seed = seed if self._seed is None else self._seed
             self._agreed.add((id(program), failures))
         assert self._seed is not None
@@ -347,34 +347,34 @@ class OverlappedStack(HoldsGroup, nn.Module):
             first_block=self.first_block, first_sample=self._replica * x.shape[0],
         )  # fmt: skip
         context = Context() if context is None else context
-        work = Blocks(
+        work = BlockWork(
             blocks, program, Wire(scheduler, size, self.wire_dtype), x, leaves, differentiable=with_gradients,
             randomness=randomness, cut=cut, inputs=held,
         )  # fmt: skip
-        options = CallOptions(scheduler, watch, context, tuning, self._units)
+        options = CallOptions(scheduler, monitor, context, tuning, self._units)
         call = StackCall(program, work, parameters, options, differentiable=with_gradients)
         if not with_gradients:
             return call.forward()
-        context.calls.add(call)
-        return deliver(call, x)
+        context.handles.add(call)
+        return apply_call(call, x)
 
-    def _watched(self, scheduler: OverlapScheduler, device: torch.device) -> Watch:
-        """The group's watch. Raises another rank's failure, if this one has not heard of it yet."""
-        watch = self._watch()
-        if watch is None or watch.scheduler is not scheduler:
-            watch = watch_of(cast(ProcessGroup, self.process_group), scheduler, device)
-            self._watch = ref(watch)
+    def _checked_monitor(self, scheduler: OverlapScheduler, device: torch.device) -> FailureMonitor:
+        """The group's failure monitor. Raises another rank's failure, if there is one."""
+        monitor = self._monitor()
+        if monitor is None or monitor.scheduler is not scheduler:
+            monitor = monitor_of(cast(ProcessGroup, self.process_group), scheduler, device)
+            self._monitor = ref(monitor)
         try:
             scheduler.check()
         except RuntimeError as error:
-            raise watch.error() from error
-        return watch
+            raise monitor.error() from error
+        return monitor
 
     def _parameters_of(self, blocks: Sequence[nn.Module]) -> list[StackParameters]:
-        """The blocks' parameters as they are now, looked at again where something has changed."""
+        """Current parameters of the blocks; refreshed where modules have changed."""
         if len(self._block_parameters) != len(blocks):
             self._block_parameters = [StackParameters(block) for block in blocks]
-        elif not self._units:  # those that are sharded do not stand in their places between calls
+        elif not self._units:  # sharded parameters are not in their places between calls
             for number, known in enumerate(self._block_parameters):
                 if not known.current:
                     self._block_parameters[number] = StackParameters(blocks[number])

@@ -1,8 +1,8 @@
-"""`ColwiseParallel` and `RowwiseParallel` of torch, with their communication overlapped: change two names in a plan.
+"""Drop-in replacements for torch's `ColwiseParallel` and `RowwiseParallel` with overlapped communication.
 
-Parameters become the same DTensors as with torch's styles; only the product differs. It runs as the chunked ops of
+Parameters become the same DTensors as with torch's styles; only the matmul differs. It runs as the chunked ops of
 csrc/linear.cpp on the local shards: replicated activations are all-reduced, those sharded along the sequence (dim -2)
-are gathered and scattered, while other chunks are computed. Any other layout is redistributed to one of these first.
+are gathered and scattered, while other chunks are computed. Other layouts are redistributed to one of these first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from oases.parallel.chunks import Chunks, Kind, NumChunks
 
 
 class _Overlapped(ParallelStyle):
-    """What the two styles share; comes before torch's style among the bases, which keeps all but `nn.Linear`."""
+    """Base of both styles; precedes torch's style among the bases, which handles all but `nn.Linear`."""
 
     kind: ClassVar[Kind]
     # Of torch's style:
@@ -56,7 +56,7 @@ class _Overlapped(ParallelStyle):
         def forward(linear: nn.Linear, x: Tensor) -> Tensor:
             needed, made, sequence = self._layouts(x.dim())
             x = _local(x, device_mesh, given, needed)
-            y = chunks.product(self.num_chunks, x, *_weights(linear), name, sequence)
+            y = chunks.linear(self.num_chunks, x, *_weights(linear), name, sequence)
             return _laid_out(y, device_mesh, made, wanted, self.use_local_output)
 
         module.forward = MethodType(forward, module)  # type: ignore[method-assign]
@@ -64,13 +64,13 @@ class _Overlapped(ParallelStyle):
 
     @abstractmethod
     def _layouts(self, ndim: int) -> tuple[Placement, Placement, bool]:
-        """The layouts that the op takes and makes, and whether it is sequence-parallel."""
+        """Layouts of the op's input and output, and whether it is sequence-parallel."""
 
 
 class OverlappedColwiseParallel(_Overlapped, ColwiseParallel):
     """Drop-in for `ColwiseParallel`; on `nn.Embedding` it is torch's own.
 
-    num_chunks: pieces the product is cut into, "auto" measures. The other arguments are torch's.
+    num_chunks: chunks of the matmul; "auto" measures. Other arguments are torch's.
     """
 
     kind = "column"
@@ -84,7 +84,7 @@ class OverlappedColwiseParallel(_Overlapped, ColwiseParallel):
 class OverlappedRowwiseParallel(_Overlapped, RowwiseParallel):
     """Drop-in for `RowwiseParallel`; on `nn.Embedding` it is torch's own.
 
-    num_chunks: pieces the product is cut into, "auto" measures. The other arguments are torch's.
+    num_chunks: chunks of the matmul; "auto" measures. Other arguments are torch's.
     """
 
     kind = "row"
@@ -106,7 +106,7 @@ def _same(a: Placement, b: Placement, ndim: int) -> bool:
 
 
 def _local(x: Tensor, mesh: DeviceMesh, given: Placement, needed: Placement) -> Tensor:
-    """This rank's part of `x` under the layout `needed`; a plain tensor is taken to have the layout `given`."""
+    """This rank's part of `x` in the layout `needed`; a plain tensor is assumed to have the layout `given`."""
     if not isinstance(x, DTensor):
         if _same(given, needed, x.dim()):
             return x

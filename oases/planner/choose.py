@@ -8,7 +8,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from oases.errors import UsageError
-from oases.planner.chain import Runs
+from oases.planner.block_chain import StackTimings
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
 from oases.planner.search import SettingSearch
@@ -55,7 +55,7 @@ def _changed(segments: list[Segment], search: SettingSearch) -> Iterator[list[Se
         for name, count in search.ways(segment.tp):
             yield _with(segments, at, replace(segment, schedule=name, sub_batches=count))
         for tp in search.degrees:
-            way = search.run_of((tp, segment.recomputed_layers > 0))
+            way = search.timing_of((tp, segment.recomputed_layers > 0))
             changed = replace(segment, tp=tp, schedule=way.schedule, sub_batches=way.sub_batches)
             yield _merged(_with(segments, at, changed))
         for layers in (segment.recomputed_layers - 1, segment.recomputed_layers + 1):
@@ -104,7 +104,7 @@ def _split(segments: list[Segment], at: int, first: int, search: SettingSearch) 
     for tp in search.degrees:
         if tp == segment.tp:
             continue
-        way = search.run_of((tp, segment.recomputed_layers > 0))
+        way = search.timing_of((tp, segment.recomputed_layers > 0))
         for mine, length in ((0, first), (1, segment.num_blocks - first)):
             counts = (first, segment.num_blocks - first)
             parts = [
@@ -120,27 +120,27 @@ class NoPlanError(UsageError):
     """No plan fits the memory. The message says which smallest change makes one fit."""
 
 
-def refusal(runs: Runs, world: int, global_batch: int, capacity: int) -> str:
+def refusal(timings: StackTimings, world: int, global_batch: int, capacity: int) -> str:
     """Why nothing fits, and the smallest single changes that make something fit."""
-    model, least = runs.model, _least_bytes(runs, world, global_batch, capacity)
+    model, least = timings.model, _least_bytes(timings, world, global_batch, capacity)
     others = {
-        "recomputation (leave out --no-recompute)": (model, replace(runs.space, recompute=True)),
-        "a sharded optimizer (leave out --no-zero)": (model, replace(runs.space, zero=(False, True))),
+        "recomputation (leave out --no-recompute)": (model, replace(timings.space, recompute=True)),
+        "a sharded optimizer (leave out --no-zero)": (model, replace(timings.space, zero=(False, True))),
     }
-    if not runs.hardware.blocks and "bfloat16" in runs.hardware.device.flops_per_second:
-        others["bfloat16 instead of float32"] = (replace(model, dtype="bfloat16"), runs.space)
+    if not timings.hardware.blocks and "bfloat16" in timings.hardware.device.flops_per_second:
+        others["bfloat16 instead of float32"] = (replace(model, dtype="bfloat16"), timings.space)
     changes = [
         change
         for change, (shape, space) in others.items()
-        if (shape.element_bytes, space) != (model.element_bytes, runs.space)
-        and _least_bytes(Runs(shape, runs.hardware, space), world, global_batch, capacity) <= capacity
+        if (shape.element_bytes, space) != (model.element_bytes, timings.space)
+        and _least_bytes(StackTimings(shape, timings.hardware, space), world, global_batch, capacity) <= capacity
     ]
     for ranks in (world * 2**power for power in range(1, 7)):
-        if _least_bytes(runs, ranks, global_batch, capacity) <= capacity:
+        if _least_bytes(timings, ranks, global_batch, capacity) <= capacity:
             changes.append(f"{ranks} devices instead of {world}")
             break
     for batch in (global_batch // 2**power for power in range(1, 11)):
-        if batch >= 1 and _least_bytes(runs, world, batch, capacity) <= capacity:
+        if batch >= 1 and _least_bytes(timings, world, batch, capacity) <= capacity:
             changes.append(f"a global batch of {batch} instead of {global_batch}")
             break
     unit = 2**30 if least >= 2**30 else 2**20
@@ -153,16 +153,16 @@ def refusal(runs: Runs, world: int, global_batch: int, capacity: int) -> str:
     )
 
 
-def _least_bytes(runs: Runs, world: int, global_batch: int, capacity: int) -> float:
-    space = runs.space
+def _least_bytes(timings: StackTimings, world: int, global_batch: int, capacity: int) -> float:
+    space = timings.space
     if "one_f_one_b" in space.pipelines:  # none holds less
         space = replace(space, pipelines=("one_f_one_b",))
     try:
-        options = list(settings(runs.model, runs.hardware, world, global_batch, space))
+        options = list(settings(timings.model, timings.hardware, world, global_batch, space))
     except UsageError:
         return math.inf
-    predictor = Predictor(runs.hardware)
-    searches = [SettingSearch(setting, runs, capacity, predictor) for setting in options]
+    predictor = Predictor(timings.hardware)
+    searches = [SettingSearch(setting, timings, capacity, predictor) for setting in options]
     lightest = min(searches, key=SettingSearch.smallest_bytes)
     return max(lightest.smallest_bytes(), lightest.peak_of_lightest())
 
@@ -199,9 +199,9 @@ def rank_plans(
     space = space or Space()
     predictor = predictor or Predictor(hardware)
     capacity = usable_bytes(hardware, budget)
-    runs = Runs(model, hardware, space)
+    timings = StackTimings(model, hardware, space)
     searches = [
-        SettingSearch(setting, runs, capacity, predictor)
+        SettingSearch(setting, timings, capacity, predictor)
         for setting in settings(model, hardware, world, global_batch, space)
     ]
     searches.sort(key=SettingSearch.least_seconds)
@@ -222,7 +222,7 @@ def rank_plans(
         if on_setting is not None:
             on_setting(done, len(searches))
     if not found:
-        raise NoPlanError(refusal(runs, world, global_batch, capacity))
+        raise NoPlanError(refusal(timings, world, global_batch, capacity))
     by_setting = {search.setting: search for search in searches}
     for plan in ranked(found)[:IMPROVED]:
         better = _improved(plan, by_setting[_setting_of(plan)], predictor, capacity)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from oases.errors import UsageError
 from oases.planner.ends import embedding, exposed, head
 from oases.planner.memory import embedding_segment, stage_parameters, stage_state_bytes
-from oases.planner.pieces import OPTIMIZER, SENT, PartPieces, Piece, StagePieces
+from oases.planner.pass_costs import OPTIMIZER, SENT, PartCosts, PassCost, StageCosts
 from oases.plans.plan import BUCKET_BYTES, Part, Plan, Segment
 from oases.plans.shape import GRADIENT_BYTES, ModelShape
 from oases.schedule import Op
@@ -96,13 +96,13 @@ def _again(op: Op | None) -> bool:
 class StageModel:
     """The instructions of one stage of a plan.
 
-    lowered: `Lowered.of` on the hardware, remembered. with_ends: embedding, head and optimizer, too. told_apart: the
-    micro-batches' instructions have names of their own.
+    lowered: `Lowered.of` on the hardware, cached. with_ends: include embedding, head and optimizer. distinct_names:
+    put the micro-batch into instruction names.
     """
 
     def __init__(
         self, plan: Plan, number: int, hardware: Hardware, lowered: Callable[..., Lowered], *, with_ends: bool = True,
-        told_apart: bool = True,
+        distinct_names: bool = True,
     ) -> None:  # fmt: skip
         if plan.experts is not None:
             raise UsageError(
@@ -113,7 +113,7 @@ class StageModel:
         self.hardware = hardware
         self.model = plan.model
         self.with_ends = with_ends
-        self.told_apart = told_apart and plan.micro_batches > 1
+        self.distinct_names = distinct_names and plan.micro_batches > 1
         self.parts = plan.parts_of(number)
         self._lowered_of = lowered
         count, many = len(plan.stages), plan.micro_batches
@@ -132,15 +132,15 @@ class StageModel:
             embedding_segment(plan).tp, kind, bool(self.early), (part, m) in self.early,
         )  # fmt: skip
 
-    def passes(self, part: Part, pieces: StagePieces | None = None) -> StagePasses:
-        """Of one of the stage's parts. pieces: take them, as one instruction each, but for the stage's last pass."""
+    def passes(self, part: Part, costs: StageCosts | None = None) -> StagePasses:
+        """Of one of the stage's parts. costs: take them, as one instruction each, but for the stage's last pass."""
         seconds = self._message_seconds(part)
-        if pieces is None:
+        if costs is None:
             return StagePasses(
                 lambda m: self.forward(part, m), lambda m: self.backward(part, m), lambda m: self.recompute(part, m),
                 lambda m: self.weights(part, m), seconds,
             )  # fmt: skip
-        found = pieces.parts[self.parts.index(part)]
+        found = costs.parts[self.parts.index(part)]
 
         def of(kind: Literal["F", "B", "R", "W"], m: int) -> Sequence[Instruction]:
             if (kind, part.number, m) == self.last:
@@ -149,16 +149,16 @@ class StageModel:
             if kind == "R" and not ahead:
                 return []
             after = found.backward_after if ahead else found.backward
-            piece = {"F": found.forward, "B": after, "R": found.recompute, "W": found.weights}[kind]
-            return piece.instructions(f"{kind} {part.number}.{m}")
+            cost = {"F": found.forward, "B": after, "R": found.recompute, "W": found.weights}[kind]
+            return cost.instructions(f"{kind} {part.number}.{m}")
 
         return StagePasses(
             lambda m: of("F", m), lambda m: of("B", m), lambda m: of("R", m), lambda m: of("W", m), seconds,
         )  # fmt: skip
 
-    def pieces(self, contention: Mapping[str, Contention]) -> StagePieces:
+    def stage_costs(self, contention: Mapping[str, Contention]) -> StageCosts:
         """The passes, each simulated alone. A backward pass is behind the recomputation if the last one is."""
-        made = tuple(self._part_pieces(part, contention) for part in self.parts)
+        made = tuple(self._part_costs(part, contention) for part in self.parts)
         kind, number, m = self.last
         part = next(part for part in self.parts if part.number == number)
         before, after = self.forward(part, m), (number, m) in self.early
@@ -173,20 +173,20 @@ class StageModel:
         last = [*last, Compute(SENT, 0.0), *finish]
         optimizer = sum(op.seconds for op in finish if isinstance(op, Compute) and op.name.startswith(OPTIMIZER))
         held = stage_state_bytes(self.plan, self.number)
-        return StagePieces(made, Piece.of(contention, last, before), held, optimizer)
+        return StageCosts(made, PassCost.of(contention, last, before), held, optimizer)
 
-    def _part_pieces(self, part: Part, contention: Mapping[str, Contention]) -> PartPieces:
+    def _part_costs(self, part: Part, contention: Mapping[str, Contention]) -> PartCosts:
         forward, backward = self.forward(part, 0), self._backward(part, 0, after=False, gradients=False)
-        recompute, backward_after, weights = Piece(), Piece(), Piece()
+        recompute, backward_after, weights = PassCost(), PassCost(), PassCost()
         if self.early:
             again = self._recompute(part, 0)
-            recompute = Piece.of(contention, again, forward)
+            recompute = PassCost.of(contention, again, forward)
             after = self._backward(part, 0, after=True, gradients=False)
-            backward_after = Piece.of(contention, after, forward + again)
+            backward_after = PassCost.of(contention, after, forward + again)
         if self.weights_apart:
-            weights = Piece.of(contention, self._weights(part, 0, gradients=False), forward + backward)
-        first, then = Piece.of(contention, forward), Piece.of(contention, backward, forward)
-        return PartPieces(first, then, recompute, backward_after, weights, self._message_seconds(part))
+            weights = PassCost.of(contention, self._weights(part, 0, gradients=False), forward + backward)
+        first, then = PassCost.of(contention, forward), PassCost.of(contention, backward, forward)
+        return PartCosts(first, then, recompute, backward_after, weights, self._message_seconds(part))
 
     def _message_seconds(self, part: Part) -> float:
         num_bytes = self.model.unit_bytes(self.plan.samples(part.last_degree))
@@ -202,7 +202,7 @@ class StageModel:
         return self._lowered_of(self.model, segment, kind, samples, name, self.weights_apart)
 
     def _prefix(self, m: int) -> str:
-        return f"micro-batch {m} " if self.told_apart else ""
+        return f"micro-batch {m} " if self.distinct_names else ""
 
     def _is_last(self, part: Part) -> bool:
         return self.with_ends and part.number == len(self.plan.parts) - 1

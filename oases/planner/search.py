@@ -16,11 +16,11 @@ from itertools import groupby
 
 import numpy as np
 
-from oases.planner.chain import Chain, Run, Runs
+from oases.planner.block_chain import Chain, StackTiming, StackTimings
 from oases.planner.ends import ends_seconds
 from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes
+from oases.planner.milp import InfeasibleError, Solution, solve
 from oases.planner.predict import Predictor
-from oases.planner.programme import InfeasibleError, Solution, solve
 from oases.planner.space import Setting
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import KINDS, BlockKind
@@ -32,15 +32,15 @@ State = tuple[int, bool]
 class SettingSearch:
     """The chain of blocks under one setting."""
 
-    def __init__(self, setting: Setting, runs: Runs, capacity: int, predictor: Predictor) -> None:
-        self.model = runs.model
-        self.hardware = runs.hardware
+    def __init__(self, setting: Setting, timings: StackTimings, capacity: int, predictor: Predictor) -> None:
+        self.model = timings.model
+        self.hardware = timings.hardware
         self.setting = setting
-        self.space = runs.space
-        self._runs = runs
+        self.space = timings.space
+        self._timings = timings
         self.capacity = capacity
         self.predictor = predictor
-        self.degrees = setting.degrees(runs.model, runs.hardware, runs.space)
+        self.degrees = setting.degrees(timings.model, timings.hardware, timings.space)
         self._nodes: dict[tuple[BlockKind, State, float], float] = {}
         self._sizes: dict[tuple[tuple[int, ...], tuple[float, ...] | None], list[int]] = {}
 
@@ -51,18 +51,18 @@ class SettingSearch:
             (tp, again) for tp in self.degrees for again in ((False, True) if self.space.recompute else (False,))
         )
 
-    def run_of(self, state: State) -> Run:
+    def timing_of(self, state: State) -> StackTiming:
         """The fastest way to run blocks in this state."""
         tp, again = state
-        return self._runs.fastest(tp, self.setting.samples(tp), again=again)
+        return self._timings.fastest(tp, self.setting.samples(tp), again=again)
 
     def ways(self, tp: int) -> list[tuple[str, int]]:
         """Schedules and sub-batches that a stack of this degree can run."""
-        return self._runs.ways(tp, self.setting.samples(tp))
+        return self._timings.ways(tp, self.setting.samples(tp))
 
     def least_seconds(self) -> float:
         """Less than any plan of this setting takes: every layer in its fastest state, stages as even as can be."""
-        layer = min(self.run_of((tp, False)).layer_seconds for tp in self.degrees)
+        layer = min(self.timing_of((tp, False)).layer_seconds for tp in self.degrees)
         return self._least([self.model.layers * layer / self.setting.stages] * self.setting.stages)
 
     def _least(self, stages: Sequence[float]) -> float:
@@ -74,7 +74,7 @@ class SettingSearch:
 
     def _least_of(self, chosen: Sequence[tuple[State, ...]]) -> float:
         """Less than a plan of these states takes; cheap beside simulating it."""
-        return self._least([sum(self.run_of(state).layer_seconds / 2 for state in states) for states in chosen])
+        return self._least([sum(self.timing_of(state).layer_seconds / 2 for state in states) for states in chosen])
 
     def solve(
         self, stage: int, count: int, states: tuple[State, ...], capacity: float, gradients: float,
@@ -88,7 +88,9 @@ class SettingSearch:
         kinds = [self.model.kind_of(b) for b in range(count)]  # stages begin with whole layers
         by_kind = {kind: np.array([self._node_seconds(kind, state, gradients) for state in states]) for kind in KINDS}
         costs = [by_kind[kind] for kind in kinds]
-        besides = np.array([self.setting.micro_batches * self.run_of(state).besides_seconds / 2 for state in states])
+        besides = np.array(
+            [self.setting.micro_batches * self.timing_of(state).besides_seconds / 2 for state in states]
+        )
         costs[0], costs[-1] = costs[0] + besides, costs[-1] + besides
         if border is not None:
             costs[0] = np.where([tp == border for tp, _ in states], costs[0], np.inf)
@@ -113,7 +115,7 @@ class SettingSearch:
         replicas = self.setting.stage_ranks // tp
         num_bytes = self.model.block_parameters(kind, tp) * self.model.element_bytes
         summed = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
-        return self.setting.micro_batches * share * self.run_of(state).layer_seconds + gradients * summed
+        return self.setting.micro_batches * share * self.timing_of(state).layer_seconds + gradients * summed
 
     def _weight_in_layer(self, kind: BlockKind, tp: int) -> float:
         samples = self.setting.samples(tp)
@@ -128,7 +130,7 @@ class SettingSearch:
         low, high = sorted((one[0], other[0]))
         num_bytes = self.model.unit_bytes(self.setting.samples(high))
         seconds = self.hardware.collective_seconds("all_gather", high // low, num_bytes, low)
-        ends = (self.run_of(one).besides_seconds + self.run_of(other).besides_seconds) / 2
+        ends = (self.timing_of(one).besides_seconds + self.timing_of(other).besides_seconds) / 2
         return self.setting.micro_batches * (seconds + ends)
 
     def _weight(self, kind: BlockKind, state: State, stage: int) -> float:
@@ -147,7 +149,7 @@ class SettingSearch:
         """Held besides what each block holds: embedding and head, what is on the wire, a block computed again."""
         tp, _ = state
         samples = self.setting.samples(tp)
-        in_flight = in_flight_bytes(self.model, tp, samples, self.run_of(state).sub_batches)
+        in_flight = in_flight_bytes(self.model, tp, samples, self.timing_of(state).sub_batches)
         held, last = in_flight, self.setting.stages - 1
         if stage in (0, last):
             parameters, replicas = self.model.embedding_parameters(tp), self.setting.stage_ranks // tp
@@ -174,7 +176,7 @@ class SettingSearch:
         for tp in degrees:
             ends = ends_seconds(self.hardware, self.model, tp, self.setting.samples(tp))
             besides = ends[0] * (stage == 0) + ends[1] * (stage == self.setting.stages - 1)
-            keeping, again = (self.run_of((tp, each)).layer_seconds for each in (False, True))
+            keeping, again = (self.timing_of((tp, each)).layer_seconds for each in (False, True))
             if shares is not None:
                 seconds = keeping + shares[stage] * (again - keeping)
                 found.append(StageLoad(seconds, seconds, besides))
@@ -202,7 +204,7 @@ class SettingSearch:
     def _segments(self, states: tuple[State, ...]) -> Iterator[Segment]:
         for tp, run_of_states in groupby(states, key=lambda state: state[0]):
             again = [state[1] for state in run_of_states]
-            way = self.run_of((tp, sum(again) * 2 > len(again)))
+            way = self.timing_of((tp, sum(again) * 2 > len(again)))
             yield Segment(len(again), tp, way.schedule, way.sub_batches, (sum(again) + 1) // 2)
 
     def candidates(self, limit: float = np.inf) -> Iterator[Plan]:

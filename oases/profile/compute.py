@@ -15,7 +15,7 @@ from torch import Tensor
 from oases.execution.clock import Clock
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
-from oases.execution.wire import Silence
+from oases.execution.wire import NullScheduler
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.plans.shape import KINDS
@@ -115,7 +115,9 @@ class BlockBench:
         dist.barrier()
         wall, own = time.perf_counter(), time.thread_time()
         marks = [self._mark()]
-        output: Tensor = self.stack.run(x, Silence(pretends=True), context=Context(spans, self.clock.mark))
+        output: Tensor = self.stack.run(
+            x, NullScheduler(allocate_buffers=True), context=Context(spans, self.clock.mark)
+        )
         marks.append(self._mark())
         output.backward(self.grad[:samples])
         marks.append(self._mark())

@@ -30,8 +30,8 @@ class StackOptions(ModelOptions):
     sequence: int = option(256, "tokens per sample")
     iterations: int = option(5, "repetitions; medians are reported")
     seed: int = option(0, "seed of weights and inputs")
-    device: str = option("cpu", "cpu or cuda")
-    dtype: str = option("float32", "type of weights and activations: float32, bfloat16 or float16")
+    device: str = option("cpu", "device of the ranks", ("cpu", "cuda"))
+    dtype: str = option("float32", "dtype of weights and activations", DTYPES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,8 +39,6 @@ class StackOptions(ModelOptions):
             raise UsageError(f"iterations must be at least 1, got {self.iterations}")
         require_seed(self.seed)
         require_device(self.device)
-        if self.dtype not in DTYPES:
-            raise UsageError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ class ProfileConfig(StackOptions):
             if ranks % degree:
                 raise UsageError(
                     f"--degrees {self.degrees!r}: {ranks} ranks do not form groups of {degree}; give degrees that "
-                    f"divide --tp {ranks}, or raise it with --backend sim:alpha=0us,bandwidth=1gbit,alone, where one "
-                    "process stands for all ranks"
+                    f"divide --tp {ranks}, or raise it with --backend "
+                    "sim:alpha=0us,bandwidth=1gbit,single_process, where one process represents all ranks"
                 )
             found.add(degree)
         return tuple(sorted(found))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oases.execution.group import ProcessGroup, scheduler_of
-from oases.execution.wire import Silence
+from oases.execution.wire import NullScheduler
 from oases.profile.compute import BlockBench
 from oases.profile.links import slowest
 from oases.schedule import generate
@@ -102,7 +102,7 @@ class ContentionBench:
     def _step(self) -> None:
         x = self._bench.x.detach().requires_grad_()
         self._bench.stack.zero_grad()
-        output: Tensor = self._bench.stack.run(x, Silence())
+        output: Tensor = self._bench.stack.run(x, NullScheduler())
         output.backward(self._bench.grad)
 
     def _waited(self, tickets: list[Any]) -> Any:

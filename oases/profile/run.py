@@ -99,16 +99,16 @@ _BUSY = 0.85
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the ranks themselves cannot see.
+    """Facts about the run that ranks cannot detect.
 
-    joined: how they are joined, in words. shaped: whether a shaped or simulated link stands between them all.
-    alone: one process stands for all ranks. known: a profile of this machine, which gets more blocks; device and
-    links are then not measured again.
+    joined: description of the link between ranks. shaped: whether it is shaped or simulated. single_process: one
+    process represents all ranks. known: a profile of this machine to add blocks to; device and links are then not
+    measured again.
     """
 
     joined: str
     shaped: bool = False
-    alone: bool = False
+    single_process: bool = False
     known: Hardware | None = None
 
 
@@ -225,7 +225,7 @@ class _Profile:
 
     def _about(self, scopes: set[str], core_share: float) -> str:
         parts = [f"Measured by oases profile, {self._world} ranks {self._around.joined}."]
-        if self._around.alone:
+        if self._around.single_process:
             parts.append("One process stood for all ranks, so blocks ran without others beside them.")
         if scopes == {"cluster"} and self._per_node == 1:
             parts.append("The link counts as one between nodes of one rank each.")

@@ -1,6 +1,6 @@
-"""Sparse gradients over slow links: a communication hook for DistributedDataParallel that sends what is needed.
+"""Sparse gradients over slow links: a DistributedDataParallel communication hook that sends non-zero rows.
 
-`S2Reducer` averages gradients of which few rows are not zero, those of embeddings; `s2_hook` has DDP use one.
+`S2Reducer` averages gradients with few non-zero rows, such as those of embeddings; `s2_hook` has DDP use one.
 """
 
 from oases.sparse.hook import s2_hook

@@ -1,4 +1,4 @@
-"""What each mode would take for one tensor: bytes over a link and work beside it, both measured on these ranks."""
+"""Cost model of each mode for one tensor, from link and kernel speeds measured on these ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from oases.sparse.sketch import Sketch
 from oases.sparse.wire import Reduction, Wire
 
 LONG_ENOUGH = 0.05
-"""Seconds of a collective from which on it tells the link's rate, past what a shaper lets burst."""
+"""Minimum seconds of the measured collective, beyond the burst of a traffic shaper."""
 LARGEST = 1 << 22
-"""Numbers that are sent for it at most."""
+"""Maximum numbers sent for the measurement."""
 _SAMPLE = (4096, 1024, 64)
-"""Rows, of which used, and width of the gradient that modes are timed with."""
+"""Rows, non-zero rows and width of the measured gradient."""
 
 
 @dataclass(frozen=True)
 class Task:
     """One tensor in one step.
 
-    row_bytes: of one row as it is stored, width numbers. union: rows that any rank has; largest: that one rank has
-    and a gather sends; early: of these, beside the bitmap.
+    row_bytes: of one stored row of `width` numbers. union: rows that any rank has; largest: maximum of one rank,
+    which a gather sends; early: of these, rows sent with the bitmap.
     """
 
     rows: int
@@ -39,11 +39,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of this group of ranks, the same on each.
+    """Measured costs of this group of ranks, equal on each.
 
-    latency: seconds of a collective of next to nothing. byte_seconds: per byte that a rank sends. scan_seconds: per
-    number that a bitmap is made of; packed_seconds and sketch_seconds: per non-zero of the union, to encode and
-    decode.
+    latency: seconds of a tiny collective. byte_seconds: per byte that a rank sends. scan_seconds: per number scanned
+    for a bitmap; packed_seconds and sketch_seconds: per non-zero of the union, to encode and decode.
     """
 
     latency: float
@@ -53,7 +52,7 @@ class Costs:
     sketch_seconds: float
 
     def seconds(self, mode: str, task: Task, wire: Wire, sketch_cells: int = 0) -> float:
-        """Predicted for one tensor: from nothing to the result, bitmap included."""
+        """Predicted seconds for one tensor, including the bitmap."""
         if mode == "dense":
             return self.latency + self.byte_seconds * wire.reduced_bytes(task.rows * task.row_bytes)
         if mode == "gather":
@@ -74,7 +73,7 @@ class Costs:
 
 
 def measure(wire: Wire, device: torch.device, sketch_rows: int) -> Costs:
-    """Time the link and the kernels; the slowest rank's count. Every rank must call it at the same point."""
+    """Time the link and the kernels; the slowest rank's times count. Collective."""
     nothing = torch.zeros(16, device=device)
     latency = min(_sent(wire, nothing) for _ in range(4))
     numbers, seconds = 1 << 14, 0.0

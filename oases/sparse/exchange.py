@@ -1,4 +1,4 @@
-"""How one gradient goes over the wire in one step: encoding, collectives and decoding, a chain that can be paused."""
+"""Exchange of one gradient in one step: encoding, collectives and decoding, as a generator that can be paused."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from oases.sparse.wire import Reduction, Wire, or_of
 
 MODES = ("auto", "dense", "packed", "gather", "sketch")
 GATHERED_RANKS = 8
-"""Up to so many ranks, auto has every rank's bitmap, and not their union alone, to know what a gather would send."""
+"""Maximum ranks for which auto gathers all bitmaps, not their union alone, to know the cost of a gather."""
 LEAST_CELLS = 0.25
-"""Cells for a non-zero where none are given."""
+"""Default cells per non-zero."""
 NOT_SPARSE = "more than half of the rows are not zero"
 NO_MATRIX = "not a matrix"
 ALIGNED = 16
-"""Bytes at whose multiples rows begin behind a bitmap."""
+"""Alignment in bytes of rows after a bitmap."""
 
 Steps = Generator[None, None, Tensor]
-"""Pauses twice: when the bitmap is on the wire, and when the values are. Returns the mean."""
+"""Pauses twice: after the send of the bitmap, and of the values. Returns the mean."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a reducer was asked for; see `S2Reducer`."""
+class ReducerSettings:
+    """Arguments of a reducer; see `S2Reducer`."""
 
     mode: str
     rows: int
@@ -42,12 +42,12 @@ class Settings:
 
 
 @dataclass
-class Memory:
-    """What is kept of one tensor between steps.
+class TensorState:
+    """State of one tensor between steps.
 
-    union, largest: rows of any rank in the last step, and the most of one rank where all are known. residual: what
-    was not sent yet, float32 [rows, width]. check_again, pause: in how many steps it is looked at for zero rows
-    again, and how long the pause before that was.
+    union, largest: rows of any rank in the last step, and the maximum of one rank where all are known. residual: part
+    not sent yet, float32 [rows, width]. check_again, pause: steps until the tensor is scanned for zero rows again,
+    and the previous such interval.
     """
 
     name: str
@@ -60,20 +60,20 @@ class Memory:
     pause: int = 0
 
     def seed(self, base: int) -> int:
-        """Another one in each step and for each tensor, the same on all ranks."""
+        """Seed for this step and tensor, equal on all ranks."""
         return (base * 1_000_003 + self.number * 7_368_787 + self.steps * 2_654_435_761) & (2**62 - 1)
 
     def rest(self) -> None:
-        """Look again in twice as many steps as the last time."""
+        """Double the interval until the next scan."""
         self.pause = min(64, max(1, 2 * self.pause))
         self.check_again = self.pause
 
 
 class Exchange:
-    """Runs the steps of one gradient. if_sparse: send it dense where more than half of the rows are used."""
+    """Exchange of one gradient. if_sparse: send it dense where more than half of the rows are used."""
 
     def __init__(
-        self, wire: Wire, settings: Settings, costs: Costs | None, rows: Rows, memory: Memory, *,
+        self, wire: Wire, settings: ReducerSettings, costs: Costs | None, rows: Rows, memory: TensorState, *,
         if_sparse: bool = False,
     ) -> None:  # fmt: skip
         self.wire, self.settings, self.rows, self.memory = wire, settings, rows, memory
@@ -82,7 +82,7 @@ class Exchange:
         dense = wire.reduced_bytes(rows.rows * rows.width * self._item)
         self.found = Reduction(memory.name, settings.mode, rows.rows, dense_bytes=dense)
         self._start = time.perf_counter()
-        self._supports: list[Tensor] = []  # the rows of each rank, where all of them are known
+        self._supports: list[Tensor] = []  # rows of each rank, where known
         self._early: Tensor | None = None  # the first rows of each rank, where they came with the bitmaps
         memory.steps += 1
         self._seed = memory.seed(settings.seed)
@@ -93,7 +93,7 @@ class Exchange:
 
     def _predicted(self, mode: str, task: Task, sketch_cells: int = 0) -> float:
         if self._costs is None:
-            raise AssertionError("auto has measured its costs before it chooses")
+            raise AssertionError("auto measures its costs before it chooses")
         return self._costs.seconds(mode, task, self.wire, sketch_cells)
 
     @contextmanager
@@ -109,7 +109,7 @@ class Exchange:
         self.found.decode_seconds += time.perf_counter() - start
 
     def steps(self) -> Steps:
-        """The chain; every rank must walk it at the same points among its collectives."""
+        """The generator; every rank must advance it at the same points among its collectives."""
         mean = yield from self._by_mode()
         self.found.seconds = time.perf_counter() - self._start
         return mean
@@ -155,7 +155,7 @@ class Exchange:
         return (yield from self._after_union(union))
 
     def _after_union(self, union: Tensor) -> Steps:
-        """The second phase, of every mode."""
+        """Second phase of every mode."""
         found, count = self.found, union.shape[0]
         mode, found.fallback = self._choose(count)
         found.mode, found.phases = mode, 2
@@ -172,7 +172,7 @@ class Exchange:
         return Sketch.sized(count, self.settings.rows, LEAST_CELLS if cells is None else cells, self._seed)
 
     def _choose(self, count: int) -> tuple[str, str]:
-        """The mode for so many rows, and why it is not the one that was asked for."""
+        """Mode for so many rows, and the reason if it is not the requested one."""
         settings, rows = self.settings, self.rows.rows
         if self._if_sparse and 2 * count > rows:
             self.memory.rest()
@@ -192,7 +192,7 @@ class Exchange:
         return settings.mode, ""
 
     def _cheapest(self, lossless: tuple[str, ...], largest: int, early: int = 0) -> str:
-        """Of these modes, and sketch where its loss was asked for, for the union in memory: the same on all ranks."""
+        """Cheapest of these modes, and of sketch if its loss is allowed, for the last union: equal on all ranks."""
         rows, count = self.rows, self.memory.union or 0
         task = Task(rows.rows, rows.width, rows.width * self._item, count, largest, early)
         options = {mode: self._predicted(mode, task) for mode in lossless}
@@ -202,7 +202,7 @@ class Exchange:
         return min(options, key=lambda mode: options[mode])
 
     def _ahead(self) -> bool:
-        """Whether the rows of a gather go beside the bitmap, as many as the fullest rank had in the last step."""
+        """Whether to send a gather's rows with the bitmap, as many as the fullest rank had in the last step."""
         memory, mode = self.memory, self.settings.mode
         if mode not in ("gather", "auto") or not memory.union or not memory.largest:
             return False
@@ -213,7 +213,7 @@ class Exchange:
         )
 
     def _beside_bits(self, early: int) -> Tensor:
-        """The bitmap and the first rows of this rank, zeros where it has fewer, as bytes."""
+        """Bitmap and first rows of this rank, zero-padded, as bytes."""
         bits, (_, values) = self.rows.bits(), self.rows.own()
         head = -(-bits.shape[0] // ALIGNED) * ALIGNED
         message = bits.new_zeros(head + early * self.rows.width * self._item)
@@ -223,7 +223,7 @@ class Exchange:
         return message
 
     def _apart(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """The ranks' bitmaps, uint8 [world, bytes], and their first rows, [world, early, width]."""
+        """Bitmaps of the ranks, uint8 [world, bytes], and their first rows, [world, early, width]."""
         size = (self.rows.rows + 7) // 8
         values = messages[:, -(-size // ALIGNED) * ALIGNED :].view(self.rows.dtype)
         return messages[:, :size], values.unflatten(1, (-1, self.rows.width))
@@ -243,7 +243,7 @@ class Exchange:
         residual = self.memory.residual
         with self._encoding():
             values = self.rows.gather(union)
-            if residual is not None:  # of steps that sent a sketch
+            if residual is not None:  # from steps that sent a sketch
                 values += residual.index_select(0, union).to(values.dtype)
                 residual.index_fill_(0, union, 0)
             sending = self.wire.sum(self._before(values), self.found)
@@ -253,9 +253,9 @@ class Exchange:
             return self.rows.put(union, self._after(values))
 
     def _gather(self, union: Tensor) -> Steps:
-        """Every rank's rows to every rank, without their numbers, which bitmaps tell; added up in ranks' order.
+        """Gather every rank's rows; the bitmaps give their numbers; summed in rank order.
 
-        Those that came with the bitmaps are not sent again: often none is left, and no second phase.
+        Rows that came with the bitmaps are not sent again: often none is left, and no second phase.
         """
         early = self._early_rows
         rest, sending = self.memory.largest - early, None
@@ -304,7 +304,7 @@ class Exchange:
             return self.rows.put(union, mean.to(self.rows.dtype))
 
     def _packed_instead(self, union: Tensor, reason: str) -> Tensor:
-        """All ranks have read the same sums, so they all come here, in place of the end of their chains."""
+        """Fall back to packed; all ranks have read the same sums, so all do."""
         self.found.mode, self.found.fallback = "packed", reason
         self.found.phases += 1
         values = self._before(self.rows.gather(union))
@@ -312,7 +312,7 @@ class Exchange:
         with self._decoding():
             return self.rows.put(union, self._after(values))
 
-    # Short floats overflow in a sum and are divided before it, as DDP does; others lose nothing by waiting.
+    # 16-bit floats may overflow in a sum and are divided before it, as in DDP; others after it.
     def _before(self, values: Tensor) -> Tensor:
         return values.div_(self.wire.world) if self._item < 4 else values
 

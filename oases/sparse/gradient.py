@@ -1,4 +1,4 @@
-"""The rows of a gradient that are not zero, whether it is stored dense or as the sparse tensor of an embedding."""
+"""Non-zero rows of a gradient, stored dense or as the sparse tensor of an embedding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Rows(ABC):
-    """A gradient [rows, ...], of which a row is `width` numbers.
+    """Gradient [rows, ...] with rows of `width` numbers.
 
     Keys and values are this rank's rows: int64 [k], ascending, and [k, width].
     """
@@ -25,7 +25,7 @@ class Rows(ABC):
 
     @abstractmethod
     def bits(self) -> Tensor:
-        """The bitmap of this rank's rows, uint8 [ceil(rows / 8)]."""
+        """Bitmap of this rank's rows, uint8 [ceil(rows / 8)]."""
 
     @abstractmethod
     def own(self) -> tuple[Tensor, Tensor]:
@@ -33,23 +33,23 @@ class Rows(ABC):
 
     @abstractmethod
     def gather(self, union: Tensor) -> Tensor:
-        """New values [union, width]: this rank's, zero where it has none. union holds all of this rank's keys."""
+        """New values [union, width]: this rank's, zero where it has none. union includes all of this rank's keys."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """A new dense tensor of the whole gradient, [rows, width], to be reduced."""
+        """New dense tensor of the gradient, [rows, width], to be reduced."""
 
     @abstractmethod
     def put(self, union: Tensor, values: Tensor) -> Tensor:
-        """The result: values [union, width] in their rows, zero in all others, stored as the gradient was."""
+        """Result with values [union, width] in their rows, zero elsewhere, stored as the gradient was."""
 
     @abstractmethod
     def put_dense(self, whole: Tensor) -> Tensor:
-        """The result from a dense [rows, width]."""
+        """Result from a dense [rows, width]."""
 
 
 class DenseRows(Rows):
-    """Of a dense-stored gradient; in_place: the result goes there too, and `dense` is no copy."""
+    """Dense gradient; in_place: the result is written to it, and `dense` does not copy."""
 
     def __init__(self, gradient: Tensor, in_place: bool) -> None:
         super().__init__(gradient.shape, gradient.dtype, gradient.device)
@@ -68,7 +68,7 @@ class DenseRows(Rows):
 
     def _pack(self) -> Tensor:
         matrix = self._matrix
-        if matrix.dtype not in PACKED_DTYPES:  # the kernel knows no float64
+        if matrix.dtype not in PACKED_DTYPES:  # the kernel does not support float64
             matrix = (matrix != 0).any(1, keepdim=True).half()
         return bitmap_pack(matrix)
 
@@ -98,7 +98,7 @@ class DenseRows(Rows):
 
 
 class ListedRows(Rows):
-    """Of a sparse COO gradient with one sparse dimension: rows it lists count, even where they hold zeros."""
+    """Sparse COO gradient with one sparse dimension; listed rows count even if zero."""
 
     def __init__(self, gradient: Tensor) -> None:
         super().__init__(gradient.shape, gradient.dtype, gradient.device)
@@ -107,14 +107,14 @@ class ListedRows(Rows):
                 f"sparse gradients must have 1 sparse dimension, the rows, got {gradient.sparse_dim()}; "
                 "make it dense, or sparse by rows with .to_dense().to_sparse(1)"
             )
-        gradient = gradient.coalesce()  # adds up repeated ids
+        gradient = gradient.coalesce()  # sums repeated ids
         self._keys = gradient.indices()[0]
         self._values = gradient.values().reshape(-1, self.width)
 
     def bits(self) -> Tensor:
         """See `Rows`."""
         bits = torch.zeros((self.rows + 7) // 8, dtype=torch.uint8, device=self.device)
-        # Keys come once each, so that a byte's bits add up.
+        # Keys are unique, so a sum sets the bits of a byte.
         return bits.index_add_(0, self._keys >> 3, (1 << (self._keys & 7)).to(torch.uint8))
 
     def own(self) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class ListedRows(Rows):
 
 
 def rows_of(gradient: Tensor, in_place: bool = False) -> Rows:
-    """The rows of a gradient of at least one dimension. ValueError for layouts other than strided and COO."""
+    """Rows of a gradient of at least one dimension. ValueError for layouts other than strided and COO."""
     if gradient.layout == torch.sparse_coo:
         return ListedRows(gradient)
     if gradient.layout != torch.strided:
@@ -152,12 +152,12 @@ def rows_of(gradient: Tensor, in_place: bool = False) -> Rows:
 
 
 def pack_values(support: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Lay the values of one rank out in the order of all keys, ready to be summed over the ranks.
+    """Scatter one rank's values into the order of all keys, for a sum over the ranks.
 
-    support: int64 [s], ascending; keys: int64 [m], all of them in support; values: [m, n]. Returns [s, n] of the
-    dtype of values, zero where this rank has no value. Values of one key are added up, on CUDA in no fixed order;
-    where keys come once each, it is deterministic. ValueError for a key that is not in support; to know, a CUDA call
-    waits for the device.
+    support: int64 [s], ascending; keys: int64 [m], all in support; values: [m, n]. Returns [s, n] of the dtype of
+    values, zero where this rank has no value. Values of equal keys are summed, on CUDA in nondeterministic order;
+    unique keys are deterministic. ValueError for a key that is not in support; the check makes a CUDA call wait for
+    the device.
     """
     places = torch.searchsorted(support, keys)
     known = places < support.shape[0]

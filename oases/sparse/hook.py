@@ -1,10 +1,10 @@
-"""`s2_hook`: DistributedDataParallel's gradients through an `S2Reducer`, bucket after bucket on a thread of its own.
+"""`s2_hook`: DDP communication hook that reduces buckets by an `S2Reducer`, on a thread of its own.
 
-While the values of one bucket are on the wire, the next one is encoded. What is sent, and when, follows from the
-buckets' order alone: every rank calls the same collectives in the same order, whichever is faster.
+While the values of one bucket are sent, the next one is encoded. The order of collectives follows from the order of
+buckets alone, so it is equal on every rank.
 """
 
-# Annotations are not put off in here: DDP wants to see the types of its hook's.
+# No `from __future__ import annotations`: DDP checks the types of its hook's annotations.
 import queue
 import threading
 import weakref
@@ -15,22 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oases.sparse.exchange import Exchange, Memory, Steps
+from oases.sparse.exchange import Exchange, Steps, TensorState
 from oases.sparse.reducer import S2Reducer
 from oases.sparse.wire import Reduction, Sending
 
 LEAST_ROWS = 1024
-"""Rows from which on a dense-stored weight matrix is looked at for rows that are zero."""
+"""Minimum rows of a dense gradient that is scanned for zero rows."""
 OTHERS = "all other gradients"
 
 
 @dataclass
 class _Bucket:
-    """One of DDP's buckets. sparse: its gradients that may be sparse; others: the rest, in pieces of the buffer."""
+    """One of DDP's buckets. sparse: gradients that may be sparse; others: the rest, as pieces of the buffer."""
 
     reducer: S2Reducer
     buffer: Tensor
-    sparse: list[tuple[Tensor, Memory]]
+    sparse: list[tuple[Tensor, TensorState]]
     others: list[Tensor]
     is_last: bool
     future: Any
@@ -40,7 +40,7 @@ class _Bucket:
     found: Reduction = field(default_factory=lambda: Reduction(OTHERS, "dense", phases=1))
 
     def start(self) -> None:
-        """Everything up to its values on the wire."""
+        """Run until the values are being sent."""
         wire, world = self.reducer.wire, self.reducer.wire.world
         in_place = not self.buffer.is_sparse
         self.reducer.prepare(self.buffer.device)
@@ -54,7 +54,7 @@ class _Bucket:
             next(steps)
 
     def finish(self) -> None:
-        """The rest, to the result."""
+        """Complete the reduction and set the future."""
         result = self.buffer
         for steps, exchange in self.begun:
             mean = self.reducer.end(steps, exchange)
@@ -71,9 +71,9 @@ class _Bucket:
 def s2_hook(state: S2Reducer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket over the ranks of the reducer: `model.register_comm_hook(oases.S2Reducer(), oases.s2_hook)`.
 
-    Sparse gradients, and dense-stored ones of two dimensions with many rows of which at most half are used by any
-    rank, go by the reducer's mode; all others by one all-reduce per bucket. Make the reducer over the group that DDP
-    has. TypeError for a state that is no S2Reducer.
+    Sparse gradients, and dense two-dimensional ones with many rows of which at most half are used by any rank, are
+    reduced by the reducer's mode; all others by one all-reduce per bucket. Create the reducer with DDP's group.
+    TypeError for a state that is not an S2Reducer.
     """
     if not isinstance(state, S2Reducer):
         raise TypeError(
@@ -81,7 +81,7 @@ def s2_hook(state: S2Reducer, bucket: dist.GradBucket) -> torch.futures.Future[T
             "model.register_comm_hook(oases.S2Reducer(), oases.s2_hook)"
         )
     buffer = bucket.buffer()
-    sparse: list[tuple[Tensor, Memory]] = []
+    sparse: list[tuple[Tensor, TensorState]] = []
     others: list[Tensor] = []
     if buffer.is_sparse:
         sparse.append((buffer, state.memory_of(bucket.parameters()[0])))
@@ -92,7 +92,7 @@ def s2_hook(state: S2Reducer, bucket: dist.GradBucket) -> torch.futures.Future[T
     event = torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
     if state.jobs is None:
         state.jobs = _thread(state)
-    # In the first pass of static_graph=True, DDP calls every bucket number 0, none the last: none waits.
+    # In the first pass of static_graph=True, DDP numbers every bucket 0 and marks none as last: none may wait.
     is_last = bucket.is_last() or bucket.index() == state.last_bucket
     state.last_bucket = bucket.index()
     state.jobs.put(_Bucket(state, buffer, sparse, others, is_last, future, event))
@@ -101,9 +101,9 @@ def s2_hook(state: S2Reducer, bucket: dist.GradBucket) -> torch.futures.Future[T
 
 def _parted(
     state: S2Reducer, buffer: Tensor, parameters: list[Tensor], gradients: list[Tensor]
-) -> tuple[list[tuple[Tensor, Memory]], list[Tensor]]:
-    """Gradients to look at for zero rows, and the runs of the buffer between them."""
-    sparse: list[tuple[Tensor, Memory]] = []
+) -> tuple[list[tuple[Tensor, TensorState]], list[Tensor]]:
+    """Gradients to scan for zero rows, and the pieces of the buffer between them."""
+    sparse: list[tuple[Tensor, TensorState]] = []
     others: list[Tensor] = []
     first = 0
     placed = sorted(
@@ -127,7 +127,7 @@ def _parted(
 
 
 def _thread(reducer: S2Reducer) -> queue.SimpleQueue[_Bucket | None]:
-    """A queue whose buckets a thread reduces, as long as the reducer lives."""
+    """Queue of buckets for a thread that lives as long as the reducer."""
     jobs: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
     threading.Thread(target=_serve, args=(jobs,), name="oases sparse gradients", daemon=True).start()
     weakref.finalize(reducer, jobs.put, None)
@@ -143,7 +143,7 @@ def _serve(jobs: queue.SimpleQueue[_Bucket | None]) -> None:
             torch.cuda.set_device(bucket.buffer.device)
             stream = torch.cuda.Stream(bucket.buffer.device)
         if failed is not None:
-            # Other ranks may be in the bucket that failed here: another collective would pair with the wrong one.
+            # Other ranks may still be in the failed bucket: a new collective would pair with the wrong one.
             bucket.future.set_exception(failed)
             failed = None if bucket.is_last else failed
             del bucket
@@ -158,7 +158,7 @@ def _serve(jobs: queue.SimpleQueue[_Bucket | None]) -> None:
                 if bucket.is_last:
                     bucket.finish()
             before = None if bucket.is_last else bucket
-        except Exception as error:  # goes to DDP, which raises it at the end of the backward pass
+        except Exception as error:  # DDP raises it at the end of the backward pass
             for one in (before, bucket):
                 if one is not None and not one.future.done():
                     one.future.set_exception(error)

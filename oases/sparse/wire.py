@@ -1,4 +1,4 @@
-"""The collectives of sparse gradients over a group of their own, and the bytes that a ring sends for them."""
+"""Collectives of sparse gradients over a group of their own, with the bytes of their ring algorithms."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from torch import Tensor
 
 @dataclass
 class Reduction:
-    """One tensor's reduction in one step, on this rank.
+    """Reduction of one tensor in one step, on this rank.
 
-    mode: by which it went in the end. bytes: sent by this rank, by the formulas of a ring; dense_bytes: what dense
-    would have sent. union: rows that any rank has, of `rows`; None where nobody looked. encode_seconds and
-    decode_seconds: this rank's work; send_seconds: from the start of a collective until it was found done, other work
-    in between included; seconds: from start to result. phases: rounds of collectives that had to wait for one
-    another. fallback: why another mode was taken than was asked for, or empty. error: the relative L2 error against
-    the exact mean; None where it was not asked for.
+    mode: the mode that was used. bytes: sent by this rank, by ring formulas; dense_bytes: those of a dense
+    all-reduce. union: rows that any rank has, of `rows`; None where unknown. encode_seconds and decode_seconds: this
+    rank's compute; send_seconds: from the start of a collective to its wait's end, including other work; seconds: in
+    total. phases: sequential rounds of collectives. fallback: why another mode than the requested one was used, or
+    "". error: relative L2 error against the exact mean; None unless measured.
     """
 
     name: str
@@ -41,13 +40,13 @@ class Reduction:
 
     @property
     def bytes_sent(self) -> int:
-        """The same as `bytes`."""
+        """Alias of `bytes`."""
         return self.bytes
 
 
 @dataclass
 class Account:
-    """Sums over the reductions of one tensor. bytes, dense_bytes: what was sent, and what dense would have sent."""
+    """Sums over the reductions of one tensor. bytes: sent; dense_bytes: those of a dense all-reduce."""
 
     name: str
     steps: int = 0
@@ -62,7 +61,7 @@ class Account:
     worst_error: float | None = None
 
     def add(self, found: Reduction) -> None:
-        """Count one reduction."""
+        """Add one reduction."""
         self.steps += 1
         self.modes[found.mode] += 1
         if found.fallback:
@@ -75,19 +74,19 @@ class Account:
 
 @dataclass
 class Report:
-    """Accounts by tensor, in the order in which tensors first came; prints as a table, below its title in reports."""
+    """Accounts by tensor, in order of first use; prints as a table. title: of the section."""
 
     accounts: list[Account]
     title: str = "sparse gradients"
 
     @property
     def bytes(self) -> int:
-        """Sent by this rank, over all tensors."""
+        """Bytes sent by this rank, over all tensors."""
         return sum(account.bytes for account in self.accounts)
 
     @property
     def saved(self) -> float | None:
-        """The share of dense all-reduce's bytes that was not sent; None where dense would send nothing either."""
+        """Fraction of dense all-reduce's bytes that was not sent; None where that sends nothing either."""
         dense = sum(account.dense_bytes for account in self.accounts)
         return 1 - self.bytes / dense if dense else None
 
@@ -120,14 +119,14 @@ class Report:
 
 
 class Sending:
-    """A collective under way; `wait` returns its result and books its seconds."""
+    """Started collective; `wait` returns its result and records its seconds."""
 
     def __init__(self, work: Any, result: Callable[[], Tensor], found: Reduction) -> None:
         self.work, self.result, self._found = work, result, found
         self._start = time.perf_counter()
 
     def wait(self) -> Tensor:
-        """On a GPU the stream waits, not the host."""
+        """Wait for the result; on a GPU the stream waits, not the host."""
         if self.work is not None:
             self.work.wait()
         self._found.send_seconds += time.perf_counter() - self._start
@@ -135,10 +134,10 @@ class Sending:
 
 
 class Wire:
-    """The ranks that reduce together. Without a process group, this process alone.
+    """Ranks that reduce together. Without a process group, this process alone.
 
-    The group is a new one over the same ranks: its collectives are called from a thread beside DDP's, and two threads
-    of one group would have to agree on an order with all other ranks. All ranks must make theirs at the same point.
+    Creates a new group of the same ranks: its collectives are called from a thread besides DDP's, and two threads of
+    one group would have to agree on an order with all ranks. Collective: all ranks create theirs at the same point.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -151,46 +150,46 @@ class Wire:
         self.world, self.ranks = len(ranks), tuple(ranks)
         if self.world > 1:
             self._knows_or = dist.get_backend(group) == "gloo"
-            # One of some ranks alone torch names by how many groups a rank is in, which may differ between ranks.
+            # torch names a subgroup by a rank's number of groups, which may differ between ranks.
             alone = len(ranks) < dist.get_world_size()
             self.group = dist.new_group(ranks, use_local_synchronization=alone)
 
     def reduced_bytes(self, size: int) -> int:
-        """Bytes that a rank sends to all-reduce `size` bytes in a ring."""
+        """Bytes that a rank sends for a ring all-reduce of `size` bytes."""
         return 2 * (self.world - 1) * size // self.world
 
     def united_bytes(self, size: int) -> int:
-        """Bytes that a rank sends to unite bitmaps of `size` bytes."""
+        """Bytes that a rank sends for the union of bitmaps of `size` bytes."""
         return self.reduced_bytes(size) if self.world == 1 or self._knows_or else (self.world - 1) * size
 
     def sum(self, tensor: Tensor, found: Reduction) -> Sending:
-        """Add up over the ranks, in place."""
+        """Sum over the ranks, in place."""
         found.bytes += self.reduced_bytes(tensor.numel() * tensor.element_size())
         work = dist.all_reduce(tensor, group=self.group, async_op=True) if self.world > 1 else None
         return Sending(work, lambda: tensor, found)
 
     def unite(self, bits: Tensor, found: Reduction) -> Sending:
-        """The bitwise OR over the ranks, of uint8; by an all-gather where the backend reduces by no OR, as NCCL."""
+        """Bitwise OR of uint8 over the ranks; by an all-gather for backends without OR, such as NCCL."""
         found.bytes += self.united_bytes(bits.numel())
         if self.world == 1:
             return Sending(None, lambda: bits, found)
         if self._knows_or:
             work = dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=self.group, async_op=True)
             return Sending(work, lambda: bits, found)
-        gathering = self.gather(bits, Reduction("", ""))  # its bytes are counted already
+        gathering = self.gather(bits, Reduction("", ""))  # its bytes were counted above
         return Sending(gathering.work, lambda: or_of(gathering.result()), found)
 
     def gather(self, tensor: Tensor, found: Reduction) -> Sending:
-        """The tensors of all ranks, [world, ...], of one shape on each."""
+        """Tensors of all ranks, [world, ...], of equal shapes."""
         found.bytes += (self.world - 1) * tensor.numel() * tensor.element_size()
         every = tensor.new_empty(self.world * tensor.shape[0], *tensor.shape[1:])
-        # The name since torch 2.13, and that before.
+        # Its names since torch 2.13 and before.
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(every, tensor, group=self.group, async_op=True)
         return Sending(work, lambda: every.view(self.world, *tensor.shape), found)
 
     def worst(self, numbers: list[float], device: torch.device) -> list[float]:
-        """The largest of each number over the ranks, so that all go on from the same ones."""
+        """Maximum of each number over the ranks, so that all use the same."""
         if self.world == 1:
             return numbers
         shared = torch.tensor(numbers, dtype=torch.float32, device=device)
@@ -199,7 +198,7 @@ class Wire:
 
 
 def or_of(every: Tensor) -> Tensor:
-    """The bitmap of the rows that any of the bitmaps [world, bytes] marks."""
+    """Union of bitmaps [world, bytes]."""
     bits = every[0].clone()
     for other in every[1:]:
         bits |= other

@@ -1,49 +1,43 @@
-"""Everything a training run is told, in one dataclass; the command line's options are made from it."""
+"""Configuration of a training run: one dataclass, from which the command-line options are generated."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from oases.errors import UsageError
+from oases.errors import UsageError, make_folder
 from oases.launch.ranks import restart_count
 from oases.plans.plan import Plan, read_plan
 from oases.schedule import GENERATORS, PIPELINES, read_schedule
-from oases.train.balance import require_new
-from oases.train.checkpoint.resumption import AUTO, require_resumable
+from oases.train.checkpoint.resume import AUTO, require_resumable
 from oases.train.checkpoint.retention import require_folder
-from oases.train.config_file import read_values, written
+from oases.train.config_file import config_text, read_values
 from oases.train.data import Corpus
-from oases.train.experts import ExpertOptions
-from oases.train.guard import POLICIES
-from oases.train.learning_rate import SCHEDULES, Course, share_of_peak
-from oases.train.logs import require_tensorboard, steps_in
-from oases.train.masters import PRECISIONS
-from oases.train.sizes import Degrees, ModelOptions, option, require_known, require_types
-from oases.train.tokenizer import tokenizer_called
-from oases.train.tokens import corpus_of
+from oases.train.expert_options import ExpertOptions
+from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
+from oases.train.load_balance import require_new_trace
+from oases.train.logs import last_logged_step, require_tensorboard
+from oases.train.master_weights import PRECISIONS
+from oases.train.model_options import Degrees, ModelOptions, option, require_known, require_types
+from oases.train.step_check import POLICIES
+from oases.train.tokenizer import load_tokenizer
+from oases.train.tokens import open_corpus
 
 ROWS_MULTIPLE = 64
-"""Rows of a tokenizer's table are rounded up to one, so that the degrees in use divide them."""
+"""Padding of the vocabulary, so that common tensor-parallel degrees divide it."""
 WIRE_DTYPES: dict[str, torch.dtype | None] = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KNOWN: dict[str, Iterable[str]] = {
-    "wire_dtype": WIRE_DTYPES,
-    "precision": PRECISIONS,
-    "learning_rate_schedule": SCHEDULES,
-    "save_error": ("warn", "stop"),
-    "bad_loss": POLICIES,
-}
-_SAID = (
+SAVE_ERRORS = ("warn", "stop")
+_SET_BY_PLAN = (
     "schedule", "sub_batches", "recompute", "sequence_parallel", "degrees", "pipeline_schedule", "micro_batches",
     "zero", "fsdp",
 )  # fmt: skip
-"""Options that are a plan's alone."""
+"""Options that only the plan sets."""
 _AT_LEAST_1 = ("steps", "validation_batches", "micro_batches")
 _AT_LEAST_0 = (
     "warmup", "weight_decay", "checkpoint_every", "keep", "spike", "evaluate_every", "decay_steps", "vocabulary",
@@ -53,86 +47,101 @@ _AT_LEAST_0 = (
 
 @dataclass(frozen=True)
 class TrainConfig(ExpertOptions):
-    """A training run. All values are checked when it is made; UsageError names the one that cannot be."""
+    """Configuration of a training run, validated on construction; UsageError names the invalid value."""
 
     data: str | None = option(
         None,
-        "text file, folder of text files, or folder that Hugging Face datasets saved; default: Python's standard "
-        "library",
+        "training text: a text file, a folder of text files, or a dataset saved by Hugging Face datasets; default: "
+        "Python's standard library",
+        metavar="PATH",
     )
     tokenizer: str | None = option(
-        None, "tokenizer.json, folder with one, or name of one of Hugging Face; default: bytes are the tokens"
+        None,
+        "tokenizer.json, a folder with one, or a Hugging Face name; default: bytes are the tokens",
+        metavar="NAME|PATH",
     )
-    text_column: str = option("text", "column of a dataset that holds the text")
+    text_column: str = option("text", "dataset column with the text")
     vocabulary: int = option(
-        0, "rows of the table of tokens; 0 = the tokenizer's tokens, rounded up to 64's multiple"
+        0, "vocabulary size (rows of the embedding); 0 = the tokenizer's, padded to a multiple of 64"
     )
-    precision: str = option("float32", "type of weights and activations: float32, or bfloat16 with float32 masters")
+    precision: str = option(
+        "float32", "dtype of weights and activations; bfloat16 keeps float32 master weights", PRECISIONS
+    )
     degrees: Degrees = field(
         default=Degrees(),
-        metadata={"help": "replicas (data), stages (pipeline), ranks that share a layer (tensor; 0 = the rest)"},
+        metadata={"help": "parallel degrees: data, pipeline and tensor; tensor 0 = ranks / (data x pipeline)"},
     )
     pipeline_schedule: str = option(
-        "one_f_one_b", f"order of passes on the stages: {', '.join(PIPELINES)}, or the path of one's text"
+        "one_f_one_b",
+        f"pipeline schedule: {', '.join(PIPELINES)}, or the path of a schedule file",
+        metavar="NAME|FILE",
     )
-    micro_batches: int = option(1, "parts of a batch whose gradients are added up before a step")
-    zero: bool = option(False, "spread the optimizer's state over the replicas")
-    fsdp: bool = option(False, "spread weights and gradients over the replicas, too, by FSDP2; in place of zero")
+    micro_batches: int = option(1, "micro-batches per optimizer step (gradient accumulation)")
+    zero: bool = option(False, "shard optimizer state over data-parallel ranks (ZeRO-1)")
+    fsdp: bool = option(False, "shard weights, gradients and optimizer state over data-parallel ranks (FSDP2)")
     plan: str | None = option(
-        None, "execute the plan in this file: it says the model, the batch, the ranks, their degrees and schedules"
+        None, "plan file of oases plan: sets model, batch, ranks, parallel degrees and schedules", metavar="FILE"
     )
     schedule: str = option(
         "oases",
-        "oases, sync, oases@4 or another by name, auto to choose by measuring, or the path of a list",
+        "schedule of the tensor-parallel collectives: oases, sync, another name (oases@4: 4 sub-batches), auto to "
+        "choose by measuring, or the path of a schedule file",
+        metavar="NAME|FILE",
     )
-    wire_dtype: str = option("none", "type that activations are summed in: none (their own), bfloat16 or float16")
-    sequence_parallel: bool = option(False, "between blocks each tensor-parallel rank holds its part of the sequence")
+    wire_dtype: str = option(
+        "none", "dtype of activations in all-reduces; none = the dtype they are computed in", WIRE_DTYPES
+    )
+    sequence_parallel: bool = option(
+        False, "sequence parallelism: shard activations between blocks along the sequence"
+    )
     compile: str = option(
-        "none", "what torch.compile compiles the methods of each block with: none, or a backend such as inductor"
+        "none", "torch.compile backend for the methods of each block, e.g. inductor; none = eager", metavar="NAME"
     )
     steps: int = option(200, "optimizer steps")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     learning_rate_schedule: str = option(
-        "cosine", "what follows the warm-up: cosine, linear, constant, or wsd (the peak, and a line down at the end)"
+        "cosine", "learning-rate schedule after warm-up; wsd = constant, then linear decay", SCHEDULES
     )
-    learning_rate_floor: float = option(0.1, "share of the peak learning rate at the end")
-    warmup: int = option(10, "steps of linear warm-up")
-    decay_steps: int = option(0, "last steps, in which wsd goes down; 0 = a tenth of all")
-    weight_decay: float = option(0.1, "weight decay of matrices")
-    clip: float = option(1.0, "largest norm of the gradient")
-    validation_batches: int = option(8, "held-out batches in a validation loss")
-    evaluate_every: int = option(0, "steps from one validation loss to the next; 0 = after the last step alone")
+    learning_rate_floor: float = option(0.1, "final learning rate as a fraction of the peak")
+    warmup: int = option(10, "linear warm-up, steps")
+    decay_steps: int = option(0, "decay at the end of the wsd schedule, steps; 0 = a tenth of all steps")
+    weight_decay: float = option(0.1, "weight decay of AdamW, applied to matrices only")
+    clip: float = option(1.0, "gradient clipping: maximum global norm")
+    validation_batches: int = option(8, "held-out batches per validation loss")
+    evaluate_every: int = option(0, "steps between validation losses; 0 = after the last step only")
     seed: int = option(0, "seed of weights and batches")
-    device: str = option("cpu", "cpu or cuda")
-    checkpoint: str | None = option(
-        None, "folder for checkpoints, one per step that is saved, the last step among them"
+    device: str = option("cpu", "device of the ranks", ("cpu", "cuda"))
+    checkpoint: str | None = option(None, "folder for checkpoints, one subfolder per saved step", metavar="DIR")
+    checkpoint_every: int = option(0, "steps between checkpoints; 0 = after the last step only")
+    keep: int = option(3, "number of newest checkpoints to keep; 0 = all")
+    save_error: str = option(
+        "warn", "on a checkpoint that cannot be written, e.g. on a full disk: warn and continue, or stop", SAVE_ERRORS
     )
-    checkpoint_every: int = option(0, "steps from one checkpoint to the next; 0 = the last step alone")
-    keep: int = option(3, "newest checkpoints that are kept; 0 = all")
-    save_error: str = option("warn", "when a checkpoint cannot be written, a full disk: warn and go on, or stop")
     resume: str | None = option(
         None,
-        "checkpoint to go on from, of any degrees or plan, or a folder of them for the newest whole one; auto: the "
-        "newest in --checkpoint, or the start if there is none",
+        "checkpoint to resume from, saved with any degrees or plan, or a folder of checkpoints (newest valid one); "
+        "auto = the newest in --checkpoint, or start if there is none",
+        metavar="DIR",
     )
-    step_log: str | None = option(None, "file for a line of JSON per step; a run that goes on continues it")
-    tensorboard: str | None = option(
-        None, "folder for TensorBoard's curves of every step; a run that goes on continues them"
-    )
+    step_log: str | None = option(None, "JSON Lines log, one line per step; a resumed run appends", metavar="FILE")
+    tensorboard: str | None = option(None, "folder for TensorBoard logs; a resumed run appends", metavar="DIR")
     peak_flops: float = option(
         0.0,
-        "FLOP/s of one rank at its best, for the utilisation; 0 = a known GPU's data sheet, or a measured product",
+        "peak FLOP/s of one rank, for model FLOPs utilization; 0 = data sheet of a known GPU, or a measured matmul",
     )
-    print_every: int = option(0, "steps from line to line where progress goes to no terminal; 0 = ten lines in all")
-    bad_loss: str = option("stop", "what a loss or gradient that is not finite does: stop, skip the step, or off")
-    spike: float = option(0.0, "a loss above so many times the median of the last 32 is bad too; 0 = never")
+    print_every: int = option(0, "steps between progress lines without a terminal; 0 = ten lines in all")
+    bad_loss: str = option(
+        "stop", "on a non-finite loss or gradient: stop, skip the step, or off (no check)", POLICIES
+    )
+    spike: float = option(
+        0.0, "treat a loss above this multiple of the median of the last 32 like a non-finite one; 0 = never"
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "degrees", Degrees.of(self.degrees))
         require_types(self)
         self._sort_list()
         super().__post_init__()
-        require_known(self, _KNOWN)
         require_known(self, {"pipeline_schedule": PIPELINES}, or_file=True)
         self.require_experts()
         for name in _AT_LEAST_1:
@@ -183,33 +192,33 @@ class TrainConfig(ExpertOptions):
 
     def to_yaml(self) -> str:
         """A YAML of all fields with their help as comments, which `from_yaml` reads back."""
-        return written(self.given(), fields(self))
+        return config_text(self.given(), fields(self))
 
     def given(self) -> dict[str, Any]:
         """The fields that are not as they are where nothing is given."""
         usual = {item.name: item.default for item in fields(self)}
-        usual |= {"heads": self.usual_heads, "sub_batches": self.usual_sub_batches}
+        usual |= {"heads": self.default_heads, "sub_batches": self.default_sub_batches}
         return {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
 
     @property
-    def is_spread(self) -> bool:
+    def beyond_tensor_parallel(self) -> bool:
         """Whether it asks for more than one tensor-parallel group and one pass, without experts."""
         if self.experts:
             return False
         return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp
 
     @property
-    def usual_sub_batches(self) -> int:
+    def default_sub_batches(self) -> int:
         """Where none were given: by a replica's samples of a micro-batch; 1 without tensor parallelism."""
-        if not self.is_spread:
-            return super().usual_sub_batches
+        if not self.beyond_tensor_parallel:
+            return super().default_sub_batches
         samples = self.batch // (self.degrees.data * max(1, self.micro_batches))
         return 1 if self.degrees.tensor == 1 or samples < 2 else 4 if samples >= 4 else 2
 
     @property
     def rows(self) -> int:
         """Rows of the table of tokens. UsageError for a tokenizer that cannot be had, or has more tokens."""
-        tokens = tokenizer_called(self.tokenizer).size
+        tokens = load_tokenizer(self.tokenizer).size
         if 0 < self.vocabulary < tokens:
             raise UsageError(
                 f"vocabulary {self.vocabulary} is too small; {self.tokenizer or 'bytes'} has {tokens} tokens"
@@ -218,12 +227,12 @@ class TrainConfig(ExpertOptions):
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        course = Course(self.steps, self.warmup, self.learning_rate_floor, self.decay_steps)
-        return self.learning_rate * share_of_peak(self.learning_rate_schedule, course, step)
+        schedule = RateSchedule(self.steps, self.warmup, self.learning_rate_floor, self.decay_steps)
+        return self.learning_rate * rate_factor(self.learning_rate_schedule, schedule, step)
 
     def corpus(self) -> Corpus:
         """What it trains on. UsageError where it cannot be read."""
-        return corpus_of(self.data, tokenizer_called(self.tokenizer), self.text_column)
+        return open_corpus(self.data, load_tokenizer(self.tokenizer), self.text_column)
 
     def _require_survival(self) -> None:
         """What of checkpoints, restarts and bad losses can be known from the values alone."""
@@ -234,7 +243,7 @@ class TrainConfig(ExpertOptions):
             raise UsageError(f"{what} needs a folder; give --checkpoint DIR")
 
     @property
-    def goes_on(self) -> bool:
+    def resumes_newest(self) -> bool:
         """Whether the run begins with the newest of its own checkpoints, where there is one."""
         return self.checkpoint is not None and (self.resume == AUTO or restart_count() > 0)
 
@@ -242,12 +251,12 @@ class TrainConfig(ExpertOptions):
         """What is read and written, for a model of these sizes; returns the corpus."""
         if self.checkpoint is not None:
             require_folder(self.checkpoint)
-        require_resumable(self.checkpoint, self.resume, self.goes_on, sizes)
+        require_resumable(self.checkpoint, self.resume, self.resumes_newest, sizes)
         self._require_step_log()
         if self.record_loads is not None:
-            require_new(self.record_loads, new=self.resume is None and not self.goes_on)
+            require_new_trace(self.record_loads, new=self.resume is None and not self.resumes_newest)
         if self.tensorboard is not None:
-            require_tensorboard(self.tensorboard, new=self.resume is None and not self.goes_on)
+            require_tensorboard(self.tensorboard, new=self.resume is None and not self.resumes_newest)
         corpus = self.corpus()
         for split in ("train", "validation"):
             corpus.batch(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)
@@ -257,11 +266,10 @@ class TrainConfig(ExpertOptions):
         """Raise UsageError for a log of another run, which this one would overwrite, and for what is no log."""
         if self.step_log is None:
             return
-        if not Path(self.step_log).resolve().parent.is_dir():
-            raise UsageError(f"step log {self.step_log!r}: its folder does not exist")
         if Path(self.step_log).is_dir():
             raise UsageError(f"step log {self.step_log!r} is a folder; give the path of a file")
-        if steps_in(self.step_log) and self.resume is None and not self.goes_on:
+        make_folder(Path(self.step_log).resolve().parent, "step log")
+        if last_logged_step(self.step_log) and self.resume is None and not self.resumes_newest:
             raise UsageError(f"step log {self.step_log!r} holds the steps of another run; give a new file")
 
 
@@ -277,7 +285,7 @@ def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
 
 def values_for(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     """The values `given`, and the plan's for what it says. UsageError for one given that is the plan's alone."""
-    for name in _SAID:
+    for name in _SET_BY_PLAN:
         if name in given:
             raise UsageError(
                 "the plan says schedules, recomputation, what is sequence-parallel, degrees and micro-batches; leave "
@@ -306,7 +314,7 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
             f"fsdp does not support precision {config.precision}: its float32 masters are not sharded; take zero, "
             "which shards them, or float32"
         )
-    tokenizer = tokenizer_called(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)
     if plan.model.vocabulary < tokenizer.size:
         raise UsageError(
             f"plan: a vocabulary of {plan.model.vocabulary} is too small; {tokenizer.name} has {tokenizer.size} "
@@ -359,11 +367,9 @@ def require_compiler(name: str) -> None:
 
 
 def require_device(device: str) -> None:
-    """Raise UsageError unless `device` is one that torch has here."""
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"unknown device {device!r}; known are cpu and cuda")
+    """Raise UsageError for cuda where torch finds no GPU."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device 'cuda' was asked for, but this torch sees no GPU; use --device cpu")
+        raise UsageError("device 'cuda' is not available: this torch finds no GPU; use --device cpu")
 
 
 def settings(config: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from oases.errors import UsageError
-from oases.train.sizes import type_fault
+from oases.train.model_options import type_mismatch
 
 _WIDTH = 100
 
@@ -59,14 +59,14 @@ def read_values(path: str | Path, known: Sequence[Field[Any]]) -> dict[str, Any]
     return _of_python(path, known) if path.suffix == ".py" else _of_yaml(path, text, known)
 
 
-def written(values: Mapping[str, Any], known: Sequence[Field[Any]]) -> str:
+def config_text(values: Mapping[str, Any], known: Sequence[Field[Any]]) -> str:
     """A YAML of all `known` fields with their help as comments, and for each its value or else its default."""
     lines = []
     for item in known:
         value = values.get(item.name, item.default)
-        lines += textwrap.wrap(
-            item.metadata["help"], _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
-        )
+        choices = item.metadata.get("choices")
+        text = item.metadata["help"] + (f"; one of {', '.join(map(str, choices))}" if choices else "")
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
         plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
         shown = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
         shown = shown.removesuffix("...\n").strip()
@@ -74,7 +74,7 @@ def written(values: Mapping[str, Any], known: Sequence[Field[Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def unknown_field(name: object, known: Sequence[Field[Any]]) -> str:
+def unknown_field_message(name: object, known: Sequence[Field[Any]]) -> str:
     """What is said of a field that no configuration has."""
     names = [item.name for item in known]
     near = difflib.get_close_matches(str(name), names, n=1)
@@ -97,11 +97,11 @@ def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, An
             line = f"{where}, line {key.start_mark.line + 1}"
             name = loader.construct_object(key, deep=True)
             if name not in by_name:
-                raise UsageError(f"{line}: {unknown_field(name, known)}")
+                raise UsageError(f"{line}: {unknown_field_message(name, known)}")
             if name in given:
                 raise UsageError(f"{line}: {name} is there twice; leave one out")
             given[name] = loader.construct_object(node, deep=True)
-            fault = type_fault(by_name[name], given[name])
+            fault = type_mismatch(by_name[name], given[name])
             if fault:
                 raise UsageError(f"{line}: {fault}")
     except yaml.YAMLError as error:
@@ -122,7 +122,7 @@ def _of_python(path: Path, known: Sequence[Field[Any]]) -> dict[str, Any]:
         message = str(error)
         misspelt = re.search(r"unexpected keyword argument '(\w+)'", message)
         if misspelt:
-            message = unknown_field(misspelt.group(1), known)
+            message = unknown_field_message(misspelt.group(1), known)
         elif not isinstance(error, UsageError):
             message = f"{type(error).__name__}: {message}"
         raise UsageError(f"{where}{'' if line is None else f', line {line}'}: {message}") from error

@@ -14,7 +14,7 @@ from oases.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Course:
+class RateSchedule:
     """Where a schedule goes: of `steps`, the first `warmup` up, down to the share `floor` of the peak.
 
     decay_steps: the last ones, in which `wsd` goes down; 0 = a tenth of all.
@@ -29,29 +29,29 @@ class Course:
         """How far `step` is from the end of the warm-up, 0, to the end, 1."""
         return min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
 
-    def decayed(self, step: int) -> float:
+    def decay_progress(self, step: int) -> float:
         """How far `step` is in the decay at the end, 0 to 1; a decay longer than what is left begins at once."""
         length = min(self.decay_steps or max(1, self.steps // 10), max(1, self.steps - self.warmup))
         return min(1.0, max(0.0, (step - (self.steps - length)) / length))
 
 
-def _cosine(course: Course, step: int) -> float:
-    return course.floor + (1 - course.floor) / 2 * (1 + math.cos(math.pi * course.progress(step)))
+def _cosine(schedule: RateSchedule, step: int) -> float:
+    return schedule.floor + (1 - schedule.floor) / 2 * (1 + math.cos(math.pi * schedule.progress(step)))
 
 
-def _linear(course: Course, step: int) -> float:
-    return 1 - (1 - course.floor) * course.progress(step)
+def _linear(schedule: RateSchedule, step: int) -> float:
+    return 1 - (1 - schedule.floor) * schedule.progress(step)
 
 
-def _constant(course: Course, step: int) -> float:
+def _constant(schedule: RateSchedule, step: int) -> float:
     return 1.0
 
 
-def _wsd(course: Course, step: int) -> float:
-    return 1 - (1 - course.floor) * course.decayed(step)
+def _wsd(schedule: RateSchedule, step: int) -> float:
+    return 1 - (1 - schedule.floor) * schedule.decay_progress(step)
 
 
-SCHEDULES: dict[str, Callable[[Course, int], float]] = {
+SCHEDULES: dict[str, Callable[[RateSchedule, int], float]] = {
     "cosine": _cosine,
     "linear": _linear,
     "constant": _constant,
@@ -60,13 +60,13 @@ SCHEDULES: dict[str, Callable[[Course, int], float]] = {
 """What follows the warm-up: half a cosine, a line, the peak itself, or the peak and a line at the end."""
 
 
-def share_of_peak(name: str, course: Course, step: int) -> float:
+def rate_factor(name: str, schedule: RateSchedule, step: int) -> float:
     """The share of the peak learning rate in `step`, counted from 0, under the schedule `name`.
 
     UsageError for an unknown name.
     """
     if name not in SCHEDULES:
         raise UsageError(f"unknown learning_rate_schedule {name!r}; known are {', '.join(SCHEDULES)}")
-    if step < course.warmup:
-        return (step + 1) / course.warmup
-    return SCHEDULES[name](course, step)
+    if step < schedule.warmup:
+        return (step + 1) / schedule.warmup
+    return SCHEDULES[name](schedule, step)

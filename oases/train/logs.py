@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from oases.errors import UsageError
+from oases.errors import UsageError, make_folder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -33,7 +33,7 @@ TAGS = {
 _FLUSH_SECONDS = 10
 
 
-def steps_in(path: str | Path) -> int:
+def last_logged_step(path: str | Path) -> int:
     """The last step that a log tells of; 0 for none or no file. UsageError for a file that is no log."""
     path = Path(path)
     return _last(path, None)[0] if path.is_file() else 0
@@ -95,15 +95,10 @@ def require_tensorboard(folder: str, *, new: bool) -> None:
     """Raise UsageError unless curves may be written into `folder`. new: by a run that does not go on from another."""
     if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
-            f"tensorboard {folder!r} needs the package tensorboard, which is not installed; pip install "
-            "tensorboard, "
-            "or take --step-log FILE"
+            f"tensorboard {folder!r} needs the package tensorboard, which is not installed; pip install tensorboard, "
+            "or use --step-log FILE"
         )
-    path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"tensorboard {folder!r} is a file; give the path of a folder")
-    if not path.resolve().parent.is_dir():
-        raise UsageError(f"tensorboard {folder!r}: its folder does not exist")
+    path = make_folder(folder, "tensorboard")
     if new and any(path.glob("events.out.tfevents.*")):
         raise UsageError(f"tensorboard {folder!r} holds the curves of another run; give a new folder")
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from oases.execution.clock import Clock
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 from oases.parallel.collectives import all_gather_cut
-from oases.parallel.messages import Messages
+from oases.parallel.messages import StageMessages
 from oases.parallel.sharding import Cut
 
 AT_THE_END = frozenset({"loss", "tied table"})
@@ -63,7 +63,7 @@ class Meter:
         self,
         process_group: ProcessGroup | None,
         groups: Sequence[ProcessGroup | None],
-        messages: Messages | None,
+        messages: StageMessages | None,
         device: torch.device,
     ) -> None:
         self.process_group, self.messages, self.device = process_group, messages, device
@@ -111,12 +111,12 @@ class Meter:
         """The last step as far as it is known without waiting: its update may still go on, and is not told then."""
         return self._history[-1]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin a new history."""
         self._pending = []
         self._history.clear()
 
-    def everywhere(self, parts: StepParts) -> list[StepParts]:
+    def all_ranks(self, parts: StepParts) -> list[StepParts]:
         """Every rank's, in rank order; all ranks call it. One small all-gather, of numbers that the host has."""
         size = group_size(self.process_group)
         if size == 1:

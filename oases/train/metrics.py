@@ -24,7 +24,7 @@ from oases.plans.plan import Plan, Prediction
 from oases.simulator.peaks import peak_flops
 from oases.simulator.quantities import rate_text, seconds_text
 from oases.terminal import table
-from oases.train.balance import StepBalance
+from oases.train.load_balance import StepLoadBalance
 from oases.train.meter import StepParts
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class StepReport:
     bubble: float
     skipped: bool
     validation_loss: float | None = None
-    balance: StepBalance | None = None
+    balance: StepLoadBalance | None = None
 
     def values(self) -> dict[str, Any]:
         """By name, as a log has them; those of the balance, where there is one, among them."""
@@ -199,17 +199,17 @@ class Reporter:
             or bool(all_reduce(asked, trainer.group, "whether steps are watched", largest=True).item())
         )
         self.tokens = config.batch * config.sequence
-        self.flops = trainer.plan.model.step_flops(config.batch) + self.tokens * config.flops_beside
+        self.flops = trainer.plan.model.step_flops(config.batch) + self.tokens * config.extra_flops_per_token
         """Of the model, a step."""
         self.peak = Peak.of(trainer.device, next(trainer.model.parameters()).dtype, trainer.group, config.peak_flops)
-        trainer.meter.forget()
+        trainer.meter.reset()
 
     def report(self, loss: float) -> StepReport | None:
         """Of the step that the trainer has done last; None where nobody wants one. loss: the step's."""
         if not self.watched:
             return None
         trainer, step = self.trainer, self.trainer.steps_done
-        ranks = trainer.meter.everywhere(trainer.meter.last)
+        ranks = trainer.meter.all_ranks(trainer.meter.last)
         seconds = max(rank.seconds for rank in ranks)
         return StepReport(
             step=step,
@@ -223,7 +223,7 @@ class Reporter:
             memory_bytes=round(max(rank.memory_bytes for rank in ranks)),
             exposed=sum(rank.exposed / rank.seconds for rank in ranks) / len(ranks),
             bubble=sum(rank.bubble / rank.seconds for rank in ranks) / len(ranks),
-            skipped=step - 1 in trainer.guard.skipped,
+            skipped=step - 1 in trainer.step_check.skipped,
             validation_loss=trainer.evaluations.get(step),
             balance=None if trainer.balance is None else trainer.balance.last,
         )
@@ -231,7 +231,7 @@ class Reporter:
     def summary(self) -> dict[str, Any]:
         """Medians over the steps, NaN where there were none; beside them what a plan had predicted. All ranks."""
         meter, plan = self.trainer.meter, self.trainer.plan
-        ranks = meter.everywhere(meter.medians())
+        ranks = meter.all_ranks(meter.medians())
         step = max(rank.seconds for rank in ranks) or float("nan")
         comparison = Comparison.of(plan, ranks)
         return {

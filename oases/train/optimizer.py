@@ -31,7 +31,7 @@ class ShardedAdamW:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._here: dict[nn.Parameter, torch.optim.Optimizer] = {}
         for group, parameters in by_group.values():
-            groups = decayed(parameters, weight_decay)
+            groups = weight_decay_groups(parameters, weight_decay)
             optimizer: Any
             if group is None:
                 optimizer = local = torch.optim.AdamW(groups, lr=learning_rate, **OPTIONS)
@@ -70,8 +70,8 @@ class ShardedAdamW:
 
 
 @runtime_checkable
-class KeepsMasters(Protocol):
-    """An optimizer whose weights are others than the model's, of a wider type; see `oases.train.masters`."""
+class HasMasterWeights(Protocol):
+    """An optimizer whose weights are others than the model's, of a wider type; see `oases.train.master_weights`."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...  # noqa: D102
@@ -84,10 +84,10 @@ class KeepsMasters(Protocol):
 
     def master_of(self, parameter: nn.Parameter) -> Tensor | None: ...  # noqa: D102
 
-    def masters_to_model(self) -> None: ...  # noqa: D102
+    def copy_masters_to_model(self) -> None: ...  # noqa: D102
 
 
-Optimizer = torch.optim.AdamW | ShardedAdamW | KeepsMasters
+Optimizer = torch.optim.AdamW | ShardedAdamW | HasMasterWeights
 
 
 def adamw(parts: Parts, *, learning_rate: float, weight_decay: float, sharded: bool = False) -> Optimizer:
@@ -95,12 +95,12 @@ def adamw(parts: Parts, *, learning_rate: float, weight_decay: float, sharded: b
     if sharded:
         return ShardedAdamW(parts, learning_rate=learning_rate, weight_decay=weight_decay)
     parameters = [parameter for part, _ in parts for parameter in part]
-    return torch.optim.AdamW(decayed(parameters, weight_decay), lr=learning_rate, **OPTIONS)
+    return torch.optim.AdamW(weight_decay_groups(parameters, weight_decay), lr=learning_rate, **OPTIONS)
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any] | None:
     """What an optimizer keeps of a parameter, empty before its first step; None where another rank keeps it."""
-    if isinstance(optimizer, ShardedAdamW | KeepsMasters):
+    if isinstance(optimizer, ShardedAdamW | HasMasterWeights):
         return optimizer.state_of(parameter)
     state: dict[str, Any] = optimizer.state[parameter]
     return state
@@ -108,10 +108,10 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any] | 
 
 def weight_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> Tensor | None:
     """The weight that an optimizer updates, the parameter or its master; None where another rank keeps that."""
-    return optimizer.master_of(parameter) if isinstance(optimizer, KeepsMasters) else parameter
+    return optimizer.master_of(parameter) if isinstance(optimizer, HasMasterWeights) else parameter
 
 
-def decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def weight_decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """AdamW's groups: weight decay is of matrices alone."""
     # A fused update takes either shards of FSDP2 or plain tensors, and shards of one mesh alone.
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}

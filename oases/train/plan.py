@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from oases.errors import UsageError
-from oases.moe.assignment import homes
+from oases.moe.placement_data import owner_ranks
 from oases.plans.check import check
 from oases.plans.plan import AUTO, Plan, Segment, Stage, read_plan
 from oases.plans.shape import ModelShape
@@ -15,9 +15,9 @@ from oases.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, read_s
 from oases.schedule.pipeline import chunks_of
 from oases.train.config import TrainConfig, require_bytes, require_fit
 from oases.train.data import Corpus
-from oases.train.sizes import Degrees, sizes_of
+from oases.train.model_options import Degrees, sizes_of
 
-__all__ = ["Run", "by_hand", "degrees_over", "ranks_of", "read_plan"]
+__all__ = ["Run", "num_ranks", "plan_from_degrees", "read_plan", "resolve_degrees"]
 
 DEFAULT_RANKS = 2
 """Of a run for which nobody asked for ranks: enough to show what is here."""
@@ -40,7 +40,7 @@ class Run:
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> Run:
         """By the plan that a configuration names, or by one of its degrees over so many ranks."""
-        return cls(config, by_hand(config, ranks) if config.plan is None else read_plan(config.plan))
+        return cls(config, plan_from_degrees(config, ranks) if config.plan is None else read_plan(config.plan))
 
     def corpus(self) -> Corpus:
         """The corpus, after all that can be known of files and memory before any rank starts."""
@@ -56,7 +56,7 @@ class Run:
         return config.check_files(sizes_of(config) | {"vocabulary": plan.model.vocabulary})
 
 
-def ranks_of(config: TrainConfig, launched: int | None = None, *, one_replica: bool = False) -> int:
+def num_ranks(config: TrainConfig, launched: int | None = None, *, one_replica: bool = False) -> int:
     """The number of ranks that a configuration without a plan asks for.
 
     launched: those that a launcher has started; replicas of a run with experts are on all of them, unless
@@ -64,7 +64,7 @@ def ranks_of(config: TrainConfig, launched: int | None = None, *, one_replica: b
     """
     given = config.degrees
     if not config.experts:
-        tensor = given.tensor or (1 if config.is_spread else DEFAULT_RANKS)
+        tensor = given.tensor or (1 if config.beyond_tensor_parallel else DEFAULT_RANKS)
         return given.data * given.pipeline * tensor
     if launched is not None and given.data == 1 and not one_replica:
         return launched
@@ -72,7 +72,7 @@ def ranks_of(config: TrainConfig, launched: int | None = None, *, one_replica: b
     return data * given.pipeline * (given.tensor or 1)
 
 
-def degrees_over(config: TrainConfig, ranks: int) -> Degrees:
+def resolve_degrees(config: TrainConfig, ranks: int) -> Degrees:
     """The degrees in a run of so many ranks. UsageError where they do not give so many.
 
     What is not given is tensor parallelism's; of a run with experts the replicas', unless they are given.
@@ -86,17 +86,17 @@ def degrees_over(config: TrainConfig, ranks: int) -> Degrees:
     return Degrees(data, given.pipeline, degrees.tensor_of(ranks))
 
 
-def by_hand(config: TrainConfig, ranks: int) -> Plan:
+def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     """A plan of the configuration's degrees without a profile: layers spread evenly, one schedule for all.
 
     Of a number of layers that does not divide, the last stage, which has the head, has the fewer. UsageError for what
     cannot be: degrees that do not give so many ranks, stages more than layers, a batch or experts that do not divide,
     an unknown schedule.
     """
-    degrees = degrees_over(config, ranks)
+    degrees = resolve_degrees(config, ranks)
     config.require_degree(degrees.tensor)
     if config.experts:
-        homes(config.experts, ranks // degrees.pipeline)
+        owner_ranks(config.experts, ranks // degrees.pipeline)
     if config.sequence_parallel and (degrees.tensor == 1 or config.sequence % degrees.tensor):
         raise UsageError(
             f"a sequence of {config.sequence} cannot be cut over --tp {degrees.tensor}; leave out "
@@ -140,7 +140,7 @@ def by_hand(config: TrainConfig, ranks: int) -> Plan:
         zero=config.zero,
         fsdp=config.fsdp,
         pipeline=pipeline,
-        experts=config.planned_experts,
+        experts=config.plan_experts,
     )
 
 
@@ -150,7 +150,7 @@ def _segment(config: TrainConfig, layers: int, tensor: int) -> Segment:
     name, _, count = config.schedule.partition("@")
     if config.experts:  # they have a list of their own
         return Segment(blocks, tensor, "sync", 1, again)
-    if config.schedule == AUTO and config.is_spread:
+    if config.schedule == AUTO and config.beyond_tensor_parallel:
         raise UsageError(
             f"schedule 'auto' is not for a run of several stages, replicas or micro-batches; give one of "
             f"{', '.join(sorted(GENERATORS))}, or the path of one's text"

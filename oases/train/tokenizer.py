@@ -67,7 +67,7 @@ AnyTokenizer = Bytes | Tokenizer
 
 
 @lru_cache(maxsize=4)
-def tokenizer_called(name: str | None) -> AnyTokenizer:
+def load_tokenizer(name: str | None) -> AnyTokenizer:
     """The tokenizer at a path, or of Hugging Face by its name; None: bytes.
 
     A path is a tokenizer.json or a folder with one, and is read by the `tokenizers` library, offline; the end of a

@@ -155,7 +155,7 @@ class TokenCorpus(Corpus):
             aside.unlink(missing_ok=True)
 
 
-def corpus_of(data: str | None, tokenizer: AnyTokenizer, column: str = "text") -> Corpus:
+def open_corpus(data: str | None, tokenizer: AnyTokenizer, column: str = "text") -> Corpus:
     """The corpus at `data`: bytes of text files as they are, else tokens. column: of a dataset's texts.
 
     data: a text file, a folder of them, or a folder that `datasets` saved; None: this Python's standard library.

@@ -16,26 +16,26 @@ from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.models.gpt import GPT
 from oases.models.moe_gpt import MoEGPT
-from oases.parallel.average import GradientAverage
-from oases.parallel.fsdp import ShardedAverage
-from oases.parallel.gradients import clip_grad_norm
+from oases.parallel.fsdp import ShardedGradientAverager
+from oases.parallel.gradient_averaging import GradientAverager
+from oases.parallel.gradient_clipping import clip_grad_norm
 from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan
 from oases.reporting import Report, report
-from oases.train.alarm import Alarm
-from oases.train.balance import Balance
+from oases.train.callbacks import TrainingCallbacks
 from oases.train.checkpoint.files import load, random_streams, save
-from oases.train.checkpoint.record import Record
-from oases.train.checkpoint.resumption import first_checkpoint
+from oases.train.checkpoint.metadata import Metadata
+from oases.train.checkpoint.resume import starting_checkpoint
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings
-from oases.train.guard import LossGuard, Policy
-from oases.train.masters import optimizer_for
+from oases.train.failure_notifier import FailureNotifier
+from oases.train.load_balance import LoadBalance
+from oases.train.master_weights import make_optimizer
 from oases.train.meter import Meter
 from oases.train.metrics import Reporter, StepReport
+from oases.train.model_options import sizes_of
+from oases.train.pipeline_stage import MicroBatches, PipelineStage
 from oases.train.plan import Run
-from oases.train.sizes import sizes_of
-from oases.train.stage import MicroBatches, TrainedStage
-from oases.train.supervision import Supervision
+from oases.train.step_check import Policy, StepCheck
 
 
 class Trainer:
@@ -66,22 +66,22 @@ class Trainer:
         self.corpus = config.corpus()
         self.device = torch.device(config.device)
         self.model = _model_of(config, plan, self.mesh, self.group).to(self.device)
-        self.balance: Balance | None = None
-        self.stage = TrainedStage(self.model, plan, self.mesh, self.group, self._note)
-        self.alarm = Alarm([self.group, *self.mesh.groups], self.device)
+        self.balance: LoadBalance | None = None
+        self.stage = PipelineStage(self.model, plan, self.mesh, self.group, self._after_forward)
+        self.failure_notifier = FailureNotifier([self.group, *self.mesh.groups], self.device)
         self._updating = False
         """Whether weights are being changed, or were when that failed."""
         if config.compile != "none":
             self.model.stack.compile_blocks(backend=config.compile, fullgraph=True)  # or an error, not eager blocks
         shards = self.model.shard_weights() if plan.fsdp else None
-        self.optimizer = optimizer_for(
+        self.optimizer = make_optimizer(
             self.model.parts(),
             config.precision,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
             sharded=plan.zero,
         )
-        self.average: GradientAverage | ShardedAverage = shards or GradientAverage(self.model.parts())
+        self.average: GradientAverager | ShardedGradientAverager = shards or GradientAverager(self.model.parts())
         self.steps_done = 0
         self.updates = 0
         """Steps that changed the weights: all but those that were skipped."""
@@ -90,24 +90,24 @@ class Trainer:
         self.gradient_norm = math.nan
         """Of the last step's gradient, before it was clipped."""
         self.meter = Meter(self.group, self._groups(), self.stage.messages, self.device)
-        self.guard = LossGuard(cast(Policy, config.bad_loss), config.spike)
-        self.resumed = first_checkpoint(config.checkpoint, config.resume, config.goes_on, self.group)
+        self.step_check = StepCheck(cast(Policy, config.bad_loss), config.spike)
+        self.resumed = starting_checkpoint(config.checkpoint, config.resume, config.resumes_newest, self.group)
         """The checkpoint that this run began with."""
         if self.resumed is not None:
-            self._go_on(self.resumed)
+            self._resume(self.resumed)
         if isinstance(self.model, MoEGPT):
             stages = self.mesh.num_stages
-            self.balance = Balance(self.group, stages, config.record_loads, self.steps_done)
+            self.balance = LoadBalance(self.group, stages, config.record_loads, self.steps_done)
 
-    def _go_on(self, path: Path) -> None:
+    def _resume(self, path: Path) -> None:
         record = load(path, self.model, self.optimizer, self.sizes, self.group, verify=False)
         self.steps_done, self.updates = record.step, record.updates
-        self.guard.recent.extend(record.losses)
-        other = record.other_data(self._data())
+        self.step_check.recent.extend(record.losses)
+        other = record.data_differences(self._data())
         if other and group_rank(self.group) == 0:
             warnings.warn(f"checkpoint {str(path)!r} goes on with other batches: {other}", stacklevel=3)
         # A run that starts by itself may find that it was done.
-        if self.steps_done >= self.config.steps and not self.config.goes_on:
+        if self.steps_done >= self.config.steps and not self.config.resumes_newest:
             raise UsageError(
                 f"checkpoint {str(path)!r} is at step {self.steps_done} of {self.config.steps}: nothing is "
                 "left to do; give more --steps"
@@ -119,9 +119,9 @@ class Trainer:
             "seed": config.seed, "batch": config.batch, "sequence": config.sequence, **self.corpus.identity,
         }  # fmt: skip
 
-    def record(self) -> Record:
+    def checkpoint_metadata(self) -> Metadata:
         """Where the run stands, as a checkpoint says it."""
-        return Record(
+        return Metadata(
             step=self.steps_done,
             updates=self.updates,
             sizes=self.sizes,
@@ -129,7 +129,7 @@ class Trainer:
             data=self._data() | {"next_step": self.steps_done},
             ranks=group_size(self.group),
             random=random_streams(self.model),
-            losses=list(self.guard.recent),
+            losses=list(self.step_check.recent),
             config=settings(self.config),
             plan=json.loads(self.plan.to_json()),
         )
@@ -150,18 +150,18 @@ class Trainer:
         group and the weights are as they were, the step can be tried again, else a RuntimeError asks for a new
         trainer.
         """
-        if self.alarm.rung and self.mesh.groups:
+        if self.failure_notifier.failed and self.mesh.groups:
             raise _ended(self.steps_done)
-        self.alarm.doing = f"step {self.steps_done}"
+        self.failure_notifier.activity = f"step {self.steps_done}"
         try:
-            with self.alarm:
+            with self.failure_notifier:
                 if self._updating:
                     raise _ended(self.steps_done)
                 return self._step()
         except Exception:
             self.optimizer.zero_grad()
             if self.balance is not None:
-                self.balance.forget()
+                self.balance.discard_step()
             raise
 
     def _step(self) -> float:
@@ -177,7 +177,7 @@ class Trainer:
             counted_elsewhere=None if self.model.is_first else self.model.tied,
         )
         self.gradient_norm = float(norm)
-        if self.guard.admits(loss, self.gradient_norm, self.steps_done, self.group, self.device):
+        if self.step_check.accepts(loss, self.gradient_norm, self.steps_done, self.group, self.device):
             self._updating = True
             with self.meter.optimizing():
                 self.optimizer.step()
@@ -196,9 +196,9 @@ class Trainer:
         self.model.at_call(step * len(batches))
         return self.stage.backward(batches, self.average)
 
-    def _note(self, part: int) -> None:
+    def _after_forward(self, part: int) -> None:
         if self.balance is not None and isinstance(self.model, MoEGPT):
-            self.balance.note(self.model.layers_of(part))
+            self.balance.record_layers(self.model.layers_of(part))
 
     def _micro_batches(self, split: str, step: int) -> MicroBatches:
         """This rank's inputs and targets of a batch that is the same for every plan, in parts that run one by one."""
@@ -236,9 +236,9 @@ class Trainer:
         config = self.config
         losses: list[float] = []
         reporter = Reporter(self, watched=on_step is not None)
-        with Supervision(self) as supervision:
+        with TrainingCallbacks(self) as callbacks:
             while self.steps_done < config.steps:
-                with self.alarm:
+                with self.failure_notifier:
                     with self.meter.step():
                         losses.append(self.step())
                     if config.evaluate_every and self.steps_done % config.evaluate_every == 0:
@@ -246,8 +246,8 @@ class Trainer:
                     report = reporter.report(losses[-1])
                     if on_step is not None and report is not None:
                         on_step(report)
-                    supervision.after_step(report)
-            supervision.finish()
+                    callbacks.after_step(report)
+            callbacks.finish()
         return {
             "losses": losses,
             **reporter.summary(),
@@ -255,14 +255,14 @@ class Trainer:
             "validation_losses": self.evaluations,
             "overlap": self.overlap(),
             "resumed": None if self.resumed is None else str(self.resumed),
-            "skipped_steps": self.guard.skipped,
-            "checkpoints": supervision.summary(),
+            "skipped_steps": self.step_check.skipped,
+            "checkpoints": callbacks.summary(),
         }
 
     def save(self, path: str) -> None:
         """Write a checkpoint that any tensor-parallel degree and any plan can load."""
         self.settle()
-        save(path, self.model, self.optimizer, self.record(), self.group)
+        save(path, self.model, self.optimizer, self.checkpoint_metadata(), self.group)
 
     def settle(self) -> None:
         """Before a checkpoint: routers' biases move by what was counted since. All ranks call it."""
@@ -292,7 +292,7 @@ def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup |
     """The model of a run on this rank."""
     rows = plan.model.vocabulary
     if plan.experts is not None:
-        mixture = dataclasses.replace(config.mixture(config.seed), vocabulary=rows)
+        mixture = dataclasses.replace(config.moe_gpt(config.seed), vocabulary=rows)
         return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh)
     sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=rows)
     return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES[config.wire_dtype])

@@ -1,4 +1,4 @@
-"""What tests of parallelized models share: gradients beside those of the model in one process, and errors as text."""
+"""Helpers for tests of parallelized models: gradients beside those of one process, and errors as text."""
 
 from __future__ import annotations
 

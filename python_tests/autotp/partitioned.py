@@ -113,7 +113,7 @@ def same(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None
 
 
 def message(function: Callable[..., Any], *args: Any) -> str:
-    """What a function raises: its type and message."""
+    """Type and message of the exception that a function raises."""
     try:
         function(*args)
     except Exception as error:

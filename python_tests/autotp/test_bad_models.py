@@ -1,4 +1,4 @@
-"""What `parallelize` refuses, and what it says: never a wrong result."""
+"""Models that `parallelize` refuses, and its messages: never a wrong result."""
 
 import re
 
@@ -125,8 +125,8 @@ CASES = {
         lambda: run(made(Plain, Odd)),
         "UsageError: the tensor-parallel degree 2 does not divide .* 3 .* degrees that fit this model: 1, 3",
     ),
-    "again": (_twice, "UsageError: Plain was parallelized before; build the model anew"),
-    "layer's data": (lambda: run(made(Plain, Sum)), "UsageError: .*depend on values"),
+    "again": (_twice, "UsageError: Plain is parallelized already; build a new model"),
+    "layer's data": (lambda: run(made(Plain, Sum)), "UsageError: .*data-dependent forward"),
     "integers": (lambda: _with(_quantised), "UsageError: layers.0.up.weight is of type torch.int8, a quantised"),
     "other seeds": (
         lambda: run(made(Plain, seed=dist.get_rank())),
@@ -141,7 +141,7 @@ CASES = {
         "UsageError: layers.0.up.weight has hooks, .*add them afterwards",
     ),
     "no data": (_meta, "RuntimeError: table.weight has no data; call oases.load_weights"),
-    "checkpoint": (_checkpointed, "RuntimeError: .*run again in a backward pass.*recompute='full'"),
+    "checkpoint": (_checkpointed, "RuntimeError: .*recomputed in a backward pass.*recompute='full'"),
     "checkpointed layers": (_layer_checkpointed, "Error: .*"),
     "hooks later": (
         lambda: _after(lambda m: m.layers[1].attn.register_forward_hook(print)),

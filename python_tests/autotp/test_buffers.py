@@ -1,4 +1,4 @@
-"""Buffers of models built on meta, computed again."""
+"""Buffers of models built on meta are recomputed."""
 
 import pytest
 import torch
@@ -34,11 +34,11 @@ def test_computing_buffers_leaves_parameters_alone():
 def test_a_buffer_that_nobody_can_compute_is_named():
     layer = nn.Linear(2, 2)
     layer.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
-    with pytest.raises(UsageError, match=r"buffer '0.angles' is on meta and in no file, and Sequential does not"):
+    with pytest.raises(UsageError, match=r"buffer '0.angles' is on meta, in no checkpoint, and Sequential does not"):
         materialize_buffers(nn.Sequential(layer))
     model = build("llama")
     model.model.norm.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
-    with pytest.raises(UsageError, match=r"'model.norm.angles' .* LlamaModel does not compute it"):
+    with pytest.raises(UsageError, match=r"'model.norm.angles' .* LlamaModel does not initialise it"):
         materialize_buffers(model)
     layer = nn.Linear(2, 2)
     layer.table = torch.empty(3, device="meta")

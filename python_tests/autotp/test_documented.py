@@ -1,4 +1,4 @@
-"""What docs/models.md says of a parallelized model: hooks, results of layers, caches, dropout, replicas."""
+"""Statements of docs/models.md on a parallelized model: hooks, results of layers, caches, dropout, replicas."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ from autotp.zoo import MIXTURES, batch, build
 from torch import nn
 
 import oases
-from oases.autotp.experts import collections, stand_in
+from oases.autotp.experts import collections, substitute_experts
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -34,7 +34,7 @@ def test_experts_are_spread_and_train_as_in_one_process(two_ranks, name):
 
 
 def apart(name, changed, options):
-    """How far logits and gradients are from those in one process, relative, and what was done."""
+    """Relative difference of logits and gradients from one process, and the report."""
     model, parallel = build(name, **changed), build(name, **changed)
     oases.parallelize(parallel, **options)
     expected, got = model(**batch(name)), parallel(**batch(name))
@@ -61,14 +61,14 @@ def test_over_four_ranks(four_ranks):
             {"hidden_act": "tanh"},
             {},
             "across layers",
-            "none of the perceptrons that are known",
+            "is not a known MLP",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {},
             {"spec": oases.ParallelSpec(replicate=("*.gate_up_proj",))},
             "across layers",
-            "gate_up_proj is to stay",
+            "gate_up_proj is replicated by request",
             marks=pytest.mark.slow,
         ),
     ],
@@ -97,7 +97,7 @@ def test_weights_are_cut_and_come_back(two_ranks, tmp_path):
 
 
 class Crowd(nn.Module):
-    """Experts that nothing could be guessed of by their names; `act` between two products."""
+    """Experts without recognisable names; `act` between two matmuls."""
 
     def __init__(self, act):
         super().__init__()
@@ -129,10 +129,10 @@ def test_experts_are_known_by_what_they_compute():
     crowds = nn.ModuleDict({"relu": Crowd(F.relu), "odd": Crowd(torch.sin), "none": Bilinear()})
     x = torch.randn(2, 4)
     expected = crowds["none"](x, x, x)
-    stand_in(crowds, 2)
+    substitute_experts(crowds, 2)
     found = dict(collections(crowds))
-    assert (found["relu"].perceptron.up, found["relu"].perceptron.down) == ("first", "second")
-    assert (found["relu"].perceptron.gated, found["relu"].perceptron.activation) == (False, "relu")
+    assert (found["relu"].mlp.up, found["relu"].mlp.down) == ("first", "second")
+    assert (found["relu"].mlp.gated, found["relu"].mlp.activation) == (False, "relu")
     assert "do not divide its 3 experts" in found["relu"].whole
-    assert found["odd"].perceptron is None
+    assert found["odd"].mlp is None
     torch.testing.assert_close(crowds["none"](x, x, x), expected)

@@ -321,7 +321,7 @@ def check_refusals():
     for call in (logits.retain_grad, lambda: logits.register_hook(print)):
         with pytest.raises(RuntimeError, match=r"would miss the gradient of the loss.*use logits\.part"):
             call()
-    with pytest.raises(ValueError, match="are no part of a vocabulary of 26"):
+    with pytest.raises(ValueError, match="do not fit a vocabulary of 26"):
         VocabularyLogits.of(part, 26, dist.group.WORLD)
     with pytest.raises(RuntimeError, match="invalid for input of size"):
         logits.view(7, VOCABULARY)

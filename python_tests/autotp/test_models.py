@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def rows_of(report):
-    """What docs/models.py writes of a model."""
+    """Rows of a model in docs/models.md."""
     spec = importlib.util.spec_from_file_location("tables_of_models", DOCS / "models.py")
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)

@@ -197,7 +197,7 @@ def test_fused_queries_keys_and_values(two_ranks, layout, keys):
         found = report["layers"][0]
         assert found["runs"] == ACROSS
         cut = "attn.qkv.weight" in found["column"]
-        assert cut == (keys > 1)  # one head of keys within a fused product stays whole, and the report says why
+        assert cut == (keys > 1)  # a single key head in a fused linear is replicated, and the report gives the reason
         assert cut or "[16, 4, 4]" in found["refused"]["attn.out.weight"]
 
 

@@ -56,7 +56,7 @@ def layers_computed_again(name, recompute):
 
 @pytest.mark.parametrize(("name", "stacks"), [("gptj", 1), ("llama", 1), ("t5", 2)])
 def test_recompute_counts_the_layers_of_the_model(two_ranks, name, stacks):
-    """Of one block each, of two, and of three in a decoder."""
+    """Layers of one block, of two, and of three in a decoder."""
     for again in two_ranks.run(layers_computed_again, name, 1):
         assert again == [[0]] * stacks
 

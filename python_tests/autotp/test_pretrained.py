@@ -29,7 +29,7 @@ def test_saves_that_cannot_be_are_refused_on_all_ranks(two_ranks, tmp_path):
     (tmp_path / "others" / "notes.txt").write_text("mine")
     for meta, others, file in two_ranks.run(_refused_saves, tmp_path):
         assert "is on meta and has no value to save; load weights first" in meta
-        assert "holds other files and no saved model" in others
+        assert "holds other files but no saved model" in others
         assert "is a file; give the path of a folder" in file
     assert (tmp_path / "others" / "notes.txt").read_text() == "mine"
     assert not (tmp_path / "new").exists()
@@ -116,7 +116,7 @@ def _uncuttable():
 def test_cuts_that_do_not_fit_are_named(two_ranks):
     segments, group = two_ranks.run(_uncuttable)[0]
     assert "'fused.weight' of shape (8, 6) has 8 along dimension 0, where rank 0 of 2 holds 10" in segments
-    assert "'fused.weight' is cut over 2 ranks, its group has 1" in group
+    assert "'fused.weight' is sharded over 2 ranks, its group has 1" in group
 
 
 def _replicas(source, target):

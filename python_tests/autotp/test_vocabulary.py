@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_of_the_model(two_ranks, make):
 
 @pytest.mark.parametrize(("make", "length"), [(gpt2, 30), (t5, 30), (llama, 80)])
 def test_many_tokens(two_ranks, make, length):
-    """The table is gathered; of 128 tokens or more the head measures how many chunks to cut its product into."""
+    """The table is gathered; of 128 tokens or more the head measures its number of chunks."""
     two_ranks.run(check_model, make, length)
 
 
@@ -243,11 +243,11 @@ class Hidden(nn.Module):
 def check_refusals():
     group = dist.group.WORLD
     for option in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
-        with pytest.raises(ValueError, match=f"{next(iter(option))}=.* needs the whole table"):
+        with pytest.raises(ValueError, match=f"{next(iter(option))}=.* needs the full table"):
             shard_embedding(nn.Embedding(8, 4, **option), group)
     table = nn.Embedding(8, 4)
     shard_embedding(table, group)
-    with pytest.raises(ValueError, match="cut over the vocabulary already"):
+    with pytest.raises(ValueError, match="vocabulary-parallel already"):
         shard_embedding(table, group)
     with pytest.raises(ValueError, match="has 1 rows, too few for the tensor-parallel degree 2"):
         shard_head(nn.Linear(4, 1), group)

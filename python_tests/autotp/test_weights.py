@@ -86,11 +86,11 @@ def test_segments_uneven_parts_ties_and_every_type(pool, request, tmp_path):
 
 
 def _small_blocks(kind, source, target):
-    import oases.autotp.holdings as holdings
+    import oases.autotp.shard_map as shard_map
     import oases.safetensors_files as files
 
-    before = holdings.BLOCK_BYTES, files.MAPPED_BYTES
-    holdings.BLOCK_BYTES, files.MAPPED_BYTES = 100, 300
+    before = shard_map.BLOCK_BYTES, files.MAPPED_BYTES
+    shard_map.BLOCK_BYTES, files.MAPPED_BYTES = 100, 300
     try:
         model = build(kind)
         load_weights(model, source)
@@ -99,7 +99,7 @@ def _small_blocks(kind, source, target):
         load_full_state_dict(again, full_state_dict(model))
         return full_state_dict(again)
     finally:
-        holdings.BLOCK_BYTES, files.MAPPED_BYTES = before
+        shard_map.BLOCK_BYTES, files.MAPPED_BYTES = before
 
 
 @pytest.mark.parametrize("kind", ["mixed", "gpt2"])
@@ -288,7 +288,7 @@ def test_an_architecture_whose_weights_are_computed_from_the_files_is_named(tmp_
     model.save_pretrained(tmp_path / "theirs")
     with torch.device("meta"):
         other = MixtralForCausalLM(config)
-    with pytest.raises(UsageError, match=r"layout of the original mixtral, and MixtralForCausalLM computes"):
+    with pytest.raises(UsageError, match=r"layout of the original mixtral, but MixtralForCausalLM computes"):
         load_weights(other, tmp_path / "theirs")
     model.save_pretrained(tmp_path / "ours", save_original_format=False)
     load_weights(other, tmp_path / "ours")

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from oases import cli
 from oases.errors import UsageError
-from oases.execution.wire import Silence
+from oases.execution.wire import NullScheduler
 from oases_bench.harness import Ranks
-from oases_bench.layers import UneditedLayers, of_model
 from oases_bench.overlap import OverlapBenchConfig, bench_of, run_overlap_bench, shown
+from oases_bench.unedited_layers import UneditedLayers, of_model
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
@@ -89,7 +89,7 @@ def replayed(config):
     layers.model(tokens)
     first.remove(), last.remove()
     with torch.no_grad():
-        again = bench_of(config, dist.group.WORLD).layers.run(seen["x"], Silence())
+        again = bench_of(config, dist.group.WORLD).layers.run(seen["x"], NullScheduler())
         mine = layers.run(seen["x"], bench_of(config, dist.group.WORLD).scheduler)
     return bool(torch.equal(mine, seen["out"])), float((again - mine).abs().max())
 

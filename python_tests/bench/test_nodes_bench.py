@@ -10,8 +10,8 @@ from oases.parallel.mesh import Mesh
 from oases.testing import RankPool
 from oases_bench.harness import Ranks
 from oases_bench.nodes import NodesBenchConfig, _pipeline_groups, measured_axes, run_nodes_bench
-from oases_bench.stage_peers import StagePeer
-from oases_bench.stages import PlannedSteps
+from oases_bench.stage_baselines import TorchStage
+from oases_bench.stage_steps import PlannedSteps
 
 SMALL = NodesBenchConfig(
     hidden=128, sequence=4, layers=4, micro_batches=2, samples=2, iterations=1, flops=1e10,
@@ -33,7 +33,7 @@ def check_equal(config):
     mesh = Mesh.of(plan, order=order)
     pairs = _pipeline_groups(config, order)
     hardware = measured_axes(config, 2, mesh, pairs, False)
-    peer = StagePeer(config.peer_plan(4), hardware, mesh, pairs)
+    peer = TorchStage(config.peer_plan(4), hardware, mesh, pairs)
     losses, found = peer.backward(), peer.gradients()
     for plan in plans.values():
         steps = PlannedSteps(plan, hardware, mesh, split=config.across == "pipeline")

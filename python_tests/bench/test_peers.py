@@ -12,9 +12,9 @@ from oases.errors import UsageError
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.testing import RankPool
 from oases_bench import peers
+from oases_bench.baselines import BASELINES, make_baseline, parse_baselines, require_baseline
 from oases_bench.harness import Ranks
 from oases_bench.overlap import OverlapBenchConfig, run_overlap_bench
-from oases_bench.peers import PEERS, make_peer, parse_peers, require_peer
 
 CONFIG = GPTConfig(hidden=32, layers=3, heads=4, sequence=8)
 
@@ -77,7 +77,7 @@ def compare(name: str, recompute: str) -> dict[str, float]:
         for whole, shard in zip(plain.parameters(), ours, strict=True):
             whole.add_(torch.randn_like(whole), alpha=0.1)  # biases too: one added twice would not show at zero
             shard.copy_(shard_like(whole, shard))
-    peer = make_peer(name, CONFIG, blocks, dist.group.WORLD, recompute)
+    peer = make_baseline(name, CONFIG, blocks, dist.group.WORLD, recompute)
     x, grad = torch.randn(2, 4, CONFIG.sequence, CONFIG.hidden)
     expected, expected_grad = backward(plain, x, grad)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -94,7 +94,7 @@ def compare(name: str, recompute: str) -> dict[str, float]:
 
 def skip_unless_installed(name: str) -> None:
     try:
-        require_peer(name, batch=4)
+        require_baseline(name, batch=4)
     except UsageError as reason:
         pytest.skip(str(reason))
 
@@ -121,11 +121,11 @@ def test_peer_computes_what_one_process_computes(
 
 
 def test_names() -> None:
-    assert parse_peers("all") == PEERS
-    assert parse_peers("none") == ()
-    assert parse_peers("domino, torch") == ("domino", "torch")
+    assert parse_baselines("all") == BASELINES
+    assert parse_baselines("none") == ()
+    assert parse_baselines("domino, torch") == ("domino", "torch")
     with pytest.raises(UsageError, match="unknown peer 'alpa'; known are torch, megatron, domino"):
-        parse_peers("torch,alpa")
+        parse_baselines("torch,alpa")
 
 
 def test_peer_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_peer_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.M
 
     monkeypatch.setattr(peers, "distribution", missing)
     with pytest.raises(UsageError, match=r"'megatron' needs megatron-core.*pip install -r requirements-peers.txt"):
-        require_peer("megatron", batch=4)
+        require_baseline("megatron", batch=4)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_peer_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.M
 def test_what_domino_cannot_do(monkeypatch: pytest.MonkeyPatch, batch: int, recompute: str, message: str) -> None:
     monkeypatch.setattr(peers, "distribution", lambda package: None)
     with pytest.raises(UsageError, match=message):
-        require_peer("domino", batch, recompute)
+        require_baseline("domino", batch, recompute)
 
 
 def test_bench_runs_peers_beside_the_schedules(two_ranks: RankPool) -> None:

@@ -17,7 +17,7 @@ from oases.testing import RankPool
 from oases_bench.overlap import (
     OverlapBenchConfig,
     bench_of,
-    beside_predictions,
+    compare_predictions,
     measured,
     require_predictable,
     write_comparison,
@@ -37,7 +37,7 @@ def run():
     assert group is not None
     bench = bench_of(CONFIG, group)
     (result,) = measured([bench], False)
-    return result, beside_predictions(bench, result, HARDWARE)
+    return result, compare_predictions(bench, result, HARDWARE)
 
 
 def test_every_schedule_has_a_prediction_and_two_timelines(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from oases import cli
 from oases.errors import UsageError
 from oases_bench.harness import Ranks
 from oases_bench.sparse import SparseBenchConfig, run_sparse_bench
-from oases_bench.sparse_modes import OURS, PEERS
+from oases_bench.sparse_modes import BASELINES, OURS
 from oases_bench.sparse_workloads import (
     ClickWorkload,
     WordCorpus,
@@ -90,7 +90,13 @@ def test_clicks_are_the_same_wherever_they_are_made():
 
 def run(workload, data, stored):
     config = SparseBenchConfig(
-        workload=workload, data=data, stored=stored, modes=",".join([*OURS, *PEERS]), steps=2, train_steps=6, **SIZES
+        workload=workload,
+        data=data,
+        stored=stored,
+        modes=",".join([*OURS, *BASELINES]),
+        steps=2,
+        train_steps=6,
+        **SIZES,
     )
     return run_sparse_bench(config, Ranks(), False)
 
@@ -99,7 +105,7 @@ def run(workload, data, stored):
 def test_every_mode_runs(two_ranks, text, workload, stored):
     result = two_ranks.run(run, workload, str(text), stored)[0]
     modes = result["modes"]
-    assert set(modes) == {*OURS, *PEERS}
+    assert set(modes) == {*OURS, *BASELINES}
     for name in ("dense", "packed", "gather", "ddp_sparse"):
         assert modes[name]["validation_loss"] == pytest.approx(modes["ddp"]["validation_loss"], rel=1e-2)
     tables = {name: row["table_bytes_per_step"] for name, row in modes.items()}

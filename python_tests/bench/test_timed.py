@@ -7,17 +7,17 @@ import torch.distributed as dist
 from oases import OverlappedStack
 from oases.execution.executor import Context
 from oases.schedule import GENERATORS
-from oases_bench.timed import TimedBlock, TimedSeconds
+from oases_bench.timed_block import BlockSeconds, TimedBlock
 
 BLOCKS, BATCH = 3, 4
 
 
 def seconds(samples):
-    return TimedSeconds(0.004 * samples, 0.001 * samples, 0.006 * samples, 0.002 * samples)
+    return BlockSeconds(0.004 * samples, 0.001 * samples, 0.006 * samples, 0.002 * samples)
 
 
 def no_time(samples):
-    return TimedSeconds(0.0)
+    return BlockSeconds(0.0)
 
 
 def weights_of(rank, block, size=4):
@@ -145,7 +145,7 @@ def test_a_part_of_a_sequence_counts_as_a_part_of_its_samples():
 
     def noting(samples):
         asked.append(samples)
-        return TimedSeconds(0.0)
+        return BlockSeconds(0.0)
 
     block = TimedBlock(noting, tokens=8)
     block.partial(torch.zeros(2, 2, 1))
@@ -158,6 +158,6 @@ def test_mistakes():
     with pytest.raises(ValueError, match="num_parameters must be at least 1, got 0"):
         TimedBlock(seconds, num_parameters=0)
     with pytest.raises(ValueError, match="backward must be between 0 and 60 seconds, got -1"):
-        TimedSeconds(0.0, backward=-1)
+        BlockSeconds(0.0, backward=-1)
     with pytest.raises(ValueError, match="compute on the CPU, got an input on meta"):
         TimedBlock(seconds).partial(torch.zeros(2, device="meta"))

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.papers.oases_objective import PublishedTimes, best_degrees, main, objective
 from oases.errors import UsageError
-from oases.planner.programme import InfeasibleError
+from oases.planner.milp import InfeasibleError
 from oases.plans.plan import read_plan
 from oases.plans.shape import KINDS, ModelShape
 

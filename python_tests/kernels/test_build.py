@@ -8,7 +8,7 @@ import torch
 import oases
 from build_tools import cuda_build, objects
 from oases import cli
-from oases.build import build_info, described
+from oases.reporting import build_info, build_text
 
 
 @pytest.fixture(autouse=True)
@@ -158,10 +158,10 @@ def test_a_build_says_what_it_is(capsys):
         cli.main(["--version"])
     assert caught.value.code == 0
     line = capsys.readouterr().out
-    assert line == f"oases {oases.__version__} ({described()})\n"
+    assert line == f"oases {oases.__version__} (torch {torch.__version__})\n"
     kernels = f"{' '.join(info['architectures'])} by nvcc {info['nvcc']}" if info["cuda"] else "none"
-    assert f"torch {torch.__version__}; CUDA kernels: {kernels})" in line
-    assert str(oases.report()).splitlines()[-1] == f"built with {described()}"
+    assert build_text() == f"torch {torch.__version__}; CUDA kernels: {kernels}"
+    assert str(oases.report()).splitlines()[-1] == f"built with {build_text()}"
 
 
 def test_a_torch_without_cuda_needs_one_architecture_to_link(nvcc, monkeypatch):

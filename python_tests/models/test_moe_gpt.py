@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from oases.models import MoEGPT, MoEGPTConfig
 from oases.moe.costs import Costs
-from oases.parallel.average import GradientAverage
+from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.mesh import Mesh
 from oases.parallel.sharding import holders
 
@@ -16,11 +16,11 @@ COSTS = Costs(token_seconds=1e-3, token_bytes=128, expert_bytes=256, bandwidth=1
 
 
 def gradients(tensor=1, steps=2, **options):
-    """Of some steps of plain descent: losses, the last gradients, over how many ranks each is cut, copies."""
+    """Losses of some steps of gradient descent, last gradients, shard counts, replicas."""
     mesh = Mesh([tensor])
     sizes = MoEGPTConfig(**vars(CONFIG) | {"shared_hidden": 8})
     model = MoEGPT(sizes, mesh=mesh, costs=COSTS, **options).double()
-    average = GradientAverage(model.parts())
+    average = GradientAverager(model.parts())
     replica, replicas = mesh.replica(tensor), mesh.replicas(tensor)
     losses, copies = [], 0
     for step in range(steps):

@@ -19,7 +19,7 @@ from oases.moe.dispatch import (
     start_combine,
     ungrouped,
 )
-from oases.moe.placement import homes
+from oases.moe.placement import owner_ranks
 from oases.moe.router import Router
 
 HIDDEN = 6
@@ -43,7 +43,7 @@ def test_itineraries_of_all_ranks_fit(seed):
     for rank, plan in enumerate(plans):
         assert plan.received == [other.sent[rank] for other in plans]
         assert sum(plan.sent) == counts[:, rank].sum()
-        assert plan.held[: plan.own] == np.flatnonzero(homes(experts, devices) == rank).tolist()
+        assert plan.held[: plan.own] == np.flatnonzero(owner_ranks(experts, devices) == rank).tolist()
         assert plan.held[plan.own :] == [e for e in placement.moved if rank in placement.copies[e]]
         # What each source sends here, as (expert, source), in the order in which it sends.
         arriving = [
@@ -98,7 +98,7 @@ def travel(tokens, experts, top_k, capacity, seed):
     number = torch.tensor(plan.held).repeat_interleave(torch.tensor(plan.rows))[:, None] + 1.0
     exchange, coming = start_combine(rows * number, plan, group, "test")
     source = dispatch(x.detach(), routing, plan, group, "again")
-    back = exchange.arrive(coming)
+    back = exchange.receive(coming)
     y = combined(back, source.source, routing)
     source.wait()
     kept = 1 if routing.kept is None else routing.kept
@@ -123,7 +123,7 @@ def test_to_the_experts_and_back(two_ranks, four_ranks, seed):
 
 
 def overlap():
-    """What is computed between depart and arrive comes between the collectives in the backward pass, too."""
+    """Compute between send and receive comes between the collectives in the backward pass, too."""
     rank = dist.get_rank()
     order = []
 
@@ -139,9 +139,9 @@ def overlap():
 
     exchange = AllToAll(dist.group.WORLD, [1, 2 - rank], [1, 2 - (1 - rank)] if rank == 0 else [2, 1], "test")
     x = torch.randn(3 - rank, 4, requires_grad=True)
-    pending = exchange.depart(x)
+    pending = exchange.send(x)
     between = Noted.apply(x)
-    y = exchange.arrive(pending)
+    y = exchange.receive(pending)
     (y.sum() + between.sum()).backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 2))
     return order, len(y)
@@ -160,7 +160,7 @@ def faulty(victims):
     with pytest.raises(RoutingError, match=f"not finite on rank {', '.join(map(str, victims))} of 4.*isfinite"):
         exchange_counts([routing], dist.group.WORLD, label="layers.7")
     _, routing = routing_of(rank, 5, 4, 2, None)
-    with pytest.raises(RoutingError, match=r"layers\.7: rank 2 is at another forward pass or has another placement"):
+    with pytest.raises(RoutingError, match=r"layers\.7: rank 2 has another forward pass or placement"):
         exchange_counts([routing], dist.group.WORLD, label="layers.7", state=rank // 2)
 
 

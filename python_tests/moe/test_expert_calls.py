@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oases.execution.executor import Context
 from oases.execution.failure import FailedRankError
 from oases.moe.stack import ExpertStack
-from oases.parallel.fsdp import ShardedAverage, Unit
+from oases.parallel.fsdp import FsdpUnit, ShardedGradientAverager
 
 
 def sample(seed=0):
@@ -139,8 +139,8 @@ def check_early():
     expected = gradients(ExpertStack(made(placement="prophet"), recompute=True), sample())
     stack, context = ExpertStack(made(placement="prophet"), recompute=True), Context([])
     y = stack(sample(), context=context)
-    context.calls.recompute()
-    context.calls.recompute()
+    context.handles.recompute()
+    context.handles.recompute()
     count = len([name for name, _, _ in context.spans if name.startswith("R")])
     y.square().sum().backward()
     found = [p.grad for p in stack.parameters()]
@@ -166,9 +166,9 @@ def check_sharded(recompute):
     units = []
     for number, block in enumerate(stack.blocks):
         own = list(block.experts.experts.parameters())
-        units.append(Unit(block, dist.group.WORLD, dist.group.WORLD, f"block {number}", others=own))
+        units.append(FsdpUnit(block, dist.group.WORLD, dist.group.WORLD, f"block {number}", others=own))
     stack.shard(units)
-    average = ShardedAverage(units)
+    average = ShardedGradientAverager(units)
     loss = stack(sample()).square().sum()
     with average.overlapped():
         loss.backward()

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from test_expert_stack import HIDDEN, made
 
 from oases.moe.stack import ExpertStack
-from oases.parallel.average import GradientAverage
+from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.mesh import Mesh
-from oases.parallel.messages import Messages
-from oases.parallel.pipeline import StageRun
+from oases.parallel.messages import StageMessages
+from oases.parallel.pipeline import StageRunner
 from oases.schedule.pipeline import generate_pipeline
 
 MICRO_BATCHES, STAGES = 4, 2
@@ -49,15 +49,15 @@ def check_stages(name, placement, recompute):
     blocks = made(placement=placement, balance_weight=0.0, z_weight=0.0, process_group=group)
     stack = ExpertStack(blocks, **options(placement, recompute))
     pipeline = generate_pipeline(name, STAGES, MICRO_BATCHES)
-    messages = Messages(pipeline, mesh, [1])
-    run = StageRun(pipeline, mesh.stage, messages)
+    messages = StageMessages(pipeline, mesh, [1])
+    run = StageRunner(pipeline, mesh.stage, messages)
 
     def forward(part, m, x, context):
         y = stack(sample(m, rank, ranks) if x is None else x, context=context)
         return y.square().mean() / MICRO_BATCHES if part == STAGES - 1 else y
 
     own = {id(p) for block in blocks for p in block.experts.experts.parameters()}
-    average = GradientAverage([([p for p in stack.parameters() if id(p) not in own], group)])
+    average = GradientAverager([([p for p in stack.parameters() if id(p) not in own], group)])
     for _ in range(3):  # placements follow the loads of the steps before
         stack.zero_grad()
         losses = run.run(forward, average.overlapped())

@@ -12,7 +12,7 @@ from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.moe.costs import Costs
 from oases.moe.layer import OverlappedMoE
-from oases.moe.placement import homes, plan
+from oases.moe.placement import owner_ranks, plan
 from oases.moe.stack import ExpertStack
 from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts
 from oases.schedule.ops import STARTS
@@ -51,7 +51,7 @@ def made(dropout=0.0, **options):
 
 def drawn_placement(rng, devices):
     """Copies anywhere, and tokens to any device that holds the expert."""
-    home = homes(EXPERTS, devices)
+    home = owner_ranks(EXPERTS, devices)
     counts = rng.integers(0, 5, (EXPERTS, devices))
     base = plan(counts, COSTS, method="none")
     copies, routes = [], base.routes.copy()
@@ -130,7 +130,7 @@ def check_spans():
     assert [name for name, _, _ in context.spans] == listed
     loss = stack(torch.randn(4, HIDDEN, dtype=torch.float64, requires_grad=True)).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="was run already"):
+    with pytest.raises(RuntimeError, match="has run already"):
         loss.backward()
 
 

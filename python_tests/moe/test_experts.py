@@ -1,4 +1,4 @@
-"""Experts: the grouped product against the loop, weights that do not depend on the number of ranks."""
+"""Experts: the grouped matmul against the loop, weights that do not depend on the number of ranks."""
 
 import pytest
 import torch
@@ -110,9 +110,9 @@ def test_a_part_of_given_experts(two_ranks):
 
 def test_bad_counts():
     experts = Experts(8, 6, 2)
-    with pytest.raises(UsageError, match=r"5 rows for 2 experts do not go with counts \[2, 2\]"):
+    with pytest.raises(UsageError, match=r"5 rows for 2 experts do not fit counts \[2, 2\]"):
         experts(torch.zeros(5, 8), [2, 2])
-    with pytest.raises(UsageError, match="do not go with counts"):
+    with pytest.raises(UsageError, match="do not fit counts"):
         experts(torch.zeros(5, 8), [2, 2, 1])
     with pytest.raises(UsageError, match="must be at least 1, got 8 and 0"):
         Experts(8, 0, 2)

@@ -6,7 +6,7 @@ import pytest
 from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.forecast import Forecast, Planner
-from oases.moe.placement import described
+from oases.moe.placement import make_placement
 from oases.moe.traces import generate
 
 COSTS = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
@@ -50,7 +50,7 @@ def test_a_load_that_turns_round_is_followed():
         last = planner.next(second)
     assert 7 in last.moved
     assert last.device_loads.max() < 1.1 * last.device_loads.mean()
-    stale = described("prophet", second, COSTS, (before.routes, before.copies))
+    stale = make_placement("prophet", second, COSTS, (before.routes, before.copies))
     assert stale.device_loads.max() > 2 * last.device_loads.max()
 
 

@@ -1,4 +1,4 @@
-"""Experts under autocast: products in bfloat16, gates and weights in float32, results near those without."""
+"""Experts under autocast: matmuls in bfloat16, gates and weights in float32, results near those without."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What fails in a layer on one rank: raised on all, with its name, and no hang."""
+"""Failures of a layer on one rank: raised on all ranks, with the layer's name, without a hang."""
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ def test_a_failure_while_tokens_travel_is_told_to_all(four_ranks, victim, moved)
 def check_disagreement():
     layer = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()), costs=COSTS)
     layer.place(random_placement(4, 2, dist.get_rank()))
-    with pytest.raises(RoutingError, match="has another placement"):
+    with pytest.raises(RoutingError, match="has another forward pass or placement"):
         layer(torch.ones(5, HIDDEN, dtype=torch.float64))
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import oases
 from oases.moe.costs import Costs
 from oases.moe.layer import OverlappedMoE
-from oases.moe.placement import Placement, homes
+from oases.moe.placement import Placement, owner_ranks
 from oases.moe.traces import Recorder, replay
 
 HIDDEN, WIDTH = 12, 10
@@ -111,7 +111,7 @@ def expected_of(layer, tokens):
 
 def random_placement(experts, devices, seed):
     generator = np.random.default_rng(seed)
-    home = homes(experts, devices)
+    home = owner_ranks(experts, devices)
     copies, routes = [], np.empty((experts, devices), dtype=np.int64)
     for expert in range(experts):
         held = [d for d in range(devices) if d != home[expert] and generator.random() < 0.6]
@@ -283,7 +283,7 @@ def check_replicas():
     for _ in range(2):
         layer.zero_grad()
         (layer(x) * targets_of(rank, tokens)).sum().backward()
-        if layer._steps.number == 1:
+        if layer._placement_state.number == 1:
             for name, parameter in layer.named_parameters():
                 grad, expected = parameter.grad, parameters[name] / 4
                 if name.startswith("experts."):
@@ -315,7 +315,7 @@ def check_measured_and_recorded(path):
     if recorder is not None:
         recorder.close()
     last = layer.last
-    costs = dataclasses.asdict(layer._steps.costs)
+    costs = dataclasses.asdict(layer._placement_state.costs)
     weights = torch.cat([p.detach().flatten() for p in (layer.router.weight, *layer.shared.parameters())])
     report = [row.where for row in oases.report().others]
     return costs, weights, last.counts.tolist(), last.token_bytes, report

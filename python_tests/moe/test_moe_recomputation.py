@@ -1,4 +1,4 @@
-"""Layers under checkpoints: what is computed again goes to the same experts and gives the same gradients."""
+"""Layers under checkpoints: recomputation routes to the same experts and gives the same gradients."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ def check_checkpoint(experts, tokens, reentrant, together, biased):
     for one, other in zip(found, expected, strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, **EXACT)
-    assert plain._steps.number == saved._steps.number == 12
-    assert plain._steps._planner.changes == saved._steps._planner.changes >= 1
+    assert plain._placement_state.number == saved._placement_state.number == 12
+    assert plain._placement_state._planner.changes == saved._placement_state._planner.changes >= 1
     assert moved
     if biased:
         assert torch.equal(plain.router.bias, saved.router.bias)
@@ -72,7 +72,7 @@ def check_recomputation_that_differs():
     another = OverlappedMoE.from_whole(whole_layer(4, process_group=alone()))
     y = x * 2
     y.register_hook(lambda _: another(x))
-    with pytest.raises(RoutingError, match="no forward pass in training is open"):
+    with pytest.raises(RoutingError, match="no open training pass to recompute"):
         y.sum().backward()
 
 

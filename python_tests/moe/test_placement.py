@@ -8,7 +8,7 @@ import pytest
 from benchmarks.placements import bound
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.placement import described, plan
+from oases.moe.placement import make_placement, plan
 from oases.moe.traces import generate
 
 FAST = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
@@ -169,7 +169,7 @@ def test_every_placement_of_a_small_case_is_at_least_the_optimum(options):
     counts = counts_of(3, 3, 2, 0.2, tokens=300)
     best = plan(counts, costs, method="optimum").predicted_seconds
     least = min(
-        described("", counts, costs, (np.array(routes).reshape(3, 3), copies)).predicted_seconds
+        make_placement("", counts, costs, (np.array(routes).reshape(3, 3), copies)).predicted_seconds
         for copies in itertools.product(*([[], [a], [b], [a, b]] for a, b in ((1, 2), (0, 2), (0, 1))))
         for routes in itertools.product(*([e, *copies[e]] for e in range(3) for _ in range(3)))
     )
@@ -186,7 +186,7 @@ def test_nothing_below_the_bound_is_said_so():
     lowest = bound(even, SLOW, 4, seconds=30.0, below=none)
     assert lowest.solved
     assert lowest.seconds == pytest.approx(none, rel=2e-3)
-    with pytest.raises(UsageError, match="devices that are all alike"):
+    with pytest.raises(UsageError, match="uniform devices"):
         bound(even, Costs(**{**vars(SLOW), "devices_per_node": 2}), 4, seconds=1.0)
 
 
@@ -262,7 +262,7 @@ def test_bad_options():
         plan([[1, 1], [1, 1]], FAST, memory_budget=-1)
     with pytest.raises(UsageError, match="bandwidth must be above 0"):
         Costs(token_seconds=1, token_bytes=1, expert_bytes=1, bandwidth=0)
-    with pytest.raises(UsageError, match="8 devices are no whole nodes of 3"):
+    with pytest.raises(UsageError, match="8 devices do not divide into nodes of 3"):
         plan(counts_of(8, 8, 0), Costs(**{**vars(FAST), "devices_per_node": 3}))
     with pytest.raises(UsageError, match="takes too long"):
         plan(counts_of(16, 16, 0), FAST, method="optimum")

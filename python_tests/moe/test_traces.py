@@ -32,8 +32,8 @@ def test_a_trace_that_was_cut_off_ends_early(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is no trace of loads"),
-        ("[1]\n", "is no trace of loads"),
+        ("", "is not a trace of loads"),
+        ("[1]\n", "is not a trace of loads"),
         ("{", "cannot be read"),
         ('{"kind": "oases loads", "version": 2}\n', "of version 2"),
         ('{"kind": "oases loads", "version": 1}\n{"step": 0}\n', "line 2"),

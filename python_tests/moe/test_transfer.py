@@ -43,7 +43,7 @@ def check(experts, placement, biased, dtype, apart):
         transfer.exchange()
         copies = transfer.finish()
     else:
-        found, number = transfer.arrive(transfer.depart(weights))
+        found, number = transfer.receive(transfer.send(weights))
         copies = found.given
     for copy, weight in zip(copies, whole, strict=True):
         assert torch.equal(copy, weight[transfer.held])
@@ -102,7 +102,7 @@ def frozen(placement):
     rank = dist.get_rank()
     parameters = [weight[rank : rank + 1].clone().requires_grad_(index == 1) for index, weight in enumerate(whole)]
     transfer = Transfer(ExpertWeights(*parameters), placement, dist.group.WORLD, "test")
-    copies, number = transfer.arrive(transfer.depart(ExpertWeights(*parameters)))
+    copies, number = transfer.receive(transfer.send(ExpertWeights(*parameters)))
     tie(copies.down.flatten(), number).sum().backward()
     assert parameters[0].grad is None
     return parameters[1].grad.sum().item()

@@ -1,4 +1,4 @@
-"""What blocks read besides the activation, against the unsplit model under plain autograd."""
+"""Block inputs besides the activation, against the unsharded model under plain autograd."""
 
 import copy
 import gc
@@ -97,7 +97,7 @@ class Scaled:
 
 
 def leaves(batch):
-    """What the caller owns: the activation, and what its inputs are computed from."""
+    """Leaf tensors of the caller: the activation, and the tensors its inputs are computed from."""
     generator = torch.Generator().manual_seed(batch)
     shapes = {
         "x": (batch, TOKENS, WIDTH),
@@ -309,10 +309,10 @@ def test_bad_inputs():
         stack(owned["x"][:3], good)
     with pytest.raises(ValueError, match="2 values have 1 entries of per_sample"):
         BlockInputs((None, None), (False,))
-    with pytest.raises(ValueError, match=r"value 1 is cut per sample, but is no tensor \(NoneType\)"):
+    with pytest.raises(ValueError, match=r"value 1 is cut per sample, but is not a tensor \(NoneType\)"):
         BlockInputs((None, None), (False, True))
     stack.run_as(along_sequence(2, 2, frozenset({0, 1})))
-    with pytest.raises(ValueError, match="cuts along the sequence, and nobody can tell how the blocks' inputs"):
+    with pytest.raises(ValueError, match="splits the sequence, along which the blocks' inputs cannot be split"):
         stack(owned["x"], good)
 
 

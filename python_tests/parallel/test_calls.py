@@ -14,7 +14,7 @@ from oases.schedule import GENERATORS
 
 
 def gradients(kind, schedule, recompute, *, early=False, weights_late=False, sequence_parallel=False, number=2):
-    """Of some calls in flight at once, as a pipeline has them."""
+    """Gradients of several calls in flight at once, as in a pipeline."""
     torch.manual_seed(7)
     group = dist.group.WORLD if dist.is_initialized() else None
     stack = make_stack(
@@ -25,7 +25,7 @@ def gradients(kind, schedule, recompute, *, early=False, weights_late=False, seq
     for x in inputs:
         context = Context()
         outputs.append(stack(x, context=context))
-        calls.append(context.calls)
+        calls.append(context.handles)
     for y, call in zip(outputs, calls, strict=True):
         if early:
             call.recompute()
@@ -81,7 +81,7 @@ def kept_bytes(recompute, *, early):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = stack(x, context=context)
         if early:
-            context.calls.recompute()
+            context.handles.recompute()
     work = y.grad_fn.call._work
     held = [*work._x.values(), *work._h.values()]
     for parameter in stack.parameters():
@@ -108,10 +108,10 @@ def test_a_handle_keeps_no_tensor():
         assert alive() is None, "no circle keeps a call until the garbage collector comes"
     finally:
         gc.enable()
-    context.calls.recompute()
+    context.handles.recompute()
     with torch.no_grad():
         stack(torch.randn(4, 3, WIDTH, dtype=torch.float64), context=context)
-    context.calls.recompute()
+    context.handles.recompute()
 
 
 class Fails(Mlp):
@@ -136,7 +136,7 @@ def fails_early():
     context = Context()
     y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64), context=context)
     with pytest.raises(RuntimeError) as caught:
-        context.calls.recompute()
+        context.handles.recompute()
     del y
     return str(caught.value)
 
@@ -148,10 +148,10 @@ def test_hooks_of_weights_fire_when_they_are_computed():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
     context = Context()
     y = stack(torch.randn(4, 3, WIDTH, dtype=torch.float64), context=context)
-    context.calls.defer_weights()
+    context.handles.defer_weights()
     y.sum().backward()
     deferred = {name for name, _ in stack.named_parameters() if ".up." in name or name.endswith("down.weight")}
     assert all(stack.get_parameter(name).grad is None for name in deferred)
     fired.clear()  # autograd calls them for a gradient that is not there, too
-    context.calls.compute_weights()
+    context.handles.compute_weights()
     assert sorted(fired) == sorted(deferred)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack, ParallelDropout
-from oases.parallel.average import GradientAverage
+from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.linear import shard
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import PlannedStack
@@ -62,7 +62,7 @@ def check_chain(segments, dropout):
     plan = plan_of(dist.get_world_size(), *segments)
     mesh = Mesh.of(plan)
     stack = PlannedStack(plan, maker(dropout), mesh)
-    average = GradientAverage(stack.parts())
+    average = GradientAverager(stack.parts())
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     plain = OverlappedStack(
         [maker(dropout)(index, alone) for index in range(4)], process_group=alone, schedule="sync"

@@ -50,7 +50,7 @@ def sent(layer, x):
 
 
 def choose(path, seconds, rows=256):
-    """What a first, a second and, with nothing but the file left, a third layer do: (turns, chunks) of each."""
+    """(turns, chunks) of a first and a second layer, and of a third with the cache file alone."""
     x = torch.randn(rows, IN // 2)
     found = []
     with pytest.MonkeyPatch.context() as patch:

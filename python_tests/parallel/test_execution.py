@@ -1,4 +1,4 @@
-"""What the executor computes, keeps and draws: recomputation, dropout, shared memory, graphs of the user's own."""
+"""Executor: recomputation, dropout, shared memory, graphs of the user's own."""
 
 import gc
 
@@ -24,7 +24,7 @@ class Matmuls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class CountsProducts(Mlp):
+class CountsMatmuls(Mlp):
     calls = None
 
     def partial(self, x):
@@ -34,10 +34,10 @@ class CountsProducts(Mlp):
 
 @pytest.mark.parametrize(("schedule", "expected"), [("sync", {"up": 4, "down": 4}), ("oases", {"up": 8, "down": 4})])
 def test_the_row_parallel_product_is_not_recomputed(schedule, expected):
-    stack = make_stack(plain_blocks(2), None, CountsProducts, schedule=schedule, recompute="full")
-    CountsProducts.calls = []
+    stack = make_stack(plain_blocks(2), None, CountsMatmuls, schedule=schedule, recompute="full")
+    CountsMatmuls.calls = []
     stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
-    assert {name: CountsProducts.calls.count(name) for name in ("up", "down")} == expected
+    assert {name: CountsMatmuls.calls.count(name) for name in ("up", "down")} == expected
 
 
 class Dropping(Mlp):
@@ -165,7 +165,7 @@ def test_blocks_with_graphs_of_their_own(two_ranks, kind, recompute):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["sync", "cross_pass", "oases"])
 def test_a_step_leaves_no_tensor_behind(schedule, recompute):
-    """What a graph holds must not hold the graph: no garbage collector sees such a circle."""
+    """A graph must not be part of a reference cycle through C++: no garbage collector finds it."""
     stack = make_stack(plain_blocks(2), None, schedule=schedule, recompute=recompute)
     x = torch.randn(4, 8, WIDTH, dtype=torch.float64)
 

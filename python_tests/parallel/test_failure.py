@@ -1,4 +1,4 @@
-"""An op that fails on one rank: every rank soon raises an error that names rank, op and cause, and can go on."""
+"""Failure of an op on one rank: all ranks raise an error with rank, op and cause, and can continue."""
 
 import threading
 from datetime import timedelta
@@ -274,7 +274,7 @@ def check_silent():
     set_timeout(5)
     failure._ANSWER_SECONDS = 1.0
     if dist.get_rank() == 1:
-        failure._watches[dist.group.WORLD].stop()
+        failure._monitors[dist.group.WORLD].stop()
         # It hears nothing, and gloo's time for a collective is what ends its wait.
         with pytest.raises(dist.DistBackendError, match=r"rank 1 waited for all_reduce of F 1\."):
             step(stack, x)
@@ -297,7 +297,7 @@ def check_end(path):
     for turn in range(2):
         dist.destroy_process_group()
         names = [thread.name for thread in threading.enumerate()]
-        assert "oases-watch" not in names, names
+        assert "oases-failure-monitor" not in names, names
         dist.init_process_group("gloo", init_method=f"file://{path}-{turn}", rank=rank, world_size=2)
         if rank == 1:
             stack.blocks[1].plan = ["partial", 1, out_of_memory()]

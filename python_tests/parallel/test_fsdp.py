@@ -7,7 +7,7 @@ from torch import nn
 from oases.execution.group import scheduler_of
 from oases.models.gpt import GPT, GPTConfig
 from oases.parallel.blocks import BlockProgram
-from oases.parallel.fsdp import Gathers
+from oases.parallel.fsdp import UnitGatherer
 from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
@@ -46,7 +46,7 @@ def program_of(schedule, halved=False):
 
 def notes_of(schedule, halved=False):
     notes = []
-    gathers = Gathers([Note(block, notes) for block in range(BLOCKS)])
+    gathers = UnitGatherer([Note(block, notes) for block in range(BLOCKS)])
     program = program_of(schedule, halved)
     keys = {step.key for step in (*program.forward, *program.backward)}
     handlers = gathers.around(dict.fromkeys(keys, lambda step: notes.append(step.text)), program, lambda block: None)
@@ -81,7 +81,7 @@ def test_each_pass_gathers_each_block_once(name, again, along):
 def test_after_a_failure_nothing_stays_whole():
     notes = []
     units = [Note(block, notes) for block in range(BLOCKS)]
-    gathers, program = Gathers(units), program_of(generate("oases", BLOCKS, 2))
+    gathers, program = UnitGatherer(units), program_of(generate("oases", BLOCKS, 2))
     put = []
 
     def fail(step):

@@ -15,7 +15,7 @@ IN, OUT = 12, 8
 
 
 def small_integers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values whose products and sums are exact in fp32 and bf16, so that order of summation cannot matter."""
+    """Values whose matmuls are exact in fp32 and bf16, so that order of summation cannot matter."""
     return torch.randint(-2, 3, shape).to(dtype)
 
 

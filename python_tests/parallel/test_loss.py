@@ -93,7 +93,7 @@ def test_shapes_that_do_not_fit():
 
 
 def check_range():
-    with pytest.raises(ValueError, match=r"shape \(2, 2\) are no part of a vocabulary of 13"):
+    with pytest.raises(ValueError, match=r"shape \(2, 2\) do not fit a vocabulary of 13"):
         parallel_cross_entropy(torch.zeros(2, 2), torch.tensor([0, 1]), vocabulary=13)
     with pytest.raises(IndexError, match="target 99 is out of range for a vocabulary of 4"):
         parallel_cross_entropy(torch.zeros(2, 2), torch.tensor([0, 99]))

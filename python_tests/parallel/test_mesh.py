@@ -36,7 +36,7 @@ def test_groups_of_four_ranks(four_ranks):
 
 
 def groups_of_one_degree():
-    mesh, apart = Mesh([2]), Mesh([2], apart=True)
+    mesh, apart = Mesh([2]), Mesh([2], separate_groups=True)
     found = mesh.tensor(2).group_name == dist.group.WORLD.group_name, mesh.groups, len(apart.groups)
     mesh.destroy()
     apart.destroy()

@@ -79,5 +79,5 @@ def test_compiled_blocks_in_a_stack(two_ranks, schedule, recompute):
 def test_blocks_compiled_in_place_are_refused():
     stack = make_stack(plain_blocks(2), None)
     stack.blocks[1].compile(backend="aot_eager")
-    with pytest.raises(ValueError, match=r"compiled by .compile\(\), which covers forward\(\) alone"):
+    with pytest.raises(ValueError, match=r"compiled by .compile\(\), which compiles forward\(\) alone"):
         stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))

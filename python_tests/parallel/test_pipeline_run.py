@@ -12,8 +12,8 @@ from test_stack import WIDTH, make_stack, plain_blocks, plain_forward
 
 from oases.parallel.linear import shard
 from oases.parallel.mesh import Mesh
-from oases.parallel.messages import Messages, crossing, known_by, waiting_for
-from oases.parallel.pipeline import StageRun
+from oases.parallel.messages import StageMessages, crossing, sends_confirmed_by, waiting_for
+from oases.parallel.pipeline import StageRunner
 from oases.parallel.sharding import sharded_parameters
 from oases.schedule import Op, ScheduleError
 from oases.schedule.pipeline import PIPELINES, generate_pipeline
@@ -54,8 +54,8 @@ def check_run(name, micro_batches, ends, tp, schedule, recompute, split):
     stacks = {
         part: make_stack(some, mesh.tensor(tp), schedule=schedule, recompute=recompute) for part, some in mine.items()
     }
-    messages = Messages(pipeline, mesh, [tp] * (len(ends) - 1), split=split)
-    run = StageRun(pipeline, mesh.stage, messages)
+    messages = StageMessages(pipeline, mesh, [tp] * (len(ends) - 1), split=split)
+    run = StageRunner(pipeline, mesh.stage, messages)
 
     def forward(part, m, x, context):
         y = stacks[part](sample(m) if x is None else x, context=context)
@@ -130,11 +130,11 @@ def test_whole_messages(four_ranks):
 
 @pytest.mark.parametrize("name", RUN)
 def test_a_send_is_known_to_have_arrived_from_what_follows_it(name):
-    """What a receive proves was sent before it, and over the list everything that anybody answers is proven once."""
+    """Each receive confirms sends before it, and each confirmed send is confirmed once."""
     for stages, micro_batches in ((2, 2), (2, 8), (3, 6), (4, 4), (4, 12)):
         pipeline = generate_pipeline(name, stages, micro_batches)
         for stage, ops in enumerate(pipeline.stages):
-            known = known_by(pipeline, stage)
+            known = sends_confirmed_by(pipeline, stage)
             place = {op: at for at, op in enumerate(ops)}
             assert set(known) == {op for op in ops if op.kind == "receive"}
             proven = [send for sends in known.values() for send in sends]
@@ -152,8 +152,8 @@ def identity(part, m, x, context):
 def run_of(name, stages, micro_batches, timeout=None):
     pipeline = generate_pipeline(name, stages, micro_batches)
     mesh = mesh_of(stages, 1, timeout)
-    messages = Messages(pipeline, mesh, [1] * (stages - 1))
-    return StageRun(pipeline, mesh.stage, messages), mesh
+    messages = StageMessages(pipeline, mesh, [1] * (stages - 1))
+    return StageRunner(pipeline, mesh.stage, messages), mesh
 
 
 def check_failing(kind):
@@ -169,7 +169,7 @@ def check_failing(kind):
 
     with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as caught:
         run.run(forward)
-    with pytest.raises(RuntimeError, match="was ended after a failure; make the messages anew"):
+    with pytest.raises(RuntimeError, match="was closed after a failure; create new messages"):
         run.run(forward)
     mesh.destroy()
     run, mesh = run_of("one_f_one_b", 4, 6)
@@ -238,7 +238,7 @@ def test_a_stage_that_hears_nothing_names_what_it_waits_for(two_ranks):
 
 
 def check_early(name, micro_batches):
-    """Which micro-batches are recomputed before their gradient is received."""
+    """Micro-batches that are recomputed before their gradient is received."""
     run, mesh = run_of(name, 4, micro_batches)
     early = []
 
@@ -253,7 +253,7 @@ def check_early(name, micro_batches):
 
     def forward(part, m, x, context):
         kept.append(Noted(m))  # a context holds calls weakly
-        context.calls.add(kept[-1])
+        context.handles.add(kept[-1])
         y = identity(part, m, x, context)
         return y.sum() if part == 3 else y
 
@@ -276,7 +276,7 @@ def check_kept():
 
     def forward(part, m, x, context):
         y = identity(part, m, x, context)
-        y = F.relu(y) * 1.0 if part == 0 else y.sum()  # nobody saves the output of the product by a number
+        y = F.relu(y) * 1.0 if part == 0 else y.sum()  # a multiplication by a number does not save its output
         alive.append(torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage()))
         return y
 
@@ -297,7 +297,7 @@ def test_what_was_sent_is_let_go_of(two_ranks):
 
 def test_what_cannot_be_run_is_refused():
     with pytest.raises(ValueError, match="2 stages need messages"):
-        StageRun(generate_pipeline("gpipe", 2, 4), 0, None)
+        StageRunner(generate_pipeline("gpipe", 2, 4), 0, None)
 
 
 def check_order():
@@ -306,9 +306,9 @@ def check_order():
     mixed = dataclasses.replace(good, ops=(*good.stages[0], Op("receive", 1, 1, "F"), *first))
     mesh = mesh_of(2, 1)
     with pytest.raises(ScheduleError, match=r"stage 1 waits for receive F 1\.1 where receive F 1\.0 comes first"):
-        Messages(mixed, mesh, [1])
+        StageMessages(mixed, mesh, [1])
     with pytest.raises(ValueError, match="2 stages with 1 parts each was given a mesh of 2 stages and 2 degrees"):
-        Messages(good, mesh, [1, 1])
+        StageMessages(good, mesh, [1, 1])
     mesh.destroy()
 
 
@@ -319,6 +319,6 @@ def test_messages_that_overtake_each_other_are_refused(two_ranks):
 def test_one_stage_needs_no_messages():
     pipeline = generate_pipeline("one_f_one_b", 1, 3)
     weight = torch.ones(2, requires_grad=True)
-    losses = StageRun(pipeline, 0, None).run(lambda part, m, x, context: (weight * m).sum())
+    losses = StageRunner(pipeline, 0, None).run(lambda part, m, x, context: (weight * m).sum())
     assert [float(loss) for loss in losses] == [0.0, 2.0, 4.0]
     assert weight.grad.tolist() == [3.0, 3.0]

@@ -22,7 +22,7 @@ def batch():
 
 
 def gradients(stack, output):
-    """Of the parameters that every rank has whole."""
+    """Gradients of the replicated parameters."""
     stack.zero_grad()
     output.square().mean().backward()
     cut = {id(parameter) for _, parameter, _ in sharded_parameters(stack)}

@@ -36,7 +36,7 @@ def test_report_counts_what_was_sent(two_ranks):
 
 
 def check_hidden():
-    """What the report says of a collective under a sleep, and of one waited for at once, beside its own record."""
+    """Reported times of a collective under a sleep, and of one waited for at once, against its own record."""
     scheduler = scheduler_of(dist.group.WORLD)
     results = []
     for compute in (0.5, 0.0):

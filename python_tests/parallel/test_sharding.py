@@ -1,4 +1,4 @@
-"""How tensors are cut over ranks."""
+"""Cuts of tensors over ranks."""
 
 import pytest
 import torch

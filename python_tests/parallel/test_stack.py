@@ -38,14 +38,14 @@ class Mlp(nn.Module):
 
 
 class PlainProducts(Mlp):
-    """The same with torch's own product at the end, whose weight gradient nothing puts off or leaves out."""
+    """The same with torch's own matmul at the end, whose weight gradient is neither deferred nor skipped."""
 
     def partial(self, x):
         return F.linear(F.gelu(self.up.partial(self.norm(x))), self.down.weight)
 
 
 class ScaledResult(Mlp):
-    """The row-parallel product is read before it is summed, so recomputation must not leave it out."""
+    """The row-parallel matmul is read before its all-reduce, so recomputation must not skip it."""
 
     def partial(self, x):
         return 2 * self.down.partial(F.gelu(self.up.partial(self.norm(x)))).tanh().atanh() / 2
@@ -156,7 +156,7 @@ def test_schedule_from_text(two_ranks):
 
 
 def check_hooks_and_accumulation():
-    """Hooks fire once per backward; two calls before two backwards keep apart; gradients add up."""
+    """Hooks fire once per backward; two calls before two backwards keep apart; gradients accumulate."""
     group = dist.group.WORLD
     blocks = plain_blocks(2)
     stack = make_stack(blocks, group)
@@ -289,7 +289,10 @@ def test_bad_arguments():
     blocks[0][0].register_module("bad", nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match=r"'0.norm.bad' \(BatchNorm1d\) mixes the samples"):
         make_stack(blocks, None)
-    for attribute, reason in (("capacity_factor", "drops tokens beyond a capacity"), ("mixes_samples", "says that")):
+    for attribute, reason in (
+        ("capacity_factor", "drops tokens beyond a capacity"),
+        ("mixes_samples", "has mixes_samples"),
+    ):
         blocks = plain_blocks(2)
         setattr(blocks[1][0], attribute, 1.25)
         with pytest.raises(ValueError, match=rf"'1.norm' \(LayerNorm\) {reason}"):
@@ -346,7 +349,7 @@ def check_whole(schedule, recompute, sequence_parallel):
 
 
 def check_layers(schedule):
-    """Layers of one block and of three, the first two of them computed again; a small batch keeps to that."""
+    """Layers of one block and of three, the first two of them recomputed; also for a small batch."""
     group = dist.group.WORLD
     blocks = plain_blocks(5)
     options = {"schedule": schedule, "recompute": 2, "layer_of": (0, 1, 1, 1, 2), "small_batch": "whole"}

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from oases.planner import NoPlanError, Predictor, Space, rank_plans
-from oases.planner.chain import Runs
+from oases.planner.block_chain import StackTimings
 from oases.planner.choose import neighbours
 from oases.planner.search import SettingSearch, StageLoad, balanced, part_blocks
 from oases.planner.space import BEST_PIPELINES, Setting, settings
@@ -76,7 +76,7 @@ HARDWARE, WORLD = cluster_called("4x3090")
 def search_of(pipeline="one_f_one_b", model=MODEL):
     space = Space(degrees=(1,), schedules=("oases",), sub_batches=(2,))
     setting = Setting(WORLD, 64, 4, 8, False, pipeline)
-    return SettingSearch(setting, Runs(model, HARDWARE, space), 2**34, Predictor(HARDWARE))
+    return SettingSearch(setting, StackTimings(model, HARDWARE, space), 2**34, Predictor(HARDWARE))
 
 
 @pytest.mark.parametrize("pipeline", ["one_f_one_b", "shifted_critical_path"])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
-from oases.parallel.average import _Lane
+from oases.parallel.gradient_averaging import _Lane
 from oases.planner.memory import stage_parameters, stage_state_bytes
 from oases.planner.predict import Predictor
 from oases.plans.shape import KINDS, ModelShape

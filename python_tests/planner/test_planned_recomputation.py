@@ -7,7 +7,7 @@ import pytest
 
 from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Space, Stage
-from oases.planner.chain import Runs
+from oases.planner.block_chain import StackTimings
 from oases.planner.recomputation import Recomputation, as_much_as_fits, merak_shares, num_layers, recomputing
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting
@@ -152,7 +152,7 @@ def test_memory_is_evened_out_and_the_step_is_faster():
     assert memory[-1] == pytest.approx(memory[0], rel=0.1)
     assert max(memory) <= 1.1 * min(memory)
     # The first stage recomputes most and sets the pace: it saves the recomputation of the layers that it keeps.
-    passes = [predictor.pieces(each, 0).parts[0] for each in (everything, chosen, nothing)]
+    passes = [predictor.stage_costs(each, 0).parts[0] for each in (everything, chosen, nothing)]
     all_again, some, none = (each.forward.seconds + each.backward.seconds for each in passes)
     keeping = 1 - layers_of(chosen)[0] / 24
     assert 0 < keeping < 1
@@ -168,7 +168,7 @@ def test_memory_is_evened_out_where_micro_batches_are_recomputed_early():
     predictor = Predictor(HARDWARE, stack_only=True)
     space = Space(degrees=(1,), schedules=("oases",), sub_batches=(2,))
     setting = Setting(4, 128, 4, 32, False, "shifted_critical_path")
-    search = SettingSearch(setting, Runs(LONG, HARDWARE, space), 2**40, predictor)
+    search = SettingSearch(setting, StackTimings(LONG, HARDWARE, space), 2**40, predictor)
     blocks = search.stage_blocks((1,), (1.0, 1.0, 1.0, 0.0))
     assert blocks[-1] > max(blocks[:-1])
     stages = tuple(Stage((Segment(count, 1, "oases", 2),)) for count in blocks)
@@ -180,7 +180,7 @@ def test_memory_is_evened_out_where_micro_batches_are_recomputed_early():
     assert layers_of(chosen)[-1] == 0
     even = plan_of("shifted_critical_path", LONG, micro_batches=32)
     full = predictor.with_prediction(Recomputation("full").applied(even, 0, predictor.peak_bytes))
-    passes = predictor.pieces(full, 1).parts[0]
+    passes = predictor.stage_costs(full, 1).parts[0]
     f, r, b = passes.forward.seconds, passes.recompute.seconds, passes.backward_after.seconds
     # Stages cut by time take the harmonic mean of three that recompute and one that does not.
     share = 4 / (3 + (f + r + b) / (f + b))

@@ -60,7 +60,7 @@ def test_pieces_say_what_every_op_says(seed, monkeypatch):
     plan, predictor = drawn(random.Random(seed)), Predictor(cluster(1.1, 1.3))
     whole = predictor.timeline(plan, every_op=True)
     monkeypatch.setattr(predict, "LARGEST_PROGRAM", 0)
-    pieces, found = predictor.timeline(plan), predictor.course(plan)
+    pieces, found = predictor.timeline(plan), predictor.pipeline_times(plan)
     assert len(pieces.spans) < len(whole.spans)
     for stage in range(len(plan.stages)):
         exact = (whole.total_seconds, whole.exposed(stage), whole.bubble(stage), whole.peak_bytes(stage))
@@ -159,7 +159,7 @@ def test_a_pipeline_in_text_form_is_predicted_by_its_list(name):
     text = format_schedule(generate_pipeline(name, len(stages), 4)).replace(name, "one_f_one_b", 1)
     named, written = (plan_of(*stages, **sizes, pipeline=each) for each in (name, text))
     predictor = Predictor(cluster())
-    assert predictor.course(written) == predictor.course(named)
+    assert predictor.pipeline_times(written) == predictor.pipeline_times(named)
     assert predictor.timeline(written, every_op=True).spans == predictor.timeline(named, every_op=True).spans
     assert "one_f_one_b" in written.text()
     assert Plan.from_json(written.to_json()) == written
@@ -178,7 +178,8 @@ def test_a_pipeline_of_nobodys_making_is_predicted():
     sizes = {"world": 4, "micro_batches": 4, "batch": 16, "model": LAYERS}
     predictor = Predictor(cluster())
     courses = [
-        predictor.course(plan_of(*stages, **sizes, pipeline=each)) for each in ("zb_h1", format_schedule(late))
+        predictor.pipeline_times(plan_of(*stages, **sizes, pipeline=each))
+        for each in ("zb_h1", format_schedule(late))
     ]
     assert courses[1].peak_bytes[0] > courses[0].peak_bytes[0]
     assert courses[1].peak_bytes[1] == courses[0].peak_bytes[1]
@@ -194,8 +195,8 @@ def test_predicted_steps_are_the_closed_forms_of_merak():
         stages = [[(4, 1, "fine_grained", 1, 2)]] * (p - 1) + [[(4, 1, "fine_grained", 1, last)]]
         return plan_of(*stages, micro_batches=m, model=LAYERS, pipeline=pipeline)
 
-    pieces = predictor.pieces(plan("pre_recompute", 2), 1).parts[0]
-    kept = predictor.pieces(plan("pre_recompute", 0), 3).parts[0]
+    pieces = predictor.stage_costs(plan("pre_recompute", 2), 1).parts[0]
+    kept = predictor.stage_costs(plan("pre_recompute", 0), 3).parts[0]
     f, r, b = pieces.forward.seconds, pieces.recompute.seconds, pieces.backward_after.seconds
     assert (kept.forward.seconds, kept.backward.seconds) == pytest.approx((f, b))
     assert r <= f

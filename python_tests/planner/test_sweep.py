@@ -79,10 +79,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "http" not in page.replace(get_plotlyjs(), ""), "the page must open without a network"
     (tmp_path / "file").touch()
     for more, message in (
-        (["--sweep", str(tmp_path / "file")], "is no folder"),
+        (["--sweep", str(tmp_path / "file")], "a file is in the way"),
         (["--sweep", str(folder), "--explain"], "leave out --explain"),
         (["--sweep", str(folder), "--memory", "1MiB"], "no plan fits"),
-        (["--sweep", "/nowhere/there"], "/nowhere/there"),
+        (["--sweep", "/dev/null/there"], "/dev/null/there"),
     ):
         with pytest.raises(SystemExit) as caught:
             cli.main([*given, *more])

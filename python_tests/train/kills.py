@@ -3,17 +3,20 @@
 --stages: of a run by a plan of two stages with two tensor-parallel ranks each, else of two tensor-parallel ranks.
 """
 
+import contextlib
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from oases.cli import main as oases_main
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 
@@ -38,12 +41,62 @@ def write_corpus(path):
     return path
 
 
-def command(corpus, **options):
-    """The command line of a run; options by name, with _ for -. With a plan, that says the sizes."""
+def arguments(corpus, **options):
+    """The arguments of `oases` for a run; options by name, with _ for -. With a plan, that says the sizes."""
     sizes = {name: SIZES[name] for name in ("warmup", "validation-batches")} if "plan" in options else SIZES
     given = sizes | {name.replace("_", "-"): value for name, value in options.items()}
-    words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
-    return [sys.executable, "-m", "oases", "train", "--data", str(corpus), *words]
+    return ["train", "--data", str(corpus), *(str(w) for name, value in given.items() for w in (f"--{name}", value))]
+
+
+def command(corpus, **options):
+    """The command line of a run in a process of its own."""
+    return [sys.executable, "-m", "oases", *arguments(corpus, **options)]
+
+
+class Run:
+    """`oases` in this process, for a thread that acts on the ranks it starts.
+
+    Its ranks are those that the fork server forks from then on.
+    """
+
+    def __init__(self, words, said):
+        self.words, self.said = words, said
+        self.pid = os.getpid()
+        self.code = None
+        self.before = set(ranks_of(self.pid))
+
+    def poll(self):
+        return self.code
+
+    def ranks(self):
+        return [rank for rank in ranks_of(self.pid) if rank not in self.before]
+
+    def call(self, act):
+        """Run to the end while `act(run)` runs in a thread; return the exit code. Raises what `act` raises."""
+        with ThreadPoolExecutor(1) as pool, self.said.open("w", buffering=1) as said, stderr_in(said):
+            acting = pool.submit(act, self)
+            try:
+                oases_main(self.words)
+                self.code = 0
+            except SystemExit as ended:
+                self.code = ended.code or 0
+            finally:
+                self.code = -1 if self.code is None else self.code
+            acting.result(timeout=60)
+        return self.code
+
+
+@contextmanager
+def stderr_in(file):
+    """Write stderr, that of ranks too, to a file."""
+    before = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        with contextlib.redirect_stderr(file):
+            yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def write_plan(path, plan=STAGES):
@@ -62,17 +115,24 @@ def losses_of(log):
     return [(line["step"], line["loss"]) for line in lines_of(log)]
 
 
-def ranks_of(parent):
-    """The processes that run ranks, in rank order."""
-    found = []
-    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        try:
-            words = Path(f"/proc/{child}/cmdline").read_text()
-        except FileNotFoundError:
-            continue
-        if "spawn_main" in words:
-            found.append(int(child))
-    return sorted(found)
+def ranks_of(launcher):
+    """The processes that run ranks, which the launcher's fork server has forked, in rank order."""
+    servers = [child for child in children_of(launcher) if "forkserver" in words_of(child)]
+    return sorted(rank for server in servers for rank in children_of(server))
+
+
+def children_of(parent):
+    try:
+        return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    except OSError:
+        return []  # it has ended meanwhile
+
+
+def words_of(process):
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def wait_until(condition, run, seconds=300):
@@ -88,11 +148,11 @@ def wait_until(condition, run, seconds=300):
 
 def kill_a_rank(run, kind, step, ranks, before, log, folder, generator):
     """Wait for the moment and kill one of the ranks, new ones since `before`; returns them, [] if the run ended."""
-    if not wait_until(lambda: len(set(ranks_of(run.pid)) - set(before)) == ranks, run):
+    if not wait_until(lambda: len(set(run.ranks()) - set(before)) == ranks, run):
         return []
-    now = sorted(set(ranks_of(run.pid)) - set(before))
+    now = sorted(set(run.ranks()) - set(before))
     if kind == "start":
-        time.sleep(generator.uniform(0, 4))
+        time.sleep(generator.uniform(0, 1))
     else:
         if not wait_until(lambda: any(line["step"] >= step for line in lines_of(log)), run):
             return []
@@ -112,32 +172,28 @@ def killed_run(corpus, folder, *, kinds, seed, steps, plan=None, **options):
     """Run to the end, killed once for each kind; returns (exit code, what it said, its log, kills that hit)."""
     ranks, asked = ranks_as(plan)
     log, checkpoints = folder / "killed.jsonl", folder / "killed"
-    words = command(
+    words = arguments(
         corpus, steps=steps, checkpoint=checkpoints, checkpoint_every=4, keep=2, step_log=log,
         max_restarts=len(kinds), **asked, **options,
     )  # fmt: skip
     generator = random.Random(seed)
     moments = sorted(generator.randrange(1, steps - 1) for _ in kinds)
-    hits = 0
-    with (folder / "stderr").open("w") as said:
-        run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=said)
-        try:
-            now = []
-            for kind, step in zip(kinds, moments, strict=True):
-                now = kill_a_rank(run, kind, step, ranks, now, log, checkpoints, generator)
-                hits += bool(now)
-            run.wait(timeout=300)
-        finally:
-            if run.poll() is None:
-                run.kill()
-    return run.returncode, (folder / "stderr").read_text(), log, hits
+    hits = []
+
+    def kill(run):
+        now = []
+        for kind, step in zip(kinds, moments, strict=True):
+            now = kill_a_rank(run, kind, step, ranks, now, log, checkpoints, generator)
+            hits.append(bool(now))
+
+    code = Run(words, folder / "stderr").call(kill)
+    return code, (folder / "stderr").read_text(), log, sum(hits)
 
 
 def unbroken_run(corpus, folder, *, steps, plan=None, **options):
     """The log of a run that nobody disturbs."""
     log = folder / "unbroken.jsonl"
-    words = command(corpus, steps=steps, step_log=log, **ranks_as(plan)[1], **options)
-    subprocess.run(words, stdout=subprocess.DEVNULL, check=True, timeout=300)
+    oases_main(arguments(corpus, steps=steps, step_log=log, **ranks_as(plan)[1], **options))
     return log
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from plan_runs import PLANS
 from safetensors.torch import load_file
-from test_plan import PLANS
 
 from oases import TrainConfig, Trainer
 from oases.cli import main
@@ -23,20 +23,15 @@ from oases.errors import UsageError
 from oases.plans.plan import Plan
 from oases.train.checkpoint import files as checkpoint
 from oases.train.checkpoint import integrity
-from oases.train.checkpoint.agreement import SaveError
+from oases.train.checkpoint.coordination import SaveError
 from oases.train.checkpoint.files import export
-from oases.train.checkpoint.record import FORMAT, Record
+from oases.train.checkpoint.metadata import FORMAT, Metadata
 from oases.train.config import config_for
 from oases.train.plan import Run
 
 CONFIG = TrainConfig(
     hidden=16, layers=2, heads=4, sequence=8, batch=16, steps=6, warmup=1, validation_batches=1, learning_rate=1e-2,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return str(kills.write_corpus(tmp_path_factory.mktemp("text") / "text.txt"))
 
 
 def trained(corpus, **changes):
@@ -104,7 +99,7 @@ def test_other_batches_are_told(corpus, saved):
 def test_random_numbers_go_on(corpus, tmp_path):
     trainer = Trainer(dataclasses.replace(CONFIG, data=corpus))
     trainer.step()
-    trainer.guard.recent.append(7.5)
+    trainer.step_check.recent.append(7.5)
     trainer.save(str(tmp_path / "c"))
     expected = torch.rand(3)
     torch.manual_seed(99)
@@ -114,14 +109,14 @@ def test_random_numbers_go_on(corpus, tmp_path):
         one.validate()  # which draws, too
         one.backward(1)
     assert resumed.model.stack.calls == trainer.model.stack.calls
-    assert resumed.guard.recent == trainer.guard.recent
+    assert resumed.step_check.recent == trainer.step_check.recent
 
 
 def two_steps_more(corpus, folder, plan):
     """Losses of the next two steps as the folder's newest checkpoint goes on, under a plan if one is given."""
     made = None if plan is None else Plan.from_json(plan)
     given = {"data": corpus, "warmup": 1, "validation_batches": 1, "learning_rate": 1e-2, "checkpoint": folder}
-    record = [Record.read(path) for path in sorted(Path(folder).glob("step-*"))][-1:]
+    record = [Metadata.read(path) for path in sorted(Path(folder).glob("step-*"))][-1:]
     done = record[0].step if record else 0
     values = given | {"steps": 6, "checkpoint_every": 2, "resume": "auto"}
     config = dataclasses.replace(CONFIG, **values) if made is None else config_for(made, values)
@@ -352,5 +347,13 @@ def test_exported_weights_are_whole(two_ranks, corpus, tmp_path, capsys):
 
 def test_one_process_for_all_ranks_saves_nothing(capsys, tmp_path):
     with pytest.raises(SystemExit):
-        main(["train", "--backend", "sim:alpha=1us,bandwidth=1gbit,alone", "--checkpoint", str(tmp_path / "c")])
+        main(
+            [
+                "train",
+                "--backend",
+                "sim:alpha=1us,bandwidth=1gbit,single_process",
+                "--checkpoint",
+                str(tmp_path / "c"),
+            ]
+        )
     assert "checkpoints need all ranks" in capsys.readouterr().err

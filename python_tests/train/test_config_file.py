@@ -12,9 +12,9 @@ import oases
 from oases import TrainConfig
 from oases.cli import main
 from oases.errors import UsageError
-from oases.train.config_file import read_values, written
+from oases.train.config_file import config_text, read_values
+from oases.train.model_options import Degrees
 from oases.train.plan import Run
-from oases.train.sizes import Degrees
 
 FIELDS = dataclasses.fields(TrainConfig)
 
@@ -146,7 +146,7 @@ def test_the_command_line_goes_before_the_file(tmp_path, capsys):
     [
         (["--dp", "2", "--pp", "8", "--micro-batches", "8", "--batch", "16"], "8 stages are more than the 4 layers"),
         (["--pp", "2", "--batch", "8"], "needs as many micro-batches as stages, got 1 for 2 stages"),
-        (["--precision", "float8"], "unknown precision 'float8'; known are float32, bfloat16"),
+        (["--precision", "float8"], "invalid choice: 'float8' (choose from 'float32', 'bfloat16')"),
         (["--plan", "nowhere.json"], "plan 'nowhere.json' cannot be read"),
     ],
 )
@@ -160,7 +160,7 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(options, message, caps
 def test_with_a_plan_a_file_leaves_to_it_what_it_has_at_its_default(tmp_path):
     plan = Run.of(TrainConfig(hidden=64, layers=2, degrees={"data": 2, "tensor": 1}, batch=4), 2).plan
     path = file_of(tmp_path, plan.to_json(), "plan.json")
-    whole = written({"plan": str(path), "steps": 3}, FIELDS)
+    whole = config_text({"plan": str(path), "steps": 3}, FIELDS)
     config = TrainConfig.from_yaml(file_of(tmp_path, whole))
     assert (config.hidden, config.layers, config.batch, config.steps) == (64, 2, 4, 3)
     assert Run.of(config, 2).plan == plan

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from plan_runs import EXPERTS
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
@@ -16,24 +17,12 @@ from oases.plans.check import check
 from oases.plans.plan import Experts, Plan, Segment, Stage
 from oases.train.checkpoint.files import export
 from oases.train.config import config_for
-from oases.train.plan import Run, by_hand, degrees_over, ranks_of
-from oases.train.sizes import Degrees
-
-CONFIG = TrainConfig(
-    hidden=32, layers=2, heads=4, sequence=16, batch=8, steps=10, warmup=2, validation_batches=1, learning_rate=3e-3,
-    experts=4, expert_hidden=48, balance_weight=0.0,
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)))
-    return str(path)
+from oases.train.model_options import Degrees
+from oases.train.plan import Run, num_ranks, plan_from_degrees, resolve_degrees
 
 
 def trained(corpus, **changes):
-    trainer = Trainer(dataclasses.replace(CONFIG, data=corpus, **changes))
+    trainer = Trainer(dataclasses.replace(EXPERTS, data=corpus, **changes))
     try:
         result = trainer.train()
         return {name: result[name] for name in ("losses", "validation_loss", "balance")}
@@ -120,7 +109,7 @@ def test_bfloat16_trains(two_ranks, corpus, alone):
 def trained_by_a_plan(corpus, text, folder):
     """By a plan of two stages: all steps, then the second half again, from the checkpoint after the first."""
     plan, curves = Plan.from_json(text), []
-    values = {name: getattr(CONFIG, name) for name in ("steps", "warmup", "validation_batches", "learning_rate")}
+    values = {name: getattr(EXPERTS, name) for name in ("steps", "warmup", "validation_batches", "learning_rate")}
     values |= {"data": corpus, "checkpoint": f"{folder}/run", "record_loads": f"{folder}/trace"}
     for given in ({"checkpoint_every": 5}, {"resume": f"{folder}/run/step-000005", "checkpoint": None}):
         trainer = Trainer(config_for(plan, values | given), plan=plan)
@@ -130,7 +119,7 @@ def trained_by_a_plan(corpus, text, folder):
 
 
 def test_a_plan_with_experts_is_a_file_that_trains_and_resumes(two_ranks, corpus, alone, tmp_path):
-    asked = dataclasses.replace(CONFIG, degrees={"pipeline": 2, "tensor": 1}, micro_batches=2, placement="none")
+    asked = dataclasses.replace(EXPERTS, degrees={"pipeline": 2, "tensor": 1}, micro_batches=2, placement="none")
     text = Run.of(asked, 2).plan.to_json()
     assert Plan.from_json(text).experts.experts == 4
     assert "4 experts" in Plan.from_json(text).text()
@@ -143,7 +132,7 @@ def test_a_plan_with_experts_is_a_file_that_trains_and_resumes(two_ranks, corpus
     with pytest.raises(UsageError, match="plan: experts is 4 there and 0 here"):
         Trainer(
             TrainConfig(
-                **{name: getattr(CONFIG, name) for name in ("hidden", "layers", "heads", "sequence")}, batch=8
+                **{name: getattr(EXPERTS, name) for name in ("hidden", "layers", "heads", "sequence")}, batch=8
             ),
             plan=Plan.from_json(text),
         )
@@ -158,7 +147,7 @@ def test_a_plan_with_experts_is_a_file_that_trains_and_resumes(two_ranks, corpus
 )
 def test_plans_of_experts_that_cannot_be_run_are_refused(changes, told):
     with pytest.raises(UsageError, match=told):
-        check(dataclasses.replace(Run.of(CONFIG, 2).plan, **changes))
+        check(dataclasses.replace(Run.of(EXPERTS, 2).plan, **changes))
 
 
 # --- checkpoints ---
@@ -167,7 +156,7 @@ BIASED = {"bias_update_rate": 0.01, "placement": "none", "shared_hidden": 16}
 
 
 def half(corpus, path):
-    trainer = Trainer(dataclasses.replace(CONFIG, data=corpus, **BIASED))
+    trainer = Trainer(dataclasses.replace(EXPERTS, data=corpus, **BIASED))
     for _ in range(5):
         trainer.step()
     trainer.save(path)
@@ -200,7 +189,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_any(two_ranks, four_ranks, corpu
         dense |= {"placement": "prophet", "shared_hidden": 0}
         given = (dense if changes == {"experts": 0} else resumed | changes) | {"resume": path}
         with pytest.raises(UsageError, match=told):
-            Trainer(dataclasses.replace(CONFIG, data=corpus, **given))
+            Trainer(dataclasses.replace(EXPERTS, data=corpus, **given))
 
 
 def test_validation_changes_nothing(corpus):
@@ -241,7 +230,7 @@ def test_a_trace_is_cut_where_a_run_goes_on(corpus, tmp_path):
         if report.step == 3:
             raise InterruptedError
 
-    config = dataclasses.replace(CONFIG, data=corpus, **options)
+    config = dataclasses.replace(EXPERTS, data=corpus, **options)
     with pytest.raises(InterruptedError):
         Trainer(config).train(stop)
     assert [step for step, _, _ in replay(tmp_path / "trace")] == [0, 0, 1, 1, 2, 2]
@@ -262,7 +251,7 @@ def test_dropped_slots_are_told(corpus):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"sequence_parallel": True}, "sequence_parallel True and experts 4 do not go together"),
+        ({"sequence_parallel": True}, "sequence_parallel True and experts 4 cannot be combined"),
         ({"schedule": "auto"}, "schedule 'auto' and experts 4"),
         ({"wire_dtype": "bfloat16"}, "wire_dtype 'bfloat16' and experts 4"),
         ({"placement": "best"}, "unknown placement 'best'"),
@@ -273,12 +262,12 @@ def test_dropped_slots_are_told(corpus):
         ({"experts": -1}, "experts must be at least 1, or 0"),
         ({"capacity_factor": -1.0}, "capacity_factor must be at least 0"),
         ({"expert_memory": -2}, "expert_memory must be at least 0 bytes"),
-        ({"experts": 0, "expert_hidden": 0}, "balance_weight 0.0 is for a mixture of experts"),
+        ({"experts": 0, "expert_hidden": 0}, "balance_weight 0.0 needs a mixture of experts"),
     ],
 )
 def test_what_does_not_go_together_is_named(changes, told):
     with pytest.raises(UsageError, match=told):
-        dataclasses.replace(CONFIG, **changes)
+        dataclasses.replace(EXPERTS, **changes)
 
 
 @pytest.mark.parametrize(
@@ -291,22 +280,22 @@ def test_what_does_not_go_together_is_named(changes, told):
 )
 def test_degrees_that_cannot_be_are_named(degrees, ranks, told):
     with pytest.raises(UsageError, match=told):
-        by_hand(dataclasses.replace(CONFIG, degrees=degrees), ranks)
+        plan_from_degrees(dataclasses.replace(EXPERTS, degrees=degrees), ranks)
 
 
 def test_a_batch_has_to_divide():
     with pytest.raises(UsageError, match="a batch of 8 does not divide into 3 micro-batches for each of 4"):
-        by_hand(dataclasses.replace(CONFIG, micro_batches=3), 4)
+        plan_from_degrees(dataclasses.replace(EXPERTS, micro_batches=3), 4)
 
 
 def test_replicas_are_on_all_ranks_unless_they_are_given():
-    assert degrees_over(CONFIG, 4) == Degrees(4, 1, 1)
-    assert degrees_over(dataclasses.replace(CONFIG, degrees={"tensor": 2}), 4) == Degrees(2, 1, 2)
-    assert degrees_over(dataclasses.replace(CONFIG, degrees={"data": 2}), 4) == Degrees(2, 1, 2)
-    assert ranks_of(CONFIG, None) == 2
-    assert ranks_of(CONFIG, 4) == 4
-    assert ranks_of(CONFIG, 4, one_replica=True) == 1
-    assert ranks_of(dataclasses.replace(CONFIG, degrees={"data": 2, "tensor": 2}), 8) == 4
+    assert resolve_degrees(EXPERTS, 4) == Degrees(4, 1, 1)
+    assert resolve_degrees(dataclasses.replace(EXPERTS, degrees={"tensor": 2}), 4) == Degrees(2, 1, 2)
+    assert resolve_degrees(dataclasses.replace(EXPERTS, degrees={"data": 2}), 4) == Degrees(2, 1, 2)
+    assert num_ranks(EXPERTS, None) == 2
+    assert num_ranks(EXPERTS, 4) == 4
+    assert num_ranks(EXPERTS, 4, one_replica=True) == 1
+    assert num_ranks(dataclasses.replace(EXPERTS, degrees={"data": 2, "tensor": 2}), 8) == 4
 
 
 def test_the_command_trains_and_tells(corpus, tmp_path):

@@ -1,8 +1,7 @@
 """Plans of several stages that the planner finds, for every pipeline it tries, executed as it writes them."""
 
 import pytest
-from test_plan import corpus  # noqa: F401
-from test_stage_plans import BATCH, DEEP, alone, check_staged  # noqa: F401
+from plan_runs import BATCH, DEEP, check_plan
 
 from oases.cli import main
 from oases.planner.choose import rank_plans
@@ -20,7 +19,7 @@ SIZES = {name: getattr(DEEP, name) for name in ("hidden", "layers", "heads", "se
 
 
 @pytest.mark.parametrize("name", BEST_PIPELINES)
-def test_what_is_planned_trains_like_one_process(four_ranks, corpus, alone, name, tmp_path):  # noqa: F811
+def test_what_is_planned_trains_like_one_process(four_ranks, corpus, deep_plain_run, name, tmp_path):
     profile, path = tmp_path / "profile.json", tmp_path / "plan.json"
     write(HARDWARE, str(profile))
     sizes = [part for key, value in SIZES.items() for part in (f"--{key}", str(value))]
@@ -29,7 +28,7 @@ def test_what_is_planned_trains_like_one_process(four_ranks, corpus, alone, name
     plan = read_plan(path)
     assert plan.pipeline == name
     assert len(plan.stages) > 1
-    four_ranks.run(check_staged, path.read_text(), corpus, alone)
+    four_ranks.run(check_plan, path.read_text(), corpus, deep_plain_run)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.7])

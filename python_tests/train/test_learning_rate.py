@@ -8,13 +8,13 @@ from torch.optim import lr_scheduler
 
 from oases import TrainConfig
 from oases.errors import UsageError
-from oases.train.learning_rate import SCHEDULES, Course, share_of_peak
+from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 
 PEAK = 3e-3
 
 
-def curve(name, course):
-    return [PEAK * share_of_peak(name, course, step) for step in range(course.steps)]
+def curve(name, schedule):
+    return [PEAK * rate_factor(name, schedule, step) for step in range(schedule.steps)]
 
 
 def torch_curve(make, steps):
@@ -37,26 +37,26 @@ def after_warmup(warmup, then):
 
 
 def test_cosine_is_that_of_torch():
-    course = Course(steps=50, warmup=5, floor=0.2)
+    schedule = RateSchedule(steps=50, warmup=5, floor=0.2)
     expected = torch_curve(
         after_warmup(5, lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=45, eta_min=0.2 * PEAK)), 50
     )
-    assert curve("cosine", course) == pytest.approx(expected, rel=1e-9)
+    assert curve("cosine", schedule) == pytest.approx(expected, rel=1e-9)
 
 
 def test_linear_is_that_of_torch():
-    course = Course(steps=50, warmup=5, floor=0.25)
+    schedule = RateSchedule(steps=50, warmup=5, floor=0.25)
     line = lambda o: lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=0.25, total_iters=45)  # noqa: E731
-    assert curve("linear", course) == pytest.approx(torch_curve(after_warmup(5, line), 50), rel=1e-9)
+    assert curve("linear", schedule) == pytest.approx(torch_curve(after_warmup(5, line), 50), rel=1e-9)
 
 
 def test_constant_and_wsd_are_their_formulas():
-    course = Course(steps=50, warmup=5, floor=0.1, decay_steps=10)
+    schedule = RateSchedule(steps=50, warmup=5, floor=0.1, decay_steps=10)
     up = [PEAK * ((step + 1) / 5) for step in range(5)]
-    assert curve("constant", course) == up + [PEAK] * 45
+    assert curve("constant", schedule) == up + [PEAK] * 45
     down = [PEAK * (1 - 0.9 * done / 10) for done in range(10)]
-    assert curve("wsd", course) == pytest.approx(up + [PEAK] * 35 + down)
-    tenth = Course(steps=50, warmup=5, floor=0.1)
+    assert curve("wsd", schedule) == pytest.approx(up + [PEAK] * 35 + down)
+    tenth = RateSchedule(steps=50, warmup=5, floor=0.1)
     assert curve("wsd", tenth)[:46] == up + [PEAK] * 41
     assert curve("wsd", tenth)[46] < PEAK
 
@@ -70,8 +70,13 @@ def test_the_cosine_of_before_is_the_same_to_the_bit():
 
 def test_every_schedule_is_finite_at_the_edges():
     for name in SCHEDULES:
-        for course in (Course(1), Course(1, warmup=9), Course(3, warmup=3), Course(5, warmup=2, decay_steps=99)):
-            assert all(0 < share_of_peak(name, course, step) <= 1 for step in range(12))
+        for schedule in (
+            RateSchedule(1),
+            RateSchedule(1, warmup=9),
+            RateSchedule(3, warmup=3),
+            RateSchedule(5, warmup=2, decay_steps=99),
+        ):
+            assert all(0 < rate_factor(name, schedule, step) <= 1 for step in range(12))
     with pytest.raises(UsageError, match="unknown learning_rate_schedule 'cosinus'; known are cosine, linear"):
         TrainConfig(learning_rate_schedule="cosinus")
     with pytest.raises(UsageError, match="learning_rate_floor must be from 0 to 1, got 2"):

@@ -7,9 +7,9 @@ import pytest
 
 from oases.cli import main
 from oases.errors import UsageError
-from oases.moe.placement import described, plan
+from oases.moe.placement import make_placement, plan
 from oases.moe.traces import Recorder, generate
-from oases.train.loads import LoadsConfig, compared, course, read_loads
+from oases.train.load_replay import LoadsConfig, compare_placements, read_loads, replay_placement
 
 CONFIG = LoadsConfig(hidden=64, token_us=50.0)
 
@@ -27,14 +27,14 @@ def trace(tmp_path_factory):
 
 def test_a_step_is_computed_with_what_was_planned_before_it(trace):
     loads = read_loads(trace)
-    found = course(loads, CONFIG, "faster_moe")
+    found = replay_placement(loads, CONFIG, "faster_moe")
     assert found.copies[0] == 0  # nothing was known
     assert found.balance_after[0] == pytest.approx(found.balance_before[0])
     costs = CONFIG.costs.__class__(**vars(CONFIG.costs) | {"scheduled": False})
     after, copies = [], 0
     for layer in (0, 1):
         placed = plan(loads[0][layer], costs, method="faster_moe")
-        now = described("faster_moe", loads[1][layer], costs, (placed.routes, placed.copies))
+        now = make_placement("faster_moe", loads[1][layer], costs, (placed.routes, placed.copies))
         after.append(now.balance_degree)
         copies += sum(map(len, placed.copies))
     assert found.balance_after[1] == pytest.approx(np.mean(after))
@@ -42,7 +42,7 @@ def test_a_step_is_computed_with_what_was_planned_before_it(trace):
 
 
 def test_placements_are_compared(trace):
-    result = compared(trace, CONFIG)
+    result = compare_placements(trace, CONFIG)
     assert (result["steps"], result["layers"], result["experts"], result["devices"]) == (12, 2, 8, 4)
     rows = result["methods"]
     assert list(rows) == ["none", "faster_moe", "eplb", "prophet"]
@@ -51,7 +51,9 @@ def test_placements_are_compared(trace):
     assert rows["prophet"]["rb"] > 1
     assert rows["prophet"]["speedup"] > 1
     assert len(rows["prophet"]["over_time"]["seconds"]) == 12
-    kept = compared(trace, LoadsConfig(hidden=64, token_us=50.0, methods="prophet", expert_memory=0))["methods"]
+    kept = compare_placements(trace, LoadsConfig(hidden=64, token_us=50.0, methods="prophet", expert_memory=0))[
+        "methods"
+    ]
     assert list(kept) == ["none", "prophet"]
     assert kept["prophet"]["copies"] == 0
 
@@ -94,4 +96,4 @@ def test_a_last_step_that_was_cut_off_is_left_out(trace, tmp_path):
 )
 def test_what_cannot_be_is_named(trace, changes, told):
     with pytest.raises(UsageError, match=told):
-        compared(trace, LoadsConfig(**changes))
+        compare_placements(trace, LoadsConfig(**changes))

@@ -6,7 +6,6 @@ import json
 import math
 import time
 
-import kills
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,11 +36,6 @@ def stages(num_stages, tp):
     segment = Segment(MODEL.num_blocks // num_stages, tp, "oases", 2)
     world = num_stages * tp
     return Plan(MODEL, world, world, BATCH, 2, tuple(Stage((segment,)) for _ in range(num_stages)))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return str(kills.write_corpus(tmp_path_factory.mktemp("text") / "text.txt"))
 
 
 def reports(corpus, text=None, *, watch=True, **changes):
@@ -153,7 +147,7 @@ def waits_for_a_late_rank():
             if dist.get_rank() == 1:
                 time.sleep(1.0)
             all_reduce(torch.ones(1), dist.group.WORLD, "loss")
-    return [dataclasses.astuple(parts) for parts in meter.everywhere(meter.medians())]
+    return [dataclasses.astuple(parts) for parts in meter.all_ranks(meter.medians())]
 
 
 def test_what_a_rank_waited_is_exposed(two_ranks):
@@ -232,7 +226,7 @@ def test_a_gpus_update_is_told_when_it_is_done(monkeypatch):
     assert [parts.optimizer for parts in meter.history] == [3, 4, 5]
     assert meter.medians().optimizer == 4.5
     assert meter.medians().memory_bytes == 7
-    meter.forget()
+    meter.reset()
     assert list(meter.history) == []
 
 

@@ -7,8 +7,7 @@ import pairs
 import pytest
 import torch
 from covering import covering, every_pair, pairs_in
-from test_plan import MODEL, corpus, curve, cut_like, plan_of  # noqa: F401
-from test_stage_plans import DEEP, config_values, even
+from plan_runs import MODEL, config_values, curve, cut_like, even, plan_of
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
@@ -34,20 +33,6 @@ def together(*kinds):
         micro_batches=4 // replicas,
         fsdp="fsdp" in kinds,
     )
-
-
-def alone_of(model, data):
-    return curve(Trainer(config_for(plan_of(1, (model.num_blocks, 1), model=model), config_values(data))))
-
-
-@pytest.fixture(scope="module")
-def alone(corpus):  # noqa: F811
-    return alone_of(MODEL, corpus)
-
-
-@pytest.fixture(scope="module")
-def deep_alone(corpus):  # noqa: F811
-    return alone_of(DEEP, corpus)
 
 
 def held_like(model, tensors):
@@ -88,33 +73,33 @@ SLOW = {("sequence", "compile"), ("data", "compile"), ("recompute", "compile")}
     ],
     ids="+".join,
 )
-def test_any_two_train_like_one_process(two_ranks, four_ranks, corpus, alone, kinds):  # noqa: F811
+def test_any_two_train_like_one_process(two_ranks, four_ranks, corpus, plain_run, kinds):
     plan, compiled = together(*kinds), "aot_eager" if "compile" in kinds else "none"
     if plan.world == 1:
-        found = [check_equal(plan.to_json(), corpus, alone, compiled)]
+        found = [check_equal(plan.to_json(), corpus, plain_run, compiled)]
     else:
         pool = two_ranks if plan.world == 2 else four_ranks
-        found = pool.run(check_equal, plan.to_json(), corpus, alone, compiled)
-    assert set().union(*(names for names, _ in found)) == set(alone[2])
+        found = pool.run(check_equal, plan.to_json(), corpus, plain_run, compiled)
+    assert set().union(*(names for names, _ in found)) == set(plain_run[2])
 
 
 @pytest.mark.parametrize("pipeline", ["pre_recompute", "interleaved", "zb_h1"])
-def test_fsdp_in_other_pipelines(four_ranks, corpus, deep_alone, pipeline):  # noqa: F811
+def test_fsdp_in_other_pipelines(four_ranks, corpus, deep_plain_run, pipeline):
     plan = even(4, 2, 1, "oases", "full", pipeline, fsdp=True)
-    four_ranks.run(check_equal, plan.to_json(), corpus, deep_alone, "none")
+    four_ranks.run(check_equal, plan.to_json(), corpus, deep_plain_run, "none")
 
 
 DEGREES = plan_of(4, (1, 2), (2, 1), (1, 4, "oases", 2, 1), fsdp=True, micro_batches=2)
 
 
-def test_fsdp_of_segments_of_other_degrees(four_ranks, corpus, alone):  # noqa: F811
-    four_ranks.run(check_equal, DEGREES.to_json(), corpus, alone, "none")
+def test_fsdp_of_segments_of_other_degrees(four_ranks, corpus, plain_run):
+    four_ranks.run(check_equal, DEGREES.to_json(), corpus, plain_run, "none")
 
 
-def test_fsdp_holds_a_share_of_the_weights(two_ranks, four_ranks, corpus, alone):  # noqa: F811
-    whole = sum(tensor.numel() for tensor in alone[3].values())
+def test_fsdp_holds_a_share_of_the_weights(two_ranks, four_ranks, corpus, plain_run):
+    whole = sum(tensor.numel() for tensor in plain_run[3].values())
     plan = plan_of(4, (4, 1), fsdp=True)
-    assert [held for _, held in four_ranks.run(check_equal, plan.to_json(), corpus, alone, "none")] == [
+    assert [held for _, held in four_ranks.run(check_equal, plan.to_json(), corpus, plain_run, "none")] == [
         whole // 4
     ] * 4
 
@@ -126,8 +111,8 @@ def check_without_a_plan(data, expected):
     assert curve(trainer)[1] == pytest.approx(expected[1], rel=1e-10)
 
 
-def test_a_run_without_a_plan_may_be_sequence_parallel(two_ranks, corpus, alone):  # noqa: F811
-    two_ranks.run(check_without_a_plan, corpus, alone)
+def test_a_run_without_a_plan_may_be_sequence_parallel(two_ranks, corpus, plain_run):
+    two_ranks.run(check_without_a_plan, corpus, plain_run)
 
 
 # --- checkpoints ---
@@ -150,16 +135,16 @@ def goes_on(text, data, path, expected):
     trainer.close()
 
 
-def test_checkpoints_of_shards_go_on_under_any_plan(two_ranks, four_ranks, corpus, alone, tmp_path):  # noqa: F811
+def test_checkpoints_of_shards_go_on_under_any_plan(two_ranks, four_ranks, corpus, plain_run, tmp_path):
     path, sharded = str(tmp_path / "checkpoint"), together("tensor", "fsdp").to_json()
     four_ranks.run(two_steps, sharded, corpus, path)
-    goes_on(plan_of(1, (4, 1)).to_json(), corpus, path, alone)
-    two_ranks.run(goes_on, together("fsdp", "compile").to_json(), corpus, path, alone)
-    four_ranks.run(goes_on, together("pipeline", "fsdp").to_json(), corpus, path, alone)
-    four_ranks.run(goes_on, DEGREES.to_json(), corpus, path, alone)
+    goes_on(plan_of(1, (4, 1)).to_json(), corpus, path, plain_run)
+    two_ranks.run(goes_on, together("fsdp", "compile").to_json(), corpus, path, plain_run)
+    four_ranks.run(goes_on, together("pipeline", "fsdp").to_json(), corpus, path, plain_run)
+    four_ranks.run(goes_on, DEGREES.to_json(), corpus, path, plain_run)
     again = str(tmp_path / "again")
     four_ranks.run(two_steps, together("pipeline", "data").to_json(), corpus, again)
-    four_ranks.run(goes_on, sharded, corpus, again, alone)
+    four_ranks.run(goes_on, sharded, corpus, again, plain_run)
 
 
 def check_behind(text, data, folder):
@@ -172,7 +157,7 @@ def check_behind(text, data, folder):
     assert second["validation_loss"] == first["validation_loss"]
 
 
-def test_shards_are_saved_behind_the_training(four_ranks, corpus, tmp_path):  # noqa: F811
+def test_shards_are_saved_behind_the_training(four_ranks, corpus, tmp_path):
     four_ranks.run(check_behind, together("tensor", "fsdp").to_json(), corpus, str(tmp_path / "checkpoints"))
 
 
@@ -184,7 +169,7 @@ def refused(message, plan, **given):
         Run(config_for(plan(), given), plan()).corpus()
 
 
-def test_what_cannot_be_combined_is_refused_by_name(corpus):  # noqa: F811
+def test_what_cannot_be_combined_is_refused_by_name(corpus):
     whole = together("data")
     refused(
         "fsdp shards the optimizer's state, too; leave out zero",
@@ -225,7 +210,7 @@ def test_the_array_of_plans_covers_every_pair():
         Run(config_for(plan, pairs.options(2, None)), plan).corpus()
 
 
-def test_rows_of_the_array_train_like_one_process(corpus):  # noqa: F811
+def test_rows_of_the_array_train_like_one_process(corpus):
     """Three rows; `python pairs.py` runs them all."""
     expected = pairs.alone(3, corpus)
     chosen = [{"pipeline": "interleaved", "replicas": "fsdp"}, {"pipeline": "zb_h1"}, {"sequence": "parallel"}]

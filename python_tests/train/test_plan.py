@@ -7,119 +7,31 @@ import sys
 
 import pytest
 import torch
+from plan_runs import MODEL, PLANS, check_plan, config_of, curve, plan_of
 
 from oases import TrainConfig, Trainer
 from oases.cli import main
 from oases.errors import UsageError
-from oases.execution.group import group_rank, group_size
-from oases.parallel.sharding import holders, sharded_parameters
-from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
+from oases.plans.plan import Plan
 from oases.train import plan as plans
 from oases.train.config import config_for
 from oases.train.plan import Run
 
-MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
-BATCH = 16
-
-
-def plan_of(world, *segments, micro_batches=1, zero=False, **changes):
-    """segments: (blocks, tp, schedule, sub-batches, recomputed layers), those with a default left out at will."""
-    made = tuple(Segment(*segment) for segment in segments)
-    values = {"model": MODEL, "global_batch": BATCH, "stages": (Stage(made),), **changes}
-    return Plan(world=world, ranks_per_node=world, micro_batches=micro_batches, zero=zero, **values)
-
-
-PLANS = {
-    2: {
-        "dp 2": plan_of(2, (4, 1), zero=True),
-        "tp 2": plan_of(2, (4, 2), micro_batches=2),
-        "1 -> 2": plan_of(2, (2, 1, "cross_pass", 2, 1), (2, 2, "sync", 1)),
-        "2 -> 1": plan_of(2, (1, 2), (3, 1, "oases", 3), micro_batches=2, zero=True),
-    },
-    4: {
-        "dp 4": plan_of(4, (4, 1), micro_batches=2),
-        "tp 2 x dp 2": plan_of(4, (4, 2, "oases", 2, 1), zero=True),
-        "tp 4": plan_of(4, (4, 4, "cross_pass", 2, 2)),
-        "2 -> 4": plan_of(4, (2, 2, "oases", 2), (2, 4, "oases", 2), micro_batches=2),
-        "4 -> 2": plan_of(4, (2, 4, "cross_pass", 2, 1), (2, 2, "sync", 1), zero=True),
-        "1 -> 4 -> 2": plan_of(4, (1, 1), (2, 4, "oases", 4, 1), (1, 2), micro_batches=2, zero=True),
-        "attention 2, mlp 4": plan_of(4, (1, 2), (1, 4), (1, 2, "oases", 2, 1), (1, 4, "sync", 1)),
-        "all recomputed": plan_of(4, (2, 4, "oases", 2, 1), (2, 1, "oases", 2, 1), micro_batches=2),
-    },
-}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)))
-    return str(path)
-
-
-def config_of(corpus, **changes):
-    values = {"steps": 3, "warmup": 1, "validation_batches": 1, "clip": 0.5, "learning_rate": 1e-2, "data": corpus}
-    return config_for(plan_of(1, (4, 1)), values | changes)
-
-
-def curve(trainer, steps=3):
-    """Losses and gradients of the first step, in double precision, then weights and the validation loss."""
-    trainer.model.double()
-    first = trainer.backward(0)
-    gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
-    trainer.optimizer.zero_grad()
-    losses = [trainer.step() for _ in range(trainer.steps_done, steps)]
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    return first, losses, gradients, weights, trainer.validate()
-
-
-@pytest.fixture(scope="module")
-def alone(corpus):
-    return curve(Trainer(config_of(corpus)))
-
-
-def cut_like(model, tensors):
-    """Whole tensors by name as this rank holds them."""
-    dims = {name: dim for name, _, dim in sharded_parameters(model)}
-    found = holders(model)
-    cut = {}
-    for name, tensor in tensors.items():
-        if name in dims:
-            group = found[id(model.get_parameter(name))].process_group
-            tensor = tensor.chunk(group_size(group), dims[name])[group_rank(group)]
-        cut[name] = tensor
-    return cut
-
-
-def check_plan(text, corpus, expected):
-    plan = Plan.from_json(text)
-    trainer = Trainer(config_of(corpus), plan=plan)
-    first, losses, gradients, weights, validation = curve(trainer)
-    assert first == pytest.approx(expected[0], rel=1e-12)
-    assert losses == pytest.approx(expected[1], rel=1e-10)
-    assert validation == pytest.approx(expected[4], rel=1e-10)
-    for mine, theirs in ((gradients, expected[2]), (weights, expected[3])):
-        theirs = cut_like(trainer.model, theirs)
-        assert mine.keys() == theirs.keys()
-        for name, tensor in mine.items():
-            torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
-    trainer.close()
-
 
 @pytest.mark.parametrize("name", PLANS[2])
-def test_two_ranks_train_like_one(two_ranks, corpus, alone, name):
-    two_ranks.run(check_plan, PLANS[2][name].to_json(), corpus, alone)
+def test_two_ranks_train_like_one(two_ranks, corpus, plain_run, name):
+    two_ranks.run(check_plan, PLANS[2][name].to_json(), corpus, plain_run)
 
 
 @pytest.mark.parametrize("name", PLANS[4])
-def test_four_ranks_train_like_one(four_ranks, corpus, alone, name):
-    four_ranks.run(check_plan, PLANS[4][name].to_json(), corpus, alone)
+def test_four_ranks_train_like_one(four_ranks, corpus, plain_run, name):
+    four_ranks.run(check_plan, PLANS[4][name].to_json(), corpus, plain_run)
 
 
-def test_one_rank_needs_no_group(corpus, alone):
+def test_one_rank_needs_no_group(corpus, plain_run):
     for plan in (plan_of(1, (4, 1)), plan_of(1, (2, 1), (2, 1, "oases", 2, 1), micro_batches=4, zero=True)):
         check_plan_alone = Trainer(config_of(corpus), plan=plan)
-        assert curve(check_plan_alone)[1] == pytest.approx(alone[1], rel=1e-10)
+        assert curve(check_plan_alone)[1] == pytest.approx(plain_run[1], rel=1e-10)
 
 
 def resumed(text, corpus, path, expected):
@@ -139,13 +51,13 @@ def two_steps(text, corpus, path):
 
 
 @pytest.mark.parametrize("name", ["4 -> 2", "1 -> 4 -> 2", "2 -> 4"])
-def test_a_checkpoint_goes_on_under_any_plan(two_ranks, four_ranks, corpus, alone, tmp_path, name):
+def test_a_checkpoint_goes_on_under_any_plan(two_ranks, four_ranks, corpus, plain_run, tmp_path, name):
     path = str(tmp_path / "checkpoint")
     four_ranks.run(two_steps, PLANS[4][name].to_json(), corpus, path)
-    four_ranks.run(resumed, PLANS[4][name].to_json(), corpus, path, alone)
-    four_ranks.run(resumed, PLANS[4]["1 -> 4 -> 2"].to_json(), corpus, path, alone)
-    two_ranks.run(resumed, None, corpus, path, alone)
-    resumed(None, corpus, path, alone)
+    four_ranks.run(resumed, PLANS[4][name].to_json(), corpus, path, plain_run)
+    four_ranks.run(resumed, PLANS[4]["1 -> 4 -> 2"].to_json(), corpus, path, plain_run)
+    two_ranks.run(resumed, None, corpus, path, plain_run)
+    resumed(None, corpus, path, plain_run)
     files = sum(file.stat().st_size for file in (tmp_path / "checkpoint").glob("*.distcp"))
     two_steps(plan_of(1, (4, 1)).to_json(), corpus, path)
     once = sum(file.stat().st_size for file in (tmp_path / "checkpoint").glob("*.distcp"))
@@ -167,7 +79,7 @@ def test_zero_keeps_a_share_of_the_state(four_ranks, corpus):
     assert max(mine for mine, _ in shares) < shares[0][1] / 2
 
 
-def test_the_command_line_executes_a_plan(ranks_at_hand, corpus, alone, tmp_path, capsys):
+def test_the_command_line_executes_a_plan(ranks_at_hand, corpus, plain_run, tmp_path, capsys):
     plan, out = tmp_path / "plan.json", tmp_path / "out.json"
     plan.write_text(PLANS[4]["1 -> 4 -> 2"].to_json())
     options = ["--steps", "3", "--warmup", "1", "--validation-batches", "1", "--clip", "0.5"]
@@ -176,8 +88,8 @@ def test_the_command_line_executes_a_plan(ranks_at_hand, corpus, alone, tmp_path
     assert "1 blocks tp 1 x dp 4" in said
     assert "the plan has no prediction to lay over the measured step" in said
     result = json.loads(out.read_text())
-    assert result["losses"] == pytest.approx(alone[1], rel=1e-5)
-    assert result["validation_loss"] == pytest.approx(alone[4], rel=1e-5)
+    assert result["losses"] == pytest.approx(plain_run[1], rel=1e-5)
+    assert result["validation_loss"] == pytest.approx(plain_run[4], rel=1e-5)
     assert result["plan"]["world"] == 4
     assert result["prediction"] is None
     labels = {row["where"] for row in result["overlap"]["others"]}
@@ -255,7 +167,7 @@ def test_plans_that_cannot_be_executed_are_refused():
         (plan_of(4, (4, 2)).to_json(), ["--hidden", "512"], "hidden is 16 there and 512 here"),
         (
             plan_of(4, (4, 2)).to_json(),
-            ["--backend", "sim:alpha=1us,bandwidth=1gbit,alone"],
+            ["--backend", "sim:alpha=1us,bandwidth=1gbit,single_process"],
             "a plan needs its ranks",
         ),
     ],

@@ -25,13 +25,6 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)))
-    return str(path)
-
-
 def trainer_of(corpus, **changes):
     return Trainer(dataclasses.replace(CONFIG, data=corpus, **({"sub_batches": 0} | changes)))
 

@@ -3,7 +3,6 @@
 import importlib.util
 import threading
 
-import kills
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -15,11 +14,6 @@ VALUES = {
     "hidden": 16, "layers": 2, "heads": 4, "sequence": 8, "batch": 16, "warmup": 1, "validation_batches": 1,
     "peak_flops": 1e9,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return str(kills.write_corpus(tmp_path_factory.mktemp("text") / "text.txt"))
 
 
 def curves(folder):
@@ -93,8 +87,8 @@ def fails(capsys, *options):
 def test_mistakes_are_told_before_ranks_start(capsys, monkeypatch, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    assert "is a file; give the path of a folder" in fails(capsys, "--tensorboard", str(file))
-    assert "its folder does not exist" in fails(capsys, "--tensorboard", "/nowhere/curves")
+    assert "a file is in the way; give the path of a folder" in fails(capsys, "--tensorboard", str(file))
+    assert "a file is in the way" in fails(capsys, "--tensorboard", "/dev/null/curves")
     with Scalars(tmp_path / "used", 0) as scalars:
         scalars.write(step=1, loss=1.0)
     assert "holds the curves of another run" in fails(capsys, "--tensorboard", str(tmp_path / "used"))

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_expert_training import CONFIG as EXPERTS
+from plan_runs import EXPERTS
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
@@ -27,13 +27,6 @@ LISTS = {
         generate_experts("blocking", 2),
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)))
-    return str(path)
 
 
 def curve(config):
@@ -81,7 +74,7 @@ def test_a_file_for_other_sizes_is_refused(tmp_path):
     path.write_text(format_schedule(generate_experts("block_wise", 3)))
     with pytest.raises(ScheduleError, match="is for 3 blocks, and there are 2"):
         Run.of(dataclasses.replace(EXPERTS, expert_schedule=str(path)), 2)
-    with pytest.raises(UsageError, match="is for a mixture of experts; give --experts N, too"):
+    with pytest.raises(UsageError, match="needs a mixture of experts; give --experts N, too"):
         dataclasses.replace(CONFIG, schedule=str(path))
     with pytest.raises(ScheduleError, match="is a list of blocks of experts"):
         Run.of(dataclasses.replace(CONFIG, pipeline_schedule=str(path)), 2)

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_plan import corpus, plan_of  # noqa: F401
-from test_stage_plans import DEEP, even, staged
+from plan_runs import DEEP, even, plan_of, staged
 from torch.distributed.checkpoint import FileSystemReader
 
 from oases import Trainer
@@ -51,7 +50,7 @@ def leg(text, data, folder, resumed):
     if tied is not None:  # compared by the stages that have it
         table = tied.detach().clone()
         other = [torch.empty_like(table) for _ in range(2)]
-        dist.all_gather(other, table, group=trainer.mesh.ends)
+        dist.all_gather(other, table, group=trainer.mesh.embedding_group)
         assert torch.equal(*other)
     trainer.close()
     return losses
@@ -73,13 +72,13 @@ def tensors_of(path):
 
 
 @pytest.fixture(scope="module")
-def alone(corpus):  # noqa: F811
+def alone(corpus):
     plan = LEGS["1,1,1"]
     trainer = Trainer(config_of(plan, corpus), plan=plan)
     return [trainer.step() for _ in range(STEPS * len(LEGS))]
 
 
-def test_any_cut_goes_on_from_any_other(four_ranks, corpus, alone, tmp_path):  # noqa: F811
+def test_any_cut_goes_on_from_any_other(four_ranks, corpus, alone, tmp_path):
     resumed, losses = None, []
     for name, plan in LEGS.items():
         folder = tmp_path / name.replace(" ", "-")

@@ -10,8 +10,7 @@ from unittest import mock
 import kills
 import pytest
 import torch.distributed as dist
-from test_plan import corpus, plan_of  # noqa: F401
-from test_stage_plans import DEEP, even
+from plan_runs import DEEP, even, plan_of
 
 from oases import Trainer
 from oases.cli import main
@@ -19,9 +18,9 @@ from oases.errors import SAVED_EXIT_CODE, SavedExit
 from oases.plans.plan import Plan
 from oases.train.checkpoint import files as checkpoint
 from oases.train.checkpoint import integrity
-from oases.train.checkpoint.record import FORMAT
+from oases.train.checkpoint.metadata import FORMAT
 from oases.train.config import config_for
-from oases.train.guard import LossError
+from oases.train.step_check import LossError
 
 TP = even(4, 2, 2, "oases", "some", "shifted_critical_path").to_json()
 DP = even(4, 2, 1, "sync", "none", "one_f_one_b", 2, zero=True).to_json()
@@ -61,7 +60,7 @@ def losses_of_all(text, data, steps):
     ],
     ids=["two ranks", "four ranks"],
 )
-def test_killed_ranks_of_stages_go_on_equal_to_the_bit(request, corpus, tmp_path, pool, plan, kinds):  # noqa: F811
+def test_killed_ranks_of_stages_go_on_equal_to_the_bit(request, corpus, tmp_path, pool, plan, kinds):
     steps, path = 24, kills.write_plan(tmp_path / "plan.json", plan)
     unbroken = request.getfixturevalue(pool).run(losses_of_all, plan.to_json(), corpus, steps)[0]
     code, said, log, hits = kills.killed_run(corpus, tmp_path, kinds=kinds, seed=1, steps=steps, plan=path)
@@ -109,7 +108,7 @@ def fails_in_the_third_step(text, data, folder, victim, where):
         (TP, 3, "optimizer"),
     ],
 )
-def test_what_fails_on_one_rank_fails_on_all(four_ranks, corpus, tmp_path, text, victim, where):  # noqa: F811
+def test_what_fails_on_one_rank_fails_on_all(four_ranks, corpus, tmp_path, text, victim, where):
     whole = four_ranks.run(curve, text, corpus)[0]
     results = four_ranks.run(fails_in_the_third_step, text, corpus, str(tmp_path / "c"), victim, where)
     for rank, ((first, again), losses) in enumerate(results):
@@ -138,7 +137,7 @@ def told_to_end(text, data, folder, victim):
     return ended.value.code, trainer.steps_done
 
 
-def test_all_stages_end_when_one_rank_is_told_to(four_ranks, corpus, tmp_path):  # noqa: F811
+def test_all_stages_end_when_one_rank_is_told_to(four_ranks, corpus, tmp_path):
     folder = str(tmp_path / "c")
     assert four_ranks.run(told_to_end, TP, corpus, folder, 3) == [(SAVED_EXIT_CODE, 3)] * 4
     whole = four_ranks.run(curve, TP, corpus)[0]
@@ -166,10 +165,10 @@ def with_a_bad_loss(text, data, policy):
         said = str(error)
     finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
     trainer.close()
-    return said, trainer.updates, trainer.guard.skipped, len(losses), finite
+    return said, trainer.updates, trainer.step_check.skipped, len(losses), finite
 
 
-def test_a_bad_loss_of_the_last_stage_is_dealt_with_by_all(four_ranks, corpus):  # noqa: F811
+def test_a_bad_loss_of_the_last_stage_is_dealt_with_by_all(four_ranks, corpus):
     stopped = four_ranks.run(with_a_bad_loss, TP, corpus, "stop")
     assert all(one == stopped[0] for one in stopped)
     assert stopped[0][0].startswith("step 2: the loss is nan; lower --learning-rate")
@@ -194,7 +193,7 @@ def finds_the_disk_full(text, data, folder, victim):
     return failed, sorted(os.listdir(folder))
 
 
-def test_a_full_disk_of_the_last_stage_loses_nothing(four_ranks, corpus, tmp_path):  # noqa: F811
+def test_a_full_disk_of_the_last_stage_loses_nothing(four_ranks, corpus, tmp_path):
     for failed, left in four_ranks.run(finds_the_disk_full, TP, corpus, str(tmp_path / "c"), 2):
         assert "step-000004' could not be written: rank 2: [Errno 28] No space left on device" in failed[0]
         assert left == ["step-000002", "step-000006"]
@@ -204,7 +203,7 @@ def test_a_full_disk_of_the_last_stage_loses_nothing(four_ranks, corpus, tmp_pat
 
 
 @pytest.fixture(scope="module")
-def saved(corpus, tmp_path_factory):  # noqa: F811
+def saved(corpus, tmp_path_factory):
     """A checkpoint of one process."""
     path = tmp_path_factory.mktemp("saved") / "c"
     trainer_of(plan_of(1, (8, 1), model=DEEP).to_json(), corpus).save(str(path))
@@ -228,7 +227,7 @@ def rewritten(path, **changes):
         ({"nonsense": 1}, "is broken: its checkpoint.json cannot be read"),
     ],
 )
-def test_no_rank_starts_on_a_checkpoint_that_does_not_fit(corpus, saved, tmp_path, capsys, changes, message):  # noqa: F811
+def test_no_rank_starts_on_a_checkpoint_that_does_not_fit(corpus, saved, tmp_path, capsys, changes, message):
     path = shutil.copytree(saved, tmp_path / "c")
     plan = kills.write_plan(tmp_path / "plan.json", Plan.from_json(TP))
     rewritten(path, **changes)
@@ -239,7 +238,7 @@ def test_no_rank_starts_on_a_checkpoint_that_does_not_fit(corpus, saved, tmp_pat
     assert message in capsys.readouterr().err
 
 
-def test_no_rank_starts_on_a_plan_of_another_model(corpus, saved, tmp_path, capsys):  # noqa: F811
+def test_no_rank_starts_on_a_plan_of_another_model(corpus, saved, tmp_path, capsys):
     plan = kills.write_plan(tmp_path / "plan.json")
     with mock.patch("oases.launch.ranks.run_ranks") as started, pytest.raises(SystemExit):
         main(["train", "--plan", str(plan), "--data", corpus, "--hidden", "128"])

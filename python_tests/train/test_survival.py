@@ -6,31 +6,30 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import kills
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from oases import TrainConfig, Trainer
 from oases.cli import main
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
+from oases.launch import fork_server
 from oases.launch.agents import RankFailedError
 from oases.launch.ranks import _go_on_or_exit
-from oases.train.guard import LossError, LossGuard
-from oases.train.logs import StepLog, steps_in
+from oases.train.logs import StepLog, last_logged_step
 from oases.train.plan import Run
+from oases.train.step_check import LossError, StepCheck
 
 CONFIG = TrainConfig(
     hidden=16, layers=2, heads=4, sequence=8, batch=16, steps=6, warmup=1, validation_batches=1, learning_rate=1e-2,
 )  # fmt: skip
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return kills.write_corpus(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +76,48 @@ def test_killed_ranks_go_on_equal_to_the_bit(corpus, unbroken, tmp_path, kinds):
     assert not list((tmp_path / "killed").glob(".*"))
 
 
-def torchrun_ranks(parent):
-    """The processes that torchrun started."""
-    return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+def as_a_script(words):
+    """What torchrun runs on every rank."""
+    fork_server.die_with_parent()
+    main(words)
 
 
 def test_torchrun_restarts_go_on(corpus, unbroken, tmp_path):
+    """By the API under torchrun, whose store outlives a restart; its command is tested by `test_torchrun`."""
+    log, folder = tmp_path / "log.jsonl", tmp_path / "checkpoints"
+    words = kills.arguments(corpus, tp=2, steps=STEPS, checkpoint=folder, checkpoint_every=4, step_log=log)
+    before = set(kills.ranks_of(os.getpid()))
+
+    def kill_the_last():
+        while not any(line["step"] >= 6 for line in kills.lines_of(log)):
+            time.sleep(0.01)
+        os.kill(max(set(kills.ranks_of(os.getpid())) - before), signal.SIGKILL)
+
+    config = LaunchConfig(
+        1, 1, 2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
+        max_restarts=1, start_method=fork_server.start(), monitor_interval=0.1,
+    )  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill_the_last)
+        elastic_launch(config, fork_server.as_started_by)(fork_server.Launcher(), as_a_script, words)
+        killed.result(timeout=60)
+    assert kills.losses_of(log) == unbroken
+
+
+def children_of(parent):
+    return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_torchrun(corpus, unbroken, tmp_path):
     log, folder = tmp_path / "log.jsonl", tmp_path / "checkpoints"
     words = kills.command(corpus, tp=2, steps=STEPS, checkpoint=folder, checkpoint_every=4, step_log=log)[1:]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     run = subprocess.Popen([*launcher, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert kills.wait_until(lambda: any(line["step"] >= 6 for line in kills.lines_of(log)), run)
-    os.kill(torchrun_ranks(run.pid)[-1], signal.SIGKILL)
+    while not any(line["step"] >= 6 for line in kills.lines_of(log)):
+        assert run.poll() is None
+        time.sleep(0.01)
+    os.kill(children_of(run.pid)[-1], signal.SIGKILL)
     _, said = run.communicate(timeout=300)
     assert run.returncode == 0, said
     assert kills.losses_of(log) == unbroken
@@ -115,12 +144,15 @@ def test_restarts_are_counted(capsys):
 
 def test_sigterm_saves_and_the_run_goes_on(two_ranks, corpus, unbroken, tmp_path):
     log, folder = tmp_path / "log.jsonl", tmp_path / "checkpoints"
-    words = kills.command(corpus, tp=2, steps=STEPS, checkpoint=folder, resume="auto", step_log=log, max_restarts=2)
-    run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert kills.wait_until(lambda: len(kills.lines_of(log)) >= 1, run)
-    run.terminate()
-    _, said = run.communicate(timeout=300)
-    assert run.returncode == SAVED_EXIT_CODE, said
+    words = kills.arguments(corpus, tp=2, steps=STEPS, checkpoint=folder, resume="auto", step_log=log, max_restarts=2)
+
+    def end(run):
+        if kills.wait_until(lambda: len(kills.lines_of(log)) >= 1, run):
+            os.kill(run.pid, signal.SIGTERM)
+
+    code = kills.Run(words, tmp_path / "stderr").call(end)
+    said = (tmp_path / "stderr").read_text()
+    assert code == SAVED_EXIT_CODE, said
     steps = len(kills.lines_of(log))
     assert steps < STEPS
     assert said == f"oases: ended by SIGTERM after step {steps}, which is saved in {str(folder)!r}\n"
@@ -171,7 +203,7 @@ def with_a_bad_gradient(corpus, policy, value):
     except LossError as error:
         said = str(error)
     finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
-    return said, trainer.steps_done, trainer.updates, trainer.guard.skipped, losses, finite
+    return said, trainer.steps_done, trainer.updates, trainer.step_check.skipped, losses, finite
 
 
 def test_a_bad_gradient_on_one_rank_is_dealt_with_by_all(two_ranks, corpus, alone):
@@ -210,14 +242,14 @@ def test_a_skipped_step_is_logged_and_stays_skipped(corpus, tmp_path):
 
 
 def test_a_leap_of_the_loss():
-    guard = LossGuard("skip", 2.0)
-    assert all(guard.admits(loss, 1.0, step, None, CPU) for step, loss in enumerate([9.0, *[3.0] * 7]))
+    check = StepCheck("skip", 2.0)
+    assert all(check.accepts(loss, 1.0, step, None, CPU) for step, loss in enumerate([9.0, *[3.0] * 7]))
     with pytest.warns(UserWarning, match="step 8 is skipped: the loss leaps to 6.5, more than 2 times 3"):
-        assert not guard.admits(6.5, 1.0, 8, None, CPU)
-    assert guard.admits(5.9, 1.0, 9, None, CPU)
+        assert not check.accepts(6.5, 1.0, 8, None, CPU)
+    assert check.accepts(5.9, 1.0, 9, None, CPU)
     with pytest.raises(LossError, match="step 10: the loss is nan"):
-        LossGuard("stop", 0.0).admits(float("nan"), 1.0, 10, None, CPU)
-    assert LossGuard("off", 0.0).admits(float("nan"), 1.0, 11, None, CPU)
+        StepCheck("stop", 0.0).accepts(float("nan"), 1.0, 10, None, CPU)
+    assert StepCheck("off", 0.0).accepts(float("nan"), 1.0, 11, None, CPU)
 
 
 # --- the log ---
@@ -233,7 +265,7 @@ def test_a_log_goes_on_without_a_step_twice(corpus, alone, tmp_path):
     assert lines[0]["learning_rate"] == CONFIG.learning_rate
     with log.open("a") as file:
         file.write('{"step": 7, "lo')  # killed in the midst of it
-    assert steps_in(log) == 6
+    assert last_logged_step(log) == 6
     trainer_of(corpus, resume=str(folder / "step-000002"), step_log=str(log)).train()
     assert kills.losses_of(log) == list(enumerate(alone, start=1))
 
@@ -264,11 +296,11 @@ def test_a_log_of_another_run_is_not_overwritten(corpus, tmp_path):
         (["--checkpoint-every", "5"], "checkpoint_every 5 needs a folder; give --checkpoint"),
         (["--resume", "auto"], "resume 'auto' needs a folder"),
         (["--keep", "-1"], "keep must be at least 0"),
-        (["--save-error", "retry"], "unknown save_error 'retry'; known are warn, stop"),
-        (["--bad-loss", "ignore"], "unknown bad_loss 'ignore'; known are stop, skip, off"),
+        (["--save-error", "retry"], "argument --save-error: invalid choice: 'retry'"),
+        (["--bad-loss", "ignore"], "argument --bad-loss: invalid choice: 'ignore'"),
         (["--spike", "0.5"], "spike must be above 1"),
         (["--max-restarts", "-1"], "--max-restarts must be at least 0"),
-        (["--step-log", "/nowhere/log"], "its folder does not exist"),
+        (["--step-log", "/dev/null/log"], "a file is in the way"),
     ],
 )
 def test_mistakes_end_the_command(capsys, options, message):

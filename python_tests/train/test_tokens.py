@@ -12,8 +12,8 @@ from oases import TrainConfig, Trainer
 from oases.errors import UsageError
 from oases.train.data import PIECE_CHARACTERS, TextCorpus
 from oases.train.plan import Run
-from oases.train.tokenizer import Bytes, tokenizer_called
-from oases.train.tokens import TokenCorpus, corpus_of
+from oases.train.tokenizer import Bytes, load_tokenizer
+from oases.train.tokens import TokenCorpus, open_corpus
 
 tokenizers = pytest.importorskip("tokenizers")
 TEXT = "".join(f"{i} plus {i % 7} is {i + i % 7}, naïve?\n" for i in range(3000))
@@ -45,8 +45,8 @@ def test_tokens_are_those_of_the_tokenizer(folder, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a").write_text(TEXT[:5000])
     (tmp_path / "text" / "b").write_bytes(b"one\r\ntwo")
-    tokenizer = tokenizer_called(str(folder))
-    corpus = corpus_of(str(tmp_path / "text"), tokenizer)
+    tokenizer = load_tokenizer(str(folder))
+    corpus = open_corpus(str(tmp_path / "text"), tokenizer)
     plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     end = plain.token_to_id("<end>")
     expected = [*plain.encode(TEXT[:5000]).ids, end, *plain.encode("one\r\ntwo").ids, end]
@@ -73,7 +73,7 @@ def test_long_text_is_read_in_pieces_that_end_with_a_line(folder, tmp_path):
 
 
 def tokens_at(path, tokenizer):
-    corpus = corpus_of(path, tokenizer_called(tokenizer))
+    corpus = open_corpus(path, load_tokenizer(tokenizer))
     return str(corpus.file), corpus.file.stat().st_mtime_ns, corpus.num_tokens
 
 
@@ -135,16 +135,16 @@ def test_a_model_has_the_tokenizers_vocabulary(two_ranks, folder, tmp_path):
 )
 def test_tokenizers_that_are_none_are_refused(name, message):
     with pytest.raises(UsageError, match=message):
-        tokenizer_called(name)
+        load_tokenizer(name)
 
 
 def test_broken_files_are_refused(tmp_path, folder):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UsageError, match="is no file of the tokenizers library"):
-        tokenizer_called(str(tmp_path))
+        load_tokenizer(str(tmp_path))
     (tmp_path / "text").write_bytes(b"a" * 5000 + b"\xff")
     with pytest.raises(UsageError, match="is not UTF-8 before byte 5001: invalid start byte; convert the file"):
-        corpus_of(str(tmp_path / "text"), tokenizer_called(str(folder)))
+        open_corpus(str(tmp_path / "text"), load_tokenizer(str(folder)))
 
 
 def test_what_is_not_installed_is_named_with_the_command(tmp_path, folder, monkeypatch):
@@ -153,26 +153,26 @@ def test_what_is_not_installed_is_named_with_the_command(tmp_path, folder, monke
         (tmp_path / "saved" / name).write_text("{}")
     for module in ("datasets", "tokenizers", "transformers"):
         monkeypatch.setitem(sys.modules, module, None)
-    tokenizer_called.cache_clear()
+    load_tokenizer.cache_clear()
     with pytest.raises(UsageError, match=r"needs the package 'datasets' .*; install it: pip install datasets"):
-        corpus_of(str(tmp_path / "saved"), Bytes())
+        open_corpus(str(tmp_path / "saved"), Bytes())
     with pytest.raises(UsageError, match="install it: pip install tokenizers"):
-        tokenizer_called(str(folder))
+        load_tokenizer(str(folder))
     with pytest.raises(UsageError, match="install it: pip install 'transformers"):
-        tokenizer_called("gpt2")
+        load_tokenizer("gpt2")
 
 
 def test_a_saved_dataset_is_a_corpus(tmp_path, folder):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["one", "", "two"], "n": [1, 2, 3]})
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "both"))
-    corpus = corpus_of(str(tmp_path / "both" / "train"), Bytes())
+    corpus = open_corpus(str(tmp_path / "both" / "train"), Bytes())
     assert bytes(corpus.read(0, corpus.num_tokens)) == b"one\ntwo\n"
-    corpus = corpus_of(str(tmp_path / "both"), tokenizer_called(str(folder)))
+    corpus = open_corpus(str(tmp_path / "both"), load_tokenizer(str(folder)))
     plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     end = plain.token_to_id("<end>")
     assert corpus.read(0, 99).tolist() == [*plain.encode("one").ids, end, *plain.encode("two").ids, end]
     with pytest.raises(UsageError, match="has no column 'body'; give one of text, n as --text-column"):
-        corpus_of(str(tmp_path / "both"), Bytes(), "body")
+        open_corpus(str(tmp_path / "both"), Bytes(), "body")
     with pytest.raises(UsageError, match="column 'n' holds a int, no text"):
-        corpus_of(str(tmp_path / "both"), Bytes(), "n")
+        open_corpus(str(tmp_path / "both"), Bytes(), "n")

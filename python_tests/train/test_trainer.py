@@ -29,13 +29,6 @@ def losses(config, **changes):
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} plus {i % 7} is {i + i % 7}.\n" for i in range(4000)))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def alone(corpus):
     return losses(CONFIG, data=corpus)
 

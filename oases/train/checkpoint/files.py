@@ -26,10 +26,10 @@ from oases.execution.group import HoldsGroup, ProcessGroup, group_name, group_ra
 from oases.parallel.fsdp import laid_out, local, mesh_of, units_of
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.safetensors_files import write_header
-from oases.train.checkpoint.agreement import SaveError, everywhere
-from oases.train.checkpoint.integrity import checksums, fault_of, write_checksums
-from oases.train.checkpoint.record import RECORD, Record, is_checkpoint
-from oases.train.optimizer import KeepsMasters, Optimizer, state_of, weight_of
+from oases.train.checkpoint.coordination import SaveError, run_on_all_ranks
+from oases.train.checkpoint.integrity import checksums, find_fault, write_checksums
+from oases.train.checkpoint.metadata import RECORD, Metadata, is_checkpoint
+from oases.train.optimizer import HasMasterWeights, Optimizer, state_of, weight_of
 
 # One process is what it looks like. Once, and not around each call: filters are no thread's own.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -54,7 +54,7 @@ def require_replaceable(path: str | Path) -> Path:
 
 
 def save(
-    path: str | Path, model: nn.Module, optimizer: Optimizer, record: Record, group: ProcessGroup | None
+    path: str | Path, model: nn.Module, optimizer: Optimizer, record: Metadata, group: ProcessGroup | None
 ) -> None:
     """Write model, optimizer and record to the folder `path`, replacing an earlier checkpoint. All ranks call it.
 
@@ -64,8 +64,8 @@ def save(
     write(path, state(model, optimizer, group), record, group)
 
 
-def write(path: str | Path, state: State, record: Record, group: ProcessGroup | None) -> None:
-    """Write what `state` or `staged` gave and the record, as `save` does."""
+def write(path: str | Path, state: State, record: Metadata, group: ProcessGroup | None) -> None:
+    """Write what `state` or `cpu_state` gave and the record, as `save` does."""
     path = require_replaceable(path)
     aside, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
     _barrier(group)  # nobody writes before everybody has looked
@@ -94,9 +94,9 @@ def write(path: str | Path, state: State, record: Record, group: ProcessGroup | 
     what = f"checkpoint {str(path)!r}"
     try:
         _by_first(prepare, what, group)
-        everywhere(store, what, group)
+        run_on_all_ranks(store, what, group)
         own = [RECORD, ".metadata"] if rank == 0 else []  # besides the shards, which carry the rank in their names
-        parts = everywhere(
+        parts = run_on_all_ranks(
             lambda: checksums([*(aside / name for name in own), *sorted(aside.glob(f"__{rank}_*"))]), what, group
         )
         _by_first(seal, what, group)
@@ -115,7 +115,7 @@ def load(
     group: ProcessGroup | None,
     *,
     verify: bool = True,
-) -> Record:
+) -> Metadata:
     """Read a checkpoint into model and optimizer (None: the model alone), in place; return its record.
 
     With an optimizer random states are restored too, those of rank 0 on every rank if the run had other ranks.
@@ -124,9 +124,9 @@ def load(
     sizes.
     """
     path = Path(path)
-    record = Record.read(path)
+    record = Metadata.read(path)
     record.require_sizes(sizes, path)
-    fault = fault_of(path, group) if verify else ""
+    fault = find_fault(path, group) if verify else ""
     if fault:
         raise UsageError(f"checkpoint {str(path)!r} is broken: {fault}; take another")
     wanted = state(model, optimizer, group)
@@ -146,8 +146,8 @@ def load(
             moments = state_of(optimizer, parameter)
             if moments is not None:
                 moments["step"].fill_(float(record.updates))
-        if isinstance(optimizer, KeepsMasters):
-            optimizer.masters_to_model()
+        if isinstance(optimizer, HasMasterWeights):
+            optimizer.copy_masters_to_model()
         for name, generator in generators.items():
             generator.set_state(wanted[_random(name, rank)])
     return record
@@ -158,7 +158,7 @@ def state(model: nn.Module, optimizer: Optimizer | None, group: ProcessGroup | N
     return _state(model, optimizer, group, lambda tensor: tensor, None)
 
 
-def staged(model: nn.Module, optimizer: Optimizer, group: ProcessGroup | None) -> State:
+def cpu_state(model: nn.Module, optimizer: Optimizer, group: ProcessGroup | None) -> State:
     """Like `state`, but copies in the CPU's memory, which later steps leave as they are."""
     return _state(model, optimizer, group, lambda tensor: tensor.to("cpu", copy=True), "cpu")
 
@@ -251,7 +251,7 @@ def _random(name: str, rank: int) -> str:
 
 def _by_first(action: Callable[[], None], what: str, group: ProcessGroup | None) -> None:
     """On the first rank alone; it fails on all or on none."""
-    everywhere(action if group_rank(group) == 0 else lambda: None, what, group)
+    run_on_all_ranks(action if group_rank(group) == 0 else lambda: None, what, group)
 
 
 def _sync(folder: Path) -> None:
@@ -282,8 +282,8 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
     path, file = Path(checkpoint), Path(file)
     if not is_checkpoint(path):
         path = next(iter(retention.checkpoints(path)), path)
-    Record.read(path)
-    fault = fault_of(path, None)
+    Metadata.read(path)
+    fault = find_fault(path, None)
     if fault:
         raise UsageError(f"checkpoint {str(path)!r} is broken: {fault}; take another")
     stored = {

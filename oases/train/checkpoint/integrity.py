@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from oases.execution.group import ProcessGroup, group_rank, group_size
-from oases.train.checkpoint.agreement import gathered
-from oases.train.checkpoint.record import RECORD, write_synced
+from oases.train.checkpoint.coordination import all_gather_objects
+from oases.train.checkpoint.metadata import RECORD, write_synced
 
 CHECKSUMS = "checksums.json"
 """{"files": {NAME: SHA-256}, "sha256": of "files"}; of the same form in every format of checkpoints."""
@@ -34,12 +34,12 @@ def write_checksums(folder: Path, files: Mapping[str, str]) -> None:
     write_synced(folder / CHECKSUMS, json.dumps({"files": dict(files), "sha256": _of(files)}, indent=1))
 
 
-def fault_of(folder: Path, group: ProcessGroup | None) -> str:
+def find_fault(folder: Path, group: ProcessGroup | None) -> str:
     """What is wrong with the files of a checkpoint, in words; empty if they are as they were written.
 
     All ranks call it, each reads its share of the files, and all get the same answer.
     """
-    return next((fault for fault in gathered(_fault(folder, group), group) if fault), "")
+    return next((fault for fault in all_gather_objects(_fault(folder, group), group) if fault), "")
 
 
 def _fault(folder: Path, group: ProcessGroup | None) -> str:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from oases.errors import UsageError
-from oases.train.checkpoint.record import is_checkpoint
+from oases.train.checkpoint.metadata import is_checkpoint
 
 _NAME = re.compile(r"step-(\d{6,})")
 _LEFT = re.compile(r"\.step-\d{6,}\.(part|old)")

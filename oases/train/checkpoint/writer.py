@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import oases.train.checkpoint.retention as retention
 from oases.execution.group import ProcessGroup, group_rank, group_size
-from oases.train.checkpoint.agreement import SaveError, everywhere
+from oases.train.checkpoint.coordination import SaveError, run_on_all_ranks
 from oases.train.checkpoint.files import State, write
-from oases.train.checkpoint.record import Record
+from oases.train.checkpoint.metadata import Metadata
 
 PATIENCE_SECONDS = 30.0
 """How long a run that fails waits for the checkpoint under way; peers that are gone may hold it up for ever."""
@@ -45,7 +45,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def start(self, state: State, record: Record) -> None:
+    def start(self, state: State, record: Metadata) -> None:
         """Begin to write copies that nobody changes. Waits for the one under way, and raises what `wait` raises."""
         self.wait()
         # A daemon: a rank whose peers are gone must be able to end.
@@ -99,13 +99,15 @@ class CheckpointWriter:
         if self._first:
             warnings.warn(f"the checkpoint under way in {str(self.folder)!r} is not whole: {why}", stacklevel=4)
 
-    def _write(self, state: State, record: Record) -> None:
+    def _write(self, state: State, record: Metadata) -> None:
         start = time.perf_counter()
         try:
             path = retention.folder_of(self.folder, record.step)
             write(path, state, record, self._group)
             what = f"after checkpoint {str(path)!r}, its folder"
-            everywhere(lambda: retention.prune(self.folder, self.keep) if self._first else None, what, self._group)
+            run_on_all_ranks(
+                lambda: retention.prune(self.folder, self.keep) if self._first else None, what, self._group
+            )
         except Exception as error:  # the rank's main thread raises it
             self._error = error
         else:

@@ -1,0 +1,93 @@
+"""Hooks around every forward pass of a parallelized model: no key-value cache, equal random draws on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from oases.autotp.layers import has_argument
+from oases.autotp.preconditions import checkpoints
+from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_name, group_of, group_size
+
+_CAPTURED = ("output_attentions", "output_router_logits")
+"""Outputs that transformers captures by hooks inside of layers, which the traced graphs bypass."""
+
+
+class ModelHooks:
+    """Forward hooks of a parallelized model.
+
+    `use_cache` is False unless the caller sets it. In training, random ops around the layers (dropout of embeddings)
+    draw the same numbers on all ranks, because their tensors are replicated; the caller's generator state is restored
+    afterwards.
+    """
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
+        self._group = group_name(group)
+        self._caches = has_argument(model, "use_cache")
+        self._seed: int | None = None
+        self._calls = 0
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._filled = False
+
+    def begin(self, model: nn.Module) -> None:
+        """Register the hooks on the model."""
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._require_right_time(model)
+        for name in _CAPTURED:
+            if kwargs.get(name, getattr(getattr(model, "config", None), name, None)):
+                raise UsageError(
+                    f"{name}=True asks for a result inside of the layers, which is sharded over the ranks; leave it "
+                    "out of the call and of the model's configuration"
+                )
+        if self._caches and kwargs.get("use_cache") is None:
+            kwargs = {**kwargs, "use_cache": False}
+        if self._group and any(part.training for part in model.modules()):
+            cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+            self._before.append((torch.get_rng_state(), cuda))
+            torch.manual_seed(self._next_seed())
+        return args, kwargs
+
+    def _require_right_time(self, model: nn.Module) -> None:
+        if not self._filled:
+            empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+            if empty is not None:
+                raise RuntimeError(f"{empty} has no data; call oases.load_weights(model, ...) first")
+            self._filled = True
+        if model.training and checkpoints(model):
+            raise RuntimeError(
+                "gradient checkpointing would recompute layers one by one, but they run as one stack: call "
+                "gradient_checkpointing_disable() and give parallelize() recompute='full'"
+            )
+        if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{type(model).__name__} is recomputed in a backward pass, by torch.utils.checkpoint around it, and "
+                "would draw other random masks; give parallelize() recompute='full' instead"
+            )
+
+    def _end(self, model: nn.Module, args: Any, result: Any) -> None:
+        if self._before:
+            cpu, cuda = self._before.pop()
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+
+    def _next_seed(self) -> int:
+        """Seed of this call, equal on all ranks: from rank 0's initial seed at the first training call, and a
+        counter.
+        """
+        if self._seed is None:
+            group = group_of(self._group)
+            said: list[Any] = [torch.initial_seed()] * max(1, group_size(group))
+            if group is not None:
+                dist.all_gather_object(said, torch.initial_seed(), group=group)
+            self._seed = said[0]
+        self._calls += 1
+        return zlib.crc32(f"{self._seed} {self._calls}".encode())

@@ -1,0 +1,189 @@
+"""Checks of a model, mesh and plan before sharding; each error names its remedy."""
+
+from __future__ import annotations
+
+import hashlib
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_size, resolve
+from oases.parallel.mesh import Mesh
+from oases.plans.check import check
+from oases.plans.plan import AUTO, Experts, Plan, Segment
+from oases.schedule import Schedule, is_text
+
+_SAMPLED = 4096
+"""Elements per tensor that are compared across ranks; another seed changes all of them."""
+
+
+def require_cuttable(model: nn.Module) -> None:
+    """Raise UsageError for a model that is parallelized, compiled, patched or quantised, or that checkpoints its
+    layers.
+    """
+    what = type(model).__name__
+    if getattr(model, "oases_partition", None) is not None:
+        raise UsageError(f"{what} is parallelized already; build a new model")
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        raise UsageError(f"{what} has quantised weights, which cannot be trained; load it unquantised")
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() and not parameter.is_complex():
+            raise UsageError(f"{name} is of type {parameter.dtype}, a quantised weight; load the model unquantised")
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(f"{name} has hooks, and parallelize() puts a new parameter there; add them afterwards")
+    if checkpoints(model):
+        raise UsageError(
+            f"{what} has gradient checkpointing on, which would recompute layers one by one: call "
+            "gradient_checkpointing_disable() and give parallelize() recompute='full'"
+        )
+    for name, part in model.named_modules():
+        forward = vars(part).get("forward")
+        own = isinstance(forward, MethodType) and forward.__self__ is part
+        compiled = getattr(part, "_compiled_call_impl", None) is not None
+        if compiled or (forward is not None and not own):
+            raise UsageError(
+                f"{name or what}: its forward was {'compiled' if compiled else 'replaced on the object'} (by "
+                "torch.compile, a hook of accelerate, or a patch), so it cannot be traced: parallelize "
+                "the model first, or patch its class, or assign a method of the module itself"
+            )
+
+
+def checkpoints(model: nn.Module) -> bool:
+    """Whether gradient checkpointing is on in a transformers model; the attribute's name depends on the version."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    name = next((name for name in names if hasattr(type(model), name)), "")
+    return bool(name and getattr(model, name))
+
+
+def require_alike(model: nn.Module, group: ProcessGroup | None, *, values: bool) -> None:
+    """Raise UsageError on all ranks, naming the first tensor, unless the model is equal on all ranks of a group.
+
+    values: compare a sample of each tensor's values too; else names, shapes and types alone.
+    """
+    if group is None or group_size(group) == 1:
+        return
+    mine = [
+        (name, tuple(tensor.shape), str(tensor.dtype), _digest(tensor) if values else "")
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    said: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(said, hashlib.sha256(repr(mine).encode()).hexdigest(), group=group)
+    if len(set(said)) == 1:
+        return
+    dist.all_gather_object(said, mine, group=group)
+    for rank, theirs in enumerate(said):
+        if theirs != said[0]:
+            pairs = zip(said[0], theirs, strict=False)
+            other = next(((mine, its) for mine, its in pairs if mine != its), (said[0][-1], theirs[-1]))
+            raise UsageError(
+                f"{type(model).__name__} is not the same on all ranks: {other[0][0]} {other[0][1]} of rank 0 differs "
+                f"from {other[1][0]} {other[1][1]} of rank {rank}; call torch.manual_seed with one seed before "
+                "building the model, or give weights=..."
+            )
+
+
+def _digest(tensor: Tensor) -> str:
+    if tensor.is_meta or not tensor.numel():
+        return ""
+    flat = tensor.detach().reshape(-1)
+    flat = flat[:: max(1, len(flat) // _SAMPLED)].cpu().contiguous()
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def tensor_parallel_group(
+    mesh: DeviceMesh | Mesh | ProcessGroup | None,
+    plan: Plan | None,
+    schedule: str | Schedule,
+    options: dict[str, Any],
+) -> tuple[ProcessGroup | None, dict[str, Any]]:
+    """Tensor-parallel group of `parallelize`, and the options of its stacks.
+
+    Raises UsageError for a mesh without a tensor-parallel dimension and a plan that does not fit it.
+    """
+    known = ("sub_batches", "recompute", "wire_dtype", "require_overlap", "small_batch")
+    strange = sorted(set(options) - set(known))
+    if strange:
+        raise UsageError(
+            f"parallelize() does not take {', '.join(strange)}; options of its stacks are {', '.join(known)}"
+            + ("; traced blocks need whole sequences" if "sequence_parallel" in strange else "")
+        )
+    options = {"schedule": schedule, "small_batch": "whole", **options}
+    if plan is not None:
+        options |= _options_of(_only_segment(plan))
+        mesh = _mesh_of(plan) if mesh is None else mesh
+    if isinstance(mesh, Mesh):
+        group = mesh.tensor(mesh.degrees[-1])
+    elif isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        if mesh.ndim > 1 and "tp" not in names:
+            raise UsageError(f"mesh has the dimensions {names or mesh.ndim}; name the tensor-parallel one 'tp'")
+        group = mesh.get_group("tp" if "tp" in names else 0)
+    else:
+        group = resolve(mesh)
+    if plan is not None and group_size(group) != plan.stages[0].segments[0].tp:
+        raise UsageError(
+            f"plan: its tensor-parallel degree is {plan.stages[0].segments[0].tp}, the mesh has {group_size(group)} "
+            "ranks; give the mesh of the plan, oases.parallel.mesh.Mesh.of(plan)"
+        )
+    return group, options
+
+
+def _only_segment(plan: Plan) -> Segment:
+    """The one segment of a plan. UsageError, naming the field, for a plan that parallelize() cannot run."""
+    segments = [segment for stage in plan.stages for segment in stage.segments]
+    if len(plan.stages) > 1 or len(segments) > 1:
+        raise UsageError(
+            f"plan: it has {len(plan.stages)} stages and {len(segments)} segments; parallelize() runs plans of "
+            "one degree and schedule for all layers: plan with one stage and uniform settings"
+        )
+    (segment,) = segments
+    remedies = {
+        "zero": (plan.zero, "plan without it, by oases plan --no-zero or Space(zero=(False,))"),
+        "fsdp": (plan.fsdp, "leave it out, and call fully_shard on the model"),
+        "micro_batches": (
+            plan.micro_batches if plan.micro_batches > 1 else None,
+            "plan with one, by oases plan --micro-batches 1 or Space(micro_batches=(1,)), and accumulate gradients "
+            "in your loop",
+        ),
+        "sequence_parallel": (segment.sequence_parallel, "leave it out; traced blocks need whole sequences"),
+        "experts": (plan.experts, "leave them out; parallelize() keeps the model's own experts"),
+    }
+    for name, (value, remedy) in remedies.items():
+        if value:
+            shown = value.experts if isinstance(value, Experts) else value
+            raise UsageError(f"plan: parallelize() does not do {name} {shown}, a part of the training loop; {remedy}")
+    return segment
+
+
+def _options_of(segment: Segment) -> dict[str, Any]:
+    """Stack options for running all layers as the segment specifies."""
+    options: dict[str, Any] = {"recompute": segment.recomputed_layers}
+    if is_text(segment.schedule):
+        return options | {"schedule": segment.generated()}
+    sub_batches = AUTO if segment.schedule == AUTO else segment.sub_batches
+    return options | {"schedule": segment.schedule, "sub_batches": sub_batches}
+
+
+def _mesh_of(plan: Plan) -> Mesh:
+    check(plan)
+    degree = plan.stages[0].segments[0].tp
+    if plan.world > degree:
+        raise UsageError(
+            f"plan: it has {plan.world // degree} replicas, whose gradients parallelize() does not average; give "
+            f"mesh=oases.parallel.mesh.Mesh.of(plan), and average them over mesh.data({degree})"
+        )
+    return Mesh.of(plan)
+
+
+def require_layers(plan: Plan, counts: list[int]) -> None:
+    """Raise UsageError unless the model has one list of as many layers as the plan."""
+    if counts != [plan.model.layers]:
+        raise UsageError(
+            f"plan: it is for {plan.model.layers} layers, the model has lists of {counts or 'no'} layers; plan for "
+            "it with oases.plan(model, cluster, ...)"
+        )

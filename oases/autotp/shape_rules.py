@@ -1,0 +1,242 @@
+"""Sharding rules of views, slices and concatenations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from oases.autotp.export import UnsplittableError
+from oases.autotp.rules import tensors
+from oases.autotp.shapes import pieces, viewed
+from oases.autotp.splitter import Split, Splitter, Value, args_of, keyword, name_of, rule
+
+
+@rule("view", "reshape", "_unsafe_view", "unflatten", "flatten")
+def view(s: Splitter, node: fx.Node) -> Value:
+    """View of the same elements; its sizes become the rank's."""
+    x = args_of(node)[0]
+    value, before, after = s.value(x), s.shape(x), s.shape(node)
+    if value.split is None and not value.partial:
+        return Value(s.copy(node))
+    if value.split is None:
+        if before[-1] != after[-1] or any(len(shape_of_addend(each)) > 1 for each in value.addends):
+            return Value(s.copy(node))
+        return Value(_with_first(s, node, value.node), None, True, value.addends)
+    found = viewed(before, after, value.split.dim, value.split.segments)
+    if found is None:
+        raise UnsplittableError(
+            f"{node}: a view from {before} to {after} mixes the sharded dimension {value.split.dim}"
+        )
+    dim, segments = found
+    sizes, at = args_of(node)[1], dim
+    if name_of(node) == "flatten":
+        return s.split(_with_first(s, node, value.node), dim, segments)
+    if name_of(node) == "unflatten":
+        sizes, at = args_of(node)[2], dim - int(args_of(node)[1]) % len(before)
+    sizes = list(fx.map_arg(list(sizes), s.whole))
+    if 0 <= at < len(sizes) and sizes[at] != -1:
+        sizes[at] = _local(s, sizes[at])
+    args = (value.node, sizes) if name_of(node) != "unflatten" else (value.node, args_of(node)[1], sizes)
+    return s.split(s.emit(node, args), dim, segments)
+
+
+def shape_of_addend(addend: fx.Node) -> tuple[int, ...]:
+    """Shape of a pending addend of a partial value."""
+    return tuple(addend.meta["like"].meta["val"].shape)
+
+
+def _local(s: Splitter, size: Any) -> Any:
+    if isinstance(size, int):
+        return s.local(size)
+    return size if s.ranks == 1 else s.graph.call_function(_divided, (size, s.ranks))
+
+
+def _divided(size: int, ranks: int) -> int:
+    return size // ranks
+
+
+def _with_first(s: Splitter, node: fx.Node, first: fx.Node) -> fx.Node:
+    """Call the op with another first argument."""
+    return s.emit(node, (first, *fx.map_arg(args_of(node)[1:], s.whole)), dict(fx.map_arg(node.kwargs, s.whole)))
+
+
+def _moved(s: Splitter, node: fx.Node, dim: int) -> Value:
+    """The op on a sharded value whose sharded dimension becomes `dim`."""
+    value = s.value(args_of(node)[0])
+    assert value.split is not None
+    return s.split(_with_first(s, node, value.node), dim, value.split.segments)
+
+
+@rule("transpose", "swapaxes", "permute", "t", "unsqueeze", "squeeze", "movedim")
+def rearranged(s: Splitter, node: fx.Node) -> Value:
+    """Permute dimensions, or add or remove dimensions of length one."""
+    x, *rest = args_of(node)
+    split, dims = s.value(x).split, len(s.shape(x))
+    if split is None:
+        return Value(s.copy(node))
+    name = name_of(node)
+    if name in ("transpose", "swapaxes", "t"):
+        first, second = (d % dims for d in (rest or (0, 1)))
+        return _moved(s, node, {first: second, second: first}.get(split.dim, split.dim))
+    if name == "permute":
+        return _moved(s, node, [d % dims for d in rest[0]].index(split.dim))
+    if name == "unsqueeze":
+        return _moved(s, node, split.dim + (int(rest[0]) % (dims + 1) <= split.dim))
+    if name == "squeeze" and rest:
+        gone = [d % dims for d in (rest[0] if isinstance(rest[0], (list, tuple)) else rest)]
+        gone = [d for d in gone if s.shape(x)[d] == 1]
+        return _moved(s, node, split.dim - len([d for d in gone if d < split.dim]))
+    raise UnsplittableError(f"{node.target} of a sharded tensor")
+
+
+@rule("expand", "expand_as", "repeat")
+def expanded(s: Splitter, node: fx.Node) -> Value:
+    """Expand or repeat along dimensions that are not sharded."""
+    x = args_of(node)[0]
+    split = s.value(x).split
+    if split is None:
+        return Value(s.copy(node))
+    if name_of(node) == "expand_as":
+        raise UnsplittableError(f"{node.target} of a sharded tensor")
+    sizes = list(fx.map_arg(list(args_of(node)[1]), s.whole))
+    at = split.dim + len(sizes) - len(s.shape(x))
+    if name_of(node) == "repeat":
+        if sizes[at] != 1:
+            raise UnsplittableError(f"{node.target} repeats the sharded dimension")
+    elif sizes[at] != -1:
+        sizes[at] = _local(s, sizes[at])
+    return s.split(s.emit(node, (s.value(x).node, sizes)), at, split.segments)
+
+
+@rule("repeat_interleave")
+def repeated(s: Splitter, node: fx.Node) -> Value:
+    """repeat_interleave, as grouped-query attention uses it."""
+    x = args_of(node)[0]
+    split = s.value(x).split
+    if split is None:
+        return Value(s.copy(node))
+    times, dim = args_of(node)[1], args_of(node)[2] if len(args_of(node)) > 2 else node.kwargs.get("dim")
+    if not isinstance(times, int) or not isinstance(dim, int):
+        raise UnsplittableError(f"{node.target} of a sharded tensor")
+    along = dim % len(s.shape(x)) == split.dim
+    segments = tuple(length * times for length in split.segments) if along else split.segments
+    return s.split(_with_first(s, node, s.value(x).node), split.dim, segments)
+
+
+@rule("slice", "narrow", "select")
+def sliced(s: Splitter, node: fx.Node) -> Value:
+    """Slice along another dimension, or along the sharded one at segment ends."""
+    x = args_of(node)[0]
+    split, shape = s.value(x).split, s.shape(x)
+    if split is None:
+        return Value(s.copy(node))
+    dim = int(args_of(node)[1] if len(args_of(node)) > 1 else 0) % len(shape)
+    if dim != split.dim:
+        return _moved(s, node, split.dim - (name_of(node) == "select" and dim < split.dim))
+    if name_of(node) != "slice" or (len(args_of(node)) > 4 and args_of(node)[4] != 1):
+        raise UnsplittableError(f"{node.target} runs along the sharded dimension")
+    ends = [args_of(node)[at] if len(args_of(node)) > at else None for at in (2, 3)]
+    if any(isinstance(end, fx.Node) for end in ends):
+        raise UnsplittableError(f"{node.target} runs along the sharded dimension to a computed end")
+    first, last, _ = slice(*ends).indices(shape[dim])
+    inside = pieces(split.segments, [first, last - first, shape[dim] - last])
+    if inside is None:
+        raise UnsplittableError(f"{node.target} takes [{first}, {last}) of a tensor sharded in {split.segments}")
+    if not inside[1]:
+        raise UnsplittableError(f"{node.target} is empty along the sharded dimension")
+    piece = s.emit(node, (s.value(x).node, dim, s.local(first), s.local(last)))
+    return s.split(piece, dim, inside[1])
+
+
+@rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
+def taken_apart(s: Splitter, node: fx.Node) -> tuple[Value, ...]:
+    """Split along another dimension, or along the sharded one at segment ends."""
+    x = args_of(node)[0]
+    split, outputs = s.value(x).split, node.meta["val"]
+    name = name_of(node)
+    at = 1 if name == "unbind" else 2
+    dim = int(args_of(node)[at] if len(args_of(node)) > at else keyword(node, "dim", 0)) % len(s.shape(x))
+
+    def item(whole: fx.Node, place: int) -> fx.Node:
+        return s.graph.call_function(_item, (whole, place))
+
+    def several(made: fx.Node) -> list[fx.Node]:
+        found = []
+        for place, output in enumerate(outputs):
+            one = item(made, place)
+            one.meta["like"] = _Like(node, output)
+            found.append(one)
+        return found
+
+    if split is None:
+        return tuple(Value(each) for each in several(s.copy(node)))
+    if dim != split.dim:
+        after = split.dim - (name == "unbind" and dim < split.dim)
+        made = _with_first(s, node, s.value(x).node)
+        return tuple(s.split(each, after, split.segments) for each in several(made))
+    if name == "unbind":
+        raise UnsplittableError(f"{node.target} runs along the sharded dimension")
+    lengths = [int(output.shape[dim]) for output in outputs]
+    inside = pieces(split.segments, lengths)
+    if inside is None:
+        raise UnsplittableError(f"{node.target} into {lengths} of a tensor sharded in {split.segments}")
+    made = s.call(
+        torch.ops.aten.split_with_sizes.default, (s.value(x).node, [s.local(n) for n in lengths], dim), node
+    )
+    return tuple(s.split(each, dim, segments) for each, segments in zip(several(made), inside, strict=True))
+
+
+class _Like:
+    """One of a node's several outputs."""
+
+    def __init__(self, node: fx.Node, value: Any) -> None:
+        self.name, self.meta = node.name, {"val": value}
+
+
+def _item(several: Any, place: int) -> Any:
+    return several[place]
+
+
+@rule("cat", "concat", "stack")
+def joined(s: Splitter, node: fx.Node) -> Value:
+    """Concatenate; replicated inputs are sliced, except along the sharded dimension."""
+    given, found = args_of(node)[0], tensors(node)
+    splits = {v.split for each in found if (v := s.value(each)).split is not None}
+    if not splits:
+        return Value(s.copy(node))
+    dims = len(s.shape(node))
+    dim = int(args_of(node)[1] if len(args_of(node)) > 1 else keyword(node, "dim", 0)) % dims
+    stacked = name_of(node) == "stack"
+    if {each.dim for each in splits if each is not None} == {dim} and not stacked:
+        if any(s.value(each).split is None for each in found):
+            raise UnsplittableError(f"{node.target} joins sharded and replicated tensors")
+        segments = tuple(n for each in given if (v := s.value(each)).split for n in v.split.segments)
+        return s.split(s.copy(node, {each: s.value(each).node for each in found}), dim, segments)
+    if len(splits) > 1:
+        raise UnsplittableError(f"{node.target} joins tensors sharded along {splits}")
+    (split,) = splits
+    assert split is not None
+    made = s.copy(node, {each: s.as_split(each, Split(split.dim, split.segments)) for each in found})
+    return s.split(made, split.dim + (stacked and dim <= split.dim), split.segments)
+
+
+@rule("view_as_complex", "view_as_real")
+def complex_numbers(s: Splitter, node: fx.Node) -> Value:
+    """Real pairs in the last dimension as complex numbers, and back."""
+    x = args_of(node)[0]
+    split = s.value(x).split
+    if split is not None and name_of(node) == "view_as_complex" and split.dim == len(s.shape(x)) - 1:
+        raise UnsplittableError(f"{node.target} of a sharded tensor")
+    return Value(s.copy(node)) if split is None else _moved(s, node, split.dim)
+
+
+@rule("tril", "triu")
+def triangle(s: Splitter, node: fx.Node) -> Value:
+    """tril and triu, of the last two dimensions."""
+    x = args_of(node)[0]
+    split = s.value(x).split
+    if split is not None and split.dim >= len(s.shape(x)) - 2:
+        raise UnsplittableError(f"{node.target} of a sharded tensor")
+    return Value(s.copy(node)) if split is None else _moved(s, node, split.dim)

@@ -1,0 +1,172 @@
+"""What is to be planned or simulated, as options: model, cluster, batch and memory."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from oases.errors import UsageError
+from oases.plans.shape import ELEMENT_BYTES, LARGEST, MODELS, ModelShape, model_called
+from oases.simulator.cluster import cluster_called, known_clusters
+from oases.simulator.hardware import Hardware
+from oases.simulator.hardware_file import read_hardware
+
+_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZES = ("hidden", "layers", "heads")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options that say which model."""
+    known = ", ".join(MODELS)
+    parser.add_argument("--model", metavar="NAME", help=f"a model by name: {known}; or give its sizes")
+    for name, text in {
+        "hidden": "width of the model, features", "layers": "transformer layers",
+        "heads": "attention heads (default: hidden / 64)",
+        "sequence": "tokens per sample", "vocabulary": "tokens that are told apart (default: 50304)",
+    }.items():  # fmt: skip
+        more = " (default: the model's)" if name == "sequence" else ""
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text + more)
+    parser.add_argument(
+        "--dtype", choices=tuple(ELEMENT_BYTES), help="dtype of weights and activations (default: float32)"
+    )
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """The options that say which cluster."""
+    parser.add_argument(
+        "--cluster", metavar="COUNTxNAME",
+        help=f"a cluster by name, such as 64x3090; names: {', '.join(known_clusters())}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", metavar="FILE",
+        help="a profile of the hardware, from oases profile, or published block times, in place of --cluster",
+    )  # fmt: skip
+    parser.add_argument("--world", type=int, metavar="N", help="devices, with --profile")
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="devices of a node, with --profile (default: the profile's)"
+    )
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """The options that say how much work there is, and how much memory."""
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of one optimizer step")
+    parser.add_argument(
+        "--memory", type=_parsed(parse_bytes), metavar="SIZE",
+        help="what a device may fill, e.g. 24GiB, 20GB, 900MiB (default: 92 %% of the device)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--degrees", type=_parsed(counts), metavar="N,N", help="tensor-parallel degrees to choose from"
+    )
+    parser.add_argument(
+        "--micro-batches", type=_parsed(counts), metavar="N,N", help="numbers of micro-batches to choose from"
+    )
+    parser.add_argument(
+        "--pipelines", type=_parsed(names), metavar="NAME,NAME", help="schedules of several stages to choose from"
+    )
+    parser.add_argument("--no-recompute", action="store_true", help="compute nothing again")
+    parser.add_argument("--no-zero", action="store_true", help="do not shard the optimizer's state")
+
+
+def model_of(options: argparse.Namespace) -> ModelShape:
+    """The model asked for. UsageError for one that is not known or not whole."""
+    given = {name: getattr(options, name) for name in (*_SIZES, "sequence", "vocabulary", "dtype")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.model is not None:
+        both = [f"--{name}" for name in _SIZES if name in given]
+        if both:
+            raise UsageError(f"--model {options.model} has its sizes; leave out {', '.join(both)}, or --model")
+        return replace(model_called(options.model), **given)
+    if "hidden" in given:
+        given.setdefault("heads", max(1, int(given["hidden"]) // 64))
+    missing = [f"--{name}" for name in (*_SIZES, "sequence") if name not in given]
+    if missing:
+        raise UsageError(
+            f"which model? {', '.join(missing)} is missing; give it, or --model with one of {', '.join(MODELS)}"
+        )
+    return ModelShape(**given)
+
+
+def cluster_of(options: argparse.Namespace, world: int | None = None) -> tuple[Hardware, int]:
+    """The hardware asked for and its number of devices. world: what it is where nothing says otherwise."""
+    if (options.cluster is None) == (options.profile is None):
+        what = "both are given" if options.cluster else "neither is given"
+        raise UsageError(f"which cluster? Give --cluster, such as 64x3090, or --profile FILE with --world N; {what}")
+    if options.cluster is not None:
+        for name in ("world", "ranks_per_node"):
+            if getattr(options, name) is not None:
+                raise UsageError(
+                    f"--cluster {options.cluster} says how many devices there are; leave out "
+                    f"--{name.replace('_', '-')} {getattr(options, name)}"
+                )
+        return cluster_called(options.cluster)
+    hardware = read_hardware(Path(options.profile))
+    world = options.world if options.world is not None else world
+    if world is None:
+        raise UsageError(f"--profile {options.profile} says nothing of the number of devices; give --world N")
+    if options.ranks_per_node is not None:
+        hardware = replace(hardware, ranks_per_node=require_count("--ranks-per-node", options.ranks_per_node))
+    require_count("--world", world)
+    per_node = hardware.ranks_per_node
+    if world > per_node and world % per_node:
+        raise UsageError(
+            f"--world {world} devices do not fill nodes of {per_node}; give {world - world % per_node} or "
+            f"{world - world % per_node + per_node}, or another --ranks-per-node"
+        )
+    return hardware, world
+
+
+def batch_of(options: argparse.Namespace) -> int:
+    """Samples of a step."""
+    if options.global_batch is None:
+        raise UsageError("how many samples make one optimizer step? Give --global-batch N")
+    batch = require_count("--global-batch", options.global_batch)
+    if batch > LARGEST:
+        raise UsageError(f"--global-batch must be at most {LARGEST}, got {batch}")
+    return batch
+
+
+def require_count(name: str, value: int) -> int:
+    """The value, if it counts something; else UsageError."""
+    if value < 1:
+        raise UsageError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size with its unit, such as 24GiB. UsageError names the text."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise UsageError(f"{text!r} is no size with a unit, such as 24GiB, 20GB or 900MiB")
+    found = round(float(match[1]) * unit)
+    if found < 2**20:
+        raise UsageError(f"{text!r} is below a mebibyte, in which no model fits; give e.g. 24GiB")
+    return found
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1, joined by commas, each once and in order."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part[:9]) > 0 and len(part) < 9 for part in parts):
+        raise UsageError(f"{text!r} is no list of whole numbers of at least 1, such as 1,2,4")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names joined by commas, each once."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _parsed(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """For argparse, which says the option's name with what is wrong."""
+
+    def parsed(text: str) -> object:
+        try:
+            return parse(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed

@@ -1,0 +1,279 @@
+"""The commands that train, and export what was trained: demo, train and export."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from oases.cli.options import (
+    add_options,
+    add_ranks,
+    command,
+    config_from,
+    enter_link,
+    is_first_rank,
+    make_rank_options,
+    prepare_ranks,
+    require_writable,
+    values,
+    write_json,
+)
+from oases.errors import UsageError, make_folder
+
+if TYPE_CHECKING:
+    from oases.train.config import TrainConfig
+    from oases.train.plan import Run
+
+_NOT_OF_DEMO = (
+    "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
+    "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "peak_flops",
+    "print_every", "experts", "top_k", "expert_hidden", "shared_hidden", "gate", "balance_weight", "z_weight",
+    "bias_update_rate", "capacity_factor", "placement", "expert_memory", "expert_schedule", "record_loads",
+)  # fmt: skip
+
+
+def add(commands: Any) -> None:
+    """Add them to the command line."""
+    from oases.train.config import TrainConfig
+
+    demo = command(commands, "demo")
+    add_options(demo, TrainConfig(steps=40, validation_batches=4), skip=_NOT_OF_DEMO)
+    add_ranks(demo, link="1gbit")
+    demo.add_argument("--out", default=".", metavar="DIR", help="where report and trace go (default: .)")
+    demo.set_defaults(run=_demo)
+
+    train = command(commands, "train")
+    train.add_argument(
+        "--config", metavar="FILE",
+        help="YAML with any of the options below by their names, _ for -, and degrees: {data, pipeline, tensor}; or "
+        "Python that defines config = TrainConfig(...). Options given here go before it",
+    )  # fmt: skip
+    train.add_argument(
+        "--write-config",
+        action="store_true",
+        help="print a YAML of all fields, their values and their help, and exit",
+    )
+    add_options(train, TrainConfig(), skip=("degrees",), only_given=True)
+    add_ranks(train, link=None, tp=None)
+    train.add_argument("--dp", "--data-parallel", type=int, metavar="N", help="replicas of the model (default: 1)")
+    train.add_argument("--pp", "--pipeline", type=int, metavar="N", help="pipeline stages (default: 1)")
+    train.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N",
+        help="start all ranks again, up to N times, after one that failed; they go on from the newest checkpoint in "
+        "--checkpoint (default: 0)",
+    )  # fmt: skip
+    train.set_defaults(run=_train)
+
+    export = command(commands, "export")
+    export.add_argument("checkpoint", help="a checkpoint, or a folder of them for the newest")
+    export.add_argument("file", help="the file to write, e.g. model.safetensors")
+    export.set_defaults(run=_export)
+
+
+def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
+    prepare_ranks(options, "oases.cli.demo")
+    from oases.cli import demo
+    from oases.launch.ranks import run_ranks
+    from oases.terminal import console
+    from oases.train.config import TrainConfig
+    from oases.train.plan import Run
+
+    config = config_from(TrainConfig, options)
+    runs = [Run.of(dataclasses.replace(config, schedule=name), options.tp) for name in demo.SCHEDULES]
+    corpus = runs[0].corpus()
+    if options.tp < 2:
+        raise UsageError(f"--tp {options.tp} communicates nothing, so there is nothing to show; give at least 2")
+    folder = make_folder(options.out, "--out")
+    for name in ("oases-report.html", "oases-trace.json"):
+        require_writable("--out", str(folder / name))
+    link = enter_link(options, given, or_simulate=True)
+    console.print(
+        f"A GPT of {config.layers} layers, width {config.hidden}, on {corpus.described()}\n"
+        f"{options.tp} ranks {link}; every step once per "
+        "schedule: " + ", ".join(demo.SCHEDULES), soft_wrap=True,
+    )  # fmt: skip
+    result = run_ranks(demo.run_demo, (config,), make_rank_options(options, config.device))
+    if not is_first_rank():
+        return
+    demo.show(result, link, folder)
+    result.pop("timelines")
+    write_json(options.json, result)
+
+
+def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.launch.ranks import run_ranks
+    from oases.terminal import console
+
+    if options.write_config:
+        _write_config(options)
+        return
+    prepare_ranks(options, "oases.train.trainer")
+    run = _what_to_train(options)
+    config, plan = run.config, run.plan
+    corpus = run.corpus()
+    ranks = _restarting(options, make_rank_options(options, config.device, plan.world))
+    if ranks.backend.single_process and not (config.checkpoint is config.resume is None):
+        raise UsageError(
+            "checkpoints need all ranks, and this backend has one process stand for them; leave out --checkpoint "
+            "and --resume, or use gloo or nccl"
+        )
+    one_group = plan.uniform_tp == plan.world and plan.micro_batches == 1
+    if config.plan is not None or not (one_group or config.experts):
+        asked = str(config.degrees) if config.plan is None else f"the plan {config.plan!r}"
+        ranks = dataclasses.replace(ranks, asked=asked)
+        if ranks.backend.single_process and plan.world > 1:
+            raise UsageError(
+                "a plan needs its ranks, and this backend has one process stand for all; use gloo or nccl"
+            )
+    link = enter_link(options, given, ranks=plan.world)
+    console.print(plan.text(), soft_wrap=True)
+    console.print(f"{corpus.described()}; starting {plan.world} ranks {link}", soft_wrap=True)
+    result = run_ranks(_train_on_rank, (run, options.timeout), ranks)
+    if is_first_rank():
+        _show(result, config)
+        write_json(options.json, result)
+
+
+def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
+    """Agree, train with a progress bar, return what the command prints; called on every rank.
+
+    timeout_seconds: until a collective in one of the plan's groups counts as lost.
+    """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from oases.launch.ranks import require_agreement
+    from oases.parallel.mesh import Mesh
+    from oases.terminal import progress, working
+    from oases.train.config import settings
+    from oases.train.trainer import Trainer
+
+    config, plan = run.config, run.plan
+    written = plan.to_json()
+    require_agreement(settings(config) | {"plan": written})
+    with working("building the model", dist.get_rank() == 0):
+        mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timedelta(seconds=timeout_seconds))
+        trainer = Trainer(run, process_group=dist.group.WORLD, mesh=mesh)
+    with progress(
+        "training", config.steps, dist.get_rank() == 0,
+        done_before=trainer.steps_done, every=config.print_every, log=True,
+    ) as advance:  # fmt: skip
+        result = trainer.train(lambda report: advance(report.step, report.text()))
+    return {"config": settings(config) | {"tp": plan.uniform_tp}, "plan": json.loads(written), **result}
+
+
+def _show(result: dict[str, Any], config: TrainConfig) -> None:
+    """What a training run came to."""
+    from oases.terminal import console, percent
+    from oases.train.metrics import comparison_table
+
+    unit = "byte" if config.tokenizer is None else "token"
+    console.print(
+        f"validation loss {result['validation_loss']:.4f} nats per {unit}; step "
+        f"{1e3 * result['step_seconds']:.0f} ms, {result['tokens_per_second']:.0f} tokens/s"
+    )
+    console.print(
+        f"{result['flops_per_second'] / 1e9:.4g} GFLOP/s of the model, {percent(result['utilisation'])} of the peak: "
+        f"{result['peak_flops']['source']}", soft_wrap=True,
+    )  # fmt: skip
+    if result["balance"]:
+        console.print(_balance_text(result["balance"]), soft_wrap=True)
+    if config.record_loads is not None:
+        console.print(f"loads in {config.record_loads}; oases loads shows them", soft_wrap=True)
+    if result["prediction"] is not None:
+        console.print(comparison_table(result["prediction"]))
+    elif config.plan is not None:
+        console.print(
+            "the plan has no prediction to lay over the measured step; oases plan --json writes one with it"
+        )
+    others = [row for row in result["overlap"]["others"] if row["where"].startswith(("reshard", "gradients over"))]
+    for row in result["overlap"]["stacks"] + others:
+        console.print(
+            f"{row['where']}: {row['collectives']} collectives, {row['bytes'] / 1e6:.0f} MB, link busy "
+            f"{row['link_seconds']:.1f} s, compute waited {row['blocked_seconds']:.1f} s: {percent(row['hidden'])} "
+            "hidden under compute", soft_wrap=True,
+        )  # fmt: skip
+
+
+def _balance_text(found: dict[str, float]) -> str:
+    dropped = f", {found['dropped']:.3g} slots dropped" if found["dropped"] else ""
+    return (
+        f"balance degree {found['balance_before']:.3g} slots without copies, {found['balance_after']:.3g} with "
+        f"{found['copies']:.3g} a step: {found['rb']:.2f} times as even, which by the model saves "
+        f"{1e3 * found['saved_seconds']:.3g} ms a step{dropped}"
+    )
+
+
+def _export(options: argparse.Namespace, given: Sequence[str]) -> None:
+    from oases.terminal import console
+    from oases.train.checkpoint.files import export
+
+    require_writable("file", options.file)
+    shapes = export(options.checkpoint, options.file)
+    console.print(f"{len(shapes)} tensors in {options.file}", soft_wrap=True)
+    write_json(options.json, {"tensors": shapes})
+
+
+def _restarting(options: argparse.Namespace, ranks: Any) -> Any:
+    from oases.launch.ranks import under_torchrun
+
+    if options.max_restarts < 0:
+        raise UsageError(f"--max-restarts must be at least 0, got {options.max_restarts}")
+    if options.max_restarts and under_torchrun():
+        raise UsageError(
+            f"--max-restarts {options.max_restarts} is for ranks that oases starts; give it to torchrun, before -m"
+        )
+    return dataclasses.replace(ranks, max_restarts=options.max_restarts)
+
+
+def _values_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What the file and the options give, options before the file."""
+    from oases.train.config import TrainConfig
+    from oases.train.config_file import read_values
+    from oases.train.model_options import Degrees
+
+    known = dataclasses.fields(TrainConfig)
+    in_file = {} if options.config is None else read_values(options.config, known)
+    given = values(TrainConfig, options)
+    named = {"data": options.dp, "pipeline": options.pp, "tensor": options.tp}
+    degrees = {name: degree for name, degree in named.items() if degree is not None}
+    for option, degree in (("--dp", options.dp), ("--pp", options.pp), ("--tp", options.tp)):
+        if degree is not None and degree < 1:
+            raise UsageError(f"{option} must be at least 1, got {degree}")
+    if degrees:
+        given["degrees"] = dataclasses.replace(Degrees.of(in_file.get("degrees", {})), **degrees)
+    return TrainConfig.merged(in_file, given)
+
+
+def _write_config(options: argparse.Namespace) -> None:
+    from oases.train.config import TrainConfig
+    from oases.train.config_file import config_text
+
+    found = _values_of(options)
+    if found.get("plan") is None:
+        TrainConfig(**found)  # says what cannot be
+    print(config_text(found, dataclasses.fields(TrainConfig)), end="")
+
+
+def _what_to_train(options: argparse.Namespace) -> Run:
+    """The run that the options ask for, checked."""
+    import os
+
+    from oases.launch.ranks import under_torchrun
+    from oases.train.config import TrainConfig, values_for
+    from oases.train.plan import Run, num_ranks, read_plan, resolve_degrees
+
+    found = _values_of(options)
+    if found.get("plan") is not None:
+        if options.tp is not None:
+            raise UsageError(f"the plan says every segment's tensor-parallel degree; leave out --tp {options.tp}")
+        plan = read_plan(found["plan"])
+        return Run(TrainConfig(**values_for(plan, found)), plan)
+    config = TrainConfig(**found)
+    launched = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+    ranks = num_ranks(config, launched, one_replica=options.dp == 1)
+    return Run.of(dataclasses.replace(config, degrees=resolve_degrees(config, ranks)), ranks)

@@ -1,0 +1,124 @@
+"""Measurement of a layer's costs on all ranks at once, for a planner without given costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from oases.execution.clock import synchronize
+from oases.execution.group import ProcessGroup, group_size, scheduler_of
+from oases.moe.costs import Costs
+from oases.moe.experts import ExpertWeights, compute
+from oases.moe.placement_data import Placement, owner_only
+from oases.moe.transfer import Transfer
+from oases.parallel.collectives import all_reduce
+
+ROWS = 128
+"""Maximum tokens of the measured expert."""
+BYTES = 8 << 20
+"""Bytes of the measured all-to-all per rank: more than the burst of a traffic shaper."""
+TIMES = 5
+
+
+@torch.no_grad()
+def measure_costs(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGroup, label: str) -> Costs:
+    """Costs of a layer without overlap: medians of a few runs, averaged over the ranks, so equal on all.
+
+    weights: of the owned experts. tokens: per owned expert in a call of this rank.
+    """
+    like = weights.up
+    size, hidden = group_size(group), like.shape[2]
+    scheduler = scheduler_of(group)
+    rows = like.new_ones((max(1, min(ROWS, tokens)), hidden))
+    one = weights.like([weight[:1] for weight in weights.given])
+
+    def exchange(numbers: int) -> Callable[[], object]:
+        part = max(1, numbers // size)
+        going, coming = like.new_zeros(part * size), like.new_empty(part * size)
+        splits = [part] * size
+        return lambda: scheduler.wait(scheduler.all_to_all(coming, going, splits, splits, f"measuring of {label}"))
+
+    def one_way(numbers: int) -> Callable[[], object]:
+        """All-to-all from each even rank to the next."""
+        rank, splits = scheduler.rank, ([0] * size, [0] * size)
+        if rank ^ 1 < size:
+            splits[rank % 2][rank ^ 1] = numbers
+        going, coming = (like.new_zeros(sum(split)) for split in splits)
+        return lambda: scheduler.wait(scheduler.all_to_all(coming, going, *splits, f"measuring of {label}"))
+
+    numbers = BYTES // like.element_size()
+    token = _seconds(lambda: compute(rows, [len(rows)], one, gated=gated), like.device) / len(rows)
+    latency = _seconds(exchange(size), like.device)
+    whole = _seconds(exchange(numbers), like.device)
+    alone = _seconds(one_way(numbers // 2), like.device)
+    mine = torch.tensor([token, latency, whole, alone], dtype=torch.float64, device=like.device)
+    everyone = mine.new_empty((size, len(mine)))
+    scheduler.wait(scheduler.all_gather(everyone, mine, f"measuring of {label}"))
+    token, latency, whole, _ = everyone.mean(0).tolist()
+    alone = everyone[:, 3].max().item()  # the sender finishes before the receiver
+
+    def rate(sent: float, seconds: float) -> float:
+        return sent / max(seconds - latency, 0.1 * seconds, 1e-9)
+
+    each_way = rate(BYTES * (size - 1) / size, whole)
+    bandwidth = max(each_way, rate(BYTES / 2, alone))
+    costs = Costs(
+        token_seconds=token,
+        token_bytes=hidden * like.element_size(),
+        expert_bytes=sum(weight[:1].nbytes for weight in weights.given),
+        bandwidth=bandwidth,
+        both_ways=2 * each_way,
+        latency=latency,
+        scheduled=False,
+    )
+    return replace(costs, handling_seconds=handling_seconds(weights, costs, group, label))
+
+
+@torch.no_grad()
+def handling_seconds(weights: ExpertWeights, costs: Costs, group: ProcessGroup, label: str) -> float:
+    """Measure `Costs.handling_seconds`: send every rank's experts to the next two ranks and gradients back.
+
+    costs: of the link, which are subtracted.
+    """
+    size, local = group_size(group), len(weights.up)
+    experts = size * local
+    routes, _ = owner_only(np.zeros((experts, size), dtype=np.int64))
+    number = min(2, size - 1)
+    copies = tuple(tuple(sorted((e // local + k) % size for k in range(1, 1 + number))) for e in range(experts))
+    transfer = Transfer(weights, Placement("measured", copies, routes, np.zeros(size, np.int64), 0.0), group, label)
+
+    def there_and_back() -> None:
+        transfer.scatter(weights.given)
+        transfer.exchange()
+        transfer.reduce(transfer.finish())
+        transfer.gather()
+        transfer.collect(transfer.zeros())
+
+    seconds = mean_seconds(there_and_back, weights.up.device, group, label)
+    wire = local * number * costs.expert_bytes * 2 / (costs.both_ways or 2 * costs.bandwidth)
+    return max(0.0, seconds - 2 * (wire + 2 * costs.latency)) / (
+        local + number * local
+    )  # experts that a rank sends and holds
+
+
+@torch.no_grad()
+def mean_seconds(act: Callable[[], object], device: torch.device, group: ProcessGroup, label: str) -> float:
+    """Seconds of `act`, which all ranks run at once: a median, averaged over the ranks, so equal on all."""
+    mine = torch.tensor([_seconds(act, device)], dtype=torch.float64, device=device)
+    return float(all_reduce(mine, group, f"measuring of {label}")) / group_size(group)
+
+
+def _seconds(act: Callable[[], object], device: torch.device) -> float:
+    found = []
+    for _ in range(TIMES + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        act()
+        synchronize(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])

@@ -1,0 +1,59 @@
+"""Gradient norm and clipping for parameters sharded over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from oases.execution.group import ProcessGroup, group_size, resolve
+from oases.parallel.collectives import all_reduce
+from oases.parallel.fsdp import local
+from oases.parallel.sharding import holders
+
+
+def clip_grad_norm(
+    model: nn.Module,
+    max_norm: float,
+    *,
+    process_group: ProcessGroup | None = None,
+    stages: int = 1,
+    counted_elsewhere: nn.Parameter | None = None,
+) -> Tensor:
+    """Clip the global gradient norm of the whole model to `max_norm`, in place.
+
+    process_group: all ranks that train the model. Each shard counts once, also where a layer is sharded over fewer
+    ranks and its gradients are averages over data-parallel replicas; so does each replicated gradient and each FSDP
+    shard. stages: pipeline stages, each with an equal number of ranks. counted_elsewhere: a parameter that another
+    stage holds, too. Returns the norm before clipping, equal on every rank.
+    """
+    group = resolve(process_group)
+    ranks = group_size(group) // stages
+    shards = holders(model)
+    squares = {True: list[Tensor](), False: list[Tensor]()}  # by whether they are summed over the ranks
+    gradients = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            gradient = local(parameter.grad)
+            gradients.append(gradient)
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            square = gradient.to(dtype).square().sum()
+            sharded = gradient is not parameter.grad
+            holder = shards.get(id(parameter))
+            # A layer sharded over t of R ranks has R / t copies, all in the sum; so has a replicated parameter
+            # that not every rank holds.
+            copies = max(1, ranks // getattr(holder, "tensor_parallel", ranks))
+            summed = holder is not None or stages > 1 or sharded
+            if holder is None and summed:
+                copies = ranks
+            if sharded:
+                copies //= parameter.grad.device_mesh.size()  # type: ignore[attr-defined]
+            if parameter is not counted_elsewhere:
+                squares[summed].append(square / copies)
+    if not gradients:
+        return torch.zeros(())
+    zero = torch.zeros((), device=gradients[0].device, dtype=torch.float32)
+    cut = all_reduce(torch.stack([zero, *squares[True]]).sum().reshape(1), group, "gradient norm")
+    norm = (cut[0] + torch.stack([zero, *squares[False]]).sum()).sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, scale)
+    return norm

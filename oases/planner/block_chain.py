@@ -1,0 +1,182 @@
+"""A chain of blocks to plan: for each node its possible states, with what they cost, weigh, and pay at a change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from oases.errors import UsageError
+from oases.planner.space import Space
+from oases.plans.plan import generated
+from oases.plans.shape import ModelShape
+from oases.schedule import WHOLE
+from oases.simulator.engine import run
+from oases.simulator.hardware import Hardware, stack_costs
+from oases.simulator.lowering import program_of
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Nodes in a row, each to be given one of its states.
+
+    states: by node. costs: seconds of each state, by node. weights: bytes, likewise. edges: for each pair of
+    neighbours a matrix of seconds, states of the first by states of the second; inf forbids the pair. capacity:
+    bytes that the weights of the chosen states may sum up to; None where they do not matter.
+    """
+
+    states: tuple[tuple[Hashable, ...], ...]
+    costs: tuple[Array, ...]
+    weights: tuple[Array, ...]
+    edges: tuple[Array, ...]
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        counts = [len(states) for states in self.states]
+        if not counts or not all(counts):
+            raise UsageError(f"chain: every node needs a state; the nodes have {counts}")
+        for name, found in (("costs", self.costs), ("weights", self.weights)):
+            if [np.shape(each) for each in found] != [(count,) for count in counts]:
+                raise UsageError(f"chain: {name} must hold one number for each of the states, {counts} by node")
+        pairs = list(pairwise(counts))
+        if [np.shape(each) for each in self.edges] != pairs:
+            raise UsageError(f"chain: edges must be matrices of the shapes {pairs}")
+        if any(np.isnan(each).any() for each in (*self.costs, *self.weights, *self.edges)):
+            raise UsageError("chain: costs, weights and edges must be numbers; one of them is nan")
+
+    @staticmethod
+    def made(
+        states: Sequence[Sequence[Hashable]],
+        node_cost: Callable[[int, Any], float],
+        weight: Callable[[int, Any], float],
+        edge_cost: Callable[[int, Any, Any], float],
+        capacity: float | None = None,
+    ) -> Chain:
+        """The chain of these functions.
+
+        states: of each node. node_cost: seconds of (node, state). weight: bytes, whole, likewise. edge_cost: seconds
+        of (node, its state, state of the node after it); inf forbids the pair.
+        """
+        by_node = tuple(map(tuple, states))
+        return Chain(
+            by_node,
+            tuple(np.array([node_cost(i, a) for a in node], float) for i, node in enumerate(by_node)),
+            tuple(np.array([weight(i, a) for a in node], float) for i, node in enumerate(by_node)),
+            tuple(
+                np.array([[edge_cost(i, a, b) for b in after] for a in before], float)
+                for i, (before, after) in enumerate(pairwise(by_node))
+            ),
+            capacity,
+        )
+
+    def cost_of(self, places: Sequence[int]) -> float:
+        """Seconds of a choice, given as the place of each node's state."""
+        nodes = sum(float(cost[place]) for cost, place in zip(self.costs, places, strict=True))
+        return nodes + sum(float(self.edges[i][pair]) for i, pair in enumerate(pairwise(places)))
+
+    def weight_of(self, places: Sequence[int]) -> float:
+        """Bytes of a choice."""
+        return sum(float(weight[place]) for weight, place in zip(self.weights, places, strict=True))
+
+
+@dataclass(frozen=True)
+class DenseChain:
+    """A chain as three arrays, padded with states of infinite cost: costs and weights NS, edges NSS."""
+
+    costs: Array
+    weights: Array
+    edges: Array
+
+    @staticmethod
+    def of(chain: Chain) -> DenseChain:
+        """A chain's arrays, without the states that need not be looked at."""
+        nodes, most = len(chain.states), max(map(len, chain.states))
+        costs, weights = np.full((nodes, most), np.inf), np.zeros((nodes, most))
+        edges = np.full((nodes - 1, most, most), np.inf)
+        for i, (cost, weight) in enumerate(zip(chain.costs, chain.weights, strict=True)):
+            costs[i, : len(cost)], weights[i, : len(cost)] = cost, weight
+        for i, edge in enumerate(chain.edges):
+            edges[i, : len(edge), : len(edge[0])] = edge
+        return DenseChain(costs, weights, edges).undominated()
+
+    def undominated(self) -> DenseChain:
+        """Without states that another of their node replaces: no dearer, no heavier, no edge dearer."""
+        costs = self.costs.copy()
+        edges = self.edges.copy()
+        for i, (cost, weight) in enumerate(zip(costs, self.weights, strict=True)):
+            better = (cost[:, None] <= cost) & (weight[:, None] <= weight)  # RS: R is at least as good as S
+            if i > 0:
+                better &= (edges[i - 1][:, :, None] <= edges[i - 1][:, None, :]).all(0)
+            if i < len(edges):
+                better &= (edges[i][:, None, :] <= edges[i][None, :, :]).all(2)
+            gone = (better & (np.triu(better, 1) | ~better.T)).any(0)  # of equals the first stays
+            costs[i, gone] = np.inf
+            if i > 0:
+                edges[i - 1][:, gone] = np.inf
+            if i < len(edges):
+                edges[i][gone] = np.inf
+        return DenseChain(costs, self.weights, edges)
+
+    def reversed(self) -> DenseChain:
+        """The same chain from its other end."""
+        return DenseChain(self.costs[::-1], self.weights[::-1], self.edges[::-1].transpose(0, 2, 1))
+
+
+_LAYERS = (2, 4)
+"""Of the stacks whose difference says what one more layer takes."""
+
+
+@dataclass(frozen=True)
+class StackTiming:
+    """The fastest way to run a stack of one degree: seconds of one more layer, and besides, of forward + backward."""
+
+    schedule: str
+    sub_batches: int
+    layer_seconds: float
+    besides_seconds: float
+
+
+class StackTimings:
+    """Finds and remembers the fastest way for every degree, number of samples and choice of recomputation."""
+
+    def __init__(self, model: ModelShape, hardware: Hardware, space: Space) -> None:
+        self.model = model
+        self.hardware = hardware
+        self.space = space
+        self._fastest: dict[tuple[int, float, bool], StackTiming] = {}
+
+    def fastest(self, tp: int, samples: float, *, again: bool) -> StackTiming:
+        """For a stack of degree `tp` on `samples` samples, computed `again` in the backward pass or not."""
+        key = (tp, samples, again)
+        if key not in self._fastest:
+            timings = [self._simulated(key, name, count) for name, count in self.ways(tp, samples)]
+            self._fastest[key] = min(
+                timings, key=lambda each: each.layer_seconds + each.besides_seconds / self.model.layers
+            )
+        return self._fastest[key]
+
+    def ways(self, tp: int, samples: float) -> list[tuple[str, int]]:
+        """Schedules and sub-batches that such a stack can run."""
+        if tp == 1:
+            return [("fine_grained", 1)]  # nothing is sent, so nothing is cut
+        whole = [(name, 1) for name in self.space.schedules if name in WHOLE]
+        counts = [count for count in self.space.sub_batches if count <= samples]
+        cut = [(name, s) for name in self.space.schedules if name not in WHOLE for s in counts]
+        return whole + cut or [("fine_grained", 1)]  # a batch that cannot be cut runs whole
+
+    def _simulated(self, key: tuple[int, float, bool], name: str, sub_batches: int) -> StackTiming:
+        short, long = (self._stack_seconds(key, name, sub_batches, layers) for layers in _LAYERS)
+        layer = (long - short) / (_LAYERS[1] - _LAYERS[0])
+        return StackTiming(name, sub_batches, layer, short - _LAYERS[0] * layer)
+
+    def _stack_seconds(self, key: tuple[int, float, bool], name: str, sub_batches: int, layers: int) -> float:
+        tp, samples, again = key
+        schedule = generated(name, 2 * layers, sub_batches, "full" if again else "none")
+        kinds = [self.model.kind_of(b) for b in range(2 * layers)]
+        costs = stack_costs(self.hardware, self.model, kinds, tp, samples, schedule)
+        return run(program_of(schedule, costs)).total_seconds

@@ -1,0 +1,135 @@
+"""How evenly a step's tokens lay on the ranks, what copies of experts did for it, and a trace of the loads."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oases.errors import UsageError, make_folder
+from oases.execution.group import ProcessGroup, group_rank
+from oases.moe.layer import OverlappedMoE
+from oases.moe.placement import make_placement, owner_only
+from oases.moe.traces import Recorder, replay
+from oases.train.checkpoint.coordination import all_gather_objects
+
+
+@dataclass(frozen=True)
+class StepLoadBalance:
+    """Of one step.
+
+    balance_before, balance_after: standard deviation of the ranks' loads without copies and as they were computed,
+    slots (pairs of a token and one of its experts), means over layers and micro-batches. copies: of experts, over all
+    layers, a mean over micro-batches. dropped: slots, by the capacity. saved_seconds: that copies save, as the
+    placements' model has it, of all layers and micro-batches; 0 where nothing was modelled.
+    """
+
+    balance_before: float
+    balance_after: float
+    copies: float
+    dropped: int
+    saved_seconds: float
+
+    def text(self) -> str:
+        """In a few words, e.g. "balance 41.2 > 8.5, 6 copies"."""
+        words = f"balance {self.balance_before:.3g} > {self.balance_after:.3g}, {self.copies:.3g} copies"
+        return words + (f", {self.dropped} dropped" if self.dropped else "")
+
+
+class LoadBalance:
+    """Follows the layers of a model through its steps: `note` after every forward pass, `step` after the step.
+
+    group: all ranks of the run. stages: those of its pipeline; each has some of the layers. trace: file to record
+    loads in; what it has of steps from `steps_done` on is cut off. Every rank makes one and has the same; the first
+    writes.
+    """
+
+    def __init__(self, group: ProcessGroup | None, stages: int, trace: str | None, steps_done: int) -> None:
+        self._group, self._stages = group, stages
+        self._trace = Path(trace) if trace is not None and group_rank(group) == 0 else None
+        if self._trace is not None:
+            _begin(self._trace, steps_done)
+        self._noted: dict[int, list[StepLoadBalance]] = {}
+        self._counts: dict[int, Any] = {}
+        self.last: StepLoadBalance | None = None
+        """Of the last step."""
+        self.history: list[StepLoadBalance] = []
+
+    def record_layers(self, layers: Mapping[int, OverlappedMoE]) -> None:
+        """A micro-batch went forward through these layers, by their numbers."""
+        for number, layer in layers.items():
+            done, saved = layer.last, 0.0
+            assert done is not None
+            self._counts[number] = self._counts.get(number, 0) + done.counts
+            placed = done.placement
+            if layer.costs is not None and placed.moved:
+                plain = make_placement("none", done.counts, layer.costs, owner_only(done.counts))
+                now = make_placement(placed.method, done.counts, layer.costs, (placed.routes, placed.copies))
+                saved = plain.predicted_seconds - now.predicted_seconds
+            copies = sum(map(len, placed.copies))
+            found = StepLoadBalance(done.balance_degree_at_home, done.balance_degree, copies, done.dropped, saved)
+            self._noted.setdefault(number, []).append(found)
+
+    def discard_step(self) -> None:
+        """The step has failed."""
+        self._noted, self._counts = {}, {}
+
+    def step(self, number: int) -> None:
+        """The step, counted from 0, is done; its loads go into the trace. All ranks call it."""
+        noted, counts = self._noted, self._counts
+        if self._stages > 1:
+            for others, loads in all_gather_objects((noted, counts), self._group):
+                noted, counts = noted | others, counts | loads
+        rows = [_over_layers(rows) for rows in zip(*(noted[layer] for layer in sorted(noted)), strict=True)]
+        before, after, copies, dropped, saved = (list(column) for column in zip(*map(astuple, rows), strict=True))
+        mean = statistics.mean
+        self.last = StepLoadBalance(mean(before), mean(after), mean(copies), sum(dropped), sum(saved))
+        self.history.append(self.last)
+        if self._trace is not None:
+            with Recorder(self._trace, append=True) as recorder:
+                for layer in sorted(counts):
+                    recorder.write(number, layer, counts[layer])
+        self.discard_step()
+
+    def summary(self) -> dict[str, float]:
+        """Means over the steps that were done here; rb: what the balance degrees were divided by."""
+        if not self.history:
+            return {}
+        found = {
+            item.name: statistics.mean(getattr(row, item.name) for row in self.history)
+            for item in fields(StepLoadBalance)
+        }
+        before, after = found["balance_before"], found["balance_after"]
+        return found | {"rb": before / after if after else 1.0 if not before else float(np.inf)}
+
+
+def _over_layers(rows: Sequence[StepLoadBalance]) -> StepLoadBalance:
+    """Of a micro-batch, from those of its layers."""
+    before, after, copies, dropped, saved = zip(*map(astuple, rows), strict=True)
+    return StepLoadBalance(
+        statistics.mean(before), statistics.mean(after), float(sum(copies)), sum(dropped), sum(saved)
+    )
+
+
+def require_new_trace(trace: str, *, new: bool) -> None:
+    """Raise UsageError unless loads may be recorded in this file. new: by a run that goes on from no other."""
+    path = Path(trace)
+    if path.is_dir():
+        raise UsageError(f"record_loads {trace!r} is a folder; give the path of a file")
+    make_folder(path.resolve().parent, "record_loads")
+    if path.is_file() and path.stat().st_size:
+        for _ in replay(path):  # says what is no trace
+            if new:
+                raise UsageError(f"record_loads {trace!r} holds the loads of another run; give a new file")
+
+
+def _begin(path: Path, steps_done: int) -> None:
+    """Have the file hold the steps before `steps_done` alone."""
+    kept = [row for row in replay(path) if row[0] < steps_done] if path.is_file() and path.stat().st_size else []
+    with Recorder(path) as recorder:
+        for row in kept:
+            recorder.write(*row)

@@ -1,0 +1,218 @@
+"""Options shared by training and benchmarks: model and batch sizes, schedule, parallel degrees, and their checks."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from oases.errors import UsageError
+from oases.models.gpt import GPTConfig
+from oases.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, read_schedule
+from oases.train.tokenizer import BYTES
+
+
+def option(default: Any, description: str, choices: Iterable[Any] = (), metavar: str | None = None) -> Any:
+    """Dataclass field with the help text, choices (() for any value) and metavar of its command-line option."""
+    return field(default=default, metadata={"help": description, "choices": tuple(choices), "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Sizes of model and batch, sub-batches and recomputation."""
+
+    hidden: int = option(512, "hidden size, features")
+    layers: int = option(4, "transformer layers")
+    heads: int = option(0, "attention heads; 0 = hidden / 64")
+    sequence: int = option(128, "sequence length, tokens per sample")
+    batch: int = option(8, "global batch size, samples per optimizer step")
+    sub_batches: int = option(
+        0, "sub-batches per micro-batch of an overlapping schedule; 0 = 4, or 2 for fewer than 4 samples"
+    )
+    recompute: str = option(
+        "none", "activation recomputation in the backward pass; full = keep only block inputs", ("none", "full")
+    )
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        if self.heads == 0:
+            object.__setattr__(self, "heads", self.default_heads)
+        if self.sub_batches == 0:
+            object.__setattr__(self, "sub_batches", self.default_sub_batches)
+        for name in ("hidden", "layers", "heads", "sequence", "batch", "sub_batches"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden % self.heads:
+            raise UsageError(f"hidden {self.hidden} does not divide by {self.heads} heads; change one of them")
+
+    @property
+    def default_heads(self) -> int:
+        """Where none were given."""
+        return max(1, self.hidden // 64)
+
+    @property
+    def default_sub_batches(self) -> int:
+        """Where none were given."""
+        return 4 if self.batch >= 4 else 2
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table of tokens."""
+        return BYTES
+
+    @property
+    def expert_sizes(self) -> dict[str, Any]:
+        """Sizes of what a dense GPT has not."""
+        return {}
+
+    def require_degree(self, degree: int) -> None:
+        """Raise UsageError unless the model can be cut over `degree` ranks."""
+        if degree < 1:
+            raise UsageError(f"--tp must be at least 1, got {degree}")
+        sizes = {"heads": self.heads, "hidden": self.hidden, "vocabulary": self.rows}
+        for name, size in sizes.items():
+            if size % degree:
+                fits = ", ".join(str(t) for t in range(1, 65) if not any(other % t for other in sizes.values()))
+                raise UsageError(f"{name} {size} does not divide by --tp {degree}; degrees that do: {fits}")
+
+    def resolve_schedule(self, name: str, layer_of: LayerOf = None, num_blocks: int = 0) -> Schedule:
+        """The schedule called `name`, or the one whose text stands in the file `name`, for this model.
+
+        NAME@N is the named schedule with N sub-batches in place of `sub_batches`. layer_of: each block's layer; None
+        where a layer is two blocks. num_blocks: of a part of the model; 0 for all.
+        UsageError where there is neither or the batch is too small; ScheduleError for a bad list.
+        """
+        plain, _, count = name.partition("@")
+        num_blocks = num_blocks or (2 * self.layers if layer_of is None else len(layer_of))
+        if plain in GENERATORS and (not count or count.isdecimal()):
+            sub_batches = int(count[:9]) if count else self.sub_batches
+            recompute = cast(Recompute, self.recompute)
+            if plain not in WHOLE:
+                self.require_batch(sub_batches)
+            schedule = generate(plain, num_blocks, sub_batches, recompute, layer_of)
+        elif Path(name).is_file():
+            schedule = read_schedule(name, "block", num_blocks=num_blocks)
+            if schedule.along == "batch":
+                self.require_batch(schedule.num_sub_batches)
+        else:
+            raise UsageError(
+                f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}, auto to choose by measuring, "
+                "or give the path of a schedule's text"
+            )
+        return schedule
+
+    def schedule_or_auto(
+        self, name: str, layer_of: LayerOf = None, num_blocks: int = 0
+    ) -> Schedule | Literal["auto"]:
+        """Like `resolve_schedule`, but "auto" stands for itself: what it is, the first steps of a run decide."""
+        if name.startswith("auto@") and not Path(name).is_file():
+            raise UsageError(f"unknown schedule {name!r}; auto chooses the sub-batches too, so write auto alone")
+        return "auto" if name == "auto" else self.resolve_schedule(name, layer_of, num_blocks)
+
+    def require_batch(self, num_sub_batches: int) -> None:
+        """Raise UsageError unless the batch can be cut into so many sub-batches."""
+        if self.batch < num_sub_batches:
+            raise UsageError(
+                f"a batch of {self.batch} cannot be cut into {num_sub_batches} sub-batches; raise --batch, lower "
+                "--sub-batches, or take --schedule auto, which can cut a single sample by its tokens"
+            )
+
+    def gpt(self, seed: int) -> GPTConfig:
+        """The built-in GPT of these sizes."""
+        return GPTConfig(
+            vocabulary=self.rows, hidden=self.hidden, layers=self.layers, heads=self.heads, sequence=self.sequence,
+            seed=seed,
+        )  # fmt: skip
+
+
+def sizes_of(options: ModelOptions) -> dict[str, Any]:
+    """What a model must be built with to load another's weights."""
+    sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "sequence")}
+    return {"vocabulary": options.rows} | sizes | options.expert_sizes
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Replicas (data), stages (pipeline) and ranks that share a layer (tensor); their product is the ranks of a run.
+
+    tensor: 0 = the ranks that there are, divided by the others. UsageError for what is no such number.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, least = getattr(self, item.name), 0 if item.name == "tensor" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 2**20:
+                raise UsageError(f"degrees: {item.name} must be a whole number of at least {least}, got {value!r}")
+
+    @classmethod
+    def of(cls, given: Any) -> Degrees:
+        """Degrees as they are, or from a mapping of their names. UsageError for anything else."""
+        if isinstance(given, cls):
+            return given
+        known = [item.name for item in fields(cls)]
+        if not isinstance(given, Mapping):
+            raise UsageError(f"degrees must be a mapping with {', '.join(known)}, got {given!r}")
+        for name in given:
+            if name not in known:
+                raise UsageError(f"degrees: unknown {name!r}; known are {', '.join(known)}")
+        return cls(**given)
+
+    def tensor_of(self, ranks: int) -> int:
+        """The tensor-parallel degree in a run of so many ranks. UsageError where the degrees do not give so many."""
+        others = self.data * self.pipeline
+        tensor = self.tensor or max(1, ranks // others)
+        if others * tensor != ranks:
+            raise UsageError(
+                f"{self} make {others * tensor} ranks, the run has {ranks}; start as many, or change one"
+            )
+        return tensor
+
+    def __str__(self) -> str:
+        """E.g. "degrees data 2 x pipeline 2 x tensor 2"."""
+        return f"degrees data {self.data} x pipeline {self.pipeline} x tensor {self.tensor or 'the rest'}"
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((numbers.Integral,), "a whole number"),
+    "float": ((numbers.Real,), "a number"),
+    "bool": ((bool,), "true or false"),
+    "str": ((str,), "text"),
+    "str | None": ((str, type(None)), "text, or null for none"),
+}
+
+
+def type_mismatch(item: Field[Any], value: Any) -> str:
+    """What is wrong with the type of a field's value, in words; empty where nothing is."""
+    kinds, what = _KINDS.get(str(item.type), ((object,), ""))
+    fits = isinstance(value, kinds) and (bool in kinds or object in kinds or not isinstance(value, bool))
+    return "" if fits else f"{item.name} must be {what}, got {value!r}"
+
+
+def require_types(config: Any) -> None:
+    """Raise UsageError, naming field and value, unless every field of a dataclass holds its type."""
+    for item in fields(config):
+        fault = type_mismatch(item, getattr(config, item.name))
+        if fault:
+            raise UsageError(fault)
+
+
+def require_choices(config: Any) -> None:
+    """Raise UsageError, naming field and value, unless every field with choices holds one of them."""
+    require_known(
+        config, {item.name: item.metadata["choices"] for item in fields(config) if item.metadata.get("choices")}
+    )
+
+
+def require_known(config: Any, known: Mapping[str, Iterable[str]], *, or_file: bool = False) -> None:
+    """Raise UsageError unless each field named in `known` holds one of its values, or, with or_file, a path."""
+    for name, among in known.items():
+        value = getattr(config, name)
+        if value not in among and not (or_file and Path(value).is_file()):
+            more = "; or give the path of one's text" if or_file else ""
+            raise UsageError(f"unknown {name} {value!r}; known are {', '.join(among)}{more}")

@@ -1,0 +1,94 @@
+"""A pipeline stage of a model in training: its passes, the loss on every rank, the tied table's gradient.
+
+One stage is a pipeline of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from oases.execution.executor import Context
+from oases.execution.group import ProcessGroup, group_size
+from oases.models.gpt import Decoder
+from oases.parallel.collectives import all_reduce
+from oases.parallel.fsdp import ShardedGradientAverager, local
+from oases.parallel.gradient_averaging import GradientAverager
+from oases.parallel.mesh import Mesh
+from oases.parallel.messages import StageMessages
+from oases.parallel.pipeline import Forward, StageRunner
+from oases.plans.check import pipeline_of
+from oases.plans.plan import Plan
+
+MicroBatches = Sequence[tuple[Tensor, Tensor]]
+"""Inputs and targets of each, of this rank's share of the samples."""
+
+
+class PipelineStage:
+    """One rank's part of a step. All ranks make it together, and call it together.
+
+    model: this rank's stage, already on its device. mesh: of the plan. group: all ranks of the run. after_forward:
+    called in training with the index of a model chunk when a micro-batch's forward pass through it is done.
+    """
+
+    def __init__(
+        self, model: Decoder, plan: Plan, mesh: Mesh, group: ProcessGroup | None, after_forward: Callable[[int], None]
+    ) -> None:
+        self.model, self.mesh, self.group, self._after_forward = model, mesh, group, after_forward
+        pipeline = pipeline_of(plan)
+        self.messages: StageMessages | None = None
+        """To and from other stages; None where there is one."""
+        if mesh.num_stages > 1:
+            degrees = [part.last_degree for part in plan.parts[:-1]]
+            self.messages = StageMessages(pipeline, mesh, degrees, device=next(model.parameters()).device)
+        self.run = StageRunner(pipeline, mesh.stage, self.messages)
+
+    def backward(self, batches: MicroBatches, average: GradientAverager | ShardedGradientAverager) -> float:
+        """Forward and backward passes of a step; the loss of its batch. Gradients are those of the whole batch."""
+        losses = self.run.run(self._forward(batches, len(batches)), average.overlapped())
+        tied = self.model.tied
+        if tied is not None and tied.grad is not None:  # after the average: both sums are of what is averaged
+            all_reduce(local(tied.grad), self.mesh.embedding_group, "tied table")
+        if self.mesh.num_stages == 1:
+            return self._over_replicas(torch.stack(losses).sum())
+        return self._everywhere(losses)
+
+    def evaluate(self, batches: Sequence[MicroBatches]) -> float:
+        """Forward passes alone; the mean loss of the batches."""
+        if self.mesh.num_stages == 1:
+            losses = [loss for batch in batches for loss in self.run.evaluate(self._forward(batch, 1))]
+            return self._over_replicas(torch.stack(losses).mean())
+        found = [self._everywhere(self.run.evaluate(self._forward(batch, len(batch)))) for batch in batches]
+        return sum(found) / len(batches)
+
+    def close(self) -> None:
+        """End the messages."""
+        if self.messages is not None:
+            self.messages.close()
+
+    def _forward(self, batches: MicroBatches, over: int) -> Forward:
+        """over: what losses are divided by."""
+
+        def forward(part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
+            y = self.model.run_part(part, x, *batches[micro_batch], context)
+            if torch.is_grad_enabled():
+                self._after_forward(part)
+            return y / over if y.dim() == 0 else y
+
+        return forward
+
+    def _over_replicas(self, loss: Tensor) -> float:
+        """The mean of the replicas' losses, which every rank of one stage has."""
+        group = self.mesh.data(self.model.tensor_parallel)
+        return float(all_reduce(loss.reshape(1), group, "loss")) / group_size(group)
+
+    def _everywhere(self, losses: list[Tensor]) -> float:
+        """The sum of the last stage's losses, averaged over its replicas, on every rank."""
+        parameter = next(self.model.parameters())
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        total = torch.zeros(1, dtype=dtype, device=parameter.device)
+        for loss in losses:
+            total += loss
+        return float(all_reduce(total, self.group, "loss")) / self.mesh.ranks

@@ -1,0 +1,35 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from oases import OverlappedColumnLinear, OverlappedRowLinear
+from oases.parallel.gradient_clipping import clip_grad_norm
+from oases.parallel.linear import shard
+
+
+def check():
+    torch.manual_seed(0)
+    up, down = nn.Linear(4, 8), nn.Linear(8, 4)
+    plain = nn.Sequential(up, down)
+    parallel = nn.Sequential(OverlappedColumnLinear.from_linear(up), OverlappedRowLinear.from_linear(down))
+    x = torch.randn(5, 4)
+    for model in (plain, parallel):
+        (10 * model(x)).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    norm = clip_grad_norm(parallel, 0.5)
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(parallel[0].bias.grad, shard(up.bias.grad, 0, dist.group.WORLD))
+    torch.testing.assert_close(parallel[1].bias.grad, down.bias.grad)
+
+
+def test_clipping_equals_one_process(two_ranks, four_ranks):
+    two_ranks.run(check)
+    four_ranks.run(check)
+
+
+def test_small_norms_stay():
+    linear = nn.Linear(2, 2)
+    linear.weight.grad = torch.full((2, 2), 0.1)
+    assert float(clip_grad_norm(linear, 1.0)) == torch.tensor(0.2)
+    assert torch.equal(linear.weight.grad, torch.full((2, 2), 0.1))
+    assert float(clip_grad_norm(nn.Linear(2, 2), 1.0)) == 0

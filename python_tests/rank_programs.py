@@ -1,0 +1,80 @@
+"""Functions for the ranks of tests that start their own: ranks that answer, refuse, fail, die, hang or train."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from oases import TrainConfig, Trainer
+from oases.errors import UsageError
+
+
+def rank_and_size():
+    return dist.get_rank(), dist.get_world_size()
+
+
+def refuse():
+    raise UsageError("steps 0 is too few")
+
+
+def stumble():
+    raise KeyError("a bug")
+
+
+def dies_in_mid_step(victim):
+    config = TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=1000)
+    trainer = Trainer(config)
+    if dist.get_rank() == victim:
+
+        def kill(grad):
+            if trainer.steps_done == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer.model.stack.blocks[3].up.weight.register_hook(kill)
+    trainer.train()
+
+
+def runs_out_of_memory(victim):
+    """What every rank says of a step in which one of them ran out of memory, and the loss of the step after it."""
+    trainer = Trainer(TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=1000))
+    trainer.step()
+    block = trainer.model.stack.blocks[3]
+    combine = block.combine
+    if dist.get_rank() == victim:
+        block.combine = raise_out_of_memory
+    said = ""
+    try:
+        trainer.step()
+    except torch.OutOfMemoryError as error:
+        said = str(error)
+    block.combine = combine
+    everyone = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    return everyone, trainer.step()
+
+
+def raise_out_of_memory(x, y):
+    raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+
+
+def dawdles(seconds):
+    trainer = Trainer(TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=1000))
+    if dist.get_rank() == 1:
+
+        def sleep(grad):
+            if trainer.steps_done == 2:
+                time.sleep(seconds)
+
+        trainer.model.stack.blocks[3].up.weight.register_hook(sleep)
+    trainer.train()
+
+
+def tells_when_training(path):
+    trainer = Trainer(TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=100_000))
+    trainer.step()
+    dist.barrier()
+    Path(path).touch()
+    trainer.train()

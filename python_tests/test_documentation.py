@@ -1,0 +1,64 @@
+"""README and docs: code blocks run, commands parse, links and figures hold."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.overlap import cells, path_of, summary
+from oases.cli import _parser
+
+ROOT = Path(__file__).parents[1]
+OVERLAP = ROOT / "docs" / "benchmarks" / "2026-11-21-overlap"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def scripts() -> list[object]:
+    """One script per page of docs/howto and for the tutorial: all its Python blocks; one per block of README."""
+    found = [("README.md", str(number), block) for number, block in enumerate(blocks(ROOT / "README.md", "python"))]
+    for page in [ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]:
+        if page.exists() and (code := blocks(page, "python")):
+            found.append((str(page.relative_to(ROOT)), "all", "\n\n".join(code)))
+    return [pytest.param(code, id=f"{page} {which}") for page, which, code in found]
+
+
+@pytest.mark.parametrize("code", scripts())
+def test_code_blocks_run_on_two_ranks(code, script_ranks, tmp_path):
+    (tmp_path / "page.py").write_text(code)
+    script_ranks.run(tmp_path / "page.py", folder=tmp_path)
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Indented lines of all pages that run `oases COMMAND`, and their page."""
+    for page in PAGES:
+        if page.parent.name == "benchmarks":  # dated reports: they say what was run then
+            continue
+        text = re.sub(r"\\\n +", "", page.read_text())
+        for line in re.findall(r"^    (?:\$ )?(?:\S.* -m )?oases (\w.*)$", text, re.MULTILINE):
+            yield str(page.relative_to(ROOT)), line
+
+
+def test_commands_on_pages_are_commands():
+    wrong, found = [], list(commands())
+    assert len(found) > 20
+    for page, line in found:
+        given = shlex.split(line.partition(" > ")[0], comments=True)
+        try:
+            _parser(given).parse_args(given)
+        except SystemExit as ended:
+            wrong += [f"{page}: oases {line}"] if ended.code else []
+    assert not wrong
+
+
+def test_the_figures_of_readme_are_those_of_the_report():
+    found = {cell: json.loads(path_of(cell, OVERLAP).read_text()) for cell in cells(["500mbit", "1gbit", "2gbit"])}
+    assert summary(found) in (ROOT / "README.md").read_text()
+    assert summary(found) in OVERLAP.with_suffix(".md").read_text()
