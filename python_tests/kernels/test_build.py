@@ -101,7 +101,7 @@ def test_without_nvcc_one_line_says_why(monkeypatch, capsys):
 
 def test_a_kernel_that_does_not_compile(nvcc, monkeypatch, capsys):
     (nvcc / "broken").touch()
-    with pytest.raises(objects.CompileError, match="nvcc failed on csrc/one.cu: .*error: no such thing") as caught:
+    with pytest.raises(objects.CompileError, match=r"nvcc failed on csrc/one\.cu: .*error: no such thing") as caught:
         compile_kernels()
     assert caught.value.unit.source.name == "one.cu"
     cuda_build.leave_out(caught.value)
