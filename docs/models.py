@@ -1,9 +1,9 @@
 """Write the tables of docs/models.md: what `oases.parallelize` does with models of transformers.
 
-    python docs/models.py            # writes them anew
+    python docs/models.py            # rewrites them
     python docs/models.py --check    # exits with 1 where they are not what this would write
 
-The models are the small ones of python_tests/partition/zoo.py, built on meta. One process stands for two ranks.
+The models are the small ones of python_tests/partition/zoo.py, built on meta. One process represents two ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from oases.testbed.backend import Backend
 
 PAGE = Path(__file__).resolve().with_name("models.md")
 COLUMNS = (
-    "model", "layers", "column-parallel", "row-parallel", "vocabulary-parallel", "whole on every rank",
-    "sums per layer", "overlapped", "remarks",
+    "model", "layers", "column-parallel", "row-parallel", "vocabulary-parallel", "replicated",
+    "all-reduces per layer", "overlapped", "remarks",
 )  # fmt: skip
 
 
 def report_of(name: str) -> PartitionReport:
-    """What `parallelize` says of a model of the zoo."""
+    """The partition report of a model of the zoo."""
     with torch.device("meta"):
         model = getattr(transformers, ALL[name][0])(config(name))
     return oases.parallelize(model).oases_partition
@@ -58,10 +58,10 @@ def _cells(layers: LayersReport, model: str, vocabulary: str) -> tuple[str, ...]
     how = {"across layers": f"across layers, `{layers.schedule}`", "inside layers": "inside layers"}
     remarks = [layers.reason] if layers.reason else []
     if layers.experts:
-        remarks.append(f"experts over the ranks: {grouped(layers.experts)}")
+        remarks.append(f"expert-parallel: {grouped(layers.experts)}")
     if 0 < layers.blocks_per_layer < len(layers.row):
-        remarks.append(f"{len(layers.row)} row-parallel products share {layers.blocks_per_layer} sum")
-    remarks += [f"`{_short(name)}` stays whole: {why}" for name, why in layers.refused.items()]
+        remarks.append(f"{len(layers.row)} row-parallel linears share {layers.blocks_per_layer} all-reduce")
+    remarks += [f"`{_short(name)}` is replicated: {why}" for name, why in layers.refused.items()]
     return (
         model,
         f"`{layers.name}`" if layers.name else "",
@@ -98,7 +98,7 @@ def _short(name: str) -> str:
 
 
 def page() -> str:
-    """The page with its tables anew."""
+    """Return the page with new tables."""
     text = PAGE.read_text(encoding="utf-8")
     for mark, names in (("promised", MODELS), ("mixtures", MIXTURES), ("others", OTHERS)):
         head, _, rest = text.partition(f"<!-- {mark}: python docs/models.py -->\n")

@@ -38,7 +38,7 @@ def dies_in_mid_step(victim):
 
 
 def runs_out_of_memory(victim):
-    """What every rank says of a step in which one of them ran out of memory, and the loss of the step after it."""
+    """Return the error of every rank for a step in which one ran out of memory, and the loss of the next step."""
     trainer = Trainer(TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=1000))
     trainer.step()
     block = trainer.model.stack.blocks[3]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import oases
 from benchmarks.overlap import cells, path_of, summary
 from oases.cli import _parser
 
@@ -62,3 +63,21 @@ def test_the_figures_of_readme_are_those_of_the_report():
     found = {cell: json.loads(path_of(cell, OVERLAP).read_text()) for cell in cells(["500mbit", "1gbit", "2gbit"])}
     assert summary(found) in (ROOT / "README.md").read_text()
     assert summary(found) in OVERLAP.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("page", ["design.md", "internals.md"])
+def test_classes_and_files_that_a_page_names_exist(page):
+    files = [path for folder in ("oases", "oases_svm", "csrc") for path in (ROOT / folder).rglob("*.*")]
+    source = "\n".join(path.read_text() for path in files if path.suffix in (".py", ".cpp", ".h", ".cu"))
+    missing = [
+        name
+        for name in re.findall(r"`([\w./]+)`", (ROOT / "docs" / page).read_text())
+        if not (ROOT / name).exists() and not (ROOT / "oases" / name).exists()
+        if "/" in name or not re.search(rf"\b{name.rpartition('.')[2]}\b", source)
+    ]
+    assert not missing
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    assert set(re.findall(r":: oases\.(\w+)$", page, re.MULTILINE)) == set(oases.__all__) - {"__version__"}

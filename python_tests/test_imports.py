@@ -1,4 +1,4 @@
-"""What loads what: the runtime never loads the search, and benchmarks and classifiers have one door each."""
+"""Imports at run time: the runtime never loads the planner; benchmarks and classifiers are imported in one place."""
 
 import re
 import subprocess

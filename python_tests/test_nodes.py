@@ -39,13 +39,13 @@ def start(call, nodes=2, ranks=2, **environment):
 
 
 def bytes_sent():
-    """Of this node to others, since it is there."""
+    """Return the bytes that this node has sent to others."""
     lines = (line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
     return sum(int(numbers.split()[8]) for name, numbers in lines if name.strip() != "lo")
 
 
 def price_of_all_reduces():
-    """Of 8 MB: between two ranks of a node, of different nodes, and of two such pairs at once.
+    """Time all-reduces of 8 MB between two ranks of a node, of different nodes, and between two such pairs at once.
 
     For each the seconds of the fastest of four, and the bytes that rank 0's node sent in all.
     """
@@ -74,7 +74,7 @@ def price_and_places():
 
 @pytest.fixture(scope="module")
 def told():
-    """What four ranks on two nodes tell: the price of all-reduces, and their places."""
+    """Result of four ranks on two nodes: the price of all-reduces, and their places."""
     run = start("t.price_and_places, ()", ranks=4)
     output, error = run.communicate(timeout=300)
     assert run.returncode == 0, error
@@ -184,7 +184,7 @@ def test_nothing_is_left(when, how, tmp_path):
 
 
 def test_mistakes(monkeypatch):
-    with pytest.raises(UsageError, match=r"4 ranks .* --nodes 3; counts that do: 1, 2, 4"):
+    with pytest.raises(UsageError, match=r"4 ranks .* --nodes 3; valid node counts: 1, 2, 4"):
         Nodes(3, LINK).ranks_per_node(4)
     with pytest.raises(UsageError, match=r"--nodes must be between 1 and 250, got 251"):
         Nodes(251, LINK).ranks_per_node(251)

@@ -14,7 +14,7 @@ def _fast(monkeypatch):
 
 
 def wait_for(capsys, text):
-    """What was printed, once `text` is on stderr."""
+    """Return what was printed, once `text` is on stderr."""
     out, error, end = "", "", time.monotonic() + 30
     while text not in error:
         assert time.monotonic() < end, error

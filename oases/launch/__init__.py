@@ -1,1 +1,1 @@
-"""Starting ranks: torchrun's agents, what a rank runs, and which ranks are still there."""
+"""Launcher of a run's ranks: elastic agents, the fork server, rank start-up, roll calls."""

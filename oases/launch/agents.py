@@ -1,7 +1,7 @@
-"""Torch's elastic agents, which start ranks and watch over them: one in this process, or one per node of a testbed.
+"""Torch's elastic agents, which start and monitor ranks: one in this process, or one per node of the testbed.
 
-With several, this process stays above the nodes: it starts an agent in each, waits for what they report, and ends
-them all when one fails. Agents and ranks die with the process that started them, however that ends.
+With several nodes this process starts an agent in each, waits for their reports, and ends all when one fails. Agents
+and ranks die with the process that started them, however that ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from oases.launch import fork_server
 from oases.testbed import Nodes
 
-_PORT = 29400  # of the store on node 0, whose network is its own
-_PATIENCE_SECONDS = 20.0  # ranks that are ended call the roll first
-_SAVING_SECONDS = 35.0  # those that have SIGTERM may save; an agent waits 30 s for its own
+_PORT = 29400  # of the store on node 0, which has a network of its own
+_EXIT_SECONDS = 20.0  # ranks make a roll call before they end
+_SAVING_SECONDS = 35.0  # ranks may save at SIGTERM; an agent waits 30 s for its own
 
 
 class RankFailedError(Exception):
-    """A rank, or an agent, ended before its work was done: who, and its exit code (-n: by signal n)."""
+    """A rank or an agent ended early. who: its name; exit_code: its exit code, -n for signal n."""
 
     def __init__(self, who: str, exit_code: int) -> None:
         super().__init__(f"{who} ended with exit code {exit_code}")
@@ -37,8 +37,8 @@ class RankFailedError(Exception):
 def launch(entrypoint: Callable[..., Any], arguments: tuple[Any, ...], size: int, nodes: Nodes | None) -> Any:
     """Call `entrypoint(*arguments)` on `size` new ranks; return rank 0's result.
 
-    RankFailedError for the rank that failed first; KeyboardInterrupt if this process was told to end; UsageError
-    where the ranks cannot be spread over the nodes.
+    RankFailedError for the rank that failed first; KeyboardInterrupt if this process received SIGINT or SIGTERM;
+    UsageError if the ranks cannot be divided evenly among the nodes.
     """
     if nodes is not None:
         return _launch_on(nodes, entrypoint, arguments, size)
@@ -62,7 +62,7 @@ def _run_agent(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The ranks speak for themselves; torchrun's own account would bury what they say.
+    # Ranks print their own errors; torchrun's report would bury them.
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -81,7 +81,7 @@ def _run_agent(
 
 @dataclass(frozen=True)
 class _Report:
-    """What an agent says at its end: rank 0's result where it has that, or who failed with which exit code."""
+    """Final message of an agent: rank 0's result if it ran rank 0, or (who, exit code) of a failure."""
 
     result: Any = None
     failed: tuple[str, int] | None = None
@@ -89,7 +89,7 @@ class _Report:
 
 @dataclass
 class _Agent:
-    """An agent as seen from above: its process and our end of its pipe."""
+    """Agent of one node: its process and our end of its pipe."""
 
     node: int
     process: BaseProcess
@@ -97,7 +97,7 @@ class _Agent:
     reported: bool = False
 
     def receive(self) -> Any:
-        """What it says next; RankFailedError if it ends without a word."""
+        """Receive its next message; RankFailedError if it ended without one."""
         try:
             return self.connection.recv()
         except EOFError:
@@ -109,7 +109,7 @@ def _launch_on(nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[An
     nodes.require_inside()
     per_node = nodes.ranks_per_node(size)
     agents: list[_Agent] = []
-    last = signal.SIGKILL  # without ranks yet there is nothing to end in order
+    last = signal.SIGKILL  # before ranks exist there is nothing to end in order
     with _sigterm_interrupts():
         try:
             _start(agents, nodes, entrypoint, arguments, per_node)
@@ -122,19 +122,19 @@ def _launch_on(nodes: Nodes, entrypoint: Callable[..., Any], arguments: tuple[An
             return _result(agents)
         except KeyboardInterrupt as error:
             if last == signal.SIGTERM and not isinstance(error, _TerminatedError):
-                last = signal.SIGINT  # at which ranks leave without a word; at SIGTERM they may have to save first
+                last = signal.SIGINT  # ranks exit at once; at SIGTERM they may have to save first
             raise
         finally:
             _end(agents, last)
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """An interrupt that is SIGTERM."""
+    """Interrupt caused by SIGTERM."""
 
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """As elastic's agents have it: whatever tells this process to end interrupts it."""
+    """Raise KeyboardInterrupt at SIGTERM, as elastic agents do."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise _TerminatedError
@@ -177,14 +177,14 @@ def _result(agents: list[_Agent]) -> Any:
 
 
 def _end(agents: list[_Agent], last: signal.Signals) -> None:
-    """Tell the agents that run to end, by the signal `last`; dismiss all when they have, at last by force."""
+    """Send the signal `last` to agents that still run; kill those that do not end in time."""
     running = [agent for agent in agents if not agent.reported and agent.process.exitcode is None]
     try:
         for agent in running:
             assert agent.process.pid is not None
             os.kill(agent.process.pid, last)
         open_ends: list[Any] = [agent.connection for agent in running]
-        end = time.monotonic() + (_SAVING_SECONDS if last == signal.SIGTERM else _PATIENCE_SECONDS)
+        end = time.monotonic() + (_SAVING_SECONDS if last == signal.SIGTERM else _EXIT_SECONDS)
         while open_ends and time.monotonic() < end:
             for connection in wait(open_ends, end - time.monotonic()):
                 open_ends.remove(connection)
@@ -192,7 +192,7 @@ def _end(agents: list[_Agent], last: signal.Signals) -> None:
         for agent in agents:
             agent.connection.close()
         for agent in agents:
-            agent.process.join(_PATIENCE_SECONDS if agent.reported else 3)
+            agent.process.join(_EXIT_SECONDS if agent.reported else 3)
             if agent.process.is_alive():
                 agent.process.kill()
                 agent.process.join()
@@ -206,8 +206,8 @@ def _serve(
     arguments: tuple[Any, ...],
     per_node: int,
 ) -> None:
-    """What the process of one node's agent does."""
-    os.setpgrp()  # a terminal's Ctrl-C comes to the process above, which passes it on, once
+    """Run the agent of one node; the target of its process."""
+    os.setpgrp()  # Ctrl-C in a terminal reaches the launcher, which passes it on once
     for number in fork_server.HELD_SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # until the agent has its own: no traceback
     fork_server.release_signals()
@@ -228,8 +228,8 @@ def _serve(
         for number in fork_server.HELD_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         failed = (error.who, error.exit_code) if isinstance(error, RankFailedError) else ("", 130)
-        # The error's traceback holds the agent, and on node 0 with it the store: there the ranks of other nodes call
-        # the roll, so stay until the process above has heard from all.
+        # The error's traceback holds the agent, and on node 0 with it the store, which the roll calls of other nodes
+        # need: stay until the launcher has heard from all.
         with suppress(EOFError, OSError):
             connection.send(_Report(failed=failed))
             connection.recv()

@@ -1,10 +1,10 @@
-"""Starts the ranks of a run by torchrun's own API, and ends them with a message that says what happened.
+"""Start of a run's ranks through torchrun's API, and their end with a message that names the cause.
 
 Outside torchrun a command starts its own ranks; under torchrun each process is one of them already.
 
-A rank whose collective failed or took too long calls the roll. Ranks that live say what they wait for, even while
-their main thread is stuck inside a collective; those that do not answer are gone. Between calls the thread costs one
-look at the store per interval.
+A rank whose collective failed or timed out makes a roll call. Live ranks answer with what they wait for, even while
+their main thread is blocked in a collective; those that do not answer are gone. An idle thread polls the store once
+per interval.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _INTERVAL_SECONDS = 0.5
 
 
 class RollCall:
-    """Answers roll-calls for `rank` of `size` until stopped, over a connection of its own.
+    """Thread that answers roll calls for `rank` of `size` until stopped, over a connection of its own.
 
-    waiting_for: what the rank's main thread waits for, "" while it computes.
+    waiting_for: returns the op that the rank's main thread waits for, "" while it computes.
     """
 
     def __init__(self, rank: int, size: int, waiting_for: Callable[[], str]) -> None:
@@ -55,9 +55,9 @@ class RollCall:
         self._thread.join()
 
     def call(self, patience_seconds: float = 3.0) -> dict[int, str | None]:
-        """Call the roll; return what every other rank waits for ("": it computes), None for those that are gone.
+        """Make a roll call; return the op every other rank waits for ("": it computes), None for ranks that are gone.
 
-        Empty where the store is gone, too.
+        Empty if the store is gone, too.
         """
         answers: dict[int, str | None] = {rank: None for rank in range(self.size) if rank != self.rank}
         try:
@@ -78,11 +78,11 @@ class RollCall:
             store = _connect()
             while not self._stop.wait(_INTERVAL_SECONDS):
                 if store.check([self._call]):
-                    # "here": the store would wait for ever for an empty value.
+                    # "here": the store would wait forever for an empty value.
                     store.set(f"{self._call}/{self.rank}", f"here {self._waiting_for()}")
                     return
         except (RuntimeError, OSError):
-            return  # no store, no roll-call: the launcher is gone
+            return  # the launcher, which holds the store, is gone
 
 
 def _connect() -> TCPStore:
@@ -94,17 +94,17 @@ def _connect() -> TCPStore:
 
 
 _RESTARTS = "OASES_RESTARTS"
-"""Of the ranks' environment: how often `run_ranks` has started them again."""
+"""Environment variable of the ranks: number of restarts by `run_ranks`."""
 
 
 @dataclass(frozen=True)
 class RankOptions:
-    """How the ranks of a run are set up.
+    """Settings of a run's ranks.
 
-    timeout: seconds until a collective counts as lost. nodes: of this machine's testbed to spread the ranks over, for
-    a process behind their link; None: all on one. asked: who asked for so many ranks, in words; empty where it was
-    --tp. max_restarts: how often all ranks are started again after one that failed. told: made here; where ranks say
-    that they ended with their state saved.
+    timeout_seconds: limit for a collective. nodes: nodes of the testbed to place the ranks on, for a process behind
+    their link; None: one node. asked: option that determined the number of ranks, for errors; empty: --tp.
+    max_restarts: restarts of all ranks after one failed. exit_code: shared value, set by `run_ranks`, in which ranks
+    that ended with their state saved leave their exit code.
     """
 
     size: int
@@ -113,24 +113,24 @@ class RankOptions:
     nodes: Nodes | None = None
     asked: str = ""
     max_restarts: int = 0
-    told: Any = None
+    exit_code: Any = None
 
 
 def restart_count() -> int:
-    """How often the run of which this process is a rank was started again, by torchrun or by oases itself."""
+    """Return the number of restarts of this rank's run, by torchrun or by oases."""
     return sum(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", _RESTARTS))
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher has made this process one of several ranks."""
+    """Return whether torchrun, or another launcher that sets RANK and WORLD_SIZE, started this process."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
 def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
     """Call `function(*arguments)` on `options.size` ranks; return rank 0's result.
 
-    Ends the process with the exit code of the rank that failed first; the ranks have said why. UsageError if
-    a launcher started a different number of ranks, or they cannot be spread evenly over the nodes.
+    Exits with the exit code of the rank that failed first, which has printed the reason. UsageError if a launcher
+    started a different number of ranks, or they cannot be divided evenly among the nodes.
     """
     if under_torchrun():
         given = int(os.environ["WORLD_SIZE"])
@@ -147,7 +147,7 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
 
 
 def _stand_for_all(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
-    """Run as rank 0 of a group whose other ranks are only pretended."""
+    """Run as rank 0 of a fake group in this process."""
     dist.init_process_group(
         options.backend.activate(), store=dist.HashStore(), rank=0, world_size=options.size,
         timeout=timedelta(seconds=options.timeout_seconds),
@@ -160,30 +160,30 @@ def _stand_for_all(function: Callable[..., Any], arguments: tuple[Any, ...], opt
 
 def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.size)))
-    # Not the agent's own restarts: agents of several nodes do not start again together, and they would repeat what
-    # no restart can mend.
-    told = multiprocessing.get_context("spawn").Value("i", 0, lock=False)
-    options = replace(options, told=told)
+    # Not the agent's own restarts: agents of several nodes do not restart together, and they would repeat errors that
+    # no restart can fix.
+    saved = multiprocessing.get_context("spawn").Value("i", 0, lock=False)
+    options = replace(options, exit_code=saved)
     try:
         for restart in range(options.max_restarts + 1):
             os.environ[_RESTARTS] = str(restart)
             try:
                 return launch(_rank_main, (function, arguments, options), options.size, options.nodes)
             except RankFailedError as error:
-                _go_on_or_exit(error, told.value, restart, options.max_restarts)
+                _restart_or_exit(error, saved.value, restart, options.max_restarts)
     except KeyboardInterrupt:
-        if not told.value:
+        if not saved.value:
             print("oases: interrupted", file=sys.stderr)
-        sys.exit(told.value or 130)
+        sys.exit(saved.value or 130)
     finally:
         del os.environ[_RESTARTS]
     raise AssertionError("the last start returns or exits")
 
 
-def _go_on_or_exit(error: RankFailedError, told: int, restart: int, max_restarts: int) -> None:
-    """Exit, with the code that ranks told or that says what happened, unless they are to be started again."""
-    if error.exit_code == 2 or told:  # nothing that a restart could mend
-        sys.exit(told or 2)
+def _restart_or_exit(error: RankFailedError, saved: int, restart: int, max_restarts: int) -> None:
+    """Exit, with the saved-exit code of the ranks or one for the failure, unless they are to be restarted."""
+    if error.exit_code == 2 or saved:  # an error that no restart can fix
+        sys.exit(saved or 2)
     how = f"exit code {error.exit_code}"
     if error.exit_code < 0:
         how = f"signal {signal.Signals(-error.exit_code).name}"
@@ -224,8 +224,8 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, now that other ranks leave
         if rank == 0:
             print(f"oases: {ended.message}", file=sys.stderr, flush=True)
-        if options.told is not None:
-            options.told.value = SAVED_EXIT_CODE
+        if options.exit_code is not None:
+            options.exit_code.value = SAVED_EXIT_CODE
         _leave(SAVED_EXIT_CODE)
     except Exception as error:
         from oases.execution.failure import lost_a_rank
@@ -237,7 +237,7 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
 
 
 def _join(options: RankOptions, local_rank: int) -> None:
-    """Make the default group."""
+    """Initialise the default group."""
     extra: dict[str, Any] = {}
     if options.backend.name == "nccl":
         from oases.execution.group import nccl_options
@@ -247,7 +247,7 @@ def _join(options: RankOptions, local_rank: int) -> None:
     timeout = timedelta(seconds=options.timeout_seconds)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun's store outlives the ranks that it starts again, and those before left their addresses in it.
+        # torchrun's store outlives restarts, and the previous ranks left their addresses in it.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
         extra |= {"rank": int(os.environ["RANK"]), "world_size": options.size}
@@ -256,7 +256,7 @@ def _join(options: RankOptions, local_rank: int) -> None:
 
 
 def _end(message: str, roll_call: RollCall) -> NoReturn:
-    """Leave the run with a last message: what this rank did, what it waited for, who is missing."""
+    """Exit with a last message: the failure, the op this rank waited for, and the missing ranks."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank, waiting = roll_call.rank, _waiting_for()
     if not message.startswith(f"rank {rank} "):
@@ -268,7 +268,7 @@ def _end(message: str, roll_call: RollCall) -> NoReturn:
 
 
 def _others(roll_call: RollCall, waiting: str) -> str:
-    """Who is missing from what this rank waited for: those that are gone, and those that do something else."""
+    """Describe the ranks missing from the op this rank waited for: gone, or busy with something else."""
     text = ""
     for rank, doing in roll_call.call().items():
         if doing is None:
@@ -285,9 +285,9 @@ def _leave(code: int) -> NoReturn:
 
 
 def _take_core(rank: int, size: int) -> None:
-    """One thread and one core per rank where cores are few; elsewhere an equal share of the threads.
+    """Give a rank one core where cores are few, otherwise an equal share of the threads.
 
-    rank, size: among the ranks that share this machine.
+    rank, size: among the ranks on this machine.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
     if cores and len(cores) <= size:
@@ -303,16 +303,16 @@ def _waiting_for() -> str:
     from oases.execution.group import scheduler_of
     from oases.parallel import messages
 
-    # torch knows every group of this process; a plan has several.
+    # A plan has several groups; torch lists all of this process.
     groups = list(dist.distributed_c10d._world.pg_map)
     found = next((text for text in (str(scheduler_of(group).waiting_for()) for group in groups) if text), "")
     return found or messages.waiting_for()
 
 
 def require_agreement(settings: dict[str, Any]) -> None:
-    """Raise UsageError unless every rank was given the same settings; the message names what differs.
+    """Raise UsageError unless all ranks have the same settings; the message names the first that differs.
 
-    settings: plain values by name. One exchange, to be called once at start.
+    settings: plain values by name. Makes one all-gather, to be called once at start.
     """
     everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, settings)

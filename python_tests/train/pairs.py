@@ -69,7 +69,7 @@ def plan_of_row(row: Mapping[str, str]) -> Plan:
 
 
 def options(steps: int, data: str | None) -> dict[str, Any]:
-    """What all runs have in common."""
+    """Return the options common to all runs."""
     return {"steps": steps, "warmup": 5, "learning_rate": 2e-3, "validation_batches": 1, "data": data}
 
 

@@ -1,4 +1,4 @@
-"""What a step tells, against numbers made by hand, on one process and on stages; measuring changes no bit."""
+"""Metrics of a step against numbers made by hand, on one process and on stages; measuring changes no bit."""
 
 import dataclasses
 import itertools
@@ -114,7 +114,7 @@ def test_stages_tell_the_same(four_ranks, corpus, alone):
 
 
 def losses_unmeasured(corpus, text):
-    """Of steps that nobody measures, and of a run that only one rank looks at."""
+    """Losses of steps without metrics, and of a run that one rank alone measures."""
     plan = Plan.from_json(text)
     trainer = Trainer(config_for(plan, VALUES | {"data": corpus}), plan=plan)
     unmeasured = [trainer.step() for _ in range(STEPS)]
@@ -190,7 +190,7 @@ def test_bubbles_are_near_the_simulators(four_ranks, name):
 
 
 class QueuedMark:
-    """As an event of a GPU's stream: it can be read once it was waited for."""
+    """Event like that of a GPU's stream: readable once it was waited for."""
 
     def __init__(self, at):
         self.at, self.waited = at, False
@@ -259,7 +259,7 @@ def test_a_cpus_peak_is_measured_on_all_ranks_at_once(two_ranks):
     (flops, source), other = two_ranks.run(measured_peak)
     assert (flops, source) == other
     assert 1e8 < flops < 1e15
-    assert source == "products of 512 x 512 in float32, measured on 2 at once"
+    assert source == "matmuls of 512 x 512 in float32, measured on 2 ranks at once"
 
 
 # --- words ---

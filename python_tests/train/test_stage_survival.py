@@ -74,11 +74,11 @@ def test_killed_ranks_of_stages_go_on_equal_to_the_bit(request, corpus, tmp_path
 
 
 class FaultError(Exception):
-    """What an op of the tests raises."""
+    """Error raised by an op of the tests."""
 
 
 def fails_in_the_third_step(text, data, folder, victim, where):
-    """What every rank raises when one fails, what the trainer says then, and the losses of the one made after it."""
+    """Return the errors of every rank when one fails, of the next step, and the losses of a new trainer."""
     trainer = trainer_of(text, data, checkpoint=folder, checkpoint_every=1)
 
     def fault(*arguments):
@@ -223,8 +223,8 @@ def rewritten(path, **changes):
     [
         ({"format": FORMAT + 1}, f"is of format {FORMAT + 1}, this oases reads formats up to"),
         ({"sizes": {"hidden": 32, "layers": 4}}, "does not fit: hidden is 32 there and 16 here"),
-        ({"sizes": 7}, "is broken: its checkpoint.json cannot be read"),
-        ({"nonsense": 1}, "is broken: its checkpoint.json cannot be read"),
+        ({"sizes": 7}, "is corrupt: its checkpoint.json cannot be read"),
+        ({"nonsense": 1}, "is corrupt: its checkpoint.json cannot be read"),
     ],
 )
 def test_no_rank_starts_on_a_checkpoint_that_does_not_fit(corpus, saved, tmp_path, capsys, changes, message):

@@ -21,7 +21,7 @@ from oases.cli import main
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.launch import fork_server
 from oases.launch.agents import RankFailedError
-from oases.launch.ranks import _go_on_or_exit
+from oases.launch.ranks import _restart_or_exit
 from oases.train.logs import StepLog, last_logged_step
 from oases.train.plan import Run
 from oases.train.step_check import LossError, StepCheck
@@ -77,7 +77,7 @@ def test_killed_ranks_go_on_equal_to_the_bit(corpus, unbroken, tmp_path, kinds):
 
 
 def as_a_script(words):
-    """What torchrun runs on every rank."""
+    """Run `oases` on a rank of torchrun."""
     fork_server.die_with_parent()
     main(words)
 
@@ -126,15 +126,15 @@ def test_torchrun(corpus, unbroken, tmp_path):
 @pytest.mark.parametrize(("code", "told", "exits"), [(2, 0, 2), (75, 75, 75), (1, 75, 75)])
 def test_what_no_restart_can_mend_is_not_started_again(code, told, exits):
     with pytest.raises(SystemExit) as caught:
-        _go_on_or_exit(RankFailedError("rank 0", code), told, 0, 3)
+        _restart_or_exit(RankFailedError("rank 0", code), told, 0, 3)
     assert caught.value.code == exits
 
 
 def test_restarts_are_counted(capsys):
-    _go_on_or_exit(RankFailedError("rank 1", -9), 0, 1, 2)
+    _restart_or_exit(RankFailedError("rank 1", -9), 0, 1, 2)
     assert capsys.readouterr().err == "oases: rank 1 ended with signal SIGKILL; restart 2 of 2\n"
     with pytest.raises(SystemExit) as caught:
-        _go_on_or_exit(RankFailedError("rank 1", -9), 0, 2, 2)
+        _restart_or_exit(RankFailedError("rank 1", -9), 0, 2, 2)
     assert caught.value.code == 1
     assert "the run is over" in capsys.readouterr().err
 
@@ -244,7 +244,7 @@ def test_a_skipped_step_is_logged_and_stays_skipped(corpus, tmp_path):
 def test_a_leap_of_the_loss():
     check = StepCheck("skip", 2.0)
     assert all(check.accepts(loss, 1.0, step, None, CPU) for step, loss in enumerate([9.0, *[3.0] * 7]))
-    with pytest.warns(UserWarning, match="step 8 is skipped: the loss leaps to 6.5, more than 2 times 3"):
+    with pytest.warns(UserWarning, match="step 8 is skipped: the loss jumps to 6.5, more than 2 times 3"):
         assert not check.accepts(6.5, 1.0, 8, None, CPU)
     assert check.accepts(5.9, 1.0, 9, None, CPU)
     with pytest.raises(LossError, match="step 10: the loss is nan"):
@@ -282,7 +282,7 @@ def test_a_log_of_another_run_is_not_overwritten(corpus, tmp_path):
     with pytest.raises(UsageError, match="holds the steps of another run; give a new file"):
         Run.of(dataclasses.replace(CONFIG, data=str(corpus), step_log=str(log)), 1).corpus()
     log.write_text("precious\n")
-    with pytest.raises(UsageError, match="line 1 is no step of a run"):
+    with pytest.raises(UsageError, match="line 1 is not a step of a run"):
         Run.of(dataclasses.replace(CONFIG, data=str(corpus), step_log=str(log)), 1).corpus()
     assert log.read_text() == "precious\n"
 
@@ -293,8 +293,8 @@ def test_a_log_of_another_run_is_not_overwritten(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--checkpoint-every", "5"], "checkpoint_every 5 needs a folder; give --checkpoint"),
-        (["--resume", "auto"], "resume 'auto' needs a folder"),
+        (["--checkpoint-every", "5"], "checkpoint_every 5 needs a checkpoint folder; give --checkpoint"),
+        (["--resume", "auto"], "resume 'auto' needs a checkpoint folder"),
         (["--keep", "-1"], "keep must be at least 0"),
         (["--save-error", "retry"], "argument --save-error: invalid choice: 'retry'"),
         (["--bad-loss", "ignore"], "argument --bad-loss: invalid choice: 'ignore'"),
