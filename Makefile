@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PY := $(VENV)/bin/python
-CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.py csrc/svm/*)
+CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_tools/*.py)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -32,7 +32,7 @@ bench-gpu: build
 
 # Compiles every kernel for every architecture and shows registers and spills; needs no GPU.
 cuda-check: build
-	@$(PY) csrc/cuda_build.py
+	@$(PY) -m build_tools.cuda_build
 
 bench: build
 	$(PY) -m oases bench overlap --link 500mbit
@@ -48,7 +48,9 @@ $(VENV)/installed: requirements.txt
 	$(PY) -m pip install --quiet -r requirements.txt
 	@touch $@
 
+# Compiled first by itself, because pip hides the progress of a build.
 $(VENV)/built: $(VENV)/installed $(CSRC) setup.py pyproject.toml
+	@$(PY) setup.py --quiet build_ext --inplace
 	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 

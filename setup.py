@@ -1,61 +1,104 @@
-"""Builds the extension `oases._C` against the torch that is installed, and `oases._svm`, which is without torch.
+"""Build the extension `oases._C` against the torch that is installed, and `oases._svm`, which is without torch.
 
 Everything else is in pyproject.toml.
 
-Kernels are compiled by csrc/cuda_build.py where there is an nvcc, whatever torch is installed: a CPU torch will do.
+torch's headers cost more to compile than csrc, so csrc is compiled as two units, each of which includes many of its
+files; $OASES_UNITY=0 makes an object of each file, for work on one of them. Kernels are compiled beside them where
+there is an nvcc (build_tools/cuda_build.py), whatever torch is installed: a CPU torch will do.
 """
 
 import os
+import shlex
 import sys
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from pybind11 import get_include
 from setuptools import Extension, setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).parent
-sys.path.insert(0, str(ROOT / "csrc"))
+from build_tools.cuda_build import Toolkit, kernel_units, leave_out, wanted_toolkit
+from build_tools.objects import BUILD, ROOT, CompileError, Unit, compile_units, report
 
-from cuda_build import cuda_part  # noqa: E402  (a build in isolation does not have this folder on its path)
+CSRC = ROOT / "csrc"
+ALONE = ("bindings.cpp",)  # half of the work: pybind11
+LIBRARIES = ["c10", "torch", "torch_cpu", "torch_python"]
 
-# Two compilers at a time need about 3 GiB of memory.
-os.environ.setdefault("MAX_JOBS", str(max(1, os.cpu_count() or 1)))
+
+class Objects:
+    """The objects of both extensions. Imports torch, which an sdist is made without."""
+
+    def __init__(self) -> None:
+        import torch
+        from torch.utils.cpp_extension import get_cxx_compiler, include_paths
+
+        self.torch = torch
+        self.folder = BUILD / "objects" / f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
+        headers = [option for path in include_paths() for option in ("-isystem", path)]
+        # -g0: torch's headers make debug information ten times the size of the code.
+        self.compiler = (
+            get_cxx_compiler(), "-std=c++20", "-g0", "-Wall", "-DNDEBUG", "-fPIC", f"-I{CSRC}",
+            *headers, "-isystem", sysconfig.get_path("include"), *shlex.split(os.environ.get("CXXFLAGS", "")),
+        )  # fmt: skip
+
+    def core(self, cuda: bool) -> list[Unit]:
+        """Units of `oases._C`, without its kernels."""
+        options = ["-O2", f"-DOASES_TORCH_VERSION={self.torch.__version__}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+        command = (*self.compiler, *options, *(["-DOASES_WITH_CUDA"] if cuda else []))
+        sources = sorted(CSRC.glob("*.cpp"))
+        if os.environ.get("OASES_UNITY") != "0":
+            alone = [path for path in sources if path.name in ALONE]
+            sources = [self.unity("core", [path for path in sources if path not in alone]), *alone]
+        return [Unit(path, self.folder / f"{path.stem}.o", command) for path in sources]
+
+    def unity(self, name: str, sources: Sequence[Path]) -> Path:
+        """Path of a file that includes `sources`; written anew only where they are others."""
+        path = self.folder / f"{name}.cpp"
+        text = "".join(f'#include "{source}"\n' for source in sources)
+        if not path.exists() or path.read_text() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return path
+
+    def svm(self) -> list[Unit]:
+        """Units of `oases._svm`."""
+        sources = sorted((CSRC / "svm").glob("*.cpp"))  # module.cpp takes longer, and comes first
+        return [Unit(path, self.folder / "svm" / f"{path.stem}.o", (*self.compiler, "-O3")) for path in sources]
 
 
-class Build(BuildExtension):
-    """Kernels first: whether they are there decides how the rest is compiled."""
+class Build(build_ext):
+    """Compiles the objects of both extensions at once; setuptools links them."""
 
     def build_extensions(self) -> None:
-        cuda = cuda_part(torch.version.cuda is not None)
-        if cuda is not None:
-            objects, link_arguments = cuda
-            (extension,) = (each for each in self.extensions if each.name == "oases._C")
-            extension.extra_objects = objects
-            extension.extra_link_args = link_arguments
-            extension.define_macros = [("OASES_WITH_CUDA", None)]
+        """Without kernels where they do not compile and $OASES_CUDA does not ask for them."""
+        objects = Objects()
+        toolkit = wanted_toolkit(objects.torch.version.cuda is not None)
+        report(f"oases: building against torch {objects.torch.__version__} of {Path(objects.torch.__file__).parent}")
+        try:
+            self.compile(objects, toolkit)
+        except CompileError as error:
+            if toolkit is None or error.unit not in kernel_units(toolkit):
+                raise SystemExit(f"{error.output}\noases: error: {error}") from None
+            leave_out(error)
+            self.compile(objects, None)
         super().build_extensions()
 
+    def compile(self, objects: Objects, toolkit: Toolkit | None) -> None:
+        """Compile all objects and hand them to the extensions. Raises CompileError."""
+        from torch.utils.cpp_extension import library_paths
 
-def sources(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in folder.glob("*.cpp"))
+        core, svm = objects.core(toolkit is not None), objects.svm()
+        kernels = [] if toolkit is None else kernel_units(toolkit)
+        compile_units([*core, *svm, *kernels])
+        c, c_svm = self.extensions
+        # depends: linked again where an object is newer.
+        c.extra_objects = c.depends = [str(unit.target) for unit in core + kernels]
+        c_svm.extra_objects = c_svm.depends = [str(unit.target) for unit in svm]
+        c.libraries, c.library_dirs = LIBRARIES, library_paths()
+        c.extra_link_args = [] if toolkit is None else toolkit.link_arguments()
 
 
 setup(
-    ext_modules=[
-        CppExtension(
-            "oases._C",
-            sources(ROOT / "csrc"),
-            # -g0: torch's headers make debug information ten times the size of the code.
-            extra_compile_args=["-O2", "-g0", "-Wall", f"-DOASES_TORCH_VERSION={torch.__version__}"],
-        ),
-        Extension(
-            "oases._svm",
-            sources(ROOT / "csrc" / "svm"),
-            include_dirs=[get_include()],
-            language="c++",
-            extra_compile_args=["-O3", "-g0", "-Wall", "-std=c++20"],
-        ),
-    ],
+    ext_modules=[Extension(name, [], language="c++") for name in ("oases._C", "oases._svm")],
     cmdclass={"build_ext": Build},
 )

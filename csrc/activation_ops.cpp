@@ -16,11 +16,11 @@ Gelu gelu_kind(const std::string& approximate) {
   return approximate == "tanh" ? Gelu::tanh : Gelu::erf;
 }
 
-struct Rows {
+struct Extent {
   int64_t rows, n;
 };
 
-Rows rows_of(const Tensor& x) {
+Extent extent_of(const Tensor& x) {
   const int64_t n = x.size(-1);
   return {n == 0 ? 0 : x.numel() / n, n};
 }
@@ -33,13 +33,9 @@ void check_bias(const OptionalTensor& bias, const Tensor& x) {
   check_sizes("bias_gelu", "bias", *bias, {x.sym_size(-1)});
 }
 
-OptionalTensor contiguous(const OptionalTensor& x) {
-  return x ? OptionalTensor(x->contiguous()) : std::nullopt;
-}
-
 Tensor gelu_forward(const Tensor& x, const OptionalTensor& bias, const std::string& approximate) {
   check_bias(bias, x);
-  const Rows size = rows_of(x);
+  const Extent size = extent_of(x);
   const DType dtype = dtype_of("bias_gelu", x);
   const Gelu kind = gelu_kind(approximate);
   const OptionalTensor shift = contiguous(bias);
@@ -53,7 +49,7 @@ Tensor gelu_forward(const Tensor& x, const OptionalTensor& bias, const std::stri
 std::tuple<Tensor, Tensor> gelu_gradients(const Tensor& grad, const Tensor& x, const OptionalTensor& bias,
                                           const std::string& approximate) {
   check_bias(bias, x);
-  const Rows size = rows_of(x);
+  const Extent size = extent_of(x);
   const DType dtype = dtype_of("bias_gelu", x);
   const Gelu kind = gelu_kind(approximate);
   const OptionalTensor shift = contiguous(bias);
@@ -93,7 +89,7 @@ void check_halves(const Tensor& x) {
 
 Tensor swiglu_forward(const Tensor& x) {
   check_halves(x);
-  const Rows size = rows_of(x);
+  const Extent size = extent_of(x);
   const DType dtype = dtype_of("swiglu", x);
   const Tensor from = x.contiguous(), out = at::empty(halved(x.sizes().vec()), x.options());
   if (size.rows > 0) OASES_LAUNCH(x, swiglu, dtype, size.rows, size.n / 2, from.data_ptr(), out.data_ptr());
@@ -102,7 +98,7 @@ Tensor swiglu_forward(const Tensor& x) {
 
 Tensor swiglu_gradient(const Tensor& grad, const Tensor& x) {
   check_halves(x);
-  const Rows size = rows_of(x);
+  const Extent size = extent_of(x);
   const DType dtype = dtype_of("swiglu", x);
   check_alike("swiglu", "grad", grad, x);
   check_sizes("swiglu", "grad", grad, halved(x.sym_sizes().vec()));

@@ -7,6 +7,8 @@
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <optional>
+
 #include "kernels.h"
 
 namespace oases {
@@ -36,6 +38,10 @@ inline void check_alike(const char* op, const char* name, const at::Tensor& othe
 inline void check_sizes(const char* op, const char* name, const at::Tensor& x, c10::SymIntArrayRef sizes) {
   TORCH_CHECK(x.sym_sizes() == sizes, op, ": ", name, " must have the shape ", sizes, ", got ",
               x.sym_sizes());
+}
+
+inline std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& x) {
+  return x ? std::optional(x->contiguous()) : std::nullopt;
 }
 
 // Memory of an optional tensor, or null.

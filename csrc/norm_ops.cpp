@@ -53,10 +53,6 @@ void check_forward(const Tensor& y, const Tensor& x, const OptionalTensor& bias,
   check_parameter("norm_bias", norm_bias, x);
 }
 
-OptionalTensor contiguous(const OptionalTensor& x) {
-  return x ? OptionalTensor(x->contiguous()) : std::nullopt;
-}
-
 // One number per row; empty if the norm does not have it.
 Tensor statistic(const Tensor& x, bool wanted) {
   auto sizes = x.sym_sizes().vec();

@@ -1,32 +1,25 @@
 """Build of the CUDA kernels, or without them, with a shell script as nvcc; and the build information."""
 
-import importlib.util
-import sys
-from pathlib import Path
+import os
 
 import pytest
 import torch
 
 import oases
+from build_tools import cuda_build, objects
 from oases import cli
 from oases.reporting import build_info, build_text
 
-ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture
-def cuda_build(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location("cuda_build", ROOT / "csrc" / "cuda_build.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "cuda_build", module)
-    spec.loader.exec_module(module)
+@pytest.fixture(autouse=True)
+def _tree(monkeypatch, tmp_path):
+    """A source tree with one kernel."""
     for name in ("NVCC", "OASES_CUDA", "OASES_CUDA_ARCHS"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "one.cu").write_text("// a kernel\n")
-    monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "BUILD", tmp_path / "build")
-    return module
+    monkeypatch.setattr(objects, "ROOT", tmp_path)
+    monkeypatch.setattr(objects, "BUILD", tmp_path / "build")
 
 
 @pytest.fixture
@@ -59,56 +52,70 @@ def compilations(folder):
     return len((folder / "compiled").read_text().splitlines())
 
 
-def test_kernels_are_compiled_once(cuda_build, nvcc, monkeypatch):
-    objects, link = cuda_build.cuda_part(True)
-    assert objects == [str(nvcc / "build" / "80-90" / "one.o")]
-    assert f"-L{nvcc}" in link
-    assert cuda_build.cuda_part(True) is not None
+def compile_kernels():
+    units = cuda_build.kernel_units(cuda_build.wanted_toolkit(True))
+    objects.compile_units(units)
+    return units
+
+
+def test_kernels_are_compiled_once(nvcc, monkeypatch):
+    (unit,) = compile_kernels()
+    assert unit.target == nvcc / "build" / "cuda" / "80-90" / "one.o"
+    assert f"-L{nvcc}" in cuda_build.find_toolkit().link_arguments()
+    compile_kernels()
     assert compilations(nvcc) == 1
-    log = (nvcc / "build" / "80-90" / "one.log").read_text()
+    log = unit.log.read_text()
     assert "compute_80,code=sm_80" in log
     assert "compute_90,code=compute_90" in log, "the last architecture is kept as PTX"
     assert "compute_70" not in log, "known to this nvcc, but not on the list"
     monkeypatch.setenv("OASES_CUDA_ARCHS", "90")
-    cuda_build.cuda_part(True)
+    (other,) = compile_kernels()
     assert compilations(nvcc) == 2, "other architectures, other objects"
-    assert "sm_80" not in (nvcc / "build" / "90" / "one.log").read_text()
+    assert "sm_80" not in other.log.read_text()
+    os.utime(nvcc / "csrc" / "one.cu", (2e9, 2e9))
+    compile_kernels()
+    assert compilations(nvcc) == 3, "the source is newer"
 
 
-def test_an_architecture_that_nvcc_does_not_know(cuda_build, nvcc, monkeypatch):
+def test_an_architecture_that_nvcc_does_not_know(nvcc, monkeypatch):
     monkeypatch.setenv("OASES_CUDA_ARCHS", "80,120")
     with pytest.raises(cuda_build.NoCudaError, match=r"'120'.* knows 70, 80, 90"):
         cuda_build.find_toolkit()
 
 
-@pytest.mark.parametrize("why", ["missing", "broken"])
-def test_without_cuda_one_line_says_why(cuda_build, nvcc, monkeypatch, capsys, why):
-    if why == "missing":
-        monkeypatch.setenv("NVCC", "/nowhere/nvcc")
-        message = "/nowhere/nvcc was not found; install the CUDA toolkit or set NVCC"
-    else:
-        (nvcc / "broken").touch()
-        message = "nvcc failed on csrc/one.cu: csrc/one.cu(1): error: no such thing"
-    assert cuda_build.cuda_part(True) is None
+def test_without_nvcc_one_line_says_why(monkeypatch, capsys):
+    monkeypatch.setenv("NVCC", "/nowhere/nvcc")
+    message = "/nowhere/nvcc was not found; install the CUDA toolkit or set NVCC"
+    assert cuda_build.wanted_toolkit(True) is None
     error = capsys.readouterr().err
     assert error.startswith(f"oases: building without CUDA kernels: {message}")
     assert error.count("\n") == 1
     monkeypatch.setenv("OASES_CUDA", "1")
-    with pytest.raises(SystemExit, match="OASES_CUDA=1, but") as caught:
-        cuda_build.cuda_part(True)
-    assert message in str(caught.value)
+    with pytest.raises(SystemExit, match=f"OASES_CUDA=1, but {message}"):
+        cuda_build.wanted_toolkit(True)
     monkeypatch.setenv("OASES_CUDA", "0")
-    assert cuda_build.cuda_part(True) is None
+    assert cuda_build.wanted_toolkit(True) is None
     assert capsys.readouterr().err == ""
-    monkeypatch.delenv("OASES_CUDA")
-    # A check has nothing to check without a compiler, but a kernel that does not compile is an error.
-    assert cuda_build.check() == (0 if why == "missing" else 1)
+    assert cuda_build.check() == 0, "nothing to check without a compiler"
 
 
-def test_oases_cuda_is_0_or_1(cuda_build, monkeypatch):
+def test_a_kernel_that_does_not_compile(nvcc, monkeypatch, capsys):
+    (nvcc / "broken").touch()
+    with pytest.raises(objects.CompileError, match=r"nvcc failed on csrc/one\.cu: .*error: no such thing") as caught:
+        compile_kernels()
+    assert caught.value.unit.source.name == "one.cu"
+    cuda_build.leave_out(caught.value)
+    assert "building without CUDA kernels: nvcc failed on csrc/one.cu" in capsys.readouterr().err
+    monkeypatch.setenv("OASES_CUDA", "1")
+    with pytest.raises(SystemExit, match="OASES_CUDA=1, but nvcc failed on"):
+        cuda_build.leave_out(caught.value)
+    assert cuda_build.check() == 1, "a kernel that does not compile is an error of the check"
+
+
+def test_oases_cuda_is_0_or_1(monkeypatch):
     monkeypatch.setenv("OASES_CUDA", "yes")
     with pytest.raises(SystemExit, match="OASES_CUDA must be 0 or 1, got 'yes'"):
-        cuda_build.cuda_part(True)
+        cuda_build.wanted_toolkit(True)
 
 
 LOG = """nvcc 13.0: nvcc -c a.cu
@@ -125,19 +132,18 @@ ptxas info    : Used 255 registers, 400 bytes cmem[0]
 """
 
 
-def test_usage_is_read_from_the_log(cuda_build):
+def test_usage_is_read_from_the_log():
     assert cuda_build.usage(LOG) == {
         "sm_80": cuda_build.Usage(kernels=2, registers=32, stack=16, spills=12),
         "sm_90": cuda_build.Usage(kernels=1, registers=255),
     }
 
 
-def test_a_norm_kernel_that_spills_fails_the_check(cuda_build, nvcc, capsys, monkeypatch):
-    for stem, status in (("sort", 0), ("norm", 1)):
-        target = nvcc / "build" / f"{stem}.o"
-        target.parent.mkdir(exist_ok=True)
-        target.with_suffix(".log").write_text(LOG)
-        monkeypatch.setattr(cuda_build, "compile_kernels", lambda toolkit, target=target: [target])
+def test_a_norm_kernel_that_spills_fails_the_check(nvcc, capsys, monkeypatch):
+    monkeypatch.setattr(objects.Unit, "compile", lambda unit: unit.log.write_text(LOG))
+    (nvcc / "build" / "cuda" / "80-90").mkdir(parents=True)
+    for before, stem, status in (("one", "sort", 0), ("sort", "norm", 1)):
+        (nvcc / "csrc" / f"{before}.cu").rename(nvcc / "csrc" / f"{stem}.cu")
         assert cuda_build.check() == status
     output = capsys.readouterr()
     assert output.out.splitlines()[1].split() == ["sort.cu", "sm_80", "2", "32", "16", "12"]
@@ -158,7 +164,7 @@ def test_a_build_says_what_it_is(capsys):
     assert str(oases.report()).splitlines()[-1] == f"built with {build_text()}"
 
 
-def test_a_torch_without_cuda_needs_one_architecture_to_link(cuda_build, nvcc, monkeypatch):
+def test_a_torch_without_cuda_needs_one_architecture_to_link(nvcc, monkeypatch):
     assert cuda_build.find_toolkit(cuda_build.LINK_ONLY).architectures == ("90",)
     monkeypatch.setenv("OASES_CUDA_ARCHS", "all")
     assert cuda_build.find_toolkit(cuda_build.LINK_ONLY).architectures == ("80", "90")

@@ -1,28 +1,26 @@
-"""Compiles csrc/*.cu with plain nvcc, without torch: for setup.py, and for `make cuda-check`.
+"""Compile csrc/*.cu with plain nvcc, without torch: for setup.py, and for `make cuda-check`.
 
-    python csrc/cuda_build.py     compiles what is not compiled yet, prints what ptxas said of registers and spills
+    python -m build_tools.cuda_build     print what ptxas says of registers and spills
 
 $NVCC: the compiler, else the one on PATH, else /usr/local/cuda/bin/nvcc. $OASES_CUDA_ARCHS: the architectures, such
 as "90", "80,90" or "all". Where it is not set, setup.py takes all for a torch with CUDA, and one for a torch without,
-which can link the kernels but not run them. $OASES_CUDA: 0 leaves CUDA out, 1 makes its absence an error. $MAX_JOBS:
-compilers at a time. Objects lie in build/cuda/<architectures>, each beside the log of its compilation, and are
-compiled again when a file they include or the command has changed.
+which can link the kernels but not run them. $OASES_CUDA: 0 leaves CUDA out, 1 makes its absence an error. Objects
+lie in build/cuda/<architectures>, each beside the log of its compilation.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "cuda"
+from build_tools import objects
+from build_tools.objects import CompileError, Unit, compile_units, report
+
 ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
 LINK_ONLY = "90"
 NEVER_SPILL = ("norm", "activation")
@@ -45,18 +43,15 @@ class Toolkit:
     @property
     def folder(self) -> Path:
         """Where objects for these architectures lie."""
-        return BUILD / "-".join(self.architectures)
+        return objects.BUILD / "cuda" / "-".join(self.architectures)
 
-    def command(self, source: Path) -> list[str]:
-        """How `source` becomes BUILD/<stem>.o. The last architecture is kept as PTX too, for those to come."""
+    def unit(self, source: Path) -> Unit:
+        """`source` as an object in `folder`. The last architecture is kept as PTX too, for those to come."""
         targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in self.architectures]
         newest = self.architectures[-1]
         targets.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
-        target = self.folder / source.stem
-        return [
-            self.nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC", "--cudart", "static", "-Xptxas", "-v", *targets,
-            "-MMD", "-MF", f"{target}.d", "-c", str(source), "-o", f"{target}.o",
-        ]  # fmt: skip
+        options = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", "--cudart", "static", "-Xptxas", "-v", *targets)
+        return Unit(source, self.folder / f"{source.stem}.o", (self.nvcc, *options), f"nvcc {self.release}: ")
 
     def link_arguments(self) -> list[str]:
         """The runtime, linked statically: the extension then loads where there is no driver.
@@ -111,58 +106,30 @@ def _architectures(asked: str, nvcc: str, known: set[str]) -> tuple[str, ...]:
     return names
 
 
-def compile_kernels(toolkit: Toolkit) -> list[Path]:
-    """Compile every csrc/*.cu that is not up to date; returns the objects. Raises NoCudaError where one fails."""
-    sources = sorted((ROOT / "csrc").glob("*.cu"))
-    toolkit.folder.mkdir(parents=True, exist_ok=True)
-    jobs = max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
-    with ThreadPoolExecutor(jobs) as workers:
-        return list(workers.map(lambda source: _compile(toolkit, source), sources))
+def kernel_units(toolkit: Toolkit) -> list[Unit]:
+    """Every csrc/*.cu as a unit to compile."""
+    return [toolkit.unit(source) for source in sorted((objects.ROOT / "csrc").glob("*.cu"))]
 
 
-def _compile(toolkit: Toolkit, source: Path) -> Path:
-    target, log = toolkit.folder / f"{source.stem}.o", toolkit.folder / f"{source.stem}.log"
-    command = toolkit.command(source)
-    heading = f"nvcc {toolkit.release}: {shlex.join(command)}"
-    if _up_to_date(target, log, heading):
-        return target
-    target.unlink(missing_ok=True)
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    output = result.stdout + result.stderr
-    log.write_text(f"{heading}\n{output}")
-    if result.returncode:
-        first = next((line for line in output.splitlines() if "error" in line), f"exit code {result.returncode}")
-        raise NoCudaError(f"nvcc failed on csrc/{source.name}: {first.strip()}; all of it is in {log}")
-    return target
-
-
-def _up_to_date(target: Path, log: Path, heading: str) -> bool:
-    dependencies = target.with_suffix(".d")
-    if not (target.exists() and log.exists() and dependencies.exists()):
-        return False
-    if log.read_text().partition("\n")[0] != heading:
-        return False
-    # "x.o : a.cu \\\n b.h": no path of a repository has a blank in it that make could read either.
-    names = dependencies.read_text().partition(" : ")[2].replace("\\\n", " ").split()
-    built = target.stat().st_mtime
-    return bool(names) and all(Path(name).exists() and Path(name).stat().st_mtime <= built for name in names)
-
-
-def cuda_part(torch_has_cuda: bool) -> tuple[list[str], list[str]] | None:
-    """Objects and link arguments of the CUDA part, compiled; None where it is left out, with one line why."""
+def wanted_toolkit(torch_has_cuda: bool) -> Toolkit | None:
+    """The toolkit to compile kernels with; None where they are left out, with one line why."""
     wanted = os.environ.get("OASES_CUDA", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"oases: error: OASES_CUDA must be 0 or 1, got {wanted!r}")
     if wanted == "0":
         return None
     try:
-        toolkit = find_toolkit("all" if torch_has_cuda else LINK_ONLY)
-        return [str(path) for path in compile_kernels(toolkit)], toolkit.link_arguments()
+        return find_toolkit("all" if torch_has_cuda else LINK_ONLY)
     except NoCudaError as error:
-        if wanted == "1":
-            raise SystemExit(f"oases: error: OASES_CUDA=1, but {error}") from None
-        print(f"oases: building without CUDA kernels: {error} (OASES_CUDA=0 asks for that)", file=sys.stderr)
+        leave_out(error)
         return None
+
+
+def leave_out(error: Exception) -> None:
+    """Say why the kernels are left out. Raises SystemExit where $OASES_CUDA is 1."""
+    if os.environ.get("OASES_CUDA") == "1":
+        raise SystemExit(f"oases: error: OASES_CUDA=1, but {error}")
+    report(f"oases: building without CUDA kernels: {error} (OASES_CUDA=0 asks for that)")
 
 
 @dataclass
@@ -198,21 +165,20 @@ def check() -> int:
     except NoCudaError as error:
         print(f"CUDA kernels not checked: {error}")
         return 0
+    units = kernel_units(toolkit)
     try:
-        objects = compile_kernels(toolkit)
-    except NoCudaError as error:
+        compile_units(units)
+    except CompileError as error:
         print(f"cuda-check: {error}", file=sys.stderr)
         return 1
     spilling = []
     print(f"{'file':<16}{'architecture':<14}{'kernels':>8}{'registers':>11}{'stack B':>9}{'spills B':>10}")
-    for target in objects:
-        for name, worst in usage(target.with_suffix(".log").read_text()).items():
-            print(
-                f"{target.stem + '.cu':<16}{name:<14}{worst.kernels:>8}{worst.registers:>11}{worst.stack:>9}"
-                f"{worst.spills:>10}"
-            )
-            if worst.spills and target.stem in NEVER_SPILL:
-                spilling.append(f"{target.stem}.cu on {name}")
+    for unit in units:
+        file = unit.source.name
+        for name, worst in usage(unit.log.read_text()).items():
+            print(f"{file:<16}{name:<14}{worst.kernels:>8}{worst.registers:>11}{worst.stack:>9}{worst.spills:>10}")
+            if worst.spills and unit.source.stem in NEVER_SPILL:
+                spilling.append(f"{file} on {name}")
     if spilling:
         print(f"cuda-check: registers spill to memory in {', '.join(spilling)}", file=sys.stderr)
     return bool(spilling)
