@@ -248,12 +248,11 @@ EXECUTION = (
     Mutation(
         "dropout_masks_reused",
         "oases/parallel/randomness.py",
-        "    draws.count += 1\n",
-        "    draws.count = 1\n",
-        (
-            "parallel/test_exactness.py",
-            "parallel/test_execution.py::test_dropout_is_the_same_when_recomputed_and_on_all_ranks",
-        ),
+        'f"{draws.key} mask {draws.count}{own}"',
+        'f"{draws.key} mask{own}"',
+        ("parallel/test_randomness.py",),
+        "Two dropouts of one op draw the same mask.",
+    ),
         "All dropouts of an op after its second draw the same mask.",
     ),
     Mutation(
@@ -261,10 +260,7 @@ EXECUTION = (
         "oases/parallel/randomness.py",
         "text = repr((*self._key, place, number, sub_batch, 0 if shared",
         "text = repr((*self._key, place, number, 0 if shared",
-        (
-            "parallel/test_execution.py::test_dropout_is_the_same_when_recomputed_and_on_all_ranks",
-            "parallel/test_exactness.py",
-        ),
+        ("parallel/test_randomness.py",),
         "All sub-batches of a block draw the same random numbers.",
     ),
     Mutation(
@@ -278,8 +274,16 @@ EXECUTION = (
         return function()
 
     def _isolated""",
-        ("parallel/test_execution.py::test_dropout_is_the_same_when_recomputed_and_on_all_ranks",),
+        ("parallel/test_randomness.py",),
         "Recomputation draws other random numbers than the forward pass.",
+    ),
+    Mutation(
+        "dropout_same_on_all_ranks",
+        "oases/parallel/randomness.py",
+        "sub_batch, 0 if shared else self._rank, self._first_sample))",
+        "sub_batch, 0, self._first_sample))",
+        ("parallel/test_randomness.py",),
+        "Tensor-parallel ranks draw the same masks for different features.",
     ),
     Mutation(
         "embedding_off_by_one",
