@@ -47,16 +47,16 @@ LOADS = ("natural", "forced", "even")
 class MixtureBenchConfig(BenchConfig):
     """The model, how it is skewed, and what is compared."""
 
-    methods: str = option(",".join(METHODS), f"placements to measure, of {', '.join(METHODS)}, separated by commas")
-    loads: str = option(",".join(LOADS), f"skews to measure, of {', '.join(LOADS)}, separated by commas")
+    methods: str = option(",".join(METHODS), f"placements to measure, of {', '.join(METHODS)}, comma-separated")
+    loads: str = option(",".join(LOADS), f"skews to measure, of {', '.join(LOADS)}, comma-separated")
     layers: int = option(2, "layers of attention and experts")
-    hidden: int = option(128, "width of a token, features")
+    hidden: int = option(128, "hidden size, features")
     heads: int = option(4, "attention heads")
     sequence: int = option(256, "tokens of a sample")
     batch: int = option(16, "samples of a step, on all ranks")
     experts: int = option(8, "experts of a layer")
-    expert_hidden: int = option(1024, "width inside of an expert")
-    top_k: int = option(2, "experts of a token")
+    expert_hidden: int = option(1024, "intermediate size of an expert, features")
+    top_k: int = option(2, "experts per token")
     skew: float = option(0.3, "difference that a forced skew makes between the first expert's gate and the last's")
     warmup: int = option(6, "steps in front, in which loads and costs are learnt")
     iterations: int = option(10, "interleaved repetitions")
@@ -64,12 +64,12 @@ class MixtureBenchConfig(BenchConfig):
     seed: int = option(0, "of the weights and the order of the data")
 
     def prepared(self, ranks: Ranks) -> MixtureBenchConfig:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         self.check(ranks.size)
         return self
 
     def check(self, ranks: int) -> None:
-        """UsageError for what cannot run, before any rank starts."""
+        """Raise UsageError for an invalid configuration, before any rank starts."""
         self.require_least(1, "warmup", "iterations")
         if not self.skew >= 0:
             raise UsageError(f"--skew must be at least 0, got {self.skew}")
@@ -79,7 +79,7 @@ class MixtureBenchConfig(BenchConfig):
         self.training("none").moe_gpt(self.seed)
 
     def training(self, placement: str) -> TrainConfig:
-        """Of a run with this placement: the losses that spread tokens are off."""
+        """Training configuration with a placement, without load-balancing losses."""
         return TrainConfig(
             layers=self.layers, hidden=self.hidden, heads=self.heads, sequence=self.sequence, batch=self.batch,
             experts=self.experts, expert_hidden=self.expert_hidden, top_k=self.top_k, placement=placement,
@@ -123,7 +123,7 @@ class _Run:
             self.copies.append(float(sum(map(len, step.placement.copies))))
 
     def row(self) -> dict[str, Any]:
-        """What is said of it; seconds are rank 0's."""
+        """Result row; seconds are of rank 0."""
         before, after = (statistics.mean(of) for of in zip(*self.degrees, strict=True))
         return {
             "step_seconds": statistics.median(self.seconds),
@@ -136,7 +136,7 @@ class _Run:
 
 
 def run_mixture_bench(config: MixtureBenchConfig, ranks: Ranks, shows: bool) -> Result:
-    """Measure on the default group; to be called by every rank."""
+    """Measure on the default group. Called on every rank."""
     result: Result = {"config": checked_settings(config) | {"ranks": dist.get_world_size()}}
     loads, steps = config.parse_list("loads", LOADS), config.warmup + config.iterations
     with progress("steps", len(loads) * steps, shows and first_rank()) as advance:

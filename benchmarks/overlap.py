@@ -162,7 +162,7 @@ def spread(values: list[float], digits: str = ".2f") -> str:
 
 
 def memory_table(results: dict[Cell, dict[str, Any]]) -> str:
-    """What schedules keep does not depend on the link."""
+    """Table of memory per schedule, which does not depend on the link."""
     rows = {}
     for (_, shape, recompute), result in results.items():
         for name in SCHEDULES[:6]:
@@ -180,7 +180,7 @@ def main() -> None:
     """Measure what is missing, then print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
-    parser.add_argument("--links", default="500mbit,1gbit,2gbit", help="links, joined by commas")
+    parser.add_argument("--links", default="500mbit,1gbit,2gbit", help="links, comma-separated")
     parser.add_argument("--peers", default="all", help="as in `oases bench overlap`")
     parser.add_argument("--iterations", type=int, default=7, metavar="N", help="interleaved repetitions per cell")
     parser.add_argument("--tables", action="store_true", help="measure nothing")

@@ -47,9 +47,9 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class PlacementsBenchConfig(BenchConfig):
-    """Which cases are planned."""
+    """Cases to plan."""
 
-    devices: str = option("4,8,16,32,64", "numbers of devices, separated by commas")
+    devices: str = option("4,8,16,32,64", "numbers of devices, comma-separated")
     experts: int = option(1, "experts at home on each device")
     generated: int = option(100, "generated traces for each number of devices")
     tokens: int = option(1024, "tokens of each device, times the experts that each is sent to")
@@ -57,7 +57,7 @@ class PlacementsBenchConfig(BenchConfig):
     steps: int = option(10, "steps taken from each layer of a recorded trace, evenly spread")
     optimum: int = option(20, "generated traces for each number of devices whose optimum is sought")
     optimum_devices: int = option(16, "devices up to which it is sought")
-    optimum_seconds: float = option(30.0, "seconds that the mixed-integer programme may take for one")
+    optimum_seconds: float = option(30.0, "seconds that the mixed-integer program may take for one")
     seed: int = option(0, "of the first generated trace")
 
     def __post_init__(self) -> None:
@@ -68,19 +68,19 @@ class PlacementsBenchConfig(BenchConfig):
         self.numbers()
 
     def numbers(self) -> list[int]:
-        """Of devices. UsageError for what are none."""
+        """Numbers of devices. UsageError for invalid ones."""
         try:
             found = [int(each) for each in self.devices.split(",")]
         except ValueError:
             found = []
         if not found or min(found) < 2:
-            raise UsageError(f"--devices {self.devices!r} must be whole numbers of at least 2, joined by commas")
+            raise UsageError(f"--devices {self.devices!r} must be whole numbers of at least 2, comma-separated")
         return found
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What no placement's seconds are below. solved: it is the optimum's seconds, to `GAP`."""
+    """Lower bound of the seconds of all placements. solved: it is the optimum, up to `GAP`."""
 
     seconds: float
     solved: bool
@@ -89,24 +89,24 @@ class Bound:
 def bound(
     counts: Integers, costs: Costs, slots: int, *, seconds: float, below: float = np.inf, whole: bool = False
 ) -> Bound:
-    """How good a placement can be at best, found in so many seconds.
+    """Lower bound for placements, computed within `seconds`.
 
     below: the seconds of a placement that is known, which spares HiGHS all that is above. whole: as placements are,
     all of a device's tokens for an expert go to one device; else they may be divided, which is at most as slow as the
     best placement and found much sooner. UsageError for costs with nodes.
     """
-    programme = (FullPlacementMilp if whole else _DividedProgramme)(counts, costs, slots)
+    milp = (FullPlacementMilp if whole else _DividedMilp)(counts, costs, slots)
     if np.isfinite(below):
-        programme.at_least(-below * (1 + 1e-6) / programme.unit, (-1.0, programme.of("total")))
-    result = programme.solve(seconds)
+        milp.at_least(-below * (1 + 1e-6) / milp.unit, (-1.0, milp.of("total")))
+    result = milp.solve(seconds)
     if result.status == 2:  # nothing is below, so that is the best
         return Bound(below, True)
     lowest = getattr(result, "mip_dual_bound", None)
-    return Bound(max(0.0, float(lowest or 0.0)) * programme.unit, result.status == 0)
+    return Bound(max(0.0, float(lowest or 0.0)) * milp.unit, result.status == 0)
 
 
-class _DividedProgramme(PlacementMilp):
-    """Of each expert's tokens a device computes some of its own, and some of all others'."""
+class _DividedMilp(PlacementMilp):
+    """Relaxation: a device computes part of its own tokens of an expert, and part of all others'."""
 
     def _tokens(self) -> None:
         size = self.costs.token_bytes / self.costs.bandwidth
@@ -146,7 +146,7 @@ class Case:
 
     @property
     def costs(self) -> Costs:
-        """Of the layer behind the link."""
+        """Costs of the layer on this link."""
         return LAYERS[self.link]
 
 
@@ -164,7 +164,7 @@ class Outcome:
         return self.placements[method].predicted_seconds / self.placements[other].predicted_seconds
 
     def rb(self, method: str) -> float:
-        """As `oases.train.load_replay.rb`."""
+        """Balance ratio, see `oases.train.load_replay.rb`."""
         return rb(*(self.placements[each].balance_degree for each in ("none", method)))
 
 
@@ -217,7 +217,7 @@ def outcome(case: Case, *, optimum_seconds: float = 0.0) -> Outcome:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What the cases come to. Ratios are geometric means; rb is a median, for a perfect balance has none."""
+    """Summary of the cases. Ratios are geometric means; rb is a median, as it is infinite for perfect balance."""
     rows: dict[str, Any] = {}
     for method in METHODS:
         rows[method] = {

@@ -42,18 +42,18 @@ APART = 0.05
 
 @dataclass(frozen=True)
 class PlannerBenchConfig(BenchConfig):
-    """Which steps are predicted and measured."""
+    """Steps to predict and measure."""
 
-    links: str = option("500mbit,1gbit", "links to shape, joined by commas")
+    links: str = option("500mbit,1gbit", "links to shape, comma-separated")
     shapes: str = option(
-        "768x3x256x4,512x4x256x8,1024x2x128x8", "HIDDENxLAYERSxSEQUENCExBATCH of the models, joined by commas"
+        "768x3x256x4,512x4x256x8,1024x2x128x8", "HIDDENxLAYERSxSEQUENCExBATCH of the models, comma-separated"
     )
-    schedules: str = option(",".join(SCHEDULES), "schedules, joined by commas")
+    schedules: str = option(",".join(SCHEDULES), "schedules, comma-separated")
     iterations: int = option(5, "interleaved repetitions; medians are compared")
     profile: str | None = option(None, "write the profile that was measured there; with --link")
 
     def prepared(self, ranks: Ranks) -> PlannerBenchConfig:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         require_writable("--profile", self.profile)
         self.models()
         return self
@@ -77,7 +77,7 @@ class PlannerBenchConfig(BenchConfig):
 
 
 def run_planner_bench(config: PlannerBenchConfig, ranks: Ranks, shows: bool) -> Result:
-    """Profile and measure every shape behind the link at hand; to be called by every rank.
+    """Profile and measure every shape behind the link at hand. Called on every rank.
 
     Each shape is measured right after its blocks were profiled, as machines drift.
     """
@@ -120,7 +120,7 @@ def _named(config: OverlapConfig) -> str:
 
 
 def predicted_seconds(config: OverlapConfig, name: str, hardware: Hardware, tp: int) -> float:
-    """What the simulator says of a schedule of an overlap benchmark."""
+    """Simulated seconds of a schedule of an overlap benchmark."""
     return predicted(config, config.contestant(name)[0], hardware, tp).total_seconds
 
 

@@ -56,13 +56,13 @@ class PlansBenchConfig(EmulatedConfig):
     iterations: int = option(7, "interleaved repetitions of the finalists; the first round takes two")
 
     def prepared(self, ranks: Ranks) -> PlansBenchConfig:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         self.model()
         return self
 
     def described(self) -> str:
-        """As `BenchConfig`."""
-        return "{} ranks {}; compute is emulated, what is sent is sent"
+        """See `BenchConfig`."""
+        return "{} ranks {}; compute is emulated, communication is real"
 
     def model(self) -> ModelShape:
         """Its shape. UsageError for one that cannot be."""
@@ -78,7 +78,7 @@ def emulated(config: PlansBenchConfig, links: dict[str, LinkModel], per_node: in
 
 
 def space() -> Space:
-    """What is measured, and what the planner may choose from."""
+    """Search space, for the measurement and the planner."""
     return Space(
         schedules=("oases", "fine_grained"), sub_batches=(2,), micro_batches=(1, 2), zero=(False,), max_stages=1
     )  # fmt: skip
@@ -135,7 +135,7 @@ class PlansBench:
         return timed_block(self.hardware, self.model, number, group)
 
     def seconds(self, step: Callable[[], None]) -> float:
-        """Of one step, the slowest rank's."""
+        """Seconds of a step on the slowest rank."""
         dist.barrier()
         start = time.perf_counter()
         step()
@@ -151,7 +151,7 @@ class PlansBench:
 
 
 def run_plans_bench(config: PlansBenchConfig, ranks: Ranks, shows: bool) -> Result:
-    """Measure on the default group; to be called by every rank."""
+    """Measure on the default group. Called on every rank."""
     named, world, visible = checked_settings(config), dist.get_world_size(), shows and first_rank()
     shaped = ranks.link is not None or ranks.backend.startswith("sim")
     model, per_node = config.model(), ranks_per_node(world, shaped=shaped)

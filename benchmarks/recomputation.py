@@ -51,7 +51,7 @@ _FREE = LinkModel(0.0, 1e12)
 class RecomputationBenchConfig(EmulatedConfig):
     """The model and its pipeline, a stage on each rank, and the device that its compute is emulated for."""
 
-    pipelines: str = option("one_f_one_b,shifted_critical_path", "pipelines to measure, separated by commas")
+    pipelines: str = option("one_f_one_b,shifted_critical_path", "pipelines to measure, comma-separated")
     layers: int = option(48, "transformer layers; what fits is a whole number of them, so many make it even")
     micro_batches: int = option(8, "micro-batches of a step")
     kept_layers: int = option(
@@ -60,12 +60,12 @@ class RecomputationBenchConfig(EmulatedConfig):
     iterations: int = option(3, "interleaved repetitions")
 
     def prepared(self, ranks: Ranks) -> RecomputationBenchConfig:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         self.plans(ranks.size)
         return self
 
     def described(self) -> str:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         return "{} stages {}; memory is that of training, compute is emulated"
 
     def plans(self, stages: int) -> dict[str, Plan]:
@@ -119,7 +119,7 @@ def _trained(plan: Plan, data: str) -> tuple[int, int]:
     assert trainer.mesh is not None
     assert isinstance(trainer.optimizer, torch.optim.Optimizer)  # nothing is sharded here
     trainer.close()
-    # Gradients are made anew in every step: they are among what it allocates.
+    # Gradients are allocated in every step, so they are part of its allocations.
     tensors = [*trainer.model.parameters(), *_moments(trainer.optimizer)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors), peak
 
@@ -129,7 +129,7 @@ def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def run_recomputation_bench(config: RecomputationBenchConfig, ranks: Ranks, shows: bool) -> Result:
-    """Measure on the default group, a stage on each rank; to be called by every rank."""
+    """Measure on the default group, a stage on each rank. Called on every rank."""
     named, stages = checked_settings(config), dist.get_world_size()
     plans = config.plans(stages)
     mesh, hardware = Mesh.of(next(iter(plans.values()))), config.device()

@@ -1,1 +1,1 @@
-"""Benchmarks that a user runs on their own machine: contestants interleaved, medians, ratios."""
+"""Benchmarks for the user's own machine: interleaved contestants, medians, ratios."""

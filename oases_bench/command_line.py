@@ -1,4 +1,4 @@
-"""Command lines of benchmarks: those of `oases bench`, and those of a file of its own."""
+"""Command lines of benchmarks: subcommands of `oases bench`, and stand-alone scripts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from oases.terminal import console
 from oases_bench.harness import Benchmark, Ranks
 
 BENCHMARKS = ("overlap", "host", "pipeline", "nodes", "moe", "sparse", "svm", "gpu")
-"""Modules of oases_bench, each with its BENCHMARK, in the order of the help."""
+"""Modules of oases_bench that define a BENCHMARK, in the order of the help."""
 
 
 def add(benches: Any) -> None:
@@ -39,9 +39,9 @@ def add(benches: Any) -> None:
 
 
 def script(benchmark: Benchmark, path: str) -> None:
-    """Be the command line of a benchmark that is a file of its own, `python PATH`."""
+    """Run the command line of a stand-alone benchmark, `python PATH`."""
     parser = Parser(prog=f"python {path}", description=benchmark.help + ".")
-    parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
     _add_benchmark(parser, benchmark, path)
     given = sys.argv[1:]
     try:
@@ -60,7 +60,7 @@ def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark, path: 
 
 
 def _run(benchmark: Benchmark, options: argparse.Namespace, given: Sequence[str], path: str | None) -> None:
-    """Run a benchmark, on ranks behind the link asked for if it has any, and show its result."""
+    """Run a benchmark, on ranks behind --link if it needs ranks, and print its result."""
     config = config_from(type(benchmark.config), options)
     for name in ("html", "report"):
         require_writable(f"--{name}", getattr(config, name, None))

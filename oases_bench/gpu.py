@@ -1,4 +1,4 @@
-"""One GPU measured in a few minutes: the kernels beside its copy bandwidth, a product cut in two, what is hidden.
+"""One GPU measured in a few minutes: the kernels beside its copy bandwidth, a matmul cut in two, overlap.
 
 The link is simulated (`sim`, one process for all ranks), so one GPU is enough; its bandwidth is set so that the
 communication takes a given share of the compute measured before.
@@ -96,8 +96,8 @@ def encode(copy: float) -> Result:
     return _beside(copy, moved, seconds(lambda: sketch_encode(positions, values, rows, keys, 0)))
 
 
-def chunked_product() -> Result:
-    """A product cut in two beside the whole, 8192 cubed."""
+def chunked_matmul() -> Result:
+    """Matmul of 8192 x 8192 in two halves against the whole."""
     size = 8192
     a, b = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(a)
@@ -148,7 +148,7 @@ def run_gpu_bench(config: GpuBenchConfig, shows: bool) -> Result:
         "norm epilogue": lambda: norm_epilogue(copy),
         "permute": lambda: expert_permute(copy),
         "sketch encode": lambda: encode(copy),
-        "product cut in two": chunked_product,
+        "product cut in two": chunked_matmul,
     }
     for ratio in RATIOS:
         parts[f"overlap at communication = {ratio} x compute"] = lambda ratio=ratio: hidden(ratio)  # type: ignore[misc]
@@ -161,7 +161,7 @@ def run_gpu_bench(config: GpuBenchConfig, shows: bool) -> Result:
 
 
 def machine() -> dict[str, str]:
-    """What was measured."""
+    """Versions and device of the measurement."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,

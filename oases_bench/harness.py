@@ -1,4 +1,4 @@
-"""One harness for all benchmarks: what one is, its configuration, interleaved rounds, and its table."""
+"""Benchmark harness: definition, configuration, interleaved rounds, and formatting."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _Config = TypeVar("_Config", bound="BenchConfig")
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the ranks of a benchmark are joined. given: the options that were given and not left at their defaults.
+    """Ranks of a benchmark and their link. given: names of the options given on the command line.
 
-    shaped: whether a shaped link stands between all of them, on one node.
+    shaped: whether an emulated link connects all of them, on one node.
     """
 
     size: int = 2
@@ -35,30 +35,30 @@ class Ranks:
 
     @property
     def shaped(self) -> bool:
-        """See above."""
+        """Whether an emulated link connects all ranks."""
         return self.link is not None and self.nodes == 1
 
 
 class BenchConfig:
-    """What benchmarks are configured by: a frozen dataclass of options, which derives from this."""
+    """Base class of benchmark configurations, which are frozen dataclasses of options."""
 
     def prepared(self: _Config, ranks: Ranks) -> _Config:
-        """The configuration to run, checked. UsageError for all that can be known before any rank starts."""
+        """Validate and complete the configuration. UsageError for errors that are known before any rank starts."""
         return self
 
     def described(self) -> str:
-        """What runs, in words, with places for the number of ranks and for how they are joined."""
+        """Format string of a title line; arguments: number of ranks, and their link."""
         return "{} ranks {}"
 
     def require_least(self, least: int, *names: str) -> None:
-        """Raise UsageError where an option is below `least`."""
+        """Raise UsageError for an option below `least`."""
         for name in names:
             if getattr(self, name) < least:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} must be at least {least}, got {getattr(self, name)}")
 
     def parse_list(self, name: str, known: Iterable[str]) -> list[str]:
-        """The names in an option, joined by commas. UsageError for one that is not `known`."""
+        """Split an option of comma-separated names. UsageError for one that is not `known`."""
         found = [text.strip() for text in getattr(self, name).split(",") if text.strip()]
         for each in found:
             if each not in known:
@@ -71,10 +71,9 @@ class BenchConfig:
 class Benchmark:
     """One benchmark.
 
-    config: the defaults of its options. run: called on every rank with configuration, ranks and whether to show
-    progress; the first rank's result is printed and written. shown: what is printed of that, tables and lines.
-    size: of ranks by default; None for a benchmark that starts none itself, and is called without `ranks`. nodes: by
-    default.
+    config: its default configuration. run(config, ranks, shows): called on every rank; rank 0's result is printed and
+    written. shown: printable tables and lines of a result. size: default number of ranks; None for a benchmark that
+    starts no ranks, called as run(config, shows). nodes: default number of nodes.
     """
 
     name: str
@@ -87,14 +86,14 @@ class Benchmark:
 
 
 class Contestant(Protocol):
-    """What takes turns with others."""
+    """Contestant of an interleaved benchmark."""
 
     def step(self) -> None:
-        """One step, which it times itself."""
+        """Run and time a step."""
 
 
 def timed_step(run: Callable[[], Any]) -> float:
-    """Seconds from when every rank has begun to when the slowest has ended."""
+    """Time `run` between barriers: until the slowest rank has finished, seconds."""
     dist.barrier()
     start = time.perf_counter()
     run()
@@ -103,12 +102,12 @@ def timed_step(run: Callable[[], Any]) -> float:
 
 
 def first_rank() -> bool:
-    """Whether this process shows progress."""
+    """Whether this process is rank 0, which shows progress."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def interleave(contestants: Iterable[Contestant], rounds: int, what: str, shows: bool) -> None:
-    """Let contestants take turns, so that what disturbs the machine disturbs all alike."""
+    """Run contestants in turns, so that other load on the machine affects all alike."""
     each = list(contestants)
     with progress(what, rounds, shows and first_rank()) as advance:
         for done in range(1, rounds + 1):
@@ -118,14 +117,14 @@ def interleave(contestants: Iterable[Contestant], rounds: int, what: str, shows:
 
 
 def checked_settings(config: Any) -> Result:
-    """The settings of a benchmark by name. UsageError unless every rank was given the same."""
+    """Settings of a benchmark by name. UsageError unless they are equal on all ranks."""
     found = settings(config)
     require_agreement(found)
     return found
 
 
 def add_speedups(base: Mapping[str, Any] | None, rows: Iterable[dict[str, Any]], predicted: bool = False) -> None:
-    """Set each row's speed-up over `base`, where there is one; predicted: and that of the predictions."""
+    """Add each row's speed-up over `base`, if any; predicted: also that of the predictions."""
     for row in rows if base is not None else ():
         assert base is not None
         row["speedup"] = base["step_seconds"] / row["step_seconds"]
@@ -134,29 +133,29 @@ def add_speedups(base: Mapping[str, Any] | None, rows: Iterable[dict[str, Any]],
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """A value of every rank, in their order."""
+    """Gather an object from every rank, in rank order."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
 
 
 def max_over_ranks(values: Sequence[float]) -> list[float]:
-    """Of each value the largest over the ranks."""
+    """Maximum of each value over the ranks."""
     found = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return [float(value) for value in found]
 
 
 def milliseconds(seconds: float) -> str:
-    """As "93 ms"."""
+    """Format seconds as "93 ms"."""
     return f"{1e3 * seconds:.0f} ms"
 
 
 def signed_percent(error: float) -> str:
-    """A prediction's relative error, as "+1.5 %"."""
+    """Format a relative error as "+1.5 %"."""
     return f"{100 * error:+.1f} %"
 
 
 def times(ratio: float | None, digits: int = 3) -> str:
-    """A ratio; "-" for None."""
+    """Format a ratio; "-" for None."""
     return "-" if ratio is None else f"{ratio:.{digits}f}"

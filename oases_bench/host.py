@@ -1,6 +1,6 @@
 """CPU time that the executor adds to a model: its step above plain autograd of the same blocks.
 
-One process stands for all ranks of a group of two over a link that takes no time, so the difference is the host's
+A single process represents all ranks of a group of two over an instantaneous link, so the difference is the host's
 work alone: the list of ops, the cut autograd graphs, issuing and waiting. Plain autograd runs the same blocks,
 `partial` then `combine`, on the same sub-batches in a plain loop, without communication. Widths are small, because
 on an accelerator the kernels run beside the host and only the host's own time matters.
@@ -36,7 +36,8 @@ from oases.parallel import OverlappedStack
 from oases.parallel.batch import BlockInputs
 from oases.terminal import progress, table
 from oases.testbed import Backend
-from oases.train.config import option, settings
+from oases.train.config import settings
+from oases.train.model_options import option, require_choices
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
 DEGREE = 2
@@ -57,12 +58,12 @@ Seconds = tuple[float, float]
 class HostBenchConfig(BenchConfig):
     """Models, their sizes and the number of rounds."""
 
-    layers: str = option("12,96", "numbers of transformer layers, of two blocks each, joined by commas")
-    hidden: int = option(16, "width of the model, features")
+    layers: str = option("12,96", "numbers of transformer layers, of two blocks each, comma-separated")
+    hidden: int = option(16, "hidden size, features")
     sub_batches: int = option(2, "sub-batches of one sample each")
     model: str = option("gpt,llama", "gpt (built in), llama (of transformers, by oases.parallelize), or both")
     schedule: str = option("oases", "name of the schedule")
-    recompute: str = option("none", "what the backward pass recomputes: none, or full")
+    recompute: str = option("none", "activation recomputation", ("none", "full"))
     iterations: int = option(7, "interleaved rounds; medians are reported")
 
     def __post_init__(self) -> None:
@@ -71,8 +72,7 @@ class HostBenchConfig(BenchConfig):
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.hidden < 1 or self.hidden % (2 * HEADS):
             raise UsageError(f"hidden {self.hidden} must be a positive multiple of {2 * HEADS}")
-        if self.recompute not in ("none", "full"):
-            raise UsageError(f"unknown recompute {self.recompute!r}; known are none and full")
+        require_choices(self)
         for name in self.models:
             if name not in LEAST_LAYERS:
                 raise UsageError(f"unknown model {name!r}; known are {', '.join(LEAST_LAYERS)}")

@@ -49,13 +49,13 @@ from oases_bench.timed_block import sleep_until
 
 
 class ForcedRouter(Router):
-    """A router whose choices are told, whatever it is given. Weights are its gates of the chosen experts."""
+    """Router with prescribed choices. Weights are its gates of the chosen experts."""
 
     counts: Tensor | None = None
     """int64 [E]: slots of the next call for each expert; they sum up to T k. None: the router's own choice."""
 
     def forward(self, x: Tensor, *, bias: Tensor | None = None) -> Routing:
-        """As `Router`."""
+        """See `Router`."""
         if self.counts is None:
             return super().forward(x, bias=bias)
         slots = torch.arange(self.num_experts).repeat_interleave(self.counts)
@@ -135,21 +135,21 @@ ABLATION = {
     "planner": PlacementMethod("prophet", "blocking", False),
     "planner + scheduler": PlacementMethod("prophet", "block_wise", False),
 }
-"""What `prophet` is made of; its third part is the coupling of both."""
+"""Parts of `prophet`; the third part is the coupling of both."""
 
 
 @dataclass(frozen=True)
 class ExpertsBenchConfig(BenchConfig):
     """The blocks, their loads, and the device that compute is emulated for."""
 
-    methods: str = option(",".join(METHODS), f"placements to measure, of {', '.join(METHODS)}, separated by commas")
+    methods: str = option(",".join(METHODS), f"placements to measure, of {', '.join(METHODS)}, comma-separated")
     ablation: bool = option(True, "the parts of prophet one by one, too")
     blocks: int = option(4, "blocks of experts")
     experts: int = option(16, "experts of a block")
-    hidden: int = option(256, "width of a token, features")
-    intermediate: int = option(1024, "width inside of an expert")
+    hidden: int = option(256, "hidden size, features")
+    intermediate: int = option(1024, "intermediate size of an expert, features")
     tokens: int = option(512, "tokens of a rank")
-    top_k: int = option(2, "experts of a token")
+    top_k: int = option(2, "experts per token")
     token_us: float = option(40.0, "microseconds that an expert computes on a token, forward")
     non_expert_ms: float = option(20.0, "milliseconds between two blocks of experts, forward")
     concentration: float = option(0.3, "of the skewed loads: the smaller, the fewer experts take most")
@@ -160,16 +160,16 @@ class ExpertsBenchConfig(BenchConfig):
     seed: int = option(0, "of the loads")
 
     def prepared(self, ranks: Ranks) -> ExpertsBenchConfig:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         self.check(ranks.size)
         return self
 
     def described(self) -> str:
-        """As `BenchConfig`."""
-        return "{} ranks {}; compute is emulated, what is sent is sent"
+        """See `BenchConfig`."""
+        return "{} ranks {}; compute is emulated, communication is real"
 
     def check(self, ranks: int) -> None:
-        """UsageError for what cannot run, before any rank starts."""
+        """Raise UsageError for an invalid configuration, before any rank starts."""
         sizes = ("blocks", "experts", "hidden", "intermediate", "tokens", "top_k", "iterations", "warmup")
         self.require_least(1, *sizes)
         if not 0 < self.token_us <= 1e6 or not 0 <= self.non_expert_ms <= 1e5:
@@ -188,7 +188,7 @@ class ExpertsBenchConfig(BenchConfig):
         return found | (ABLATION if self.ablation else {})
 
     def loads(self, ranks: int, kind: str) -> Iterator[list[Integers]]:
-        """Of each step, each block's counts [expert, rank]."""
+        """Yield, for each step, each block's counts [expert, rank]."""
         slots = self.tokens * self.top_k
         if kind == "even":
             base = np.full((self.experts, ranks), slots // self.experts, dtype=np.int64)
@@ -262,12 +262,12 @@ class _Run:
         self.modelled.append(layers)
 
     def forget(self) -> None:
-        """What was only a warm-up."""
+        """Discard the warm-up steps."""
         for held in (self.seconds, self.modelled, self.before, self.after, self.copies):
             held.clear()
 
     def row(self) -> dict[str, Any]:
-        """What is said of it; seconds are rank 0's."""
+        """Result row; seconds are of rank 0."""
         before, after = statistics.mean(self.before), statistics.mean(self.after)
         errors = [modelled / seconds - 1 for modelled, seconds in zip(self.modelled, self.seconds, strict=True)]
         return {
@@ -326,7 +326,7 @@ def measured_costs(config: ExpertsBenchConfig) -> Costs:
 
 
 def run_experts_bench(config: ExpertsBenchConfig, ranks: Ranks, shows: bool) -> Result:
-    """Measure on the default group, which the experts are spread over; to be called by every rank."""
+    """Measure on the default group, which the experts are spread over. Called on every rank."""
     named, size = checked_settings(config), dist.get_world_size()
     costs = measured_costs(config)
     result: Result = {"config": named | {"ranks": size}, "costs": settings(costs)}

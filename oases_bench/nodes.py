@@ -45,7 +45,7 @@ class NodesBenchConfig(EmulatedConfig):
 
     contestants: str = option(
         "one_f_one_b/sync,one_f_one_b/oases,shifted_critical_path/sync,shifted_critical_path/oases",
-        "PIPELINE/SCHEDULE of the stages and of the tensor-parallel stacks in them, separated by commas",
+        "PIPELINE/SCHEDULE of the stages and of the tensor-parallel stacks in them, comma-separated",
     )
     peers: str = option(
         "all", f"torch's own pipelining, tensor and data parallelism: {', '.join(BASELINES)}, all or none"
@@ -56,7 +56,7 @@ class NodesBenchConfig(EmulatedConfig):
     across: str = option("tensor", f"the axis whose ranks are on different nodes: {', '.join(AXES)}")
     samples: int = option(4, "samples of a micro-batch on a replica; overlapped schedules cut them in two")
     micro_batches: int = option(8, "micro-batches of a step")
-    keep: bool = option(False, "keep all activations; else every layer is computed again")
+    keep: bool = option(False, "keep all activations; else recompute every layer")
     flops: float = option(4e9, "FLOP/s of the emulated device")
     iterations: int = option(3, "interleaved repetitions")
 
@@ -66,15 +66,15 @@ class NodesBenchConfig(EmulatedConfig):
         return self.data * self.stages * self.tensor
 
     def prepared(self, ranks: Ranks) -> NodesBenchConfig:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         self.check(ranks.size, ranks.nodes)
         return self
 
     def described(self) -> str:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         return (
             f"{self.data} replicas x {self.stages} stages x tp {self.tensor}, {self.across} parallelism across the "
-            "nodes: {1}; compute is emulated, what is sent is sent"
+            "nodes: {1}; compute is emulated, communication is real"
         )
 
     def check(self, ranks: int, nodes: int) -> None:
@@ -108,7 +108,7 @@ class NodesBenchConfig(EmulatedConfig):
         return found
 
     def peer_plan(self, per_node: int) -> Plan:
-        """What peers run: the same cut, everything computed again that is to be."""
+        """Plan of the baselines: same degrees, with recomputation unless --keep."""
         return self._plan("one_f_one_b", "sync", per_node)
 
     def _plan(self, pipeline: str, schedule: str, per_node: int) -> Plan:
@@ -139,7 +139,7 @@ class NodesBenchConfig(EmulatedConfig):
         degree = {"data": self.data, "pipeline": self.stages, "tensor": self.tensor}[self.across]
         if degree % nodes:
             raise UsageError(
-                f"--across {self.across} joins {nodes} nodes, and its degree {degree} is no multiple of that; give "
+                f"--across {self.across} joins {nodes} nodes, and its degree {degree} is not a multiple; give "
                 f"--{'stages' if self.across == 'pipeline' else self.across} {nodes}, or another axis"
             )
         placed: list[list[int]] = [[] for _ in range(nodes)]
@@ -165,11 +165,11 @@ class AxisHardware(Hardware):
     across: int = 0
 
     def link_of(self, tp: int, stride: int = 1) -> str:
-        """As `Hardware.link_of`."""
+        """See `Hardware.link_of`."""
         return "cluster" if stride == self.across else "node"
 
     def collective_seconds(self, collective: str, ranks: int, num_bytes: float, stride: int = 1) -> float:
-        """As `Hardware.collective_seconds`."""
+        """See `Hardware.collective_seconds`."""
         return 0.0 if ranks == 1 else self.axes[stride].seconds(collective, ranks, num_bytes)
 
 
@@ -182,7 +182,7 @@ def predicted(plan: Plan, predictor: Predictor, tensor_across: bool) -> Timeline
 
 
 def run_nodes_bench(config: NodesBenchConfig, ranks: Ranks, shows: bool) -> Result:
-    """Measure on the default group, whose ranks are spread over the nodes; to be called by every rank."""
+    """Measure on the default group, whose ranks are spread over the nodes. Called on every rank."""
     named, nodes = checked_settings(config), ranks.nodes
     plans, order = config.plans(config.world // nodes), config.order(nodes)
     mesh = Mesh.of(next(iter(plans.values())), order=order)
@@ -210,7 +210,7 @@ def run_nodes_bench(config: NodesBenchConfig, ranks: Ranks, shows: bool) -> Resu
 
 
 def _strides(config: NodesBenchConfig) -> dict[str, int]:
-    """How far apart the ranks of a group are, of the axes that have groups."""
+    """Rank strides of the mesh axes that have groups."""
     known = {"tensor": (config.tensor, 1), "data": (config.data, config.tensor)}
     known["pipeline"] = config.stages, config.tensor * config.data
     return {name: stride for name, (degree, stride) in known.items() if degree > 1}
@@ -244,7 +244,7 @@ def measured_axes(
     jobs = [
         ("tensor", config.tensor, tensor if first else None, "all_reduce", (unit // 4, unit // 2, unit)),
         ("data", config.data, data, "all_reduce", (1 << 16, model.element_bytes * gradients // config.stages)),
-        # A pair of stages stands for all: messages of a step hardly meet on the way.
+        # One pair of stages represents all: messages of a step hardly overlap on the link.
         ("pipeline", config.stages, pipeline, "send", (unit // 2, unit)),
     ]
     axes: dict[int, LinkModel] = {}

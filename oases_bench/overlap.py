@@ -1,4 +1,4 @@
-"""What schedules hide on this machine: each beside compute alone, communication alone, peers and predictions."""
+"""Overlap benchmark: schedules against compute alone, communication alone, baselines and predictions."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
     """One overlap benchmark: a stack of transformer layers, forward and backward."""
 
     model: str | None = option(
-        None, "time the layers of this unedited model instead: a config.json of transformers, or a folder with one"
+        None, "benchmark the layers of an unedited model: a config.json of transformers, or a folder with one"
     )
-    beside_gpt: bool = option(False, "with --model: the built-in GPT of its sizes besides, in the same run")
-    peers: str = option("none", "who else runs: all, none, or some of torch, megatron, domino joined by commas")
-    simulate: str | None = option(None, "predict every step too, from this profile")
-    html: str | None = option(None, "with --simulate: draw measured and predicted steps there")
+    beside_gpt: bool = option(False, "with --model: also run the built-in GPT of the same sizes")
+    peers: str = option("none", "baselines to run: all, none, or some of torch, megatron, domino, comma-separated")
+    simulate: str | None = option(None, "hardware profile; also predict every step")
+    html: str | None = option(None, "with --simulate: write a page with measured and predicted timelines")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +81,7 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
         if self.model is None or self.beside_gpt:
             self.require_ranks(degree)
         elif degree < 2:
-            raise UsageError(f"--tp {degree} communicates nothing, so there is nothing to hide; give at least 2")
+            raise UsageError(f"--tp {degree} does not communicate, so there is nothing to overlap; give at least 2")
         for name in self.names:
             # Of how many blocks a model's layers are, the ranks will know.
             if name != "auto" and not (self.model is not None and Path(name).is_file()):
@@ -100,7 +100,7 @@ class StepComparison:
 
 
 def run_overlap_bench(config: OverlapBenchConfig, ranks: Ranks, shows: bool) -> Result:
-    """Measure on the default group; to be called by every rank."""
+    """Measure on the default group. Called on every rank."""
     named = checked_settings(config)
     group = dist.group.WORLD
     assert group is not None
@@ -169,7 +169,7 @@ def require_predictable(config: OverlapConfig, hardware: Hardware, tp: int) -> N
 
 
 def compare_predictions(bench: OverlapBench, result: Result, hardware: Hardware) -> list[StepComparison]:
-    """Add `predicted_seconds` to every schedule of a result; return the steps. To be called by every rank."""
+    """Add `predicted_seconds` to every schedule of a result; return the steps. Called on every rank."""
     steps = []
     for name, schedule in bench.schedules.items():
         found = predicted(bench.config, schedule, hardware, dist.get_world_size())
@@ -217,7 +217,7 @@ def write_comparison(path: Path, result: Result, steps: Sequence[StepComparison]
             Section(
                 "Where the time goes",
                 "One measured step, which need not be the median one, and below it the predicted one. Orange: an "
-                "all-reduce is on the link. Pale: the compute stands still for it. Names are BLOCK.SUB-BATCH. Drag "
+                "all-reduce is on the link. Pale: compute waits for it. Names are BLOCK.SUB-BATCH. Drag "
                 "to zoom, hover for names and times.",
                 draw_timelines(timelines),
             )

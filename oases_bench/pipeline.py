@@ -34,11 +34,11 @@ _BACKWARD = 2.0
 
 @dataclass(frozen=True)
 class PipelineBenchConfig(BenchConfig):
-    """What is run on each rank, and how often."""
+    """Pipelines, emulated compute and repetitions."""
 
     pipelines: str = option(
         "gpipe,one_f_one_b,pre_recompute,last_no_recompute,shifted_critical_path,interleaved,zb_h1",
-        "pipelines to measure, separated by commas",
+        "pipelines to measure, comma-separated",
     )
     micro_batches: int = option(8, "micro-batches of a step")
     forward_ms: float = option(
@@ -50,13 +50,13 @@ class PipelineBenchConfig(BenchConfig):
     peers: str = option("all", f"torch's own pipelines: {', '.join(PIPELINE_BASELINES)}, all or none")
 
     def prepared(self, ranks: Ranks) -> PipelineBenchConfig:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         self.chosen(ranks.size)
         return self
 
     def described(self) -> str:
-        """As `BenchConfig`."""
-        return "{} stages {}; compute is emulated, what is sent is sent"
+        """See `BenchConfig`."""
+        return "{} stages {}; compute is emulated, communication is real"
 
     def chosen(self, stages: int) -> dict[str, Schedule]:
         """The pipelines by name. UsageError where one cannot be, before any rank starts."""
@@ -75,7 +75,7 @@ class PipelineBenchConfig(BenchConfig):
         return found
 
     def seconds(self) -> dict[str, float]:
-        """Of a whole stage, by pass."""
+        """Seconds of a stage by pass."""
         forward = self.forward_ms / 1e3
         return {"F": forward, "R": forward, "B": _BACKWARD * forward}
 
@@ -121,7 +121,7 @@ class _Contestant(StageSteps):
 
 
 def run_pipeline_bench(config: PipelineBenchConfig, ranks: Ranks, shows: bool) -> Result:
-    """Measure on the default group, a stage on each rank; to be called by every rank."""
+    """Measure on the default group, a stage on each rank. Called on every rank."""
     named = checked_settings(config)
     stages = dist.get_world_size()
     mesh = [Mesh([1], stage=stage, num_stages=stages) for stage in range(stages)][dist.get_rank()]

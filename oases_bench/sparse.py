@@ -23,7 +23,7 @@ from oases.kernels.sparse import bitmap_unpack
 from oases.sparse.gradient import DenseRows
 from oases.sparse.sketch import Sketch
 from oases.terminal import percent, progress, table
-from oases.train.config import option
+from oases.train.model_options import option, require_choices
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, max_over_ranks, milliseconds
 from oases_bench.sparse_modes import Contestant, parse_modes
 from oases_bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload, Workload, write_words
@@ -36,15 +36,15 @@ ROWS, WIDTH = 32768, 128
 
 @dataclass(frozen=True)
 class SparseBenchConfig(BenchConfig):
-    """What is trained, and how its gradients are averaged."""
+    """Workload, and methods of gradient averaging."""
 
-    workload: str = option("lstm", "lstm (words) or dlrm (clicks)")
+    workload: str = option("lstm", "workload: word-level LSTM, or DLRM on clicks", ("lstm", "dlrm"))
     modes: str = option(
         "ddp,ddp_sparse,fp16,powersgd,packed,gather,sketch,sketch_without_feedback,auto,auto_lossy",
         "ways of averaging, joined by commas; also: dense",
     )
     data: str | None = option(None, "text whose words are learnt, a file or folder (default: Python's own source)")
-    stored: str = option("sparse", "how embeddings store gradients for our modes: sparse or dense")
+    stored: str = option("sparse", "storage of embedding gradients in our modes", ("sparse", "dense"))
     vocabulary: int = option(32768, "words, or rows of each table")
     width: int = option(128, "of embeddings and hidden layers")
     tables: int = option(4, "of the recommender")
@@ -52,7 +52,7 @@ class SparseBenchConfig(BenchConfig):
     sequence: int = option(20, "words per sample")
     negatives: int = option(512, "words that a target is told apart from")
     cells: float = option(0.25, "cells of sketches for each non-zero")
-    rows: int = option(1, "of sketches: 1, 3 or 5")
+    rows: int = option(1, "rows of sketches", (1, 3, 5))
     powersgd_rank: int = option(4, "of PowerSGD's matrices")
     bucket_mb: float = option(25.0, "largest size of DDP's buckets")
     steps: int = option(10, "timed steps of each mode; 0: none")
@@ -64,9 +64,7 @@ class SparseBenchConfig(BenchConfig):
 
     def __post_init__(self) -> None:
         parse_modes(self.modes)
-        for name, allowed in (("workload", ("lstm", "dlrm")), ("stored", ("sparse", "dense")), ("rows", (1, 3, 5))):
-            if getattr(self, name) not in allowed:
-                raise UsageError(f"--{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        require_choices(self)
         self.require_least(
             1, "vocabulary", "width", "tables", "batch", "sequence", "negatives", "powersgd_rank", "seeds"
         )
@@ -76,13 +74,13 @@ class SparseBenchConfig(BenchConfig):
                 raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
 
     def prepared(self, ranks: Ranks) -> SparseBenchConfig:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         if ranks.size < 2:
             raise UsageError(f"--tp {ranks.size} averages nothing; give at least 2 data-parallel ranks")
         return self
 
     def described(self) -> str:
-        """As `BenchConfig`."""
+        """See `BenchConfig`."""
         return "{} data-parallel ranks {}"
 
 
@@ -174,13 +172,13 @@ def _step(contestant: Contestant, optimizer: torch.optim.Optimizer, batch: Batch
 
 
 def _loopback_bytes() -> int:
-    """What this network namespace's loopback has carried so far."""
+    """Bytes carried by this network namespace's loopback so far."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
 def run_sparse_bench(config: SparseBenchConfig, ranks: Ranks, shows: bool) -> Result:
-    """Measure on the default group; to be called by every rank."""
+    """Measure on the default group. Called on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         words = [str(Path(folder) / "words.npy"), ""]
         if config.workload == "lstm":

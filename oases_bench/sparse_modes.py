@@ -32,7 +32,7 @@ def parse_modes(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in OURS and name not in BASELINES:
-            raise UsageError(f"--modes has {name!r}; give some of {','.join([*OURS, *BASELINES])}, joined by commas")
+            raise UsageError(f"--modes has {name!r}; give some of {','.join([*OURS, *BASELINES])}, comma-separated")
     return names
 
 
@@ -92,7 +92,7 @@ class Contestant:
         self._steps += 1
 
     def _list(self, gradient: Tensor) -> None:
-        """Of ddp_sparse: what gloo gathers of the other ranks, were their rows as many as this rank's."""
+        """Count the bytes that ddp_sparse receives, assuming that all ranks have as many rows as this one."""
         rows = gradient._indices()[0].unique().numel()
         self._listed_bytes += (dist.get_world_size() - 1) * rows * (4 * gradient.shape[1] + 8)
 

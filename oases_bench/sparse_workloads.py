@@ -225,5 +225,5 @@ class ClickWorkload:
         return categories, features, clicks
 
     def validation(self, rank: int) -> list[Batch]:
-        """Of a seed that no training has."""
+        """Held-out batches, from a seed that no training uses."""
         return [self.batch(-1, step, rank) for step in range(VALIDATION_BATCHES)]

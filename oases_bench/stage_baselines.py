@@ -143,7 +143,7 @@ class TorchPipeline:
         self.seconds.clear()
 
     def row(self) -> dict[str, Any]:
-        """What is said of it."""
+        """Result row."""
         return {"step_seconds": statistics.median(self.seconds), "steps": self.seconds}
 
 

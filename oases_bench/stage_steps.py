@@ -1,4 +1,4 @@
-"""Steps of pipelines and plans over timed blocks, which stand for the compute of an imaginary device."""
+"""Steps of pipelines and plans over timed blocks, which emulate the compute of a device."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from oases_bench.timed_block import BlockSeconds, TimedBlock
 class EmulatedConfig(BenchConfig):
     """A model, and the device that its compute is emulated for."""
 
-    hidden: int = option(256, "width of the model, features")
+    hidden: int = option(256, "hidden size, features")
     layers: int = option(4, "transformer layers")
-    sequence: int = option(128, "tokens per sample")
+    sequence: int = option(128, "sequence length, tokens per sample")
     flops: float = option(2e10, "FLOP/s of the emulated device")
 
     def model(self) -> ModelShape:
@@ -118,14 +118,14 @@ class StageSteps(ABC):
         self.stack.zero_grad()
 
     def peak_bytes(self) -> int:
-        """Of one step, of what this rank allocates."""
+        """Peak memory allocated by this rank in a step, bytes."""
         run: Callable[[], Tensor] = lambda: torch.stack(self.backward() or [torch.zeros(())])  # noqa: E731
         peak = measure_memory(run, lambda _: None, torch.device("cpu")).peak
         self.stack.zero_grad()
         return peak
 
     def row(self, peak: int, found: Timeline) -> Result:
-        """What is said of it, the same on every rank. found: a step as it is predicted."""
+        """Result row, equal on all ranks. found: predicted timeline of a step."""
         idle = 1 - statistics.median(busy / all_ for busy, all_ in zip(self.busy, self.seconds, strict=True))
         everyone = gather_objects((self.mesh.stage, statistics.median(self.seconds), idle, peak))
         stages, total = range(self.stages), found.total_seconds
@@ -161,14 +161,14 @@ class PlannedSteps(StageSteps):
         super().__init__(pipeline, mesh, self._stack, messages)
 
     def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
-        """As `StageSteps`."""
+        """See `StageSteps`."""
         if x is None:
             x = self._x.clone().requires_grad_()
         y = self._stack.run(x, part // len(self.plan.stages), context)
         return y.mean() / self.plan.micro_batches if part == len(self.plan.parts) - 1 else y
 
     def averaging(self) -> AbstractContextManager[Any]:
-        """As `StageSteps`."""
+        """See `StageSteps`."""
         return self._average.overlapped()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ class PlannedSteps(StageSteps):
         return {name: p.grad.clone() for name, p in self._stack.named_parameters() if p.grad is not None}
 
     def row(self, peak: int, found: Timeline) -> Result:
-        """As `StageSteps`, and the plan."""
+        """See `StageSteps`; with the plan's text."""
         return super().row(peak, found) | {"plan": self.plan.text()}
 
 

@@ -1,7 +1,7 @@
-"""The nonconvex penalised SVM beside reweighted linear programmes (HiGHS), LinearSVC and skglm, on the same splits.
+"""The nonconvex penalised SVM beside reweighted linear programs (HiGHS), LinearSVC and skglm, on the same splits.
 
 Part one: one lambda, the same objective; ours beside local linear approximation, whose every step is a linear
-programme over all columns; and what a path of 50 lambdas costs in fits. Part two: five synthetic designs with known
+program over all columns; and what a path of 50 lambdas costs in fits. Part two: five synthetic designs with known
 support; every contestant's strength is chosen on the same validation rows (of equal accuracies, the fewest
 non-zeros), the support and the accuracy on unseen rows are compared. Contestants that are not installed are left out,
 and named.
@@ -29,15 +29,15 @@ LARGE = {"tall": (20_000, 2_000, 1.0), "sparse": (2_000, 50_000, 0.01)}
 
 @dataclass(frozen=True)
 class SvmBenchConfig(BenchConfig):
-    """What is fitted."""
+    """Penalties, data sets and repetitions."""
 
-    penalties: str = option(",".join(PENALTIES), f"penalties of ours, of {', '.join(PENALTIES)}, separated by commas")
+    penalties: str = option(",".join(PENALTIES), f"penalties of ours, of {', '.join(PENALTIES)}, comma-separated")
     repeats: int = option(3, "fits of each, of which the median second counts")
     seeds: int = option(3, "data sets of each synthetic design")
     recovery: bool = option(False, "compare support and accuracy on five synthetic designs, too")
-    large: str = option("", f"compare on large data, too, of {', '.join(LARGE)}, separated by commas")
+    large: str = option("", f"compare on large data, too, of {', '.join(LARGE)}, comma-separated")
     large_lambda: float = option(0.01, "strength on large data")
-    limit: float = option(600.0, "seconds that a linear programme over all columns may take on large data")
+    limit: float = option(600.0, "seconds that a linear program over all columns may take on large data")
     seed: int = option(0, "of the first data set")
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ def shown(result: Result) -> Iterator[RenderableType]:
         "data", "penalty", "by", "objective", "non-zeros", "residual", "seconds", "faster"
     )  # fmt: skip
     cells = [each for row in rows for each in _beside_rows(row)]
-    yield table(columns, cells, words=3, title="one objective; HiGHS: reweighted linear programmes")
+    yield table(columns, cells, words=3, title="one objective; HiGHS: reweighted linear programs")
     paths = [
         (
             row["data"], row["penalty"], f"{row['path_seconds']:.3f}", f"{row['ours']['seconds']:.3f}",
@@ -146,7 +146,7 @@ def _with_error(value: float, error: float | None, digits: int) -> str:
 
 
 def _beside_rows(row: Result) -> Iterator[tuple[str, ...]]:
-    """Ours, ours without search and reweighted programmes on the same data."""
+    """Ours, ours without search and reweighted programs on the same data."""
     own, other = row["ours"], row["reweighted"]
     cut = "" if other["complete"] else "> "
     proof = f"{max(own['primal_residual'], own['dual_residual']):.0e}"
@@ -162,7 +162,7 @@ def _beside_rows(row: Result) -> Iterator[tuple[str, ...]]:
 
 BENCHMARK = Benchmark(
     "svm",
-    "nonconvex penalised SVMs beside reweighted linear programmes, LinearSVC and skglm",
+    "nonconvex penalised SVMs beside reweighted linear programs, LinearSVC and skglm",
     SvmBenchConfig(),
     run_svm_bench,
     shown,

@@ -41,9 +41,9 @@ class Split:
 
 
 def reweighted(x: Any, y: Any, penalty: Penalty, limit: float | None = None) -> dict[str, Any]:
-    """Local linear approximation from the l1 solution on, every step a linear programme over all columns by HiGHS.
+    """Local linear approximation from the l1 solution on, every step a linear program over all columns by HiGHS.
 
-    limit: seconds for each programme; where one is not solved in them, `complete` is False, the last answer stands.
+    limit: seconds for each program; where one is not solved in them, `complete` is False, the last answer stands.
     """
     n, d = x.shape
     signed = sparse.csc_array(sparse.diags_array(y) @ sparse.csc_array(x))
@@ -77,7 +77,7 @@ def reweighted(x: Any, y: Any, penalty: Penalty, limit: float | None = None) -> 
 
 
 def _median(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """What the last run returns, and the median of their seconds."""
+    """Return the last result, and the median time in seconds."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -87,7 +87,7 @@ def _median(run: Callable[[], Any], repeats: int) -> tuple[Any, float]:
 
 
 def ours(x: Any, y: Any, penalty: Penalty, repeats: int, *, search: bool = True) -> dict[str, Any]:
-    """A fit from the default settings; without search it is the descent of reweighted programmes."""
+    """A fit from the default settings; without search it is the descent of reweighted programs."""
     made = NonconvexSVC(penalty.name, lam=penalty.lam, theta=penalty.theta, search=search)
     model, seconds = _median(lambda: made.fit(x, y), repeats)
     return {
@@ -113,7 +113,7 @@ def breast_cancer() -> tuple[Split, float]:
 
 
 def synthetic(kind: str, seed: int, rows: int = 200, columns: int = 500) -> Split:
-    """Of one of DESIGNS: rows to fit, as many to validate, ten times as many to test."""
+    """Generate one of DESIGNS: rows to fit, as many to validate, ten times as many to test."""
     rng = np.random.default_rng([seed, DESIGNS.index(kind)])
     n = 12 * rows
     x = rng.standard_normal((n, columns))
@@ -133,7 +133,7 @@ def synthetic(kind: str, seed: int, rows: int = 200, columns: int = 500) -> Spli
 
 
 def large(kind: str, seed: int) -> Split:
-    """Of one of LARGE; 50 columns matter."""
+    """Generate one of LARGE, with 50 relevant columns."""
     n, d, density = LARGE[kind]
     rng = np.random.default_rng(seed)
     w = np.zeros(d)
@@ -166,7 +166,7 @@ def contestants(penalties: list[str]) -> tuple[dict[str, Fit], list[str]]:
 
 
 def _largest(split: Split) -> float:
-    """Of the mean of y_i x_ij over the rows: the slope at zero of the mean hinge loss, about."""
+    """Largest absolute mean of y_i x_ij over the rows: about the slope of the mean hinge loss at zero."""
     return float(np.abs(split.x.T @ split.y).max() / len(split.y))
 
 
@@ -242,7 +242,7 @@ def _accuracy(w: Any, b: float, rows: tuple[Any, Any]) -> float:
 
 
 def beside(data: str, name: str, split: Split, penalty: Penalty, repeats: int, limit: float | None) -> dict[str, Any]:
-    """One penalty on the same data: ours, its descent without search, reweighted programmes, a path."""
+    """One penalty on the same data: ours, its descent without search, reweighted programs, a path."""
     own, other = ours(split.x, split.y, penalty, repeats), reweighted(split.x, split.y, penalty, limit)
     first = ours(split.x, split.y, penalty, repeats, search=False)
     path = whole_path(split.x, split.y, penalty, repeats) if limit is None else None

@@ -1,7 +1,7 @@
-"""A block whose compute is emulated: cheap arithmetic, and sleep for the rest of a set time.
+"""Block with emulated compute: cheap arithmetic, then sleep for the rest of a given time.
 
-For more ranks than cores: what a rank computes takes no core here, so every rank has its compute's time as if it had
-a machine of its own, while what it sends is sent.
+For more ranks than cores: emulated compute occupies no core, so every rank computes as if on its own machine, while
+communication is real.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from oases.execution.weight_gradient import DeferredGradients, active_deferral
 
 _READ = 4096
-"""Parameter elements that take part in the arithmetic; the others' gradients are zeros, sent like any other."""
+"""Parameter elements used in the arithmetic; the gradients of the others are zeros, communicated like any other."""
 
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """What the parts of a block take, in seconds.
+    """Seconds of the parts of a block.
 
-    forward and combine: one run, so that recomputation takes them again. backward: down to the input's gradient, that
-    of combine included. weight_gradient: what may be put off.
+    forward, combine: of one run; recomputation takes them again. backward: of the input gradient, including combine's
+    backward. weight_gradient: of the deferrable weight gradient.
     """
 
     forward: float
@@ -41,15 +41,15 @@ class BlockSeconds:
 
 
 class TimedBlock(nn.Module):
-    """A block of an `OverlappedStack` that takes set times: y = x * g, summed over the ranks, and then x + y.
+    """Block of an `OverlappedStack` with given times: y = x * g, all-reduced, then x + y.
 
-    g is the mean of the first 4096 elements of `weight`, this rank's part of the parameters. Shapes: x and y
-    [batch, ...], on the CPU.
-    seconds: what the parts take for a number of samples, dimension 0 of x. With tokens, the length of a whole sample,
-        the block is token_wise, and a cut along dimension 1 counts as a fraction of its samples.
-    num_parameters: elements of this rank's weight. value: what they all start from.
-    Times are lower bounds: what sleeps is woken a little late, and where the arithmetic takes longer, that counts.
-    Raises ValueError for a tensor on another device: its queue would not wait for a sleep.
+    g is the mean of the first 4096 elements of `weight`, this rank's shard of the parameters. x, y: [batch, ...], on
+    the CPU.
+    seconds: times for a number of samples, dimension 0 of x. tokens: sequence length; if given, the block is
+        token_wise, and a chunk along dimension 1 counts as a fraction of its samples.
+    num_parameters: elements of this rank's weight. value: their initial value.
+    Times are lower bounds: sleeps end a little late, and the arithmetic may take longer.
+    Raises ValueError for a tensor on another device, whose queue would not wait for a sleep.
     """
 
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
@@ -71,14 +71,14 @@ class TimedBlock(nn.Module):
         self.weight = nn.Parameter(torch.full((num_parameters,), value))
 
     def partial(self, x: Tensor) -> Tensor:
-        """[batch, ...] -> this rank's share of the sum, of the same shape."""
+        """[batch, ...] -> this rank's partial sum, of the same shape."""
         if x.device.type != "cpu":
             raise ValueError(f"a TimedBlock emulates compute on the CPU, got an input on {x.device}")
         result: Tensor = _Timed.apply(x, self.weight, self._seconds(x), active_deferral(self.weight))
         return result
 
     def combine(self, x: Tensor, y: Tensor) -> Tensor:
-        """The residual, after the sum."""
+        """Residual addition after the all-reduce."""
         start = time.perf_counter()
         out = x + y
         sleep_until(start + self._seconds(x).combine)
@@ -89,7 +89,7 @@ class TimedBlock(nn.Module):
 
 
 def sleep_until(end: float) -> None:
-    """Return at `end`, of time.perf_counter(); at once if that is over."""
+    """Sleep until `end` of time.perf_counter(); return at once if that has passed."""
     left = end - time.perf_counter()
     if left > 0:
         time.sleep(left)
@@ -110,7 +110,7 @@ class _Timed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
-        # Before the clock starts: torch's checkpoint computes again where what was saved is asked for.
+        # Before the clock starts: torch.utils.checkpoint recomputes when saved tensors are unpacked.
         x, weight, gain = ctx.saved_tensors
         start = time.perf_counter()
         grad_x = grad * gain
@@ -125,7 +125,7 @@ class _Timed(torch.autograd.Function):
 
 
 def _gradient(weight: Tensor, x: Tensor, grad: Tensor, seconds: float) -> Tensor:
-    """The gradient of a timed block's weight, which takes so many seconds."""
+    """Gradient of a timed block's weight, taking `seconds`."""
     start = time.perf_counter()
     found = torch.zeros_like(weight)
     read = found[:_READ]

@@ -76,7 +76,7 @@ class UneditedLayers:
 
     @torch.no_grad()
     def _observed(self, inputs: dict[str, Any]) -> list[tuple[list[Any], pytree.TreeSpec]]:
-        """What the model's own loop calls each layer with."""
+        """Record the arguments with which the model calls each layer."""
         calls: list[tuple[list[Any], pytree.TreeSpec]] = []
 
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:

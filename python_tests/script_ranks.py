@@ -10,7 +10,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,25 @@ class ScriptRanks:
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, script: Path, arguments: Sequence[Any] = (), *, folder: Path, seconds: float = 150) -> str:
-        """Run the script in `folder` on all ranks; return what rank 0 printed. AssertionError with all tracebacks."""
+        """Run the script in `folder` on all ranks; return what rank 0 printed. AssertionError with its traceback."""
         if not self._ranks:
             self._start()
         with socket.create_server(("localhost", 0)) as free:
             port = free.getsockname()[1]
         for _, connection in self._ranks:
             connection.send((port, str(script), [str(each) for each in arguments], str(folder)))
-        printed, errors = [], []
-        for rank, (_, connection) in enumerate(self._ranks):
-            if not connection.poll(seconds):
-                errors.append(f"rank {rank} has not ended after {seconds:.0f} s")
-                continue
-            said, error = connection.recv()
-            printed.append(said)
-            errors += [f"rank {rank}:\n{error}"] if error else []
+        printed: dict[int, str] = {}
+        errors: list[str] = []
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
+        while waiting and not errors:  # where one rank fails the others may wait for it
+            ready = wait(waiting, seconds)
+            if not ready:
+                errors.append(f"ranks {sorted(waiting.values())} have not ended after {seconds:.0f} s")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                printed[rank], error = connection.recv()
+                errors += [f"rank {rank}:\n{error}"] if error else []
         if errors:
             self.close()  # their process groups may be unusable: the next script gets fresh ranks
             raise AssertionError("\n".join(errors))

@@ -128,9 +128,9 @@ def test_a_link_that_cannot_be_had(capsys, monkeypatch):
     )
     for command in (["train"], ["bench", "overlap"]):
         error = fails(capsys, *command, "--link", "1gbit")
-        assert "--link 1gbit cannot be had here: 'tc' is missing; install the package iproute2" in error
+        assert "--link 1gbit is not available: 'tc' is missing; install the package iproute2" in error
     error = fails(capsys, "demo", "--link", "1gbit", "--nodes", "2")
-    assert "--link 1gbit --nodes 2 cannot be had here: 'tc' is missing" in error
+    assert "--link 1gbit --nodes 2 is not available: 'tc' is missing" in error
     assert "leave out --link --nodes 2" in error
 
 

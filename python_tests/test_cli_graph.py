@@ -49,7 +49,7 @@ def test_stages(config, balance, capsys):
     cli.main(["plan", "--graph", config(tie_word_embeddings=True), "--stages", "3", "--balance", balance])
     out = capsys.readouterr().out
     assert len(re.findall(r"^│ [012] ", out, re.MULTILINE)) == 3
-    assert "model.embed_tokens.weight = lm_head.weight (0.0 MB) is held by stages 0, 2" in out
+    assert "model.embed_tokens.weight = lm_head.weight (0.0 MB) is on stages 0, 2" in out
 
 
 def test_a_cluster_and_a_type_change_the_balance(config, capsys):
@@ -154,4 +154,4 @@ def test_files_that_are_no_graph(tmp_path, capsys):
 
 @pytest.mark.parametrize("option", [["--stages", "2"], ["--balance", "time"], ["--html", "x.html"]])
 def test_options_of_graphs_need_one(capsys, option):
-    assert "give --graph MODEL" in fails(capsys, "plan", *GIVEN, *option)
+    assert "needs --graph MODEL" in fails(capsys, "plan", *GIVEN, *option)

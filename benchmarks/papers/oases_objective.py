@@ -95,7 +95,7 @@ class PublishedTimes:
         return PublishedTimes(forward, backward, all_reduce, runtime, samples)
 
     def node_seconds(self, block: int, num_blocks: int, tp: int) -> float:
-        """What the objective's forward and backward sums hold of one block."""
+        """Terms of one block in the objective's forward and backward sums."""
         kind, after = KINDS[block % 2], KINDS[(block + 1) % 2]
         c, total = self.all_reduce[tp], 0.0
         if block == 0:
@@ -111,7 +111,7 @@ class PublishedTimes:
         return total
 
     def edge_seconds(self, block: int, tp: int, after: int) -> float:
-        """What a change of degree between `block` and the next one costs."""
+        """Cost of a change of degree between `block` and the next one."""
         if tp == after:
             return 0.0
         c, next_kind = self.all_reduce[tp], KINDS[(block + 1) % 2]
@@ -205,7 +205,7 @@ def published_plan(
 def _times(
     model: ModelShape, hardware: Hardware, world: int, global_batch: int, degrees: Sequence[int]
 ) -> PublishedTimes:
-    """Of half a replica's batch. What the paper measures as its runtime's memory is here head and embedding."""
+    """Times of half a replica's batch. Head and embedding replace the paper's measured runtime memory."""
     forward, backward, all_reduce, runtime, samples = {}, {}, {}, {}, {}
     for tp in degrees:
         whole = global_batch * tp / world

@@ -2,7 +2,7 @@
 
     python benchmarks/papers/oases_speedups.py
 
-Batch sizes, degrees and links of those runs are not published, so one set of assumptions, `Assumptions`, stands for
+Batch sizes, degrees and links of those runs are not published, so one set of assumptions, `Assumptions`, represents
 all seven models. Rates of device and network come from the published times of smaller blocks, of 32 RTX 3090, 4 per
 server, fp32, sequence 1024, heads of 64. The speed-ups are read off the paper's charts, to 0.01.
 """
@@ -111,7 +111,7 @@ SPEEDUPS: dict[tuple[int, int], tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is assumed of all the runs alike.
+    """Assumptions common to all runs.
 
     contention: of compute and an all-reduce in flight; none, for lack of published measurements. most_samples: of a
     replica, the largest batch of the published times; smaller powers of two where that does not fit. bridged: how
@@ -218,7 +218,7 @@ class _Run:
         self._logits_bytes = samples * model.sequence * model.vocabulary / tp * model.element_bytes
 
     def seconds(self, schedule: str, sub_batches: int) -> tuple[float, float]:
-        """Of a micro-batch with its share of the step, and bytes at the peak."""
+        """Seconds of a micro-batch with its part of the step, and peak bytes."""
         model, tp, samples = self._model, self._tp, self._samples / sub_batches
         sizes = [
             BlockBytes(

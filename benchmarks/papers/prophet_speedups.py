@@ -47,7 +47,7 @@ ALPHA = 0.1
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is assumed of all rows alike.
+    """Assumptions common to all rows.
 
     skew: exponent of the experts' loads, which fall as rank ** -skew; at 1 the three heaviest of 16 take 54 %. The
     experts' homes are drawn with `seed`. flops: per second, that an expert reaches in float32. bandwidth: bytes per
@@ -80,7 +80,7 @@ class Row:
 
 
 def costs(model: str, assumed: Assumptions, *, scheduled: bool) -> Costs:
-    """Of one layer; what lies between two is the attention."""
+    """Costs of one layer; attention lies between two."""
     _, embedding, hidden = MODELS[model]
     tokens = TOKENS / DEVICES
     attention = 2 * tokens * (4 * embedding**2 + 2 * SEQUENCE * embedding) / assumed.flops

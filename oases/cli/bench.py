@@ -1,4 +1,4 @@
-"""The command bench: what is hidden on this machine. The benchmarks are a package of their own, `oases_bench`."""
+"""Command `bench`. The benchmarks are a separate package, `oases_bench`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from oases.cli.options import Parser, command
 
 
 def add(commands: Any) -> None:
-    """Add it to the command line."""
+    """Add the command."""
     import oases_bench.command_line
 
     bench = command(commands, "bench")

@@ -1,6 +1,6 @@
-"""`oases demo`: the same GPT on real text, once with synchronous tensor parallelism and once overlapped.
+"""`oases demo`: train the same GPT on text with synchronous and with overlapped tensor parallelism.
 
-Both trainings advance in turns, step by step, so that whatever else the machine does falls on both alike.
+The two runs alternate step by step, so that other load on the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ from oases.train.trainer import Trainer
 
 SCHEDULES = ("sync", "oases")
 _TIMELINES = (
-    "One measured step of the transformer stack under each schedule, to one time scale. Orange: an all-reduce is on "
-    "the link. Pale: the compute stands still for it. Names are BLOCK.SUB-BATCH. Drag to zoom, hover for names and "
-    "times."
+    "One measured step of the transformer stack under each schedule, on one time scale. Orange: an all-reduce is on "
+    "the link. Pale: compute waits for it. Names are BLOCK.SUB-BATCH. Drag to zoom, hover for names and times."
 )
-_LOSSES = (
-    "Training loss per step. A schedule changes when things run, never what is computed, so the curves lie on each "
-    "other."
-)
+_LOSSES = "Training loss per step. A schedule changes the order of execution, not the result, so the curves coincide."
 HEADER = ("schedule", "step", "against sync", "tokens/s", "hidden", "of ideal", "loss", "validation loss")
 
 
 def run_demo(config: TrainConfig) -> dict[str, Any]:
-    """Train under every schedule in turns, then measure what each hides; to be called by every rank."""
+    """Train under the schedules in turns, then measure their overlap. Called on every rank."""
     require_agreement(settings(config))
     group = dist.group.WORLD
     assert group is not None
@@ -97,7 +93,7 @@ def _bench_config(config: TrainConfig) -> OverlapConfig:
 
 
 def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The demo's table, one row a schedule, in the order of HEADER."""
+    """Table rows, one per schedule, with the columns of HEADER."""
     return [
         (
             name, f"{1e3 * row['step_seconds']:.0f} ms", f"{row['speedup']:.2f} x",
@@ -115,7 +111,7 @@ def show(result: dict[str, Any], link: str, folder: Path) -> None:
     difference = result["largest_loss_difference"]
     console.print(
         f"Losses of the two schedules differ by at most {difference:.1e}, relative, over all steps.\n'hidden' "
-        "and 'of ideal' are of the transformer stack alone, forward and backward, where the overlap happens."
+        "and 'of ideal' refer to the transformer stack alone, forward and backward, where the overlap happens."
     )
     timelines: Sequence[Timeline] = result["timelines"]
     config = result["config"]
@@ -134,4 +130,4 @@ def show(result: dict[str, Any], link: str, folder: Path) -> None:
         ],
     )
     trace.write_text(trace_json(timelines))
-    console.print(f"Picture of why: {page}   Trace for Perfetto: {trace}", soft_wrap=True)
+    console.print(f"Timelines: {page}   Trace for Perfetto: {trace}", soft_wrap=True)

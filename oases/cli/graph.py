@@ -1,4 +1,4 @@
-"""A model's graph at the command line, for plan: read or traced, cut into shards or stages, shown and drawn."""
+"""Option `--graph` of plan: read or trace a model's graph, split it into shards or stages, print and draw it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from oases.graph.stages import BALANCES, Stage, shared_parameters, split
 
 _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#B279A2", "#72B7B2", "#E45756", "#9D755D", "#EECA3B")
 _MOST_ARCS = 60
-"""Arcs of one picture: more are a grey area."""
+"""Maximum number of coloured arcs; more are drawn grey."""
 
 
 def groups(graph: LayerGraph) -> tuple[Part, ...]:
-    """Runs of nodes of one layer, or of none: what a picture shows as one box."""
+    """Split a graph into runs of nodes of the same layer, or of none; each is drawn as one box."""
     found, start = [], 0
     for _, run in groupby(graph.nodes, key=lambda node: layer_of(node.module)):
         stop = start + len(list(run))
@@ -31,7 +31,7 @@ def groups(graph: LayerGraph) -> tuple[Part, ...]:
 
 
 def name_of(part: Part) -> str:
-    """Its layer, or the modules outside of layers whose parameters it reads, or what runs there."""
+    """Label of a box: its layers, else the modules whose parameters it reads, else a module that runs in it."""
     if part.layers:
         return ", ".join(part.layers)
     owners = dict.fromkeys(each.name.rpartition(".")[0] for each in part.parameters)
@@ -39,10 +39,7 @@ def name_of(part: Part) -> str:
 
 
 def write_drawing(path: Path, graph: LayerGraph, parts: Sequence[Part], rows: Sequence[Sequence[str]]) -> None:
-    """A page with a table of `rows`, the first of which is its header, and the graph coloured by `parts`.
-
-    parts: stages or shards.
-    """
+    """Write an HTML page with a table and the graph coloured by `parts`, stages or shards. rows: header first."""
     from oases.simulator.drawing import Section, write_page
 
     text = (
@@ -59,7 +56,7 @@ def write_drawing(path: Path, graph: LayerGraph, parts: Sequence[Part], rows: Se
 
 
 def draw_graph(graph: LayerGraph, parts: Sequence[Part]) -> Any:
-    """The figure of `write_drawing`."""
+    """Draw the figure of `write_drawing`."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
@@ -104,7 +101,7 @@ def draw_graph(graph: LayerGraph, parts: Sequence[Part]) -> Any:
 
 
 def _draw_arcs(figure: Any, graph: LayerGraph, boxes: Sequence[Part]) -> None:
-    """Of every value that a box reads which the one before it has not made."""
+    """Draw an arc for every value that skips boxes."""
     import plotly.graph_objects as go
 
     free = travels(graph)
@@ -139,30 +136,30 @@ _OF_PLANS = (
 
 
 def add_graph(parser: argparse.ArgumentParser) -> None:
-    """The options that say which model's graph is to be shown instead of a plan, and how it is cut."""
+    """Add the options of --graph."""
     parser.add_argument(
         "--graph", metavar="MODEL",
-        help="instead of a plan: the graph of a model, a config.json of transformers, a folder with one, or the "
-        "JSON that --json writes; takes --sequence and --dtype, and balances by --cluster or --profile if given",
+        help="instead of a plan, show a model's graph: a config.json of transformers, a folder with one, or JSON "
+        "of --json; takes --sequence and --dtype, and balances by --cluster or --profile if given",
     )  # fmt: skip
-    parser.add_argument("--stages", type=int, metavar="N", help="with --graph: cut it into pipeline stages")
+    parser.add_argument("--stages", type=int, metavar="N", help="with --graph: split it into pipeline stages")
     parser.add_argument(
         "--balance", metavar="HOW",
-        help=f"with --stages: by {', '.join(BALANCES)}, or the modules that stages begin with, joined by commas "
+        help=f"with --stages: balance {', '.join(BALANCES)}; or comma-separated first modules of the stages "
         "(default: time)",
     )  # fmt: skip
-    parser.add_argument("--html", metavar="FILE", help="with --graph: draw it, collapsed by layer, as a page there")
+    parser.add_argument("--html", metavar="FILE", help="with --graph: write a page that draws it, collapsed by layer")
 
 
 def require_no_graph(options: argparse.Namespace) -> None:
-    """Raise UsageError for options that mean nothing without --graph."""
+    """Raise UsageError for options that need --graph."""
     for name in _OF_GRAPHS:
         if getattr(options, name) is not None:
-            raise UsageError(f"--{name} {getattr(options, name)} is of a graph; give --graph MODEL, or leave it out")
+            raise UsageError(f"--{name} {getattr(options, name)} needs --graph MODEL; give that, or leave it out")
 
 
 def show_graph(options: argparse.Namespace) -> None:
-    """Print the shards or stages of the graph asked for, write and draw it."""
+    """Print the shards or stages of the graph of --graph; write and draw it."""
     from oases.terminal import console
 
     given = [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(options, name) not in (None, False)]
@@ -172,7 +169,7 @@ def show_graph(options: argparse.Namespace) -> None:
             "plan for it in Python: oases.plan(graph, cluster, global_batch=N)"
         )
     if options.balance is not None and options.stages is None:
-        raise UsageError(f"--balance {options.balance} says how stages are cut; give --stages N too")
+        raise UsageError(f"--balance {options.balance} balances stages; give --stages N, too")
     if options.stages is not None:
         require_count("--stages", options.stages)
     require_writable("--html", options.html)
@@ -202,11 +199,11 @@ def show_graph(options: argparse.Namespace) -> None:
         from oases.cli.graph import write_drawing
 
         write_drawing(Path(options.html), graph, parts, rows)
-        console.print(f"drawn in {options.html}", soft_wrap=True)
+        console.print(f"written to {options.html}", soft_wrap=True)
 
 
 def _graph(options: argparse.Namespace) -> LayerGraph:
-    """Read, or traced from a configuration."""
+    """Read a graph, or trace it from a configuration."""
     from oases.graph.trace.configuration import read_configuration
 
     path = Path(options.graph)
@@ -214,7 +211,7 @@ def _graph(options: argparse.Namespace) -> LayerGraph:
     if data.get("format") == FORMAT:
         for name in ("sequence", "dtype"):
             if getattr(options, name) is not None:
-                raise UsageError(f"--graph {options.graph} has been traced; leave out --{name}, or trace it again")
+                raise UsageError(f"--graph {options.graph} is traced already; leave out --{name}, or trace it again")
         return read_graph(path)
     if options.sequence is not None:
         require_count("--sequence", options.sequence)
@@ -235,7 +232,7 @@ def _inputs(graph: LayerGraph) -> str:
 
 
 def _shard_rows(parts: Sequence[Part]) -> list[tuple[str, ...]]:
-    """A row for each run of shards that are alike."""
+    """Table rows, one per run of equal shards."""
     rows: list[tuple[str, ...]] = [("shards", "what", "params (M)", "GFLOP", "MB written")]
     first = 0
     for _, run in groupby(parts, key=lambda part: (*_sizes(part), len(part.layers), part.embedding)):
@@ -269,7 +266,7 @@ def _sent(values: Sequence[Any]) -> str:
 
 
 def _held(start: int, stop: int, part: Part) -> str:
-    """The layers, or what lies outside of them. Layers of one list as a range."""
+    """Layers of a part, as ranges per list; else its label."""
     from oases.cli.graph import name_of
 
     layers = Part(part.graph, start, stop).layers
@@ -303,10 +300,10 @@ def _table(rows: Sequence[Sequence[str]]) -> Any:
 
 
 def _remarks(parts: Sequence[Part]) -> list[str]:
-    """What a reader of the table has to know besides."""
+    """Remarks below the table: parameters shared by stages."""
     stages = [part for part in parts if isinstance(part, Stage)]
     return [
-        f"{' = '.join(each.names)} ({each.num_bytes / 1e6:,.1f} MB) is held by stages "
-        f"{', '.join(map(str, each.stages))}: its gradient has to be summed over them"
+        f"{' = '.join(each.names)} ({each.num_bytes / 1e6:,.1f} MB) is on stages "
+        f"{', '.join(map(str, each.stages))}: its gradient must be summed over them"
         for each in shared_parameters(stages)
     ]

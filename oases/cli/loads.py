@@ -1,4 +1,4 @@
-"""The command that shows a trace of experts' loads: what each way of placing them would have made of it."""
+"""Command `loads`: replay a trace of expert loads under several placement methods."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from oases.cli.options import add_options, command, config_from, require_writabl
 
 
 def add(commands: Any) -> None:
-    """Add it to the command line."""
+    """Add the command."""
     from oases.train.load_replay import LoadsConfig
 
     loads = command(commands, "loads")
-    loads.add_argument("trace", help="the file with the loads")
-    loads.add_argument("--html", metavar="FILE", help="draw loads, balance, copies and time saved as a page there")
+    loads.add_argument("trace", help="trace file of oases train --record-loads")
+    loads.add_argument("--html", metavar="FILE", help="write a page with loads, balance, replicas and time saved")
     add_options(loads, LoadsConfig())
     loads.set_defaults(run=_loads)
 
@@ -29,10 +29,10 @@ def _loads(options: argparse.Namespace, given: Sequence[str]) -> None:
     result = compare_placements(options.trace, config_from(LoadsConfig, options))
     console.print(
         f"{result['steps']} steps of {result['layers']} layers: {result['experts']} experts on {result['devices']} "
-        "ranks; seconds are modelled, a mean over the steps", soft_wrap=True,
+        "ranks; seconds are modelled, mean over steps", soft_wrap=True,
     )  # fmt: skip
     console.print(table(HEADER, table_rows(result)))
     if options.html is not None:
         write_loads(Path(options.html), result)
-        console.print(f"drawn in {options.html}", soft_wrap=True)
+        console.print(f"written to {options.html}", soft_wrap=True)
     write_json(options.json, result)

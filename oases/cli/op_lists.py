@@ -1,4 +1,4 @@
-"""The command simulate for a list of ops by itself: of blocks, of experts or of stages, under times by kind of op."""
+"""Command `simulate` for a schedule without a model: blocks, experts or stages, with a time per kind of op."""
 
 from __future__ import annotations
 
@@ -31,56 +31,56 @@ COSTS: dict[Unit, dict[str, float]] = {
     "experts": {"N": 10.0, "E": 10.0, "P": 1.0, "all_to_all": 5.0, "share": 5.0, "join": 5.0},
     "stage": {"F": 10.0, "R": 10.0, "B": 20.0, "send": 1.0},
 }  # fmt: skip
-"""Milliseconds by the kind of op, where none are given. B of a stage: with its weight gradients."""
+"""Default milliseconds by kind of op. B of a stage includes weight gradients."""
 BLOCKS = 4
-"""Of a named schedule of experts, where no number is given."""
+"""Default number of blocks of a named expert schedule."""
 MOST_SPANS = 12_000
-"""That a page or a text shows."""
+"""Maximum spans of a page or a text."""
 _READ = (
-    "Pale red: the compute stands still for communication that nothing hides. Grey: it waits for another stage, a "
-    "bubble. Drag to zoom, hover for names and times."
+    "Pale red: compute waits for exposed communication. Grey: it waits for another stage (pipeline bubble). "
+    "Drag to zoom, hover for names and times."
 )
 _LETTERS: dict[Unit, str] = {
-    "block": "F forward, C combine, R recompute, B backward, W weight gradients, . stands still, = on the link",
-    "experts": "N between experts, E experts, P placement, R recompute, B backward, . stands still, = on the link",
-    "stage": "F forward, R recompute, B backward, W weight gradients, . stands still",
+    "block": "F forward, C combine, R recompute, B backward, W weight gradients, . waits, = on the link",
+    "experts": "N between experts, E experts, P placement, R recompute, B backward, . waits, = on the link",
+    "stage": "F forward, R recompute, B backward, W weight gradients, . waits",
 }
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options that only such a list has."""
+    """Add the options of a schedule without a model."""
     group = parser.add_argument_group(
-        "a list by itself",
-        "With --schedule FILE, a list of any sort in its text form, or --schedule with the name of a schedule of "
-        "experts. No model, no cluster: every block, or stage, takes the times given.",
+        "a schedule without a model",
+        "With --schedule FILE, a schedule file of any kind, or --schedule with the name of an expert schedule. No "
+        "model and no cluster: every block, or stage, takes the given times.",
     )
     group.add_argument(
         "--costs", metavar="KIND=MS,...",
-        help="milliseconds by the kind of op, such as F=10,B=20,all_reduce=8 or N=4,E=9,all_to_all=3,share=2",
+        help="milliseconds by kind of op, such as F=10,B=20,all_reduce=8 or N=4,E=9,all_to_all=3,share=2",
     )  # fmt: skip
-    group.add_argument("--blocks", type=int, metavar="N", help=f"blocks of experts (default: {BLOCKS})")
+    group.add_argument("--blocks", type=int, metavar="N", help=f"number of MoE blocks (default: {BLOCKS})")
 
 
 def names_list(schedule: str | None) -> bool:
-    """Whether this is simulated by itself. UsageError where it is neither a name nor a file."""
+    """Whether a schedule is simulated without a model. UsageError where it is neither a name nor a file."""
     if schedule is None or schedule in GENERATORS:
         return False
     if schedule not in EXPERT_SCHEDULES and not Path(schedule).is_file():
         raise UsageError(
-            f"--schedule {schedule!r} is unknown; known are {', '.join(GENERATORS)}, of experts "
-            f"{', '.join(EXPERT_SCHEDULES)}, and the path of a list's text"
+            f"--schedule {schedule!r} is unknown; known are {', '.join(GENERATORS)}, expert "
+            f"schedules {', '.join(EXPERT_SCHEDULES)}, and the path of a schedule file"
         )
     return True
 
 
 def simulate_list(options: argparse.Namespace) -> None:
-    """Simulate the list that `--schedule` names, print it and write what is asked for."""
+    """Simulate the schedule of `--schedule`, print it and write the requested files."""
     from oases.terminal import console
 
     schedule = _schedule(options)
     costs = COSTS[schedule.unit] | _given(options.costs, schedule)
     if "W" in costs and schedule.unit == "stage" and not schedule.has_weight_passes:
-        raise UsageError(f"--costs W: the list {schedule.name} has no op W; give B with its weight gradients")
+        raise UsageError(f"--costs W: schedule {schedule.name} has no op W; include weight gradients in B")
     timeline = simulate(schedule, {kind: milliseconds / 1e3 for kind, milliseconds in costs.items()})
     if schedule.unit == "stage":
         timeline = replace(timeline, who="stage")
@@ -101,7 +101,7 @@ def simulate_list(options: argparse.Namespace) -> None:
 
 
 def result_of(schedule: Schedule, costs: dict[str, float], timeline: Timeline) -> dict[str, Any]:
-    """The simulated step with the list: seconds in all and by rank, of a pipeline by stage."""
+    """Result as plain data: seconds in all and by rank, or by stage, and the schedule's text."""
     return {
         "name": schedule.name,
         "unit": schedule.unit,
@@ -126,7 +126,7 @@ def result_of(schedule: Schedule, costs: dict[str, float], timeline: Timeline) -
 
 def _title(schedule: Schedule) -> str:
     if schedule.unit == "stage":
-        chunks = f" with {schedule.chunks} parts of the model each" if schedule.chunks > 1 else ""
+        chunks = f" with {schedule.chunks} model chunks each" if schedule.chunks > 1 else ""
         return f"{schedule.name}, {schedule.num_stages} stages{chunks}, {schedule.num_sub_batches} micro-batches"
     cut = f" in {schedule.num_sub_batches} sub-batches" if schedule.num_sub_batches > 1 else ""
     return f"{schedule.name}, {schedule.num_blocks} {SORTS[schedule.unit]}{cut}, recompute {schedule.recompute}"
@@ -138,15 +138,15 @@ def _schedule(options: argparse.Namespace) -> Schedule:
         raise UsageError(f"--blocks must be at least 1, got {blocks}")
     if name not in EXPERT_SCHEDULES:
         if options.recompute is not None:
-            raise UsageError(f"--recompute: the list in {name} says what is computed again; leave it out")
+            raise UsageError(f"--recompute: the schedule in {name} sets recomputation; leave it out")
         return read_schedule(name, None, num_blocks=blocks)
     if options.recompute not in (None, "none", "full"):
-        raise UsageError(f"--recompute {options.recompute!r}: of experts it is none or full")
+        raise UsageError(f"--recompute {options.recompute!r}: an expert schedule takes none or full")
     return resolve_experts(name, BLOCKS if blocks is None else blocks, options.recompute == "full")
 
 
 def _given(text: str | None, schedule: Schedule) -> dict[str, float]:
-    """The costs given, in milliseconds by kind."""
+    """Parse --costs: milliseconds by kind of op."""
     known = [*COSTS[schedule.unit], *(["W"] if schedule.unit == "stage" else [])]
     found: dict[str, float] = {}
     for item in text.split(",") if text else []:
@@ -173,7 +173,7 @@ def _write(options: argparse.Namespace, schedule: Schedule, timeline: Timeline, 
     if options.html is None:
         return
     if len(timeline.spans) > MOST_SPANS:
-        raise UsageError(f"--html: {len(timeline.spans)} spans are more than a page shows; give --trace")
+        raise UsageError(f"--html: {len(timeline.spans)} spans are too many for a page; use --trace")
     from oases.simulator.drawing import Section, draw_timelines, write_page
 
     rows: Sequence[dict[str, Any]] = result["ranks"]
@@ -181,7 +181,7 @@ def _write(options: argparse.Namespace, schedule: Schedule, timeline: Timeline, 
     write_page(
         Path(options.html),
         title=f"A simulated step of {schedule.name}: {seconds_text(timeline.total_seconds)}",
-        subtitle=f"{_title(schedule)}. Simulated under times by kind of op, not measured.",
+        subtitle=f"{_title(schedule)}. Simulated with a time per kind of op, not measured.",
         header=(timeline.who, "compute", "exposed communication", "bubble"),
         rows=[(str(row["rank"]), *(seconds_text(row[name]) for name in names)) for row in rows],
         sections=[Section("Where the time goes", _READ, draw_timelines([timeline]))],

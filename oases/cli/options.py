@@ -1,4 +1,4 @@
-"""What all commands share: options from configurations, ranks and their link, JSON, and how mistakes are told."""
+"""Shared parts of commands: options from dataclasses, ranks and links, JSON output, error messages."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from oases.testbed import Backend
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake as every other is reported."""
+    """Argument parser that reports errors like all others: one line, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
+        """Report a parsing error (called by argparse)."""
         fail(f"{message}; see '{self.prog} --help'")
 
 
 def fail(message: str) -> NoReturn:
-    """Say what is wrong, once, and exit with 2."""
+    """Print an error, on rank 0 only, and exit with code 2."""
     if is_first_rank():
         print(f"oases: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def is_first_rank() -> bool:
-    """Under torchrun every rank runs the command; the first one prints and writes."""
+    """Whether this process prints and writes: under torchrun every rank runs the command."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -62,7 +62,7 @@ def command(commands: Any, name: str, description: str | None = None) -> argpars
     """Add a command, with --json, to subparsers. description: None for one of COMMANDS."""
     description = COMMANDS[name].help if description is None else description
     parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description + ".")
-    parser.add_argument("--json", metavar="FILE", help="write the result there as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
     return parser
 
 
@@ -72,14 +72,14 @@ _METAVARS = {int: "N", float: "X"}
 def add_options(
     parser: argparse.ArgumentParser, defaults: Any, skip: Sequence[str] = (), *, only_given: bool = False
 ) -> None:
-    """One option per field of a configuration, with its own description, default and type.
+    """Add an option per field of a configuration dataclass, with its help, default, choices and type.
 
-    only_given: options that are not given are absent from what is parsed.
+    only_given: options not given are absent from the namespace.
     """
     for item in dataclasses.fields(defaults):
         if item.name in skip:
             continue
-        # Those that follow from others unless they are given say so themselves.
+        # Defaults that depend on other options are described in the help.
         follows = item.name in ("heads", "sub_batches")
         default = item.default if follows else getattr(defaults, item.name)
         kind = str if default is None else type(default)
@@ -99,16 +99,16 @@ def add_options(
 
 
 def add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None = 2) -> None:
-    """The options of every command that starts ranks."""
+    """Add the options of commands that start ranks."""
     parser.add_argument("--tp", type=int, default=tp, metavar="N", help="tensor-parallel ranks (default: 2)")
     parser.add_argument(
         "--link", default=link, metavar="RATE",
-        help="shape the link between the ranks, e.g. 500mbit, 1gbit; needs Linux, not root "
-        f"(default: {link or 'the machine as it is'})",
+        help="bandwidth of an emulated link between ranks, e.g. 500mbit, 1gbit; needs Linux, no root "
+        f"(default: {link or 'no emulation'})",
     )  # fmt: skip
     parser.add_argument(
         "--nodes", type=int, default=1, metavar="N",
-        help="spread the ranks over N nodes on this machine: fast within a node, --link between them (default: 1)",
+        help="emulate N nodes on this machine, with --link between them and fast links within (default: 1)",
     )  # fmt: skip
     parser.add_argument(
         "--backend", default="gloo", metavar="NAME",
@@ -117,18 +117,18 @@ def add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None 
     )  # fmt: skip
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="X",
-        help="seconds until a collective that does not end stops the run (default: 300)",
+        help="timeout of a collective, after which the run is aborted, seconds (default: 300)",
     )  # fmt: skip
 
 
 def values(cls: type[Any], options: argparse.Namespace) -> dict[str, Any]:
-    """The options that are fields of a configuration, by name."""
+    """Options that are fields of a configuration dataclass, by name."""
     names = {item.name for item in dataclasses.fields(cls)}
     return {name: value for name, value in vars(options).items() if name in names}
 
 
 def config_from(cls: type[Any], options: argparse.Namespace, **fixed: Any) -> Any:
-    """A configuration from the options of the same names."""
+    """Build a configuration from the options of the same names."""
     return cls(**values(cls, options) | fixed)
 
 
@@ -136,9 +136,10 @@ def enter_link(
     options: argparse.Namespace, given: Sequence[str], *, or_simulate: bool = False, ranks: int | None = None,
     script: str | None = None,
 ) -> str:  # fmt: skip
-    """Go behind the link asked for; returns how the ranks, by default --tp many, are joined, in words.
+    """Restart this process behind the emulated link of --link, if needed; returns a description of the link.
 
-    script: the file that was started with the arguments `given`; None: the command `oases`.
+    ranks: their number, default --tp. script: path of the script run with the arguments `given`; None: the command
+    `oases`.
     """
     rate, nodes = options.link, options.nodes
     if nodes != 1:
@@ -152,14 +153,14 @@ def enter_link(
     if "WORLD_SIZE" in os.environ:
         raise UsageError(
             f"{asked} cannot shape the link between ranks that a launcher has started; leave out "
-            "torchrun, and oases starts its own, or leave out --link"
+            "torchrun, so that oases starts the ranks, or leave out --link"
         )
     reason = testbed.why_impossible(rate, nodes)
     if reason is None:
         testbed.relaunch(rate, given, nodes, script)
-    if not or_simulate or nodes != 1:  # a simulated link knows no nodes
-        raise UsageError(f"{asked} cannot be had here: {reason}; or leave out {asked.replace(f' {rate}', '')}")
-    print(f"oases: no shaped link here: {reason}. Going on over a simulated link.", file=sys.stderr)
+    if not or_simulate or nodes != 1:  # the simulated link has no nodes
+        raise UsageError(f"{asked} is not available: {reason}; or leave out {asked.replace(f' {rate}', '')}")
+    print(f"oases: no shaped link here: {reason}. Continuing with a simulated link.", file=sys.stderr)
     options.backend = f"sim:alpha=50us,bandwidth={rate}"
     return f"over a simulated link of {rate}"
 
@@ -176,14 +177,14 @@ def _check_nodes(options: argparse.Namespace, ranks: int) -> None:
 
 
 def prepare_ranks(options: argparse.Namespace, *modules: str) -> None:
-    """Start importing, beside this process, what the ranks that it will start need."""
+    """Start the fork server, which imports the ranks' modules in parallel with this process."""
     replaced = options.link is not None and not testbed.inside(options.link, options.nodes)
     if not replaced and "WORLD_SIZE" not in os.environ:
         fork_server.start(modules)
 
 
 def make_rank_options(options: argparse.Namespace, device: str, ranks: int | None = None) -> Any:
-    """How the ranks, by default --tp many, are set up, from what `add_ranks` added."""
+    """Build the options of ranks, --tp many by default, from those of `add_ranks`."""
     from oases.launch.ranks import RankOptions
 
     if not 0 < options.timeout <= 1e6:
@@ -192,9 +193,7 @@ def make_rank_options(options: argparse.Namespace, device: str, ranks: int | Non
     if backend.name == "nccl" and device != "cuda":
         raise UsageError(f"backend nccl needs --device cuda, got --device {device}; use gloo on the CPU")
     if backend.name == "sim" and device == "cuda" and "WORLD_SIZE" not in os.environ:
-        backend = dataclasses.replace(
-            backend, single_process=True
-        )  # several ranks on one GPU would share its compute
+        backend = dataclasses.replace(backend, single_process=True)  # several ranks on one GPU would compete for it
     nodes = None if options.nodes == 1 else testbed.Nodes(options.nodes, options.link)
     return RankOptions(options.tp if ranks is None else ranks, backend, options.timeout, nodes)
 
@@ -212,13 +211,13 @@ def require_writable(name: str, path: str | None) -> None:
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:
-    """Write a command's result, where a path was given."""
+    """Write a command's result as JSON, if a path was given."""
     if path is not None:
         Path(path).write_text(json.dumps(_plain(result), indent=2, allow_nan=False) + "\n")
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no NaN: null in its place."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The command plan: the fastest way to train a model on a cluster, as a file that train executes."""
+"""Command `plan`: search the fastest training plan for a cluster; train executes it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, count_text, rate_text, seconds_text
 
 MOST_ROWS = 12
-"""Stages beyond which neighbours that run alike share a row."""
+"""Number of stages beyond which equal neighbours share a row."""
 
 
 def plan_table(plan: Plan, capacity: int) -> Table:
-    """A row for every segment: which blocks, cut and scheduled how, and what each stage holds."""
+    """Table with a row per segment: blocks, degrees, schedule, recomputation, and memory per stage."""
     table = Table()
     for name in ("stage", "blocks", "tp x dp", "schedule", "sub-batches", "recomputed layers", "memory"):
         table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
@@ -50,7 +50,7 @@ def plan_table(plan: Plan, capacity: int) -> Table:
 
 
 def _placed(plan: Plan, number: int) -> Iterator[tuple[int, Segment]]:
-    """The segments of a stage, each with its first block."""
+    """Segments of a stage, each with its first block."""
     for part in plan.parts_of(number):
         block = part.first_block
         for segment in part.segments:
@@ -59,7 +59,7 @@ def _placed(plan: Plan, number: int) -> Iterator[tuple[int, Segment]]:
 
 
 def title(plan: Plan) -> str:
-    """The model, the devices and how the batch is cut."""
+    """Title line: model, devices, stages and micro-batches."""
     stages = f"{len(plan.stages)} pipeline stages ({name_of(plan.pipeline)}), " if len(plan.stages) > 1 else ""
     micro = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
     return (
@@ -79,7 +79,7 @@ def _again(segment: Segment) -> str:
 
 
 def _alike(plan: Plan) -> Iterator[list[int]]:
-    """Stages of one row: each alone, or neighbours with the same segments where there are many."""
+    """Stages per row: one, or equal neighbours if there are many stages."""
     stages = range(len(plan.stages))
     if len(plan.stages) <= MOST_ROWS:
         yield from ([number] for number in stages)
@@ -95,7 +95,7 @@ def _memory(plan: Plan, numbers: Sequence[int], capacity: int) -> str:
 
 
 def figures(plan: Plan, hardware: Hardware, capacity: int) -> Iterator[str]:
-    """What is predicted, a line each."""
+    """Prediction lines: step time, exposed communication and bubbles, memory."""
     found = plan.prediction
     assert found is not None
     rates = throughput(plan, hardware)
@@ -106,7 +106,7 @@ def figures(plan: Plan, hardware: Hardware, capacity: int) -> Iterator[str]:
     most = max(found.memory_bytes)
     share = most / capacity
     verdict = "" if share <= 1 else ": it does not fit"
-    yield f"memory {bytes_text(most)} of {bytes_text(capacity)} that may be filled ({100 * share:.0f} %){verdict}"
+    yield f"memory {bytes_text(most)} of {bytes_text(capacity)} usable ({100 * share:.0f} %){verdict}"
 
 
 def _share(share: float) -> str:
@@ -118,7 +118,7 @@ def _utilised(rates: Throughput) -> str:
 
 
 def rivals_table(rivals: Sequence[Rival], chosen: Plan) -> Table:
-    """The best of the other plans, and where each loses."""
+    """Table of the best plans of other kinds, and what each loses."""
     assert chosen.prediction is not None
     table = Table(title="why: the best plans of other kinds", title_justify="left", show_lines=True)
     for name in ("kind", "plan", "step", "what it loses"):
@@ -132,23 +132,25 @@ def rivals_table(rivals: Sequence[Rival], chosen: Plan) -> Table:
 
 
 def add(commands: Any) -> None:
-    """Add it to the command line."""
+    """Add the command."""
     plan = command(commands, "plan")
     add_model(plan)
     add_cluster(plan)
     add_limits(plan)
     add_graph(plan)
-    plan.add_argument("--explain", action="store_true", help="show the best plans of other kinds and what they lose")
+    plan.add_argument(
+        "--explain", action="store_true", help="also show the best plans of other kinds and what they lose"
+    )
     plan.add_argument("--objective", help=argparse.SUPPRESS)  # of 0.1.0
     plan.add_argument(
         "--sweep", metavar="DIR",
-        help="instead of one plan: step time against link speed, degree and model size, as pictures and JSON there",
+        help="instead of one plan, write step time against link speed, degree and model size to DIR",
     )  # fmt: skip
     plan.set_defaults(run=_plan)
 
 
 def space_of(options: argparse.Namespace, **more: Any) -> Space:
-    """What a search may choose from, as the options say."""
+    """Search space of the options."""
     if options.pipelines is not None:
         more["pipelines"] = options.pipelines
     return Space(
@@ -177,7 +179,7 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     if options.objective not in (None, "simulated"):
         raise UsageError(
-            f"--objective {options.objective}: plans by the paper's own formula are made by "
+            f"--objective {options.objective}: plans by the paper's formula are made by "
             "benchmarks/papers/oases_objective.py in the source tree; leave it out"
         )
     if options.graph is not None:
@@ -208,7 +210,7 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _sweep(options: argparse.Namespace, problem: Problem) -> None:
-    """Pictures and numbers of a sweep, in a folder that is made if it is not there."""
+    """Write figures and numbers of a sweep to a folder."""
     from oases.planner.sweep import write_curves, write_png
     from oases.terminal import console, working
 

@@ -1,4 +1,4 @@
-"""What is to be planned or simulated, as options: model, cluster, batch and memory."""
+"""Options of plan and simulate: model, cluster, batch size and memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SIZES = ("hidden", "layers", "heads")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The options that say which model."""
+    """Add the model options."""
     known = ", ".join(MODELS)
-    parser.add_argument("--model", metavar="NAME", help=f"a model by name: {known}; or give its sizes")
+    parser.add_argument("--model", metavar="NAME", help=f"model: {known}; or give its sizes")
     for name, text in {
-        "hidden": "width of the model, features", "layers": "transformer layers",
+        "hidden": "hidden size, features", "layers": "transformer layers",
         "heads": "attention heads (default: hidden / 64)",
-        "sequence": "tokens per sample", "vocabulary": "tokens that are told apart (default: 50304)",
+        "sequence": "sequence length, tokens per sample", "vocabulary": "vocabulary size (default: 50304)",
     }.items():  # fmt: skip
         more = " (default: the model's)" if name == "sequence" else ""
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text + more)
@@ -35,43 +35,39 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """The options that say which cluster."""
+    """Add the cluster options."""
     parser.add_argument(
         "--cluster", metavar="COUNTxNAME",
-        help=f"a cluster by name, such as 64x3090; names: {', '.join(known_clusters())}",
+        help=f"cluster, such as 64x3090; names: {', '.join(known_clusters())}",
     )  # fmt: skip
     parser.add_argument(
         "--profile", metavar="FILE",
-        help="a profile of the hardware, from oases profile, or published block times, in place of --cluster",
+        help="hardware profile of oases profile, or a file of published block times, in place of --cluster",
     )  # fmt: skip
-    parser.add_argument("--world", type=int, metavar="N", help="devices, with --profile")
+    parser.add_argument("--world", type=int, metavar="N", help="number of devices, with --profile")
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="devices of a node, with --profile (default: the profile's)"
+        "--ranks-per-node", type=int, metavar="N", help="devices per node, with --profile (default: the profile's)"
     )
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """The options that say how much work there is, and how much memory."""
-    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of one optimizer step")
+    """Add batch size, memory limit and search space."""
+    parser.add_argument("--global-batch", type=int, metavar="N", help="global batch size, samples per optimizer step")
     parser.add_argument(
         "--memory", type=_parsed(parse_bytes), metavar="SIZE",
-        help="what a device may fill, e.g. 24GiB, 20GB, 900MiB (default: 92 %% of the device)",
+        help="memory limit per device, e.g. 24GiB, 20GB, 900MiB (default: 92 %% of the device)",
     )  # fmt: skip
+    parser.add_argument("--degrees", type=_parsed(counts), metavar="N,N", help="tensor-parallel degrees to search")
     parser.add_argument(
-        "--degrees", type=_parsed(counts), metavar="N,N", help="tensor-parallel degrees to choose from"
+        "--micro-batches", type=_parsed(counts), metavar="N,N", help="numbers of micro-batches to search"
     )
-    parser.add_argument(
-        "--micro-batches", type=_parsed(counts), metavar="N,N", help="numbers of micro-batches to choose from"
-    )
-    parser.add_argument(
-        "--pipelines", type=_parsed(names), metavar="NAME,NAME", help="schedules of several stages to choose from"
-    )
-    parser.add_argument("--no-recompute", action="store_true", help="compute nothing again")
-    parser.add_argument("--no-zero", action="store_true", help="do not shard the optimizer's state")
+    parser.add_argument("--pipelines", type=_parsed(names), metavar="NAME,NAME", help="pipeline schedules to search")
+    parser.add_argument("--no-recompute", action="store_true", help="exclude activation recomputation")
+    parser.add_argument("--no-zero", action="store_true", help="exclude ZeRO-1 (sharded optimizer state)")
 
 
 def model_of(options: argparse.Namespace) -> ModelShape:
-    """The model asked for. UsageError for one that is not known or not whole."""
+    """Model of the options. UsageError for an unknown or incomplete one."""
     given = {name: getattr(options, name) for name in (*_SIZES, "sequence", "vocabulary", "dtype")}
     given = {name: value for name, value in given.items() if value is not None}
     if options.model is not None:
@@ -90,7 +86,7 @@ def model_of(options: argparse.Namespace) -> ModelShape:
 
 
 def cluster_of(options: argparse.Namespace, world: int | None = None) -> tuple[Hardware, int]:
-    """The hardware asked for and its number of devices. world: what it is where nothing says otherwise."""
+    """Hardware of the options and its number of devices. world: default number."""
     if (options.cluster is None) == (options.profile is None):
         what = "both are given" if options.cluster else "neither is given"
         raise UsageError(f"which cluster? Give --cluster, such as 64x3090, or --profile FILE with --world N; {what}")
@@ -98,14 +94,14 @@ def cluster_of(options: argparse.Namespace, world: int | None = None) -> tuple[H
         for name in ("world", "ranks_per_node"):
             if getattr(options, name) is not None:
                 raise UsageError(
-                    f"--cluster {options.cluster} says how many devices there are; leave out "
+                    f"--cluster {options.cluster} sets the number of devices; leave out "
                     f"--{name.replace('_', '-')} {getattr(options, name)}"
                 )
         return cluster_called(options.cluster)
     hardware = read_hardware(Path(options.profile))
     world = options.world if options.world is not None else world
     if world is None:
-        raise UsageError(f"--profile {options.profile} says nothing of the number of devices; give --world N")
+        raise UsageError(f"--profile {options.profile} does not give the number of devices; give --world N")
     if options.ranks_per_node is not None:
         hardware = replace(hardware, ranks_per_node=require_count("--ranks-per-node", options.ranks_per_node))
     require_count("--world", world)
@@ -119,7 +115,7 @@ def cluster_of(options: argparse.Namespace, world: int | None = None) -> tuple[H
 
 
 def batch_of(options: argparse.Namespace) -> int:
-    """Samples of a step."""
+    """Global batch size. UsageError if missing or out of range."""
     if options.global_batch is None:
         raise UsageError("how many samples make one optimizer step? Give --global-batch N")
     batch = require_count("--global-batch", options.global_batch)
@@ -129,39 +125,39 @@ def batch_of(options: argparse.Namespace) -> int:
 
 
 def require_count(name: str, value: int) -> int:
-    """The value, if it counts something; else UsageError."""
+    """Return a value of at least 1; else UsageError."""
     if value < 1:
         raise UsageError(f"{name} must be at least 1, got {value}")
     return value
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size with its unit, such as 24GiB. UsageError names the text."""
+    """Parse a size with its unit, such as 24GiB, into bytes. UsageError for an invalid one."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise UsageError(f"{text!r} is no size with a unit, such as 24GiB, 20GB or 900MiB")
+        raise UsageError(f"{text!r} is not a size with a unit, such as 24GiB, 20GB or 900MiB")
     found = round(float(match[1]) * unit)
     if found < 2**20:
-        raise UsageError(f"{text!r} is below a mebibyte, in which no model fits; give e.g. 24GiB")
+        raise UsageError(f"{text!r} is below 1 MiB, too small for any model; give e.g. 24GiB")
     return found
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers of at least 1, joined by commas, each once and in order."""
+    """Parse comma-separated positive integers; sorted, without duplicates."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part[:9]) > 0 and len(part) < 9 for part in parts):
-        raise UsageError(f"{text!r} is no list of whole numbers of at least 1, such as 1,2,4")
+        raise UsageError(f"{text!r} is not a list of positive integers, such as 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names joined by commas, each once."""
+    """Parse comma-separated names, without duplicates."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def _parsed(parse: Callable[[str], object]) -> Callable[[str], object]:
-    """For argparse, which says the option's name with what is wrong."""
+    """Convert UsageError to argparse's error, which names the option."""
 
     def parsed(text: str) -> object:
         try:

@@ -1,4 +1,4 @@
-"""The command profile: what the planner and the simulator need to know of this machine, written down."""
+"""Command `profile`: measure this machine for the planner and the simulator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from oases.simulator.links import LinkModel
 
 
 def summary(hardware: Hardware) -> Iterator[str | Table]:
-    """What to print, piece by piece."""
+    """Printable parts of a profile: device, links, blocks, overheads."""
     device = hardware.device
     rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s {dtype}" for dtype, rate in device.flops_per_second.items())
     yield (
@@ -49,19 +49,19 @@ def _links_table(hardware: Hardware) -> Table:
     )
     links: dict[str, LinkModel] = {"inside a node": hardware.node, "between nodes": hardware.cluster}
     if hardware.node == hardware.cluster:
-        links = {"the only one": hardware.cluster}
+        links = {"all ranks": hardware.cluster}
     for name, link in links.items():
         table.add_row(
             name, f"{1e6 * link.startup_seconds:.0f} us", f"{link.bytes_per_second / 1e6:.0f} MB/s",
             f"{100 * link.fit_error():.0f} %" if link.samples else "-", str(len(link.samples)),
             f"{link.contention.compute:.2f} x", f"{link.contention.link:.2f} x",
         )  # fmt: skip
-    table.caption = "fit error: median of start-up and bandwidth alone against the samples"
+    table.caption = "fit error: median error of start-up + bytes / bandwidth against the samples"
     return table
 
 
 def _blocks_tables(hardware: Hardware) -> Iterator[Table]:
-    """One per shape and degree."""
+    """Tables of block times, one per shape and degree."""
     by_key = {block.key: block for block in hardware.blocks}
     shapes = sorted({block.key[1:6] for block in hardware.blocks})
     for shape in shapes:
@@ -78,9 +78,9 @@ def _blocks_tables(hardware: Hardware) -> Iterator[Table]:
                 table.add_row(block.kind, f"{block.samples:g}", *_milliseconds(block.times), rate, halves)
         if shape == shapes[-1]:
             table.caption = (
-                "F forward, C combine, R recomputed without and with its last product, BC backward of C, B rest of "
-                "the backward pass, W weight gradients\nGFLOP/s: products of forward and backward pass; halves: time "
-                "of two sub-batches of half the samples over that of the whole"
+                "F forward, C combine, R recompute without and with its last matmul, BC backward of C, B rest of the "
+                "backward pass, W weight gradients\nGFLOP/s: matmuls of forward and backward pass; halves: time of "
+                "two sub-batches of half the samples over that of the whole"
             )
         yield table
 
@@ -94,7 +94,12 @@ def _milliseconds(t: BlockTimes) -> Iterator[str]:
 
 def _overheads_table(hardware: Hardware) -> Table:
     table = _table(
-        "passes outside their ops, milliseconds", ("shape",), "layers", "sub-batches", "forward", "backward"
+        "overhead of passes outside their ops, milliseconds",
+        ("shape",),
+        "layers",
+        "sub-batches",
+        "forward",
+        "backward",
     )
     for each in hardware.overheads:
         table.add_row(
@@ -119,24 +124,24 @@ def _step(times: BlockTimes) -> float:
 
 
 def _flops(block: MeasuredBlock) -> float:
-    """Per second, of the products: the backward pass has twice as many as the forward pass."""
+    """FLOP/s of the matmuls; the backward pass has twice those of the forward pass."""
     shape = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=block.dtype)
     return 3 * sum(shape.product_flops(block.kind, block.tp, block.samples)) / _step(block.times)
 
 
 def add(commands: Any) -> None:
-    """Add it to the command line."""
+    """Add the command."""
     from oases.profile.config import ProfileConfig
 
     profile = command(commands, "profile")
     add_options(profile, ProfileConfig(), skip=("sub_batches", "recompute"))
     add_ranks(profile, link=None)
-    profile.add_argument("--name", metavar="TEXT", help="what the profile calls this hardware")
+    profile.add_argument("--name", metavar="TEXT", help="name of the hardware in the profile")
     profile.add_argument(
-        "--append", action="store_true", help="add blocks of another shape to the profile that --json names"
+        "--append", action="store_true", help="add block times of another shape to the profile in --json"
     )
     profile.add_argument(
-        "--convert", metavar="FILE", help="measure nothing; turn a file of published block times into a profile"
+        "--convert", metavar="FILE", help="convert a file of published block times to a profile, without measuring"
     )
     profile.set_defaults(run=_profile)
 
@@ -146,7 +151,7 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console
 
     if options.json is None and (options.convert is not None or options.append):
-        raise UsageError(f"--{'convert' if options.convert else 'append'} needs --json FILE, where the profile is")
+        raise UsageError(f"--{'convert' if options.convert else 'append'} needs --json FILE for the profile")
     hardware = read_hardware(options.convert) if options.convert is not None else _measured(options, given)
     if not is_first_rank():
         return
@@ -182,7 +187,7 @@ def _measured(options: argparse.Namespace, given: Sequence[str]) -> Hardware:
     )
     try:
         hardware: Hardware = run_ranks(run_profile, (config, around, True), ranks)
-    except KeyboardInterrupt:  # with one process for all ranks there is no launcher to say so
+    except KeyboardInterrupt:  # without a launcher, in a single process
         print("oases: interrupted", file=sys.stderr)
         _nothing_written(options)
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""The command simulate: predicts a step without running it, of a plan, of a strategy by hand, or of the best one."""
+"""Command `simulate`: predict a step of a plan, of a given strategy, or of the best plan."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, seconds_text
 
 PAGE_SPANS, TRACE_SPANS, TEXT_SPANS = 12_000, 200_000, 2_000
-"""What a page, a trace and a text show at most."""
+"""Maximum spans of a page, a trace and a text."""
 TEXT_STAGES, TEXT_BLOCKS = 16, 24
-"""Beyond these a text shows nothing that could be read."""
+"""Maximum stages and blocks of a readable text timeline."""
 _READ = (
-    "Pale red: the compute stands still for communication that nothing hides. Grey: it waits for another stage, a "
-    "bubble. Ops are named BLOCK.SUB-BATCH, passes STAGE.MICRO-BATCH. Drag to zoom, hover for names and times."
+    "Pale red: compute waits for exposed communication. Grey: it waits for another stage (pipeline bubble). "
+    "Ops are named BLOCK.SUB-BATCH, passes STAGE.MICRO-BATCH. Drag to zoom, hover for names and times."
 )
 _BY_HAND = ("tp", "stages", "schedule", "sub_batches", "recompute", "zero", "pipeline")
 _FOR_SEARCH = ("degrees", "pipelines", "no_recompute", "no_zero")
@@ -51,38 +51,42 @@ _OF_A_PLAN = (
 
 
 def add(commands: Any) -> None:
-    """Add it to the command line."""
+    """Add the command."""
     simulate = command(commands, "simulate")
     add_model(simulate)
     add_cluster(simulate)
     add_limits(simulate)
-    simulate.add_argument(
-        "--plan", metavar="FILE", help="simulate this plan; it says the model, the batch, the ranks"
-    )
-    hand = simulate.add_argument_group(
-        "a strategy by hand", "With none of these, and no --plan, the best one is searched, pipelines among them."
-    )
+    simulate.add_argument("--plan", metavar="FILE", help="plan file to simulate; it sets model, batch and ranks")
+    hand = simulate.add_argument_group("strategy", "Without these options and --plan, the best plan is searched.")
     hand.add_argument("--tp", type=int, metavar="N", help="tensor-parallel degree of all blocks (default: 1)")
     hand.add_argument("--stages", type=int, metavar="N", help="pipeline stages (default: 1)")
     hand.add_argument(
         "--schedule", metavar="NAME|FILE",
-        help=f"of the blocks: {', '.join(GENERATORS)} (default: oases); or a list by itself, see below",
+        help=f"block schedule: {', '.join(GENERATORS)} (default: oases), or one without a model",
     )  # fmt: skip
     hand.add_argument(
-        "--sub-batches", type=int, metavar="N", help="parts of a micro-batch (default: 2 if there are 2)"
+        "--sub-batches",
+        type=int,
+        metavar="N",
+        help="sub-batches per micro-batch (default: 2, or 1 for a single sample)",
     )
     hand.add_argument(
-        "--recompute", metavar="N", help="none, full, layers of each stage, fits, or merak:SHARE (default: none)"
+        "--recompute",
+        metavar="N",
+        help="activation recomputation: none, full, a number of layers per stage, fits (what memory requires), or "
+        "merak:SHARE (default: none)",
     )
-    hand.add_argument("--zero", action="store_true", default=None, help="shard the optimizer's state")
+    hand.add_argument(
+        "--zero", action="store_true", default=None, help="shard optimizer state over data-parallel ranks (ZeRO-1)"
+    )
     hand.add_argument(
         "--pipeline",
         metavar="NAME|FILE",
-        help=f"{', '.join(PLANNED)} (default: one_f_one_b), or a list in its text form",
+        help=f"pipeline schedule: {', '.join(PLANNED)} (default: one_f_one_b), or the path of a schedule file",
     )
     op_lists.add(simulate)
-    simulate.add_argument("--html", metavar="FILE", help="write a page with the timeline there")
-    simulate.add_argument("--trace", metavar="FILE", help="write a trace there that ui.perfetto.dev opens")
+    simulate.add_argument("--html", metavar="FILE", help="write a page with the timeline")
+    simulate.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
     simulate.set_defaults(run=_simulate)
 
 
@@ -95,10 +99,14 @@ def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
     if op_lists.names_list(options.schedule):
         besides = (*_OF_A_PLAN, *_OF_A_CLUSTER, *_BY_HAND, *_FOR_SEARCH)
         rest = [name for name in besides if name not in ("schedule", "recompute")]
-        _refuse(f"--schedule {options.schedule} is a list that is simulated by itself", options, rest)
+        _refuse(f"--schedule {options.schedule} is simulated without a model", options, rest)
         op_lists.simulate_list(options)
         return
-    _refuse("these are for a list by itself, with --schedule FILE or of experts", options, ("costs", "blocks"))
+    _refuse(
+        "these are for a schedule without a model, --schedule FILE or an expert schedule",
+        options,
+        ("costs", "blocks"),
+    )
     plan, predictor, hardware = _plan_to_simulate(options)
     capacity = usable_bytes(hardware, options.memory)
     console.print(title(plan), soft_wrap=True)
@@ -114,7 +122,7 @@ def _simulate(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def result_of(plan: Plan, predictor: Predictor, hardware: Hardware, capacity: int) -> dict[str, Any]:
-    """What is predicted, with the plan: seconds, bytes, shares; by stage what differs there."""
+    """Prediction and plan as plain data: seconds, bytes and fractions, in all and by stage."""
     found = predictor.pipeline_times(plan)
     stages = zip(found.exposed, found.bubbles, found.peak_bytes, strict=True)
     return {
@@ -136,7 +144,7 @@ def _plan_to_simulate(options: argparse.Namespace) -> tuple[Plan, Predictor, Har
     """The plan with its prediction, the predictor and the hardware."""
     by_hand = [name for name in _BY_HAND if getattr(options, name) is not None]
     if options.plan is not None:
-        _refuse(f"--plan {options.plan} says it", options, (*_OF_A_PLAN, *_BY_HAND, *_FOR_SEARCH))
+        _refuse(f"--plan {options.plan} sets it", options, (*_OF_A_PLAN, *_BY_HAND, *_FOR_SEARCH))
         plan = read_plan(options.plan)
         hardware, world = cluster_of(options, plan.world)
         if world != plan.world:
@@ -144,7 +152,7 @@ def _plan_to_simulate(options: argparse.Namespace) -> tuple[Plan, Predictor, Har
         return *_predicted(plan, hardware), hardware
     model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
     if by_hand:
-        _refuse(f"{_option(by_hand[0])} is for a strategy by hand, which is not searched", options, _FOR_SEARCH)
+        _refuse(f"{_option(by_hand[0])} sets the strategy, so nothing is searched", options, _FOR_SEARCH)
         plan = _by_hand(options, model, hardware, world, batch)
         return *_predicted(plan, hardware), hardware
     space = space_of(options)
@@ -176,7 +184,7 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
     stages = require_count("--stages", 1 if options.stages is None else options.stages)
     micro = options.micro_batches or (stages,)
     if len(micro) > 1:
-        raise UsageError(f"--micro-batches {','.join(map(str, micro))}: a strategy by hand has one number of them")
+        raise UsageError(f"--micro-batches {','.join(map(str, micro))}: a strategy takes one number")
     if world % stages or stages > model.layers:
         raise UsageError(f"--stages {stages} does not divide {world} devices, or exceeds the {model.layers} layers")
     if (world // stages) % tp:
@@ -186,7 +194,7 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
     if samples < 1 or samples != int(samples):
         raise UsageError(
             f"--global-batch {batch} in {micro[0]} micro-batches over {world // stages // tp} replicas gives each "
-            f"{samples:g} samples at a time, which is no whole number; change one of the three"
+            f"{samples:g} samples at a time, which is not an integer; change one of the three"
         )
     default = 1 if schedule in WHOLE else min(2, int(samples))
     sub_batches = default if options.sub_batches is None else require_count("--sub-batches", options.sub_batches)
@@ -198,7 +206,7 @@ def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware,
         raise UsageError(f"--pipeline: {error}") from error
     setting = Setting(world, batch, stages, micro[0], bool(options.zero), pipeline)
     if stages * setting.chunks > model.layers:
-        raise UsageError(f"--stages {stages} of {setting.chunks} parts each exceed the {model.layers} layers")
+        raise UsageError(f"--stages {stages} of {setting.chunks} model chunks each exceed the {model.layers} layers")
     space = Space((tp,), (schedule,), (sub_batches,), recompute=again.kind != "none")
     predictor, capacity = Predictor(hardware), usable_bytes(hardware, options.memory)
     search = SettingSearch(setting, StackTimings(model, hardware, space), capacity, predictor)
@@ -220,7 +228,7 @@ def _print_timeline(plan: Plan, predictor: Predictor) -> None:
     timeline, left_out = excerpt(predictor, plan, TEXT_SPANS)
     timeline = dataclasses.replace(timeline, name="one step" + (f" ({left_out})" if left_out else ""))
     console.print(timeline.text(max(20, console.width - 20), links=len(plan.stages) == 1), soft_wrap=True)
-    console.print("F forward, C combine, R recompute, B backward, W weight gradients, . stands still, = on the link")
+    console.print("F forward, C combine, R recompute, B backward, W weight gradients, . waits, = on the link")
 
 
 def _write_page(path: Path, plan: Plan, predictor: Predictor, hardware: Hardware, capacity: int) -> str:
@@ -243,7 +251,7 @@ def _write_page(path: Path, plan: Plan, predictor: Predictor, hardware: Hardware
         sections=[
             Section(
                 "Where the time goes",
-                _READ + (f" What is left out: {left_out}." if left_out else ""),
+                _READ + (f" Omitted: {left_out}." if left_out else ""),
                 draw_timelines([dataclasses.replace(timeline, name=plan.model.name)], capacity),
             )
         ],

@@ -1,4 +1,4 @@
-"""The commands that train, and export what was trained: demo, train and export."""
+"""Commands `demo`, `train` and `export`."""
 
 from __future__ import annotations
 
@@ -36,40 +36,44 @@ _NOT_OF_DEMO = (
 
 
 def add(commands: Any) -> None:
-    """Add them to the command line."""
+    """Add the commands."""
     from oases.train.config import TrainConfig
 
     demo = command(commands, "demo")
     add_options(demo, TrainConfig(steps=40, validation_batches=4), skip=_NOT_OF_DEMO)
     add_ranks(demo, link="1gbit")
-    demo.add_argument("--out", default=".", metavar="DIR", help="where report and trace go (default: .)")
+    demo.add_argument(
+        "--out", default=".", metavar="DIR", help="folder for report and trace, created if missing (default: .)"
+    )
     demo.set_defaults(run=_demo)
 
     train = command(commands, "train")
     train.add_argument(
         "--config", metavar="FILE",
-        help="YAML with any of the options below by their names, _ for -, and degrees: {data, pipeline, tensor}; or "
-        "Python that defines config = TrainConfig(...). Options given here go before it",
+        help="YAML with the options below by name, _ for -, and degrees: {data, pipeline, tensor}; or Python that "
+        "defines config = TrainConfig(...). Options on the command line take precedence",
     )  # fmt: skip
     train.add_argument(
         "--write-config",
         action="store_true",
-        help="print a YAML of all fields, their values and their help, and exit",
+        help="print a YAML configuration with all fields, their values and help, and exit",
     )
     add_options(train, TrainConfig(), skip=("degrees",), only_given=True)
     add_ranks(train, link=None, tp=None)
-    train.add_argument("--dp", "--data-parallel", type=int, metavar="N", help="replicas of the model (default: 1)")
-    train.add_argument("--pp", "--pipeline", type=int, metavar="N", help="pipeline stages (default: 1)")
+    train.add_argument("--dp", "--data-parallel", type=int, metavar="N", help="data-parallel degree (default: 1)")
+    train.add_argument(
+        "--pp", "--pipeline", type=int, metavar="N", help="pipeline-parallel degree, stages (default: 1)"
+    )
     train.add_argument(
         "--max-restarts", type=int, default=0, metavar="N",
-        help="start all ranks again, up to N times, after one that failed; they go on from the newest checkpoint in "
-        "--checkpoint (default: 0)",
+        help="restart all ranks after a failure, up to N times, from the newest checkpoint in --checkpoint "
+        "(default: 0)",
     )  # fmt: skip
     train.set_defaults(run=_train)
 
     export = command(commands, "export")
-    export.add_argument("checkpoint", help="a checkpoint, or a folder of them for the newest")
-    export.add_argument("file", help="the file to write, e.g. model.safetensors")
+    export.add_argument("checkpoint", help="checkpoint, or a folder of checkpoints for the newest")
+    export.add_argument("file", help="file to write, e.g. model.safetensors")
     export.set_defaults(run=_export)
 
 
@@ -85,7 +89,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
     runs = [Run.of(dataclasses.replace(config, schedule=name), options.tp) for name in demo.SCHEDULES]
     corpus = runs[0].corpus()
     if options.tp < 2:
-        raise UsageError(f"--tp {options.tp} communicates nothing, so there is nothing to show; give at least 2")
+        raise UsageError(f"--tp {options.tp} does not communicate, so there is nothing to overlap; give at least 2")
     folder = make_folder(options.out, "--out")
     for name in ("oases-report.html", "oases-trace.json"):
         require_writable("--out", str(folder / name))
@@ -111,23 +115,21 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
         _write_config(options)
         return
     prepare_ranks(options, "oases.train.trainer")
-    run = _what_to_train(options)
+    run = _run_of(options)
     config, plan = run.config, run.plan
     corpus = run.corpus()
     ranks = _restarting(options, make_rank_options(options, config.device, plan.world))
     if ranks.backend.single_process and not (config.checkpoint is config.resume is None):
         raise UsageError(
-            "checkpoints need all ranks, and this backend has one process stand for them; leave out --checkpoint "
-            "and --resume, or use gloo or nccl"
+            "checkpoints need all ranks, and this backend runs a single process; leave out --checkpoint and "
+            "--resume, or use gloo or nccl"
         )
     one_group = plan.uniform_tp == plan.world and plan.micro_batches == 1
     if config.plan is not None or not (one_group or config.experts):
         asked = str(config.degrees) if config.plan is None else f"the plan {config.plan!r}"
         ranks = dataclasses.replace(ranks, asked=asked)
         if ranks.backend.single_process and plan.world > 1:
-            raise UsageError(
-                "a plan needs its ranks, and this backend has one process stand for all; use gloo or nccl"
-            )
+            raise UsageError("a plan needs all its ranks, and this backend runs a single process; use gloo or nccl")
     link = enter_link(options, given, ranks=plan.world)
     console.print(plan.text(), soft_wrap=True)
     console.print(f"{corpus.described()}; starting {plan.world} ranks {link}", soft_wrap=True)
@@ -138,9 +140,9 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
-    """Agree, train with a progress bar, return what the command prints; called on every rank.
+    """Check that ranks agree, train with a progress bar, and return the result. Called on every rank.
 
-    timeout_seconds: until a collective in one of the plan's groups counts as lost.
+    timeout_seconds: of a collective in the plan's groups.
     """
     from datetime import timedelta
 
@@ -167,7 +169,7 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any], config: TrainConfig) -> None:
-    """What a training run came to."""
+    """Print the result of a training run."""
     from oases.terminal import console, percent
     from oases.train.metrics import comparison_table
 
@@ -183,12 +185,12 @@ def _show(result: dict[str, Any], config: TrainConfig) -> None:
     if result["balance"]:
         console.print(_balance_text(result["balance"]), soft_wrap=True)
     if config.record_loads is not None:
-        console.print(f"loads in {config.record_loads}; oases loads shows them", soft_wrap=True)
+        console.print(f"expert loads in {config.record_loads}; show them with oases loads", soft_wrap=True)
     if result["prediction"] is not None:
         console.print(comparison_table(result["prediction"]))
     elif config.plan is not None:
         console.print(
-            "the plan has no prediction to lay over the measured step; oases plan --json writes one with it"
+            "the plan has no prediction to compare with the measured step; oases plan --json writes plans with one"
         )
     others = [row for row in result["overlap"]["others"] if row["where"].startswith(("reshard", "gradients over"))]
     for row in result["overlap"]["stacks"] + others:
@@ -200,11 +202,11 @@ def _show(result: dict[str, Any], config: TrainConfig) -> None:
 
 
 def _balance_text(found: dict[str, float]) -> str:
-    dropped = f", {found['dropped']:.3g} slots dropped" if found["dropped"] else ""
+    dropped = f", {found['dropped']:.3g} (token, expert) pairs dropped" if found["dropped"] else ""
     return (
-        f"balance degree {found['balance_before']:.3g} slots without copies, {found['balance_after']:.3g} with "
-        f"{found['copies']:.3g} a step: {found['rb']:.2f} times as even, which by the model saves "
-        f"{1e3 * found['saved_seconds']:.3g} ms a step{dropped}"
+        f"balance degree {found['balance_before']:.3g} without expert replicas, {found['balance_after']:.3g} with "
+        f"{found['copies']:.3g} per step: ratio {found['rb']:.2f}, modelled saving "
+        f"{1e3 * found['saved_seconds']:.3g} ms per step{dropped}"
     )
 
 
@@ -231,7 +233,7 @@ def _restarting(options: argparse.Namespace, ranks: Any) -> Any:
 
 
 def _values_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What the file and the options give, options before the file."""
+    """Merge the configuration file and the options; options take precedence."""
     from oases.train.config import TrainConfig
     from oases.train.config_file import read_values
     from oases.train.model_options import Degrees
@@ -255,12 +257,12 @@ def _write_config(options: argparse.Namespace) -> None:
 
     found = _values_of(options)
     if found.get("plan") is None:
-        TrainConfig(**found)  # says what cannot be
+        TrainConfig(**found)  # raises UsageError for an invalid value
     print(config_text(found, dataclasses.fields(TrainConfig)), end="")
 
 
-def _what_to_train(options: argparse.Namespace) -> Run:
-    """The run that the options ask for, checked."""
+def _run_of(options: argparse.Namespace) -> Run:
+    """Validated run of the options."""
     import os
 
     from oases.launch.ranks import under_torchrun
@@ -270,7 +272,9 @@ def _what_to_train(options: argparse.Namespace) -> Run:
     found = _values_of(options)
     if found.get("plan") is not None:
         if options.tp is not None:
-            raise UsageError(f"the plan says every segment's tensor-parallel degree; leave out --tp {options.tp}")
+            raise UsageError(
+                f"the plan sets the tensor-parallel degree of every segment; leave out --tp {options.tp}"
+            )
         plan = read_plan(found["plan"])
         return Run(TrainConfig(**values_for(plan, found)), plan)
     config = TrainConfig(**found)

@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run: its log, its checkpoints, and the signal that ends it."""
+"""Callbacks after every training step: logs, checkpoints, and SIGTERM."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 class TrainingCallbacks:
-    """Called after every step of `trainer.train`, by all ranks; a context, for what is open meanwhile.
+    """Logging and checkpointing in `trainer.train`: a context manager; `after_step` is a collective over all ranks.
 
-    With a checkpoint folder it saves every so many steps and after the last, and at SIGTERM: then it finishes the
-    step, saves, and raises SavedExit. One small collective a step keeps the ranks to one decision.
+    With a checkpoint folder it saves at the configured interval and after the last step. On SIGTERM it finishes the
+    step, saves, and raises SavedExit. One small all-reduce per step makes the ranks decide alike.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.first = group_rank(trainer.group) == 0
         self.stall_seconds = 0.0
-        """What checkpoints cost the steps: the copies, and waiting for the one before."""
+        """Time that checkpoints delayed steps: copies to the CPU, and waiting for the previous checkpoint."""
         self.failed: list[str] = []
-        """Checkpoints that could not be written, and why."""
+        """Errors of checkpoints that could not be written."""
         self._saved_step = trainer.steps_done if trainer.resumed else -1
         self._open = ExitStack()
 
@@ -48,7 +48,7 @@ class TrainingCallbacks:
         self._writer: CheckpointWriter | None = None
         self._log: StepLog | None = None
         self._scalars: Scalars | None = None
-        self._told = lambda: False
+        self._terminating = lambda: False
         if config.step_log is not None and self.first:
             self._log = self._open.enter_context(StepLog(config.step_log, self.trainer.steps_done))
         if config.tensorboard is not None and self.first:
@@ -57,7 +57,7 @@ class TrainingCallbacks:
             self._writer = self._open.enter_context(
                 CheckpointWriter(config.checkpoint, config.keep, self.trainer.group)
             )
-            self._told = self._open.enter_context(defer_sigterm())
+            self._terminating = self._open.enter_context(defer_sigterm())
         return self
 
     def __exit__(
@@ -66,24 +66,25 @@ class TrainingCallbacks:
         self._open.__exit__(kind, error, trace)
 
     def after_step(self, report: StepReport | None) -> None:
-        """Log the step, and save where it is time. report: of the step, None where nobody asked for one.
+        """Log the step and save a checkpoint if one is due. report: of the step; None if no rank wants one.
 
-        Raises SavedExit once the process was told to end, SaveError where the policy is to stop at it.
+        Raises SavedExit after SIGTERM, and SaveError under the policy `stop`.
         """
         config, step = self.trainer.config, self.trainer.steps_done
-        told, failed = self._agreed()
-        # Before the checkpoint starts: the log of a run that goes on from it must have the step.
+        terminating, failed = self._all_reduce_flags()
+        # Before the checkpoint: the log of a run resumed from it must contain the step.
         self._write(report)
         if failed:
-            self._settle()
-        if self._writer is not None and (told or (config.checkpoint_every and step % config.checkpoint_every == 0)):
+            self._wait()
+        due = config.checkpoint_every and step % config.checkpoint_every == 0
+        if self._writer is not None and (terminating or due):
             self._start()
-        if told:
+        if terminating:
             self.finish()
             raise SavedExit(f"ended by SIGTERM after step {step}, which is saved in {config.checkpoint!r}")
 
     def finish(self) -> None:
-        """Save the last step, unless it is, and wait until it is whole. SaveError if it could not be written."""
+        """Save the last step, unless saved, and wait for the write. SaveError if it failed."""
         if self._writer is None:
             return
         if self._saved_step != self.trainer.steps_done:
@@ -91,7 +92,7 @@ class TrainingCallbacks:
         self._writer.wait()
 
     def summary(self) -> dict[str, Any]:
-        """What checkpoints were written and what they cost, for the report of a run."""
+        """Number of checkpoints written, failures and seconds, for the result of a run."""
         writer = self._writer
         return {
             "saved": 0 if writer is None else writer.saved,
@@ -100,28 +101,28 @@ class TrainingCallbacks:
             "write_seconds": 0.0 if writer is None else writer.write_seconds,
         }
 
-    def _agreed(self) -> tuple[bool, bool]:
-        """(whether any rank was told to end, whether any knows of a checkpoint that failed)."""
+    def _all_reduce_flags(self) -> tuple[bool, bool]:
+        """All-reduce (a rank received SIGTERM, a rank's checkpoint failed)."""
         if self._writer is None:
             return False, False
-        flags = torch.tensor([float(self._told()), float(self._writer.failed())], device=self.trainer.device)
-        told, failed = all_reduce(flags, self.trainer.group, "told to end", largest=True).tolist()
-        return bool(told), bool(failed)
+        flags = torch.tensor([float(self._terminating()), float(self._writer.failed())], device=self.trainer.device)
+        terminating, failed = all_reduce(flags, self.trainer.group, "termination", largest=True).tolist()
+        return bool(terminating), bool(failed)
 
     def _start(self) -> None:
         assert self._writer is not None
         start = time.perf_counter()
         if self._scalars is not None:
             self._scalars.flush()
-        self._settle()  # before the copies: two of them at a time would need twice the memory
+        self._wait()  # before the copies: two at a time would need twice the memory
         trainer = self.trainer
         trainer.settle()
         self._writer.start(cpu_state(trainer.model, trainer.optimizer, trainer.group), trainer.checkpoint_metadata())
         self._saved_step = trainer.steps_done
         self.stall_seconds += time.perf_counter() - start
 
-    def _settle(self) -> None:
-        """Wait for the checkpoint under way, and deal with its failure as the policy says."""
+    def _wait(self) -> None:
+        """Wait for the pending checkpoint, and handle its failure by the policy."""
         assert self._writer is not None
         try:
             self._writer.wait()
@@ -130,7 +131,7 @@ class TrainingCallbacks:
                 raise
             self.failed.append(str(error))
             if self.first:
-                warnings.warn(f"{error}; training goes on", stacklevel=2)
+                warnings.warn(f"{error}; training continues", stacklevel=2)
 
     def _write(self, report: StepReport | None) -> None:
         if report is None:
@@ -143,20 +144,20 @@ class TrainingCallbacks:
 
 @contextmanager
 def defer_sigterm() -> Iterator[Callable[[], bool]]:
-    """Note SIGTERM instead of ending at it; yields a function that tells whether it came.
+    """Handle SIGTERM by setting a flag; yields a function that returns the flag.
 
-    Only the main thread can do so; in another one the signal does what it did before.
+    Only the main thread can set handlers; in other threads SIGTERM keeps its handler and the flag stays False.
     """
-    came: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
 
-    def note(number: int, frame: Any) -> None:
-        came.append(number)
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
 
-    before = signal.signal(signal.SIGTERM, note)
+    before = signal.signal(signal.SIGTERM, handle)
     try:
-        yield lambda: bool(came)
+        yield lambda: bool(received)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -161,7 +161,7 @@ class TrainConfig(ExpertOptions):
         self._require_survival()
 
     def _sort_list(self) -> None:
-        """Move a list of stages or experts, given as `schedule`, to its own field. ScheduleError if it is bad."""
+        """Move a pipeline or expert schedule file from `schedule` to its field. ScheduleError if invalid."""
         if self.schedule.partition("@")[0] in GENERATORS or not Path(self.schedule).is_file():
             return
         unit = read_schedule(self.schedule, None).unit
@@ -172,16 +172,16 @@ class TrainConfig(ExpertOptions):
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> TrainConfig:
-        """The configuration in a file, YAML or Python; of its plan's sizes where it names a plan.
+        """Read a YAML or Python configuration file. Sizes come from its plan, if it names one.
 
-        UsageError names file, line and field of what is wrong.
+        UsageError names file, line and field of an error.
         """
         values = cls.merged(read_values(Path(path), fields(cls)), {})
         return cls(**values) if values.get("plan") is None else config_for(read_plan(values["plan"]), values)
 
     @classmethod
     def merged(cls, in_file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """A file's values, and before them those `given`; with a plan, a file's defaults are the plan's to say."""
+        """Merge a file's values with those `given`, which win. With a plan, drop a file's defaults."""
         values = in_file | given
         if "degrees" in values:
             values["degrees"] = Degrees.of(values["degrees"])
@@ -191,25 +191,25 @@ class TrainConfig(ExpertOptions):
         return {name: value for name, value in values.items() if name in given or value != usual[name]}
 
     def to_yaml(self) -> str:
-        """A YAML of all fields with their help as comments, which `from_yaml` reads back."""
+        """YAML of all fields with help texts as comments, readable by `from_yaml`."""
         return config_text(self.given(), fields(self))
 
     def given(self) -> dict[str, Any]:
-        """The fields that are not as they are where nothing is given."""
+        """Fields that differ from their defaults."""
         usual = {item.name: item.default for item in fields(self)}
         usual |= {"heads": self.default_heads, "sub_batches": self.default_sub_batches}
         return {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
 
     @property
     def beyond_tensor_parallel(self) -> bool:
-        """Whether it asks for more than one tensor-parallel group and one pass, without experts."""
+        """Whether a dense run uses data or pipeline parallelism, gradient accumulation, ZeRO-1 or FSDP."""
         if self.experts:
             return False
         return self.degrees.data > 1 or self.degrees.pipeline > 1 or self.micro_batches > 1 or self.zero or self.fsdp
 
     @property
     def default_sub_batches(self) -> int:
-        """Where none were given: by a replica's samples of a micro-batch; 1 without tensor parallelism."""
+        """Default sub-batches for the micro-batch size of a replica; 1 without tensor parallelism."""
         if not self.beyond_tensor_parallel:
             return super().default_sub_batches
         samples = self.batch // (self.degrees.data * max(1, self.micro_batches))
@@ -217,7 +217,7 @@ class TrainConfig(ExpertOptions):
 
     @property
     def rows(self) -> int:
-        """Rows of the table of tokens. UsageError for a tokenizer that cannot be had, or has more tokens."""
+        """Vocabulary size, padded. UsageError for an unavailable tokenizer, or one with more tokens."""
         tokens = load_tokenizer(self.tokenizer).size
         if 0 < self.vocabulary < tokens:
             raise UsageError(
@@ -226,29 +226,29 @@ class TrainConfig(ExpertOptions):
         return self.vocabulary or -(-tokens // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Learning rate of a step, counted from 0."""
         schedule = RateSchedule(self.steps, self.warmup, self.learning_rate_floor, self.decay_steps)
         return self.learning_rate * rate_factor(self.learning_rate_schedule, schedule, step)
 
     def corpus(self) -> Corpus:
-        """What it trains on. UsageError where it cannot be read."""
+        """Open the training corpus. UsageError where it cannot be read."""
         return open_corpus(self.data, load_tokenizer(self.tokenizer), self.text_column)
 
     def _require_survival(self) -> None:
-        """What of checkpoints, restarts and bad losses can be known from the values alone."""
+        """Check options of checkpoints, restarts and bad losses that need no file access."""
         if 0 < self.spike <= 1:
             raise UsageError(f"spike must be above 1, or 0 for never, got {self.spike}")
         if self.checkpoint is None and (self.checkpoint_every or self.resume == AUTO):
             what = f"checkpoint_every {self.checkpoint_every}" if self.checkpoint_every else f"resume {self.resume!r}"
-            raise UsageError(f"{what} needs a folder; give --checkpoint DIR")
+            raise UsageError(f"{what} needs a checkpoint folder; give --checkpoint DIR")
 
     @property
     def resumes_newest(self) -> bool:
-        """Whether the run begins with the newest of its own checkpoints, where there is one."""
+        """Whether the run resumes from the newest checkpoint in its own folder, if there is one."""
         return self.checkpoint is not None and (self.resume == AUTO or restart_count() > 0)
 
     def check_files(self, sizes: dict[str, Any]) -> Corpus:
-        """What is read and written, for a model of these sizes; returns the corpus."""
+        """Check input and output files for a model of these sizes; returns the corpus."""
         if self.checkpoint is not None:
             require_folder(self.checkpoint)
         require_resumable(self.checkpoint, self.resume, self.resumes_newest, sizes)
@@ -263,7 +263,7 @@ class TrainConfig(ExpertOptions):
         return corpus
 
     def _require_step_log(self) -> None:
-        """Raise UsageError for a log of another run, which this one would overwrite, and for what is no log."""
+        """Raise UsageError for a step log of another run, and for a file that is not a step log."""
         if self.step_log is None:
             return
         if Path(self.step_log).is_dir():
@@ -274,9 +274,9 @@ class TrainConfig(ExpertOptions):
 
 
 def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
-    """A configuration of the plan's sizes with the values `given` for the rest.
+    """Configuration with the plan's sizes and the values `given`.
 
-    UsageError for a given value that the plan says otherwise, and for a schedule, which is the plan's alone.
+    UsageError for a given value that contradicts the plan or that only the plan sets, such as a schedule.
     """
     config = TrainConfig(**values_for(plan, given))
     require_fit(config, plan)
@@ -284,26 +284,26 @@ def config_for(plan: Plan, given: Mapping[str, Any]) -> TrainConfig:
 
 
 def values_for(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values `given`, and the plan's for what it says. UsageError for one given that is the plan's alone."""
+    """Merge the values `given` with the plan's. UsageError for a given value that only the plan sets."""
     for name in _SET_BY_PLAN:
         if name in given:
             raise UsageError(
-                "the plan says schedules, recomputation, what is sequence-parallel, degrees and micro-batches; leave "
+                "the plan sets schedules, recomputation, sequence parallelism, degrees and micro-batches; leave "
                 f"out {_option(name)}"
             )
     return {**_sizes(plan), "precision": plan.model.dtype, **given}
 
 
 def require_fit(config: TrainConfig, plan: Plan) -> None:
-    """Raise UsageError, naming the field, unless plan and configuration are of the same model and batch."""
+    """Raise UsageError, naming the field, unless plan and configuration agree."""
     for name, size in ({"experts": 0} | _sizes(plan)).items():
         if getattr(config, name) != size and not (name == "vocabulary" and config.vocabulary == 0):
             raise UsageError(
-                f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {_option(name)}, or make "
-                "a plan for it"
+                f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {_option(name)}, or "
+                "make a plan for it"
             )
     if not (plan.model.is_gpt and plan.model.tied):
-        raise UsageError(f"plan: its model {plan.model.name!r} is no GPT, which is what this trains; plan for a GPT")
+        raise UsageError(f"plan: its model {plan.model.name!r} is not a GPT, which is what this trains; plan for one")
     if plan.model.dtype != config.precision:
         raise UsageError(
             f"plan: its model computes in {plan.model.dtype}, training here in {config.precision}; leave out "
@@ -311,8 +311,8 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
         )
     if plan.fsdp and config.precision != "float32":
         raise UsageError(
-            f"fsdp does not support precision {config.precision}: its float32 masters are not sharded; take zero, "
-            "which shards them, or float32"
+            f"fsdp does not support precision {config.precision} (float32 master weights are not sharded); use zero, "
+            "or float32"
         )
     tokenizer = load_tokenizer(config.tokenizer)
     if plan.model.vocabulary < tokenizer.size:
@@ -323,7 +323,7 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
 
 
 def _sizes(plan: Plan) -> dict[str, Any]:
-    """The options whose values a plan has. How its experts' list goes, it says itself."""
+    """Options set by a plan. The expert schedule is not compared: the plan holds its text."""
     names = ("hidden", "layers", "heads", "sequence", "vocabulary")
     found: dict[str, Any] = {name: getattr(plan.model, name) for name in names} | {"batch": plan.global_batch}
     experts = {} if plan.experts is None else asdict(plan.experts)
@@ -341,14 +341,14 @@ def require_seed(seed: int) -> None:
 
 
 def require_memory(options: ModelOptions, degree: int) -> None:
-    """Raise UsageError where weights, gradients and AdamW's moments alone exceed this machine's memory."""
+    """Raise UsageError where weights, gradients and AdamW state exceed this machine's memory."""
     need = 4 * 4 * 12 * options.hidden**2 * options.layers  # 12 h^2 weights a layer, fp32, four of each
     what = f"hidden {options.hidden} with {options.layers} layers over its {degree} ranks"
     require_bytes(need, what, "lower --hidden or --layers")
 
 
 def require_bytes(need: int, what: str, remedy: str) -> None:
-    """Raise UsageError where `need` bytes of weights and optimizer are more than this machine has."""
+    """Raise UsageError where `need` bytes of weights and optimizer state exceed this machine's memory."""
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -360,7 +360,7 @@ def require_bytes(need: int, what: str, remedy: str) -> None:
 
 
 def require_compiler(name: str) -> None:
-    """Raise UsageError unless `name` is none or a backend that torch.compile knows."""
+    """Raise UsageError unless `name` is none or a torch.compile backend."""
     if name != "none" and name not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         raise UsageError(f"unknown compile {name!r}; known are none, {known}, and torch's for debugging")
@@ -373,5 +373,5 @@ def require_device(device: str) -> None:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """A dataclass's fields by name, as plain values."""
+    """Fields of a dataclass by name, as plain values."""
     return asdict(config)

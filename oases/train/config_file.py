@@ -1,4 +1,4 @@
-"""A training run's configuration in a file: YAML, or Python that defines `config`; and a YAML of it, commented."""
+"""Configuration files of training runs: YAML, or Python that defines `config`; written as commented YAML."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH = 100
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values as YAML 1.2 has them: `off` is text and 1e-3 a number."""
+    """Loader with YAML 1.2 scalars: `off` is a string and 1e-3 a number."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -41,11 +41,10 @@ _Loader.add_implicit_resolver(
 
 
 def read_values(path: str | Path, known: Sequence[Field[Any]]) -> dict[str, Any]:
-    """The fields that a file gives, by name. known: a configuration's fields.
+    """Read the fields that a file sets, by name. known: fields of the configuration.
 
-    A Python file defines `config`, a configuration; what it leaves at its default is not given. UsageError names the
-    file and, where it can, the line: of a file that cannot be read, of an unknown field, with the nearest known one,
-    and of a value of another type.
+    A Python file defines `config`, a configuration; fields at their default are left out. UsageError, with the file
+    and the line if known, for an unreadable file, an unknown field (with the nearest known one) and a wrong type.
     """
     path = Path(path)
     try:
@@ -55,12 +54,12 @@ def read_values(path: str | Path, known: Sequence[Field[Any]]) -> dict[str, Any]
     except UnicodeDecodeError as error:
         raise UsageError(f"config {str(path)!r} is not UTF-8 text: {error.reason}") from error
     if text is None:
-        raise UsageError(f"config {str(path)!r} is no file; write one with: oases train --write-config")
+        raise UsageError(f"config {str(path)!r} is not a file; write one with: oases train --write-config")
     return _of_python(path, known) if path.suffix == ".py" else _of_yaml(path, text, known)
 
 
 def config_text(values: Mapping[str, Any], known: Sequence[Field[Any]]) -> str:
-    """A YAML of all `known` fields with their help as comments, and for each its value or else its default."""
+    """YAML of all `known` fields, each with its help as a comment and its value or default."""
     lines = []
     for item in known:
         value = values.get(item.name, item.default)
@@ -75,7 +74,7 @@ def config_text(values: Mapping[str, Any], known: Sequence[Field[Any]]) -> str:
 
 
 def unknown_field_message(name: object, known: Sequence[Field[Any]]) -> str:
-    """What is said of a field that no configuration has."""
+    """Error message for an unknown field, with the nearest known one."""
     names = [item.name for item in known]
     near = difflib.get_close_matches(str(name), names, n=1)
     remedy = f"did you mean {near[0]!r}?" if near else "oases train --write-config lists all"
@@ -91,7 +90,7 @@ def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, An
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise UsageError(f"{where}: it must hold lines such as 'hidden: 512', got {text.strip()[:40]!r}")
+            raise UsageError(f"{where}: expected lines such as 'hidden: 512', got {text.strip()[:40]!r}")
         given: dict[str, Any] = {}
         for key, node in root.value:
             line = f"{where}, line {key.start_mark.line + 1}"
@@ -99,7 +98,7 @@ def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, An
             if name not in by_name:
                 raise UsageError(f"{line}: {unknown_field_message(name, known)}")
             if name in given:
-                raise UsageError(f"{line}: {name} is there twice; leave one out")
+                raise UsageError(f"{line}: {name} is given twice; leave one out")
             given[name] = loader.construct_object(node, deep=True)
             fault = type_mismatch(by_name[name], given[name])
             if fault:
@@ -108,7 +107,7 @@ def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, An
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         problem = getattr(error, "problem", None) or str(error)
-        raise UsageError(f"{where}{line}: no YAML: {problem}") from error
+        raise UsageError(f"{where}{line}: invalid YAML: {problem}") from error
     return given
 
 
@@ -116,7 +115,7 @@ def _of_python(path: Path, known: Sequence[Field[Any]]) -> dict[str, Any]:
     where = f"config {str(path)!r}"
     try:
         found = runpy.run_path(str(path)).get("config")
-    except Exception as error:  # the file is the user's: whatever is wrong in it, it is told with its line
+    except Exception as error:  # the user's code may raise anything; report it with its line
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         message = str(error)

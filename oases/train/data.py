@@ -1,7 +1,7 @@
-"""Text as training data: every text file under a path, bytes as tokens, memory-mapped.
+"""Text corpora: all text files under a path, memory-mapped, with bytes as tokens.
 
-A corpus is cut into blocks of 65536 tokens; every twentieth is held out for validation. A sample is a window that
-lies in one block, so no training window touches a held-out token. Which window: a pure function of seed and step.
+A corpus is divided into blocks of 65536 tokens; every twentieth is held out for validation. A sample is a window
+within one block, so no training sample contains held-out tokens. Sampling is a pure function of seed and step.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ BLOCK_TOKENS = 65_536
 HOLD_OUT_EVERY = 20
 
 PIECE_CHARACTERS = 2**18
-"""Of text that is read at once. Pieces end with a line, or a word where there is no line."""
+"""Characters read at once. Pieces end at a line break, or at a space where there is none."""
 
 Documents = Iterator[Iterator[str]]
-"""Texts, each in pieces that are read when they are asked for."""
+"""Texts, each an iterator of pieces that are read lazily."""
 
 
 def standard_library() -> Path:
-    """Where this Python keeps the source of its standard library: text that every machine has."""
+    """Folder of the standard library's source: text that every machine has."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 class Corpus(ABC):
-    """Tokens in a row, and the windows of them that are samples.
+    """Sequence of tokens from which training and validation samples are drawn.
 
-    num_tokens: of the whole. unit: what a token is, in words. path: where they come from.
+    num_tokens: total. unit: name of a token in messages. path: source of the text.
     """
 
     path: Path
@@ -54,21 +54,21 @@ class Corpus(ABC):
 
     @abstractmethod
     def read(self, start: int, length: int) -> np.ndarray[Any, Any]:
-        """`length` tokens from `start` on, unsigned integers [length]."""
+        """Read tokens start to start + length, unsigned integers [length]."""
 
     @abstractmethod
     def described(self) -> str:
-        """What it is, in words for a person."""
+        """Description for messages."""
 
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What tells its batches from those of another corpus, as plain values."""
+        """Plain values that differ for corpora with different batches."""
 
     def batch(self, *, split: str, step: int, batch: int, sequence: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [batch, sequence] each, targets one token ahead.
+        """Draw a batch: inputs and targets, int64 [batch, sequence] each; targets are shifted by one token.
 
-        split: "train" or "validation". Equal arguments give equal batches, on any rank.
+        split: "train" or "validation". Equal arguments give equal batches on all ranks.
         Raises UsageError where the split has no window of sequence + 1 tokens.
         """
         window = sequence + 1
@@ -99,9 +99,9 @@ class Corpus(ABC):
 
 
 class TextCorpus(Corpus):
-    """All text files under `path` (default: the Python standard library's source), joined in order of name.
+    """Concatenation of all text files under `path` (default: Python's standard library), sorted by name.
 
-    A file is text if its beginning holds no NUL byte and decodes as UTF-8. Raises UsageError for a path that is
+    A file is text if its first 4096 bytes hold no NUL byte and decode as UTF-8. Raises UsageError for a path that is
     missing, unreadable, empty, or holds no text.
     """
 
@@ -140,7 +140,7 @@ class TextCorpus(Corpus):
                 f"is {next(iter(skipped))}" if self.path.is_file() else f"holds no text file ({why or 'it is empty'})"
             )
             raise UsageError(f"data {str(self.path)!r} {what}; give a text file or a folder of them")
-        # Each worker process maps files by itself; open ones are few, so that no limit on descriptors is hit.
+        # Mapped lazily in each process; a bounded cache, so that no limit on file descriptors is hit.
         self._map = lru_cache(maxsize=64)(lambda index: np.memmap(self._files[index], np.uint8, mode="r"))
 
     def _candidates(self, library: bool) -> Iterator[Path]:
@@ -165,24 +165,24 @@ class TextCorpus(Corpus):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Its size, by which records of checkpoints have always known it."""
+        """Size in bytes, the field of all checkpoint formats."""
         return {"bytes": self.num_bytes}
 
     @property
     def fingerprint(self) -> str:
-        """Of the files: their names, sizes and times of change."""
+        """Hash of the files' paths, sizes and modification times."""
         return stamp(self._files)
 
     def described(self) -> str:
-        """E.g. "3 text files, 1.2 MB, from docs"."""
+        """Description, e.g. "3 text files, 1.2 MB, from docs"."""
         return f"{self.num_files} text files, {self.num_bytes / 1e6:.1f} MB, from {self.path}"
 
     def documents(self) -> Documents:
-        """The text of each file. UsageError where one is not UTF-8 further on than its beginning."""
+        """Text of each file. UsageError for a file that is not UTF-8 beyond its first bytes."""
         return (_pieces(file) for file in self._files)
 
     def read(self, start: int, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """`length` bytes of the joined corpus from `start` on."""
+        """Read bytes start to start + length, uint8 [length]."""
         pieces = []
         index = bisect_right(self._starts, start) - 1
         while length > 0:
@@ -195,7 +195,7 @@ class TextCorpus(Corpus):
 
 
 def stamp(files: Iterable[Path]) -> str:
-    """A hash of files' paths, sizes and times of change."""
+    """Hash of files' paths, sizes and modification times."""
     digest = hashlib.sha256()
     for file in files:
         found = file.stat()

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: the share of the peak at a step, pure functions of the step, so that none has a state.
+"""Learning-rate schedules: stateless functions of the step, as a fraction of the peak.
 
-Every one begins with a linear warm-up of `warmup` steps. Sources: cosine of Loshchilov and Hutter (arXiv 1608.03983),
-wsd of Hu et al. (MiniCPM, arXiv 2404.06395).
+All begin with a linear warm-up of `warmup` steps. Sources: cosine of Loshchilov and Hutter (arXiv 1608.03983), wsd
+(warmup-stable-decay) of Hu et al. (MiniCPM, arXiv 2404.06395).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from oases.errors import UsageError
 
 @dataclass(frozen=True)
 class RateSchedule:
-    """Where a schedule goes: of `steps`, the first `warmup` up, down to the share `floor` of the peak.
+    """Parameters of a schedule: steps in all, warm-up steps, and `floor`, the final rate as a fraction of the peak.
 
-    decay_steps: the last ones, in which `wsd` goes down; 0 = a tenth of all.
+    decay_steps: steps of linear decay at the end of `wsd`; 0 = a tenth of all.
     """
 
     steps: int
@@ -26,11 +26,11 @@ class RateSchedule:
     decay_steps: int = 0
 
     def progress(self, step: int) -> float:
-        """How far `step` is from the end of the warm-up, 0, to the end, 1."""
+        """Fraction of the steps after warm-up that lie before `step`, 0 to 1."""
         return min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
 
     def decay_progress(self, step: int) -> float:
-        """How far `step` is in the decay at the end, 0 to 1; a decay longer than what is left begins at once."""
+        """Fraction of the final decay before `step`, 0 to 1; a decay longer than the rest starts after warm-up."""
         length = min(self.decay_steps or max(1, self.steps // 10), max(1, self.steps - self.warmup))
         return min(1.0, max(0.0, (step - (self.steps - length)) / length))
 
@@ -57,11 +57,11 @@ SCHEDULES: dict[str, Callable[[RateSchedule, int], float]] = {
     "constant": _constant,
     "wsd": _wsd,
 }
-"""What follows the warm-up: half a cosine, a line, the peak itself, or the peak and a line at the end."""
+"""Schedules after warm-up: cosine decay, linear decay, constant, or constant with a linear decay at the end."""
 
 
 def rate_factor(name: str, schedule: RateSchedule, step: int) -> float:
-    """The share of the peak learning rate in `step`, counted from 0, under the schedule `name`.
+    """Learning rate in `step`, counted from 0, as a fraction of the peak, under the schedule `name`.
 
     UsageError for an unknown name.
     """

@@ -1,4 +1,4 @@
-"""How evenly a step's tokens lay on the ranks, what copies of experts did for it, and a trace of the loads."""
+"""Expert load balance of training steps, with and without replicas, and the trace of expert loads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from oases.train.checkpoint.coordination import all_gather_objects
 
 @dataclass(frozen=True)
 class StepLoadBalance:
-    """Of one step.
+    """Expert load balance of one step.
 
-    balance_before, balance_after: standard deviation of the ranks' loads without copies and as they were computed,
-    slots (pairs of a token and one of its experts), means over layers and micro-batches. copies: of experts, over all
-    layers, a mean over micro-batches. dropped: slots, by the capacity. saved_seconds: that copies save, as the
-    placements' model has it, of all layers and micro-batches; 0 where nothing was modelled.
+    balance_before, balance_after: standard deviation of the load per rank without and with expert replicas, in
+    (token, expert) pairs, mean over layers and micro-batches. copies: expert replicas in all layers, mean over
+    micro-batches. dropped: (token, expert) pairs over capacity. saved_seconds: time saved by replicas in all layers
+    and micro-batches, by the placement cost model; 0 where nothing was modelled.
     """
 
     balance_before: float
@@ -35,17 +35,16 @@ class StepLoadBalance:
     saved_seconds: float
 
     def text(self) -> str:
-        """In a few words, e.g. "balance 41.2 > 8.5, 6 copies"."""
+        """Format as e.g. "balance 41.2 > 8.5, 6 copies"."""
         words = f"balance {self.balance_before:.3g} > {self.balance_after:.3g}, {self.copies:.3g} copies"
         return words + (f", {self.dropped} dropped" if self.dropped else "")
 
 
 class LoadBalance:
-    """Follows the layers of a model through its steps: `note` after every forward pass, `step` after the step.
+    """Load balance over a run: call `record_layers` after every forward pass and `step` after every step.
 
-    group: all ranks of the run. stages: those of its pipeline; each has some of the layers. trace: file to record
-    loads in; what it has of steps from `steps_done` on is cut off. Every rank makes one and has the same; the first
-    writes.
+    group: all ranks of the run. stages: number of pipeline stages. trace: file for expert loads, truncated to the
+    first `steps_done` steps. Every rank has one with the same results; rank 0 writes the trace.
     """
 
     def __init__(self, group: ProcessGroup | None, stages: int, trace: str | None, steps_done: int) -> None:
@@ -56,11 +55,11 @@ class LoadBalance:
         self._noted: dict[int, list[StepLoadBalance]] = {}
         self._counts: dict[int, Any] = {}
         self.last: StepLoadBalance | None = None
-        """Of the last step."""
+        """Balance of the last step."""
         self.history: list[StepLoadBalance] = []
 
     def record_layers(self, layers: Mapping[int, OverlappedMoE]) -> None:
-        """A micro-batch went forward through these layers, by their numbers."""
+        """Record a micro-batch's forward pass through MoE layers, given by layer number."""
         for number, layer in layers.items():
             done, saved = layer.last, 0.0
             assert done is not None
@@ -75,11 +74,11 @@ class LoadBalance:
             self._noted.setdefault(number, []).append(found)
 
     def discard_step(self) -> None:
-        """The step has failed."""
+        """Forget what was recorded in a step that failed."""
         self._noted, self._counts = {}, {}
 
     def step(self, number: int) -> None:
-        """The step, counted from 0, is done; its loads go into the trace. All ranks call it."""
+        """Finish step `number`, counted from 0, and write its loads to the trace. Collective over all ranks."""
         noted, counts = self._noted, self._counts
         if self._stages > 1:
             for others, loads in all_gather_objects((noted, counts), self._group):
@@ -96,7 +95,7 @@ class LoadBalance:
         self.discard_step()
 
     def summary(self) -> dict[str, float]:
-        """Means over the steps that were done here; rb: what the balance degrees were divided by."""
+        """Means over the steps of this process; rb: balance_before / balance_after."""
         if not self.history:
             return {}
         found = {
@@ -108,7 +107,7 @@ class LoadBalance:
 
 
 def _over_layers(rows: Sequence[StepLoadBalance]) -> StepLoadBalance:
-    """Of a micro-batch, from those of its layers."""
+    """Balance of a micro-batch from those of its layers."""
     before, after, copies, dropped, saved = zip(*map(astuple, rows), strict=True)
     return StepLoadBalance(
         statistics.mean(before), statistics.mean(after), float(sum(copies)), sum(dropped), sum(saved)
@@ -116,19 +115,19 @@ def _over_layers(rows: Sequence[StepLoadBalance]) -> StepLoadBalance:
 
 
 def require_new_trace(trace: str, *, new: bool) -> None:
-    """Raise UsageError unless loads may be recorded in this file. new: by a run that goes on from no other."""
+    """Raise UsageError unless loads may be recorded in this file. new: the run does not resume another."""
     path = Path(trace)
     if path.is_dir():
         raise UsageError(f"record_loads {trace!r} is a folder; give the path of a file")
     make_folder(path.resolve().parent, "record_loads")
     if path.is_file() and path.stat().st_size:
-        for _ in replay(path):  # says what is no trace
+        for _ in replay(path):  # raises for a file that is not a trace
             if new:
                 raise UsageError(f"record_loads {trace!r} holds the loads of another run; give a new file")
 
 
 def _begin(path: Path, steps_done: int) -> None:
-    """Have the file hold the steps before `steps_done` alone."""
+    """Truncate the trace to the steps before `steps_done`."""
     kept = [row for row in replay(path) if row[0] < steps_done] if path.is_file() and path.stat().st_size else []
     with Recorder(path) as recorder:
         for row in kept:

@@ -1,7 +1,7 @@
-"""A recorded trace of loads, looked at: what every way of placing experts would have made of it, step by step.
+"""Replay of a recorded trace of expert loads under several placement methods.
 
-A planner sees a step's loads when the step is over, as in training, so each step is computed with what was planned
-from those before. Seconds are modelled, of experts and what they send; nothing is run.
+As in training, a step is placed from the loads of earlier steps only. Times of expert compute and communication are
+modelled; nothing is executed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METHODS = ("none", "faster_moe", "eplb", "prophet")
 
 @dataclass(frozen=True)
 class PlacementMethod:
-    """A way to place experts. schedule: of its copies. coupled: the search knows that they travel under compute."""
+    """Placement method. schedule: of its replica transfers. coupled: the search models their overlap with compute."""
 
     method: str
     schedule: str
@@ -43,22 +43,20 @@ PLACEMENT_METHODS = {
 }
 
 DRAWN_LAYERS = 6
-"""Layers whose experts a page shows one by one."""
+"""Number of layers whose expert loads a page shows."""
 HEADER = ("placement", "balance degree", "RB", "copies", "modelled", "against none")
 _LOADS = (
-    "Share of the layer's tokens that each expert gets, step by step. A row that stays bright is an expert that is "
-    "always busy: its rank is what the others wait for, unless it is copied."
+    "Fraction of the layer's tokens per expert and step. A row that stays bright is an expert that is always busy: "
+    "the other ranks wait for its rank unless it is replicated."
 )
-_BALANCE = (
-    "Standard deviation of the ranks' loads, in slots (pairs of a token and one of its experts), mean of layers."
-)
-_COPIES = "Copies of experts on other ranks than their home, of all layers."
-_SAVED = "Modelled seconds of a step, of all layers, less than with every expert at home."
+_BALANCE = "Standard deviation of the load per rank, in (token, expert) pairs, mean over layers."
+_COPIES = "Expert replicas on ranks other than the owner rank, all layers."
+_SAVED = "Modelled time saved per step in all layers, against no replicas."
 
 
 @dataclass(frozen=True)
 class LoadsConfig:
-    """What the loads are laid on: experts, and the ranks and links of a cluster."""
+    """Model sizes and link of the cluster that loads are replayed on."""
 
     methods: str = option(",".join(METHODS), f"placement methods to compare, comma-separated: {', '.join(METHODS)}")
     hidden: int = option(512, "hidden size, features")
@@ -71,7 +69,7 @@ class LoadsConfig:
 
     @property
     def costs(self) -> Costs:
-        """Of a layer, in float32."""
+        """Costs of one layer in float32."""
         return Costs(
             token_seconds=self.token_us / 1e6,
             token_bytes=4 * self.hidden,
@@ -91,7 +89,7 @@ class LoadsConfig:
         return list(dict.fromkeys(["none", *found]))
 
     def check(self) -> None:
-        """UsageError for what cannot be."""
+        """Raise UsageError for an invalid option."""
         for name, least in (("hidden", 1), ("expert_hidden", 0), ("expert_memory", -1)):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
@@ -100,13 +98,13 @@ class LoadsConfig:
 
 
 def rb(before: float, after: float) -> float:
-    """The paper's measure of balance, before over after: 1 where all was even already, infinite where all is now."""
+    """Balance ratio RB of the Prophet paper, before over after: 1 if both are 0, infinite if only `after` is."""
     return 1.0 if before == after else before / after if after else float("inf")
 
 
 @dataclass
 class ReplayedPlacement:
-    """One placement over the steps of a trace: means over layers of balance degrees, sums of copies and seconds."""
+    """Results of one placement by step: balance degrees (mean over layers), replicas, seconds (sums)."""
 
     balance_before: list[float] = field(default_factory=list)
     balance_after: list[float] = field(default_factory=list)
@@ -114,7 +112,7 @@ class ReplayedPlacement:
     seconds: list[float] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
-        """Means over the steps; rb: what the balance degree is divided by."""
+        """Means over the steps; rb: ratio of the balance degrees before and after."""
         before, after = statistics.mean(self.balance_before), statistics.mean(self.balance_after)
         return {
             "balance_degree": after,
@@ -126,16 +124,16 @@ class ReplayedPlacement:
 
 
 def read_loads(path: str | Path) -> dict[int, dict[int, Integers]]:
-    """Counts [expert, device] by step and layer. UsageError for no trace, an empty one, and steps without a layer."""
+    """Read counts [expert, device] by step and layer. UsageError for an invalid or empty trace."""
     found: dict[int, dict[int, Integers]] = {}
     for step, layer, counts in replay(path):
         found.setdefault(step, {})[layer] = counts
     if not found:
-        raise UsageError(f"trace {str(path)!r} holds no step; record one with --record-loads")
+        raise UsageError(f"trace {str(path)!r} holds no steps; record one with --record-loads")
     layers = set(next(iter(found.values())))
     for step, by_layer in list(found.items()):
         if set(by_layer) != layers:
-            if step == max(found) and step != min(found):  # a run that was killed leaves a part of its last step
+            if step == max(found) and step != min(found):  # a killed run leaves an incomplete last step
                 del found[step]
                 continue
             raise UsageError(
@@ -145,7 +143,7 @@ def read_loads(path: str | Path) -> dict[int, dict[int, Integers]]:
 
 
 def replay_placement(loads: dict[int, dict[int, Integers]], config: LoadsConfig, name: str) -> ReplayedPlacement:
-    """What the placement called `name` makes of the loads."""
+    """Replay the loads under the placement `name`."""
     who, found = PLACEMENT_METHODS[name], ReplayedPlacement()
     costs = replace(config.costs, scheduled=who.schedule == "block_wise")
     budget = None if config.expert_memory < 0 else float(config.expert_memory)
@@ -172,7 +170,7 @@ def replay_placement(loads: dict[int, dict[int, Integers]], config: LoadsConfig,
 
 
 def compare_placements(path: str | Path, config: LoadsConfig) -> dict[str, Any]:
-    """Every placement over a trace, and the trace's sizes."""
+    """Replay a trace under every placement; results by placement, and the trace's sizes."""
     config.check()
     loads = read_loads(path)
     experts, devices = next(iter(next(iter(loads.values())).values())).shape
@@ -187,7 +185,7 @@ def compare_placements(path: str | Path, config: LoadsConfig) -> dict[str, Any]:
 
 
 def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each placement, in the order of HEADER."""
+    """Table rows, one per placement, with the columns of HEADER."""
     return [
         (
             name, f"{row['balance_degree']:.1f}", f"{row['rb']:.2f}", f"{row['copies']:.1f}",

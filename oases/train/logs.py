@@ -1,4 +1,4 @@
-"""Logs of a run, which one that goes on continues: a line of JSON for every step, and TensorBoard's curves."""
+"""Logs of a run: JSON Lines with one line per step, and TensorBoard. A resumed run appends."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ TAGS = {
     "dropped": "experts/dropped_slots",
     "saved_seconds": "experts/modelled_seconds_saved",
 }
-"""Names of values in TensorBoard; one that is not here is train/NAME."""
+"""TensorBoard tags of values; others are train/NAME."""
 _FLUSH_SECONDS = 10
 
 
 def last_logged_step(path: str | Path) -> int:
-    """The last step that a log tells of; 0 for none or no file. UsageError for a file that is no log."""
+    """Last step in a log; 0 for an empty or missing file. UsageError for a file that is not a step log."""
     path = Path(path)
     return _last(path, None)[0] if path.is_file() else 0
 
 
 class StepLog:
-    """Appends to a log at `path`. Lines of steps beyond `steps_done` are cut off: they are about to be done again.
+    """Step log at `path`, opened for appending. Lines of steps beyond `steps_done`, to be repeated, are removed.
 
-    UsageError for a file that is no log.
+    UsageError for a file that is not a step log.
     """
 
     def __init__(self, path: str | Path, steps_done: int) -> None:
@@ -54,13 +54,13 @@ class StepLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
-        """Append one step's values, among them `step`; a number that is not finite becomes null."""
+        """Append the values of a step, `step` among them; non-finite numbers become null."""
         plain = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._file.flush()  # what the system has, the end of this process does not lose
+        self._file.flush()  # survives the death of this process
 
     def __enter__(self) -> StepLog:
         return self
@@ -72,7 +72,7 @@ class StepLog:
 
 
 def _last(path: Path, steps: int | None) -> tuple[int, int]:
-    """(the last step up to `steps`, where its line ends). A last line that is not whole does not count."""
+    """Last step up to `steps`, and the offset where its line ends. An incomplete last line is ignored."""
     last, end = 0, 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -82,7 +82,7 @@ def _last(path: Path, steps: int | None) -> tuple[int, int]:
                 step = json.loads(line)["step"]
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
-                    f"step log {str(path)!r}: line {number} is no step of a run; give a new "
+                    f"step log {str(path)!r}: line {number} is not a step of a run; give a new "
                     "file, or one that --step-log wrote"
                 ) from error
             if steps is not None and step > steps:
@@ -92,7 +92,7 @@ def _last(path: Path, steps: int | None) -> tuple[int, int]:
 
 
 def require_tensorboard(folder: str, *, new: bool) -> None:
-    """Raise UsageError unless curves may be written into `folder`. new: by a run that does not go on from another."""
+    """Raise UsageError unless TensorBoard logs may be written to `folder`. new: the run does not resume another."""
     if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             f"tensorboard {folder!r} needs the package tensorboard, which is not installed; pip install tensorboard, "
@@ -104,10 +104,10 @@ def require_tensorboard(folder: str, *, new: bool) -> None:
 
 
 class Scalars:
-    """Writes curves into `folder`. What a run that ended wrote of steps beyond `steps_done` no longer counts.
+    """TensorBoard writer into `folder`, for one process of a run.
 
-    A file of events cannot be cut; instead this one says at which step it begins, and readers drop what others have
-    from there on. For one process of a run.
+    Event files cannot be truncated; `purge_step` instead makes readers drop what an earlier process wrote of steps
+    beyond `steps_done`.
     """
 
     def __init__(self, folder: str | Path, steps_done: int) -> None:
@@ -118,14 +118,14 @@ class Scalars:
         )
 
     def write(self, *, step: int, **values: Any) -> None:
-        """Add one step's values; None and what is no number are left out."""
+        """Add the numeric values of a step; others are left out."""
         for name, value in values.items():
             if isinstance(value, (int, float)):
                 tag = TAGS.get(name, f"train/{name}")
                 self._writer.add_scalar(tag, float(value), step)  # type: ignore[no-untyped-call]
 
     def flush(self) -> None:
-        """Hand all to the system: a run that goes on from a checkpoint must find the curves up to there."""
+        """Write out buffered events, so that a run resumed from a checkpoint finds all steps before it."""
         self._writer.flush()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Scalars:

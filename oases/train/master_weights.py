@@ -1,7 +1,8 @@
-"""Training in bfloat16: weights and activations of the model in it, masters, moments and gradients in float32.
+"""Mixed precision with master weights: model weights and activations in bfloat16; master weights, AdamW moments and
+gradients in float32.
 
-A step of AdamW is often less than the distance between two numbers of bfloat16, so a weight that is kept in it alone
-stands still. The masters take the step, and the model's weights are the masters, rounded.
+An AdamW update is often smaller than the spacing of bfloat16 numbers, so bfloat16 weights alone would not change. The
+optimizer updates the master weights, and the model's weights are the master weights, rounded.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from oases.execution.group import ProcessGroup, group_name, group_of, group_rank
 from oases.train.optimizer import OPTIONS, Optimizer, Parts, adamw, weight_decay_groups
 
 PRECISIONS: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Types of weights and activations."""
+"""Dtypes of weights and activations."""
 
 
 def make_optimizer(
     parts: Parts, precision: str, *, learning_rate: float, weight_decay: float, sharded: bool = False
 ) -> Optimizer:
-    """AdamW over all `parts` of a model in float32, which is then in `precision`; sharded: as in `adamw`.
+    """Make AdamW for all `parts` of a float32 model, and convert the model to `precision`. sharded: as in `adamw`.
 
-    To be called where the model stays, before anything hangs on its parameters' types.
+    Call it with the model on its final device, before anything depends on the parameters' dtypes.
     """
     if precision == "float32":
         return adamw(parts, learning_rate=learning_rate, weight_decay=weight_decay, sharded=sharded)
@@ -34,12 +35,12 @@ def make_optimizer(
 
 
 class MasterAdamW:
-    """AdamW on float32 masters of a model's parameters, which become of type `dtype` here.
+    """AdamW on float32 master weights; converts the model's parameters to `dtype`.
 
-    parts: (parameters, data-parallel group). Gradients are accumulated in float32 over micro-batches and sub-batches,
-    averaged and clipped in it. sharded: masters and moments of a parameter lie on one rank of its data-parallel
-    group, which updates it and sends it to the others in `dtype`; else on all.
-    It has what a loop asks of an optimizer: param_groups, step, zero_grad.
+    parts: (parameters, data-parallel group). Gradients are accumulated, averaged and clipped in float32. sharded
+    (ZeRO-1): master weight and moments of a parameter are on one rank of its data-parallel group, which updates the
+    parameter and broadcasts it in `dtype`; else on all ranks. Has the optimizer API of a training loop: param_groups,
+    step, zero_grad.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class MasterAdamW:
     ) -> None:
         self._parameters: list[nn.Parameter] = []
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
-        # Of each group with several ranks, by its name: what each rank updates.
+        # By group name, for groups of several ranks: the parameters that each rank updates.
         self._owned: dict[str, list[list[nn.Parameter]]] = {}
         by_group: dict[str, tuple[ProcessGroup | None, list[nn.Parameter]]] = {}
         for parameters, group in parts:
@@ -58,24 +59,24 @@ class MasterAdamW:
             self._parameters += parameters
             mine = parameters
             if group is not None:
-                self._owned[name] = _dealt(parameters, group_size(group))
+                self._owned[name] = _distribute(parameters, group_size(group))
                 mine = self._owned[name][group_rank(group)]
             self._masters |= {one: nn.Parameter(one.detach().float().clone()) for one in mine}
         for parameter in self._parameters:
             parameter.data = parameter.data.to(dtype)
             parameter.grad_dtype = torch.float32
         groups = weight_decay_groups(list(self._masters.values()), weight_decay)
-        # A rank may have nothing to update, where there are fewer parameters than ranks.
+        # With fewer parameters than ranks, a rank may have nothing to update.
         self._inner = torch.optim.AdamW(groups, lr=learning_rate, **OPTIONS) if groups else None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of the masters; a learning rate written there holds from the next step on."""
+        """Parameter groups of the master weights; a new learning rate takes effect in the next step."""
         return [] if self._inner is None else self._inner.param_groups
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the masters by the parameters' gradients, and the parameters by the masters, on all ranks."""
+        """Update the master weights from the gradients, and round them into the parameters on all ranks."""
         for parameter, master in self._masters.items():
             master.grad = parameter.grad
         if self._inner is not None:
@@ -84,44 +85,44 @@ class MasterAdamW:
             master.grad = None
         self.copy_masters_to_model()
         for name, owned in self._owned.items():
-            _sent(owned, group_of(name))
+            _broadcast(owned, group_of(name))
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any] | None:
-        """The moments of a parameter, None where another rank has them."""
+        """AdamW state of a parameter; None where another rank has it."""
         if self._inner is None or parameter not in self._masters:
             return None
         state: dict[str, Any] = self._inner.state[self._masters[parameter]]
         return state
 
     def master_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The master of a parameter, None where another rank has it."""
+        """Master weight of a parameter; None where another rank has it."""
         return self._masters.get(parameter)
 
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:
-        """Round the masters of this rank into its parameters, after they were changed."""
+        """Round this rank's master weights into its parameters."""
         if self._masters:
             torch._foreach_copy_([*self._masters], [master.detach() for master in self._masters.values()])
 
 
-def _dealt(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
-    """The parameters of each rank, about as many elements for each: the largest first, to who has the least."""
-    dealt: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
+def _distribute(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
+    """Distribute parameters over ranks by size: largest first, each to the rank with the fewest elements."""
+    shares: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
     held = [0] * ranks
     for parameter in sorted(parameters, key=lambda one: -one.numel()):
         rank = held.index(min(held))
-        dealt[rank].append(parameter)
+        shares[rank].append(parameter)
         held[rank] += parameter.numel()
-    return dealt
+    return shares
 
 
-def _sent(owned: list[list[nn.Parameter]], group: ProcessGroup | None) -> None:
-    """Send every rank's parameters to the others of the group."""
+def _broadcast(owned: list[list[nn.Parameter]], group: ProcessGroup | None) -> None:
+    """Broadcast every rank's parameters to the group, one flat tensor per rank."""
     for rank, parameters in enumerate(owned):
         if not parameters:
             continue

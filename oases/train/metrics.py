@@ -1,10 +1,9 @@
-"""Metrics of a run: a report of every step, the utilisation of the ranks' peak, a plan's prediction beside what was.
+"""Metrics of a run: step reports, model FLOPs utilization (MFU), and measured against predicted steps of a plan.
 
-Model FLOPs utilisation is the share of the ranks' peak that a step's necessary products come to.
-A step of T tokens has 6 N T FLOPs in products with weights, N being the weights of all matrices with the head's and
-without embeddings, which are looked up; and 12 L S H T in attention itself, for L layers of width H over sequences
-of S: forward 2 N + 4 L S H a token, backward twice that. The causal half counts whole, and nothing that is computed
-again counts (Narayanan et al. 2021, Chowdhery et al. 2022).
+MFU is the FLOP/s of a step's matmuls as a fraction of the ranks' peak. A step of T tokens has 6 N T FLOPs in matmuls
+with weights, N being the parameters of all matrices, head included and embeddings excluded; and 12 L S H T in
+attention, for L layers of hidden size H and sequence length S: forward 2 N + 4 L S H per token, backward twice that.
+Causal masking is not subtracted, and recomputation is not counted (Narayanan et al. 2021, Chowdhery et al. 2022).
 """
 
 from __future__ import annotations
@@ -30,22 +29,21 @@ from oases.train.meter import StepParts
 if TYPE_CHECKING:
     from oases.train.trainer import Trainer
 
-_PRODUCT = {"cpu": 512, "cuda": 8192}
+_MATMUL = {"cpu": 512, "cuda": 8192}
 _SECONDS = 0.03
-"""For which products are repeated."""
+"""Duration of the matmul measurement."""
 Row = dict[str, float | None]
-"""predicted_seconds, measured_seconds, and ratio: predicted over measured. None: not known."""
+"""predicted_seconds, measured_seconds, and ratio: predicted over measured. None: unknown."""
 
 
 @dataclass(frozen=True)
 class StepReport:
     """One optimizer step, the same on every rank.
 
-    step: counted from 1. loss: nats per token. seconds: of the slowest rank. flops_per_second: the model's, of all
-    ranks together, and utilisation what share that is of their peak, see the module. memory_bytes: of
-    the rank with most, at its peak: what torch allocated on its GPU, or the process's resident set. exposed, bubble:
-    shares of the step, means over the ranks. skipped: the weights are those from before. validation_loss: where the
-    run was evaluated after this step. balance: of a model with experts.
+    step: counted from 1. loss: nats per token. seconds: of the slowest rank. flops_per_second: model FLOP/s of all
+    ranks; utilisation: MFU, see the module. memory_bytes: peak of the rank with most: allocated by torch on its GPU,
+    or the process's resident set. exposed, bubble: fractions of the step, means over ranks. skipped: the weights were
+    not updated. validation_loss: of an evaluation after this step. balance: of a model with experts.
     """
 
     step: int
@@ -64,12 +62,12 @@ class StepReport:
     balance: StepLoadBalance | None = None
 
     def values(self) -> dict[str, Any]:
-        """By name, as a log has them; those of the balance, where there is one, among them."""
+        """Values by name for logs, those of the balance included."""
         found = asdict(self)
         return found | (found.pop("balance") or {})
 
     def text(self) -> str:
-        """In a line, e.g. "loss 2.341  412 ms  9930 tokens/s  MFU 31 %  1.25 GB  exposed 4 %  bubble 12 %"."""
+        """Format in a line, e.g. "loss 2.341  412 ms  9930 tokens/s  MFU 31 %  1.25 GB  exposed 4 %  bubble 12 %"."""
         parts = [
             f"loss {self.loss:.3f}", seconds_text(self.seconds), f"{rate_text(self.tokens_per_second)} tokens/s",
             f"MFU {_percent(self.utilisation)}", f"{self.memory_bytes / 1e9:.2f} GB",
@@ -88,33 +86,33 @@ def _percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of all ranks together at their best, and where the number is from."""
+    """Peak FLOP/s of all ranks together, and the source of the number."""
 
     flops_per_second: float
     source: str
 
     @staticmethod
     def of(device: torch.device, dtype: torch.dtype, process_group: ProcessGroup | None, given: float = 0.0) -> Peak:
-        """The peak of the ranks' devices; all ranks call it.
+        """Peak of the ranks' devices. Collective over all ranks.
 
-        given: of one rank, in FLOP/s; 0: of a known GPU its data sheet's, of anything else what a product reaches
-        here while all ranks compute one, in some 30 ms. dtype: what the model's products are of.
+        given: FLOP/s of one rank; 0: from the data sheet of a known GPU, else measured with matmuls on all ranks at
+        once, for some 30 ms. dtype: of the model's matmuls.
         """
         ranks, name = group_size(process_group), str(dtype).removeprefix("torch.")
         if given:
             return Peak(ranks * given, f"{ranks} x {given:.4g} FLOP/s, as given")
         known = peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
         if known:
-            return Peak(ranks * known, f"{ranks} x {known:.4g} FLOP/s in {name}, as its data sheet says")
+            return Peak(ranks * known, f"{ranks} x {known:.4g} FLOP/s in {name}, from its data sheet")
         mine = torch.tensor([_reached(device, dtype)], dtype=torch.float64, device=device)
-        everyone = float(all_reduce(mine, process_group, "peak of a product"))
-        size = _PRODUCT[device.type]
-        return Peak(everyone, f"products of {size} x {size} in {name}, measured on {ranks} at once")
+        everyone = float(all_reduce(mine, process_group, "peak FLOP/s"))
+        size = _MATMUL[device.type]
+        return Peak(everyone, f"matmuls of {size} x {size} in {name}, measured on {ranks} ranks at once")
 
 
 def _reached(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of some products."""
-    size = _PRODUCT[device.type]
+    """FLOP/s of the fastest of several matmuls."""
+    size = _MATMUL[device.type]
     a = torch.ones(size, size, device=device, dtype=dtype)
     best, end = float("inf"), time.perf_counter() + _SECONDS
     a @ a
@@ -129,17 +127,16 @@ def _reached(device: torch.device, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What becomes of a step, by part: the whole step, compute, exposed communication, bubble, optimizer.
+    """Predicted and measured seconds of a step: in all, compute, exposed communication, bubble, optimizer.
 
-    Exposed communication, bubble and optimizer are each those of the rank with most, as a plan has them; compute is
-    the rest of the step.
+    Exposed communication, bubble and optimizer are maxima over the ranks, as in a plan; compute is the rest.
     """
 
     parts: dict[str, Row]
 
     @staticmethod
     def of(plan: Plan, measured: Sequence[StepParts]) -> Comparison | None:
-        """None where the plan has no prediction. measured: every rank's."""
+        """Compare a plan's prediction, None without one, with the measured steps of all ranks."""
         if plan.prediction is None:
             return None
         predicted = _predicted(plan.prediction)
@@ -183,10 +180,9 @@ def _ratio(predicted: float | None, measured: float | None) -> float | None:
 
 
 class Reporter:
-    """Reports the steps of a trainer. All ranks make it together and ask for every step's report.
+    """Step reports of a trainer. Constructor and `report` are collectives over all ranks.
 
-    watched: whether somebody on this rank looks at them. Where nobody does on any rank, and no log is kept, a step
-    costs nothing more: there is no report, and no collective for one.
+    watched: whether this rank wants reports. If no rank does and no log is written, a step has no extra collective.
     """
 
     def __init__(self, trainer: Trainer, *, watched: bool) -> None:
@@ -196,16 +192,16 @@ class Reporter:
         self.watched = (
             config.step_log is not None
             or config.tensorboard is not None
-            or bool(all_reduce(asked, trainer.group, "whether steps are watched", largest=True).item())
+            or bool(all_reduce(asked, trainer.group, "whether steps are reported", largest=True).item())
         )
         self.tokens = config.batch * config.sequence
         self.flops = trainer.plan.model.step_flops(config.batch) + self.tokens * config.extra_flops_per_token
-        """Of the model, a step."""
+        """Model FLOPs per step."""
         self.peak = Peak.of(trainer.device, next(trainer.model.parameters()).dtype, trainer.group, config.peak_flops)
         trainer.meter.reset()
 
     def report(self, loss: float) -> StepReport | None:
-        """Of the step that the trainer has done last; None where nobody wants one. loss: the step's."""
+        """Report of the trainer's last step; None if no rank wants one. loss: of the step."""
         if not self.watched:
             return None
         trainer, step = self.trainer, self.trainer.steps_done
@@ -229,7 +225,7 @@ class Reporter:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Medians over the steps, NaN where there were none; beside them what a plan had predicted. All ranks."""
+        """Medians over the steps (NaN without steps), and the plan's prediction. Collective over all ranks."""
         meter, plan = self.trainer.meter, self.trainer.plan
         ranks = meter.all_ranks(meter.medians())
         step = max(rank.seconds for rank in ranks) or float("nan")
@@ -247,7 +243,7 @@ class Reporter:
 
 
 def comparison_table(parts: dict[str, Row]) -> Table:
-    """A training run's step by parts, as its plan predicted it and as it was measured."""
+    """Table of predicted and measured seconds by part of the step."""
     rows = []
     for name, row in parts.items():
         seconds = (row["predicted_seconds"], row["measured_seconds"])

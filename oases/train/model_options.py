@@ -49,26 +49,26 @@ class ModelOptions:
 
     @property
     def default_heads(self) -> int:
-        """Where none were given."""
+        """Default, used for 0."""
         return max(1, self.hidden // 64)
 
     @property
     def default_sub_batches(self) -> int:
-        """Where none were given."""
+        """Default, used for 0."""
         return 4 if self.batch >= 4 else 2
 
     @property
     def rows(self) -> int:
-        """Rows of the table of tokens."""
+        """Vocabulary size."""
         return BYTES
 
     @property
     def expert_sizes(self) -> dict[str, Any]:
-        """Sizes of what a dense GPT has not."""
+        """Further arguments to build a model with experts; empty for a dense model."""
         return {}
 
     def require_degree(self, degree: int) -> None:
-        """Raise UsageError unless the model can be cut over `degree` ranks."""
+        """Raise UsageError unless the model can be sharded over `degree` tensor-parallel ranks."""
         if degree < 1:
             raise UsageError(f"--tp must be at least 1, got {degree}")
         sizes = {"heads": self.heads, "hidden": self.hidden, "vocabulary": self.rows}
@@ -78,11 +78,11 @@ class ModelOptions:
                 raise UsageError(f"{name} {size} does not divide by --tp {degree}; degrees that do: {fits}")
 
     def resolve_schedule(self, name: str, layer_of: LayerOf = None, num_blocks: int = 0) -> Schedule:
-        """The schedule called `name`, or the one whose text stands in the file `name`, for this model.
+        """Resolve a schedule, by name or file, for this model.
 
-        NAME@N is the named schedule with N sub-batches in place of `sub_batches`. layer_of: each block's layer; None
-        where a layer is two blocks. num_blocks: of a part of the model; 0 for all.
-        UsageError where there is neither or the batch is too small; ScheduleError for a bad list.
+        NAME@N is the named schedule with N sub-batches in place of `sub_batches`. layer_of: layer of each block; None
+        for two blocks per layer. num_blocks: of a model chunk; 0 for all blocks. UsageError for an unknown schedule
+        and a batch with too few samples; ScheduleError for an invalid file.
         """
         plain, _, count = name.partition("@")
         num_blocks = num_blocks or (2 * self.layers if layer_of is None else len(layer_of))
@@ -99,28 +99,28 @@ class ModelOptions:
         else:
             raise UsageError(
                 f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}, auto to choose by measuring, "
-                "or give the path of a schedule's text"
+                "or give the path of a schedule file"
             )
         return schedule
 
     def schedule_or_auto(
         self, name: str, layer_of: LayerOf = None, num_blocks: int = 0
     ) -> Schedule | Literal["auto"]:
-        """Like `resolve_schedule`, but "auto" stands for itself: what it is, the first steps of a run decide."""
+        """Like `resolve_schedule`, but returns "auto" unresolved: the first steps of a run choose the schedule."""
         if name.startswith("auto@") and not Path(name).is_file():
             raise UsageError(f"unknown schedule {name!r}; auto chooses the sub-batches too, so write auto alone")
         return "auto" if name == "auto" else self.resolve_schedule(name, layer_of, num_blocks)
 
     def require_batch(self, num_sub_batches: int) -> None:
-        """Raise UsageError unless the batch can be cut into so many sub-batches."""
+        """Raise UsageError unless the batch has a sample per sub-batch."""
         if self.batch < num_sub_batches:
             raise UsageError(
-                f"a batch of {self.batch} cannot be cut into {num_sub_batches} sub-batches; raise --batch, lower "
-                "--sub-batches, or take --schedule auto, which can cut a single sample by its tokens"
+                f"a batch of {self.batch} cannot be split into {num_sub_batches} sub-batches; raise --batch, lower "
+                "--sub-batches, or use --schedule auto, which can split a sample along its sequence"
             )
 
     def gpt(self, seed: int) -> GPTConfig:
-        """The built-in GPT of these sizes."""
+        """Configuration of the built-in GPT."""
         return GPTConfig(
             vocabulary=self.rows, hidden=self.hidden, layers=self.layers, heads=self.heads, sequence=self.sequence,
             seed=seed,
@@ -128,16 +128,16 @@ class ModelOptions:
 
 
 def sizes_of(options: ModelOptions) -> dict[str, Any]:
-    """What a model must be built with to load another's weights."""
+    """Model sizes that must match to load a checkpoint."""
     sizes = {name: getattr(options, name) for name in ("hidden", "layers", "heads", "sequence")}
     return {"vocabulary": options.rows} | sizes | options.expert_sizes
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Replicas (data), stages (pipeline) and ranks that share a layer (tensor); their product is the ranks of a run.
+    """Data-, pipeline- and tensor-parallel degrees; their product is the number of ranks.
 
-    tensor: 0 = the ranks that there are, divided by the others. UsageError for what is no such number.
+    tensor: 0 = ranks / (data x pipeline). UsageError for an invalid degree.
     """
 
     data: int = 1
@@ -148,11 +148,11 @@ class Degrees:
         for item in fields(self):
             value, least = getattr(self, item.name), 0 if item.name == "tensor" else 1
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 2**20:
-                raise UsageError(f"degrees: {item.name} must be a whole number of at least {least}, got {value!r}")
+                raise UsageError(f"degrees: {item.name} must be an integer of at least {least}, got {value!r}")
 
     @classmethod
     def of(cls, given: Any) -> Degrees:
-        """Degrees as they are, or from a mapping of their names. UsageError for anything else."""
+        """Degrees, given as such or as a mapping of names. UsageError for anything else."""
         if isinstance(given, cls):
             return given
         known = [item.name for item in fields(cls)]
@@ -164,22 +164,22 @@ class Degrees:
         return cls(**given)
 
     def tensor_of(self, ranks: int) -> int:
-        """The tensor-parallel degree in a run of so many ranks. UsageError where the degrees do not give so many."""
+        """Tensor-parallel degree for a number of ranks. UsageError where the product of degrees differs from it."""
         others = self.data * self.pipeline
         tensor = self.tensor or max(1, ranks // others)
         if others * tensor != ranks:
             raise UsageError(
-                f"{self} make {others * tensor} ranks, the run has {ranks}; start as many, or change one"
+                f"{self} make {others * tensor} ranks, the run has {ranks}; start that many, or change a degree"
             )
         return tensor
 
     def __str__(self) -> str:
-        """E.g. "degrees data 2 x pipeline 2 x tensor 2"."""
+        """Format as e.g. "degrees data 2 x pipeline 2 x tensor 2"."""
         return f"degrees data {self.data} x pipeline {self.pipeline} x tensor {self.tensor or 'the rest'}"
 
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((numbers.Integral,), "a whole number"),
+    "int": ((numbers.Integral,), "an integer"),
     "float": ((numbers.Real,), "a number"),
     "bool": ((bool,), "true or false"),
     "str": ((str,), "text"),
@@ -188,7 +188,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def type_mismatch(item: Field[Any], value: Any) -> str:
-    """What is wrong with the type of a field's value, in words; empty where nothing is."""
+    """Error message for a field's value of the wrong type; empty for the right one."""
     kinds, what = _KINDS.get(str(item.type), ((object,), ""))
     fits = isinstance(value, kinds) and (bool in kinds or object in kinds or not isinstance(value, bool))
     return "" if fits else f"{item.name} must be {what}, got {value!r}"
@@ -209,10 +209,10 @@ def require_choices(config: Any) -> None:
     )
 
 
-def require_known(config: Any, known: Mapping[str, Iterable[str]], *, or_file: bool = False) -> None:
+def require_known(config: Any, known: Mapping[str, Iterable[Any]], *, or_file: bool = False) -> None:
     """Raise UsageError unless each field named in `known` holds one of its values, or, with or_file, a path."""
     for name, among in known.items():
         value = getattr(config, name)
         if value not in among and not (or_file and Path(value).is_file()):
-            more = "; or give the path of one's text" if or_file else ""
-            raise UsageError(f"unknown {name} {value!r}; known are {', '.join(among)}{more}")
+            more = "; or give the path of a schedule file" if or_file else ""
+            raise UsageError(f"unknown {name} {value!r}; known are {', '.join(map(str, among))}{more}")

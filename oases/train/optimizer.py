@@ -1,4 +1,4 @@
-"""AdamW for a training run, plain or with its state sharded over data-parallel ranks."""
+"""AdamW for a training run, replicated or with state sharded over data-parallel ranks (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from oases.execution.group import ProcessGroup, group_name, group_size
 
 Parts = Iterable[tuple[list[nn.Parameter], ProcessGroup | None]]
-"""Parameters and the ranks that hold the same ones."""
+"""Parameters, and the data-parallel group of ranks that hold the same ones."""
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}
 
 
 class ShardedAdamW:
-    """AdamW whose state lies on one rank of each data-parallel group, which updates for all of them.
+    """AdamW with state sharded over each data-parallel group (ZeRO-1).
 
-    parts: (parameters, data-parallel group); one torch ZeroRedundancyOptimizer for each group, a plain AdamW for
-    what has no replicas. It has what a loop asks of an optimizer: param_groups, step, zero_grad.
+    parts: (parameters, data-parallel group); one torch ZeroRedundancyOptimizer per group, and a plain AdamW for
+    parameters without replicas. Has the optimizer API of a training loop: param_groups, step, zero_grad.
     """
 
     def __init__(self, parts: Parts, *, learning_rate: float, weight_decay: float) -> None:
@@ -36,7 +36,7 @@ class ShardedAdamW:
             if group is None:
                 optimizer = local = torch.optim.AdamW(groups, lr=learning_rate, **OPTIONS)
             else:
-                # Here, because its package compiles things that nobody else needs.
+                # Imported here: its package compiles TorchScript at import, which takes time.
                 from torch.distributed.optim import ZeroRedundancyOptimizer
 
                 optimizer = ZeroRedundancyOptimizer(
@@ -48,21 +48,21 @@ class ShardedAdamW:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all parts; a learning rate written there holds from the next step on."""
+        """Parameter groups of all parts; a new learning rate takes effect in the next step."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers))
 
     def step(self) -> None:
-        """Update each parameter on its rank and send it to the others."""
+        """Update each parameter on its rank and broadcast it."""
         for optimizer in self._optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any] | None:
-        """The state of a parameter, None where another rank has it."""
+        """AdamW state of a parameter; None where another rank has it."""
         if parameter not in self._here:
             return None
         state: dict[str, Any] = self._here[parameter].state[parameter]
@@ -71,7 +71,7 @@ class ShardedAdamW:
 
 @runtime_checkable
 class HasMasterWeights(Protocol):
-    """An optimizer whose weights are others than the model's, of a wider type; see `oases.train.master_weights`."""
+    """Optimizer with float32 master weights; see `oases.train.master_weights`."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...  # noqa: D102
@@ -91,7 +91,7 @@ Optimizer = torch.optim.AdamW | ShardedAdamW | HasMasterWeights
 
 
 def adamw(parts: Parts, *, learning_rate: float, weight_decay: float, sharded: bool = False) -> Optimizer:
-    """AdamW over all `parts` of a model (see `GPT.parts`); sharded: with its state spread over their groups."""
+    """Make AdamW for all `parts` of a model (see `GPT.parts`). sharded: as in ZeRO-1."""
     if sharded:
         return ShardedAdamW(parts, learning_rate=learning_rate, weight_decay=weight_decay)
     parameters = [parameter for part, _ in parts for parameter in part]
@@ -99,7 +99,7 @@ def adamw(parts: Parts, *, learning_rate: float, weight_decay: float, sharded: b
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any] | None:
-    """What an optimizer keeps of a parameter, empty before its first step; None where another rank keeps it."""
+    """AdamW state of a parameter, empty before the first step; None where another rank has it."""
     if isinstance(optimizer, ShardedAdamW | HasMasterWeights):
         return optimizer.state_of(parameter)
     state: dict[str, Any] = optimizer.state[parameter]
@@ -107,13 +107,13 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any] | 
 
 
 def weight_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> Tensor | None:
-    """The weight that an optimizer updates, the parameter or its master; None where another rank keeps that."""
+    """Weight that the optimizer updates: the parameter, or its master; None where another rank has that."""
     return optimizer.master_of(parameter) if isinstance(optimizer, HasMasterWeights) else parameter
 
 
 def weight_decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: weight decay is of matrices alone."""
-    # A fused update takes either shards of FSDP2 or plain tensors, and shards of one mesh alone.
+    """Parameter groups of AdamW: weight decay for matrices only."""
+    # A fused update takes plain tensors, or FSDP2 shards of a single mesh.
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.dim() < 2, getattr(parameter, "device_mesh", None)), []).append(parameter)

@@ -1,6 +1,6 @@
-"""A pipeline stage of a model in training: its passes, the loss on every rank, the tied table's gradient.
+"""Pipeline stage of a training run: its passes, the loss on every rank, the gradient of tied embeddings.
 
-One stage is a pipeline of one.
+A run without pipeline parallelism has one stage.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from oases.plans.check import pipeline_of
 from oases.plans.plan import Plan
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
-"""Inputs and targets of each, of this rank's share of the samples."""
+"""Inputs and targets of each micro-batch, for this rank's replica."""
 
 
 class PipelineStage:
-    """One rank's part of a step. All ranks make it together, and call it together.
+    """One rank's part of a training step. Constructor and passes are collectives over all ranks.
 
     model: this rank's stage, already on its device. mesh: of the plan. group: all ranks of the run. after_forward:
     called in training with the index of a model chunk when a micro-batch's forward pass through it is done.
@@ -39,37 +39,37 @@ class PipelineStage:
         self.model, self.mesh, self.group, self._after_forward = model, mesh, group, after_forward
         pipeline = pipeline_of(plan)
         self.messages: StageMessages | None = None
-        """To and from other stages; None where there is one."""
+        """Point-to-point messages with other stages; None for a single stage."""
         if mesh.num_stages > 1:
             degrees = [part.last_degree for part in plan.parts[:-1]]
             self.messages = StageMessages(pipeline, mesh, degrees, device=next(model.parameters()).device)
         self.run = StageRunner(pipeline, mesh.stage, self.messages)
 
     def backward(self, batches: MicroBatches, average: GradientAverager | ShardedGradientAverager) -> float:
-        """Forward and backward passes of a step; the loss of its batch. Gradients are those of the whole batch."""
+        """Run a step's forward and backward passes; returns the loss. Gradients are of the whole batch."""
         losses = self.run.run(self._forward(batches, len(batches)), average.overlapped())
         tied = self.model.tied
-        if tied is not None and tied.grad is not None:  # after the average: both sums are of what is averaged
-            all_reduce(local(tied.grad), self.mesh.embedding_group, "tied table")
+        if tied is not None and tied.grad is not None:  # after averaging: first and last stage sum averaged gradients
+            all_reduce(local(tied.grad), self.mesh.embedding_group, "tied embeddings")
         if self.mesh.num_stages == 1:
             return self._over_replicas(torch.stack(losses).sum())
-        return self._everywhere(losses)
+        return self._on_all_stages(losses)
 
     def evaluate(self, batches: Sequence[MicroBatches]) -> float:
-        """Forward passes alone; the mean loss of the batches."""
+        """Run forward passes only; returns the mean loss of the batches."""
         if self.mesh.num_stages == 1:
             losses = [loss for batch in batches for loss in self.run.evaluate(self._forward(batch, 1))]
             return self._over_replicas(torch.stack(losses).mean())
-        found = [self._everywhere(self.run.evaluate(self._forward(batch, len(batch)))) for batch in batches]
+        found = [self._on_all_stages(self.run.evaluate(self._forward(batch, len(batch)))) for batch in batches]
         return sum(found) / len(batches)
 
     def close(self) -> None:
-        """End the messages."""
+        """Close the messages."""
         if self.messages is not None:
             self.messages.close()
 
     def _forward(self, batches: MicroBatches, over: int) -> Forward:
-        """over: what losses are divided by."""
+        """Forward function of the stage's chunks; losses are divided by `over`."""
 
         def forward(part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
             y = self.model.run_part(part, x, *batches[micro_batch], context)
@@ -80,12 +80,12 @@ class PipelineStage:
         return forward
 
     def _over_replicas(self, loss: Tensor) -> float:
-        """The mean of the replicas' losses, which every rank of one stage has."""
+        """Mean loss over replicas, for a single stage."""
         group = self.mesh.data(self.model.tensor_parallel)
         return float(all_reduce(loss.reshape(1), group, "loss")) / group_size(group)
 
-    def _everywhere(self, losses: list[Tensor]) -> float:
-        """The sum of the last stage's losses, averaged over its replicas, on every rank."""
+    def _on_all_stages(self, losses: list[Tensor]) -> float:
+        """Sum of the last stage's losses, averaged over replicas, on every rank."""
         parameter = next(self.model.parameters())
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         total = torch.zeros(1, dtype=dtype, device=parameter.device)

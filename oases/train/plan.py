@@ -1,4 +1,4 @@
-"""A run is a configuration and a plan: one from a file, or made of the degrees that the configuration asks for."""
+"""Training runs: a configuration with a plan, read from a file or built from the parallel degrees."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from oases.train.model_options import Degrees, sizes_of
 __all__ = ["Run", "num_ranks", "plan_from_degrees", "read_plan", "resolve_degrees"]
 
 DEFAULT_RANKS = 2
-"""Of a run for which nobody asked for ranks: enough to show what is here."""
+"""Ranks of a run without given degrees."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A configuration and the plan that it is run by: checked when it is made, and so once, wherever it is sent.
+    """Configuration and plan of a run, validated once, on construction.
 
-    Raises UsageError where they are not of the same model and batch, and for a plan that cannot be run.
+    Raises UsageError where they disagree on model or batch, and for a plan that cannot be executed.
     """
 
     config: TrainConfig
@@ -39,28 +39,27 @@ class Run:
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> Run:
-        """By the plan that a configuration names, or by one of its degrees over so many ranks."""
+        """Run with the plan that a configuration names, or with a plan of its degrees over `ranks` ranks."""
         return cls(config, plan_from_degrees(config, ranks) if config.plan is None else read_plan(config.plan))
 
     def corpus(self) -> Corpus:
-        """The corpus, after all that can be known of files and memory before any rank starts."""
+        """Check files and memory before any rank starts; returns the corpus."""
         config, plan = self.config, self.plan
         if config.device == "cpu" and "LOCAL_WORLD_SIZE" not in os.environ:
             what = f"hidden {config.hidden} with {config.layers} layers over its {plan.world} ranks"
             remedy = "lower --hidden or --layers"
             if config.plan is not None:
-                what, remedy = f"the plan over its {plan.world} ranks", "take a smaller model"
+                what, remedy = f"the plan over its {plan.world} ranks", "use a smaller model"
             elif config.experts:
-                what, remedy = f"{config.layers} layers of {config.experts} experts", "take fewer or smaller experts"
+                what, remedy = f"{config.layers} layers of {config.experts} experts", "use fewer or smaller experts"
             require_bytes(_bytes_of(plan), what, remedy)
         return config.check_files(sizes_of(config) | {"vocabulary": plan.model.vocabulary})
 
 
 def num_ranks(config: TrainConfig, launched: int | None = None, *, one_replica: bool = False) -> int:
-    """The number of ranks that a configuration without a plan asks for.
+    """Number of ranks for a configuration without a plan.
 
-    launched: those that a launcher has started; replicas of a run with experts are on all of them, unless
-    one_replica.
+    launched: ranks started by a launcher; a run with experts uses all of them as replicas, unless one_replica.
     """
     given = config.degrees
     if not config.experts:
@@ -73,9 +72,9 @@ def num_ranks(config: TrainConfig, launched: int | None = None, *, one_replica: 
 
 
 def resolve_degrees(config: TrainConfig, ranks: int) -> Degrees:
-    """The degrees in a run of so many ranks. UsageError where they do not give so many.
+    """Parallel degrees for a number of ranks. UsageError where their product differs from it.
 
-    What is not given is tensor parallelism's; of a run with experts the replicas', unless they are given.
+    Ranks left over go to tensor parallelism, or, with experts, to data parallelism unless that is given.
     """
     given = config.degrees
     tensor, data = given.tensor, given.data
@@ -87,11 +86,10 @@ def resolve_degrees(config: TrainConfig, ranks: int) -> Degrees:
 
 
 def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
-    """A plan of the configuration's degrees without a profile: layers spread evenly, one schedule for all.
+    """Build a plan from the configuration's degrees, without a profile: equal stages, one schedule for all layers.
 
-    Of a number of layers that does not divide, the last stage, which has the head, has the fewer. UsageError for what
-    cannot be: degrees that do not give so many ranks, stages more than layers, a batch or experts that do not divide,
-    an unknown schedule.
+    If the layers do not divide evenly, the last stage, which has the head, gets fewer. UsageError where the degrees
+    do not match the ranks, for more stages than layers, indivisible batch or experts, and an unknown schedule.
     """
     degrees = resolve_degrees(config, ranks)
     config.require_degree(degrees.tensor)
@@ -99,7 +97,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
         owner_ranks(config.experts, ranks // degrees.pipeline)
     if config.sequence_parallel and (degrees.tensor == 1 or config.sequence % degrees.tensor):
         raise UsageError(
-            f"a sequence of {config.sequence} cannot be cut over --tp {degrees.tensor}; leave out "
+            f"a sequence of {config.sequence} does not divide by --tp {degrees.tensor}; leave out "
             "--sequence-parallel, or change --sequence"
         )
     pipeline = config.pipeline_schedule
@@ -109,7 +107,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     chunks = chunks_of(pipeline)
     num_parts = degrees.pipeline * chunks
     if num_parts > config.layers:
-        each = f", each with {chunks} parts of the model," if chunks > 1 else ""
+        each = f", each with {chunks} model chunks," if chunks > 1 else ""
         raise UsageError(
             f"{degrees}: {degrees.pipeline} stages{each} are more than the {config.layers} layers; give fewer stages "
             "or more --layers"
@@ -125,7 +123,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     most = max(segment.parts for segment in segments)
     if config.batch // share < most:
         raise UsageError(
-            f"{config.batch // share} samples of a micro-batch on a replica cannot be cut into {most} sub-batches; "
+            f"{config.batch // share} samples of a micro-batch on a replica cannot be split into {most} sub-batches; "
             f"raise --batch to {most * share}, or lower --sub-batches or --micro-batches"
         )
     return Plan(
@@ -145,15 +143,15 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
 
 
 def _segment(config: TrainConfig, layers: int, tensor: int) -> Segment:
-    """So many layers under the configuration's schedule: by its name, or by the text of its file."""
+    """Segment of `layers` layers under the configuration's schedule, by name or by its file's text."""
     blocks, again = 2 * layers, layers if config.recompute == "full" else 0
     name, _, count = config.schedule.partition("@")
-    if config.experts:  # they have a list of their own
+    if config.experts:  # experts have a schedule of their own
         return Segment(blocks, tensor, "sync", 1, again)
     if config.schedule == AUTO and config.beyond_tensor_parallel:
         raise UsageError(
             f"schedule 'auto' is not for a run of several stages, replicas or micro-batches; give one of "
-            f"{', '.join(sorted(GENERATORS))}, or the path of one's text"
+            f"{', '.join(sorted(GENERATORS))}, or the path of a schedule file"
         )
     if name in GENERATORS and (not count or count.isdecimal()):
         sub_batches = 1 if name in WHOLE else int(count[:9]) if count else config.sub_batches
@@ -168,7 +166,7 @@ def _segment(config: TrainConfig, layers: int, tensor: int) -> Segment:
 
 
 def _bytes_of(plan: Plan) -> int:
-    """Of weights, gradients and AdamW's state of all ranks."""
+    """Bytes of weights, gradients and AdamW state of all ranks."""
     model, total, number = plan.model, 0, 0
     for segment in (segment for part in plan.parts for segment in part.segments):
         replicas = plan.stage_ranks // segment.tp

@@ -1,4 +1,4 @@
-"""What happens to a step whose loss or gradient is no number, or whose loss leaps."""
+"""Check of every step for non-finite losses or gradients and for loss spikes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from oases.parallel.collectives import all_reduce
 Policy = Literal["stop", "skip", "off"]
 POLICIES: tuple[Policy, ...] = ("stop", "skip", "off")
 RECENT = 32
-"""Losses whose median says what is usual."""
+"""Number of recent losses whose median is the baseline for spikes."""
 ENOUGH = 8
-"""Losses before anything counts as a leap."""
+"""Minimum number of losses before spikes are detected."""
 
 
 class LossError(UsageError):
-    """A step's loss or gradient was bad and the policy is to stop. The weights are those from before the step."""
+    """Bad loss or gradient under the policy `stop`. The weights are those from before the step."""
 
 
 class StepCheck:
-    """Decides, the same on all ranks, whether a step may change the weights.
+    """Check, with the same outcome on all ranks, whether a step may update the weights.
 
-    policy: stop raises LossError, skip drops the step's gradients, off lets everything pass. spike: a loss above so
-    many times the median of the last ones counts as bad; 0: only what is not finite does. recent: losses to begin
-    with, of a run that goes on.
+    policy: stop raises LossError, skip drops the step's gradients, off disables the check. spike: a loss above this
+    multiple of the median of recent losses counts as bad; 0: only non-finite values do. recent: losses before a
+    resumed run.
     """
 
     def __init__(self, policy: Policy, spike: float, recent: Iterable[float] = ()) -> None:
@@ -40,14 +40,14 @@ class StepCheck:
         self.spike = spike
         self.recent = deque(recent, maxlen=RECENT)
         self.skipped: list[int] = []
-        """Steps whose gradients were dropped, in this process."""
+        """Steps skipped in this process."""
 
     def accepts(
         self, loss: float, norm: float, step: int, process_group: ProcessGroup | None, device: torch.device
     ) -> bool:
-        """Whether the step may change the weights; all ranks call it.
+        """Whether the step may update the weights. Collective over all ranks, unless off.
 
-        loss: in nats per byte, norm: of the gradient, as this rank knows them. One small collective, unless off.
+        loss: nats per token, and norm: global gradient norm, on this rank.
         """
         if self.policy == "off":
             return True
@@ -58,8 +58,7 @@ class StepCheck:
         what = self._fault(loss, norm) or f"the loss {loss:.4g} or the gradient is bad on another rank"
         if self.policy == "stop":
             raise LossError(
-                f"step {step}: {what}; lower --learning-rate or --clip, or give --bad-loss skip to go on without "
-                "such steps"
+                f"step {step}: {what}; lower --learning-rate or --clip, or give --bad-loss skip to skip such steps"
             )
         self.skipped.append(step)
         if group_rank(process_group) == 0:
@@ -74,5 +73,5 @@ class StepCheck:
         if self.spike and len(self.recent) >= ENOUGH:
             usual = statistics.median(self.recent)
             if loss > self.spike * usual:
-                return f"the loss leaps to {loss:.4g}, more than {self.spike:g} times {usual:.4g}"
+                return f"the loss jumps to {loss:.4g}, more than {self.spike:g} times {usual:.4g}"
         return ""

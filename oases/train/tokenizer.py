@@ -1,4 +1,4 @@
-"""Tokenizers: bytes as they are, a local tokenizer.json, or one of Hugging Face by its name."""
+"""Tokenizers: bytes, a local tokenizer.json, or a Hugging Face tokenizer by name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy as np
 from oases.errors import UsageError
 
 BYTES = 256
-"""Tokens of a run without a tokenizer: every byte is one."""
+"""Vocabulary size without a tokenizer: every byte is a token."""
 
 _FILE = "tokenizer.json"
 
 
 class Bytes:
-    """Every byte of the text's UTF-8 is a token; documents are parted by a line break."""
+    """Byte-level tokenizer: every UTF-8 byte is a token; documents end with a line break."""
 
     name = "bytes"
     size = BYTES
@@ -29,19 +29,19 @@ class Bytes:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens."""
+        """Equal for equal tokenizations."""
         return "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[Any]:
-        """The tokens of each text, something that numpy makes an array of."""
+        """Tokens of each text, array-like."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library.
+    """Tokenizer of the `tokenizers` library.
 
-    name: for messages. size: its largest token plus one, special tokens counted. end: what is put behind every
-    document; None where the tokenizer names no end of a text.
+    name: for messages. size: largest token plus one, special tokens included. end: end-of-text token, appended to
+    every document; None if the tokenizer has none.
     """
 
     def __init__(self, inner: Any, name: str, end: str | None) -> None:
@@ -55,11 +55,11 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens: a hash of all that the tokenizer is."""
+        """Hash of the whole tokenizer; equal for equal tokenizations."""
         return hashlib.sha256(f"{self._inner.to_str()} {self.end}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Any]:
-        """The tokens of each text, something that numpy makes an array of; no special ones are put around it."""
+        """Tokens of each text, array-like, without special tokens."""
         return [found.ids for found in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
@@ -68,12 +68,12 @@ AnyTokenizer = Bytes | Tokenizer
 
 @lru_cache(maxsize=4)
 def load_tokenizer(name: str | None) -> AnyTokenizer:
-    """The tokenizer at a path, or of Hugging Face by its name; None: bytes.
+    """Load a tokenizer from a path or by Hugging Face name; None: bytes.
 
-    A path is a tokenizer.json or a folder with one, and is read by the `tokenizers` library, offline; the end of a
-    text is the `eos_token` of a tokenizer_config.json beside it. Any other name is what transformers' AutoTokenizer
-    is given, which downloads it or finds it in its cache. UsageError where there is none, where it cannot be read,
-    and with the pip command where the library is not installed.
+    A path is a tokenizer.json or a folder with one, read offline by the `tokenizers` library; the end-of-text token
+    is the `eos_token` of a tokenizer_config.json beside it. Any other name goes to transformers' AutoTokenizer, which
+    downloads it or finds it in its cache. UsageError where it is missing or cannot be read, and with the pip command
+    where the library is not installed.
     """
     if name is None:
         return Bytes()
@@ -83,13 +83,13 @@ def load_tokenizer(name: str | None) -> AnyTokenizer:
     if path.is_file() or (path / _FILE).is_file():
         return _of_file(path if path.is_file() else path / _FILE, name)
     if path.suffix == ".json" or path.is_absolute() or name.startswith("."):
-        what = f"folder holds no {_FILE}" if path.is_dir() else "path does not exist"
+        what = f"folder has no {_FILE}" if path.is_dir() else "path does not exist"
         raise UsageError(f"tokenizer {name!r}: the {what}; give a {_FILE}, a folder with one, or a name")
     return _of_hub(name)
 
 
 def require_package(name: str, what: str, command: str) -> Any:
-    """The module `name`. UsageError with the pip command where it is not installed. what: that needs it."""
+    """Import the module `name`. UsageError with the pip command where it is not installed. what: needs it."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -102,20 +102,20 @@ def _of_file(file: Path, name: str) -> Tokenizer:
         inner = library.Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"tokenizer {str(file)!r} cannot be read: {error.strerror}") from error
-    except Exception as error:  # the library raises nothing more special
-        raise UsageError(f"tokenizer {str(file)!r} is no file of the tokenizers library: {error}") from error
+    except Exception as error:  # the library raises plain Exception
+        raise UsageError(f"tokenizer {str(file)!r} is not a file of the tokenizers library: {error}") from error
     return Tokenizer(inner, name, _end_beside(file))
 
 
 def _end_beside(file: Path) -> str | None:
-    """The `eos_token` of the tokenizer_config.json in the same folder."""
+    """Read `eos_token` from the tokenizer_config.json in the same folder; None without."""
     beside = file.with_name("tokenizer_config.json")
     if not beside.is_file():
         return None
     try:
         said = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise UsageError(f"{str(beside)!r} is no JSON object: {error}; mend it or remove it") from error
+        raise UsageError(f"{str(beside)!r} is not a JSON object ({error}); fix or delete it") from error
     said = said.get("content") if isinstance(said, dict) else said
     return said if isinstance(said, str) else None
 
@@ -132,5 +132,5 @@ def _of_hub(name: str) -> Tokenizer:
         ) from error
     inner = getattr(found, "backend_tokenizer", None)
     if inner is None:
-        raise UsageError(f"tokenizer {name!r} has no {_FILE}, only Python code, which is slow; convert it first")
+        raise UsageError(f"tokenizer {name!r} has no {_FILE}, only slow Python code; convert it first")
     return Tokenizer(inner, name, found.eos_token)

@@ -1,4 +1,4 @@
-"""Text as the tokens of a tokenizer: made once, kept in a file of the user's cache, memory-mapped from there."""
+"""Tokenized corpora: tokenized once, cached in a file of the user's cache, memory-mapped from there."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from oases.train.data import PIECE_CHARACTERS, Corpus, Documents, TextCorpus, st
 from oases.train.tokenizer import AnyTokenizer, Bytes, require_package
 
 _AT_ONCE = 16 * PIECE_CHARACTERS
-"""Characters that the tokenizer is given at once, for its threads."""
+"""Characters per tokenizer call: enough to use all its threads."""
 
 
 class Source(Protocol):
-    """Where texts come from, none of them empty. fingerprint: another one for other texts."""
+    """Source of non-empty texts. fingerprint: differs for different texts."""
 
     path: Path
     num_bytes: int
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 class Dataset:
-    """A folder that `datasets` saved by `save_to_disk`; of several splits, `train`. column: that holds the text.
+    """Dataset saved by `save_to_disk` of `datasets`; its `train` split, if it has splits. column: with the text.
 
     UsageError where the package is not installed, and where the folder or the column cannot be read.
     """
@@ -66,27 +66,27 @@ class Dataset:
 
     @staticmethod
     def is_at(path: Path) -> bool:
-        """Whether a folder looks like one."""
+        """Whether a folder holds a saved dataset."""
         return (path / "dataset_dict.json").is_file() or all(
             (path / name).is_file() for name in ("dataset_info.json", "state.json")
         )
 
     @property
     def fingerprint(self) -> str:
-        """Of the files: their names, sizes and times of change."""
+        """Hash of the files' paths, sizes and modification times, and the column."""
         return stamp(self._files) + self._column
 
     def described(self) -> str:
-        """E.g. "1000 texts from corpus"."""
+        """Description, e.g. "1000 texts from corpus"."""
         return f"{len(self._rows)} texts from {self.path}"
 
     def documents(self) -> Documents:
-        """The text of each row. UsageError for a row that is no text."""
+        """Text of each row. UsageError for a row that is not text."""
         for batch in self._rows.iter(batch_size=256):
             for text in batch[self._column]:
                 if not isinstance(text, str):
                     raise UsageError(
-                        f"data {str(self.path)!r}: column {self._column!r} holds a {type(text).__name__}, no text; "
+                        f"data {str(self.path)!r}: column {self._column!r} holds a {type(text).__name__}, not text; "
                         "give the column of the text as --text-column"
                     )
                 if text:
@@ -94,10 +94,10 @@ class Dataset:
 
 
 class TokenCorpus(Corpus):
-    """The tokens of a source's texts, one behind the other; behind every text the tokenizer's end of a text.
+    """Tokens of a source's texts, concatenated, each text followed by the tokenizer's end-of-text token.
 
-    They are written to a file of the user's cache by the first process that asks, and found there by the others and
-    by later runs with the same files and tokenizer. A file appears when it is whole.
+    The first process writes them to a file in the user's cache; other processes, and later runs with the same files
+    and tokenizer, read it. The file appears by a rename, once complete.
     """
 
     def __init__(self, source: Source, tokenizer: AnyTokenizer) -> None:
@@ -107,9 +107,9 @@ class TokenCorpus(Corpus):
         self._kind = np.dtype(next(kind for most, kind in kinds if tokenizer.size <= most))
         key = hashlib.sha256(f"{source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[:32]
         self.file = cache_path().parent / "tokens" / f"{key}.{self._kind.name}"
-        """Where the tokens are kept, unsigned integers of the machine's order of bytes."""
+        """Cache file of the tokens, unsigned integers in native byte order."""
         if not self.file.is_file():
-            with _alone(self.file):
+            with _locked(self.file):
                 if not self.file.is_file():  # another process may have written it meanwhile
                     self._write()
         if not self.file.stat().st_size:
@@ -119,18 +119,18 @@ class TokenCorpus(Corpus):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Number of tokens and the tokenizer's fingerprint."""
+        """Number of tokens, and the tokenizer's fingerprint."""
         return {"tokens": self.num_tokens, "tokenizer": self._tokenizer.fingerprint}
 
     def described(self) -> str:
-        """E.g. "2.1 million tokens of 3 text files, 8.3 MB, from docs, by gpt2"."""
+        """Description, e.g. "2.1 million tokens of 3 text files, 8.3 MB, from docs, by gpt2"."""
         return (
             f"{self.num_tokens / 1e6:.2f} million tokens of {self._source.described()}, by {self._tokenizer.name} "
             f"({self._tokenizer.size} tokens)"
         )
 
     def read(self, start: int, length: int) -> np.ndarray[Any, Any]:
-        """`length` tokens from `start` on."""
+        """Read tokens start to start + length, unsigned integers [length]."""
         return self._tokens[start : start + length]
 
     def _write(self) -> None:
@@ -138,7 +138,7 @@ class TokenCorpus(Corpus):
         try:
             with aside.open("wb") as out, progress("tokenizing, %", 100, not console.quiet) as advance:
                 done = shown = 0
-                for texts, ends in _gathered(self._source.documents()):
+                for texts, ends in _batched(self._source.documents()):
                     for tokens, last in zip(self._tokenizer.encode(texts), ends, strict=True):
                         np.asarray(tokens, self._kind).tofile(out)
                         if last and self._tokenizer.end is not None:
@@ -156,10 +156,10 @@ class TokenCorpus(Corpus):
 
 
 def open_corpus(data: str | None, tokenizer: AnyTokenizer, column: str = "text") -> Corpus:
-    """The corpus at `data`: bytes of text files as they are, else tokens. column: of a dataset's texts.
+    """Open the corpus at `data`. column: text column of a dataset.
 
-    data: a text file, a folder of them, or a folder that `datasets` saved; None: this Python's standard library.
-    UsageError where it cannot be read, or needs what is not installed.
+    data: a text file, a folder of them, or a saved dataset; None: this Python's standard library. UsageError where it
+    cannot be read, or needs a package that is not installed.
     """
     if data and Dataset.is_at(Path(data)):
         return TokenCorpus(Dataset(Path(data), column), tokenizer)
@@ -167,27 +167,27 @@ def open_corpus(data: str | None, tokenizer: AnyTokenizer, column: str = "text")
     return text if isinstance(tokenizer, Bytes) else TokenCorpus(text, tokenizer)
 
 
-def _gathered(documents: Documents) -> Iterator[tuple[list[str], list[bool]]]:
-    """Pieces of several texts at a time, each with whether it is its text's last."""
+def _batched(documents: Documents) -> Iterator[tuple[list[str], list[bool]]]:
+    """Batch pieces of texts; for each piece, whether it is the last of its text."""
     texts: list[str] = []
     ends: list[bool] = []
-    waiting = 0
+    characters = 0
     for document in documents:
         for piece in document:
-            if waiting >= _AT_ONCE:
+            if characters >= _AT_ONCE:
                 yield texts, ends
-                texts, ends, waiting = [], [], 0
+                texts, ends, characters = [], [], 0
             texts.append(piece)
             ends.append(False)
-            waiting += len(piece)
+            characters += len(piece)
         ends[-1] = True
     if texts:
         yield texts, ends
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """While no other process of this machine is in here for the same file; ranks may ask all at once."""
+def _locked(file: Path) -> Iterator[None]:
+    """Hold an inter-process lock for `file`: all ranks of a machine may open the corpus at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_name(f".{file.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Trains the built-in GPT, dense or with experts, as a plan says."""
+"""Trainer of the built-in GPT, dense or with experts, by a plan."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from oases.train.step_check import Policy, StepCheck
 
 
 class Trainer:
-    """A model, its optimizer and its data, advanced step by step.
+    """Model, optimizer and data of a training run.
 
-    config: the run, or it with its plan, checked already. process_group: all ranks of the run; None is the default
-    group, or one process. plan: says degrees, schedules, micro-batches, what is sharded and its experts; config must
-    be of its sizes (`oases.train.config.config_for`); None: the one that the configuration names, or one of its
-    degrees. mesh: the plan's groups, made here where none are given.
-    Two trainers with equal configs walk through the same weights, whatever degree, schedule or plan.
+    config: the configuration, or a validated run with its plan. process_group: all ranks; None for the default group,
+    or one process. plan: parallel degrees, schedules, micro-batches, sharding and experts; config must have its sizes
+    (`oases.train.config.config_for`); None: the plan that the configuration names, or one built from its degrees.
+    mesh: process groups of the plan; None: created here. Trainers with equal configs compute the same weights for all
+    degrees, schedules and plans.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class Trainer:
         self.stage = PipelineStage(self.model, plan, self.mesh, self.group, self._after_forward)
         self.failure_notifier = FailureNotifier([self.group, *self.mesh.groups], self.device)
         self._updating = False
-        """Whether weights are being changed, or were when that failed."""
+        """Set during the optimizer update; still set if that failed."""
         if config.compile != "none":
-            self.model.stack.compile_blocks(backend=config.compile, fullgraph=True)  # or an error, not eager blocks
+            self.model.stack.compile_blocks(
+                backend=config.compile, fullgraph=True
+            )  # fullgraph: an error, not an eager fallback
         shards = self.model.shard_weights() if plan.fsdp else None
         self.optimizer = make_optimizer(
             self.model.parts(),
@@ -84,15 +86,15 @@ class Trainer:
         self.average: GradientAverager | ShardedGradientAverager = shards or GradientAverager(self.model.parts())
         self.steps_done = 0
         self.updates = 0
-        """Steps that changed the weights: all but those that were skipped."""
+        """Optimizer updates: steps done without those skipped."""
         self.evaluations: dict[int, float] = {}
-        """Validation losses in the middle of the run, in this process, by the steps done."""
+        """Validation losses of this process by step."""
         self.gradient_norm = math.nan
-        """Of the last step's gradient, before it was clipped."""
+        """Global norm of the last step's gradient, before clipping."""
         self.meter = Meter(self.group, self._groups(), self.stage.messages, self.device)
         self.step_check = StepCheck(cast(Policy, config.bad_loss), config.spike)
         self.resumed = starting_checkpoint(config.checkpoint, config.resume, config.resumes_newest, self.group)
-        """The checkpoint that this run began with."""
+        """Checkpoint that this run resumed from."""
         if self.resumed is not None:
             self._resume(self.resumed)
         if isinstance(self.model, MoEGPT):
@@ -105,12 +107,12 @@ class Trainer:
         self.step_check.recent.extend(record.losses)
         other = record.data_differences(self._data())
         if other and group_rank(self.group) == 0:
-            warnings.warn(f"checkpoint {str(path)!r} goes on with other batches: {other}", stacklevel=3)
-        # A run that starts by itself may find that it was done.
+            warnings.warn(f"checkpoint {str(path)!r} resumes with different batches: {other}", stacklevel=3)
+        # A run restarted automatically may find itself complete.
         if self.steps_done >= self.config.steps and not self.config.resumes_newest:
             raise UsageError(
                 f"checkpoint {str(path)!r} is at step {self.steps_done} of {self.config.steps}: nothing is "
-                "left to do; give more --steps"
+                "left to do; raise --steps"
             )
 
     def _data(self) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class Trainer:
         }  # fmt: skip
 
     def checkpoint_metadata(self) -> Metadata:
-        """Where the run stands, as a checkpoint says it."""
+        """Metadata of a checkpoint of the current state."""
         return Metadata(
             step=self.steps_done,
             updates=self.updates,
@@ -135,20 +137,20 @@ class Trainer:
         )
 
     def learning_rate(self, step: int) -> float:
-        """Of a step, counted from 0: a function of the step alone, so a resumed run needs no state."""
+        """Learning rate of a step, counted from 0; a function of the step only, so it has no state."""
         return self.config.rate(step)
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What a model must be built with to load this one's weights."""
+        """Model sizes that must match to load this model's weights."""
         return sizes_of(self.config) | {"vocabulary": self.model.config.vocabulary}
 
     def step(self) -> float:
-        """One optimizer step; returns the training loss in nats per token, a byte without a tokenizer.
+        """Run an optimizer step; returns the training loss in nats per token (per byte without a tokenizer).
 
-        What fails on one rank is raised on all. Gradients are dropped then; where all ranks are one tensor-parallel
-        group and the weights are as they were, the step can be tried again, else a RuntimeError asks for a new
-        trainer.
+        An error on one rank is raised on all ranks, and gradients are dropped. The step can then be retried if all
+        ranks form one tensor-parallel group and the weights are unchanged; else a RuntimeError asks for a new Trainer
+        on all ranks.
         """
         if self.failure_notifier.failed and self.mesh.groups:
             raise _ended(self.steps_done)
@@ -190,9 +192,9 @@ class Trainer:
         return loss
 
     def backward(self, step: int) -> float:
-        """Forward and backward passes of one step's batch; its loss. Gradients are those of the whole batch."""
+        """Run the forward and backward passes of a step; returns the loss. Gradients are of the whole batch."""
         batches = self._micro_batches("train", step)
-        # Streams of random numbers follow from the step alone: the same after a restart, a validation, a failure.
+        # Random streams depend on the step only: equal after a restart, a validation or a failure.
         self.model.at_call(step * len(batches))
         return self.stage.backward(batches, self.average)
 
@@ -201,18 +203,18 @@ class Trainer:
             self.balance.record_layers(self.model.layers_of(part))
 
     def _micro_batches(self, split: str, step: int) -> MicroBatches:
-        """This rank's inputs and targets of a batch that is the same for every plan, in parts that run one by one."""
+        """This rank's micro-batches of a batch that is the same under every plan."""
         config, degree = self.config, self.model.tensor_parallel
         count, replica, replicas = self.plan.micro_batches, self.mesh.replica(degree), self.mesh.replicas(degree)
         whole = self.corpus.batch(
             split=split, step=step, batch=config.batch, sequence=config.sequence, seed=config.seed
         )
-        # Micro-batches of the whole batch first, then shares of each: a plan has equal ones alone.
+        # First into micro-batches, then over replicas; a plan divides both evenly.
         tokens, targets = (part.to(self.device).unflatten(0, (count, replicas, -1))[:, replica] for part in whole)
         return list(zip(tokens, targets, strict=True))
 
     def validate(self) -> float:
-        """Mean loss over the held-out batches, nats per token; changes nothing of the training."""
+        """Mean loss over the held-out batches, nats per token. Leaves the training state unchanged."""
         config = self.config
         batches = [self._micro_batches("validation", index) for index in range(config.validation_batches)]
         self.model.eval()
@@ -222,16 +224,16 @@ class Trainer:
             self.model.train()
 
     def _last_validation(self) -> float:
-        known = self.evaluations.get(self.steps_done)  # all ranks know it or none does
+        known = self.evaluations.get(self.steps_done)  # equal on all ranks
         return self.validate() if known is None else known
 
     def train(self, on_step: Callable[[StepReport], None] | None = None) -> dict[str, Any]:
-        """Run to `config.steps`; return losses, times, throughput and what was hidden.
+        """Train up to `config.steps`; returns losses, times, throughput and overlap.
 
-        on_step(report) is called after every step, with the same report on every rank that gave one. Logs to
-        `config.step_log` and `config.tensorboard` and saves to `config.checkpoint` as the configuration says, and
-        after the last step. Raises SavedExit, a SystemExit, after a step that SIGTERM came in, if there is a
-        checkpoint folder.
+        on_step(report): called after every step, with the same report on every rank that passes it. Logs to
+        `config.step_log` and `config.tensorboard`, and saves to `config.checkpoint` at its interval and after the
+        last step. Raises SavedExit, a SystemExit, after the step in which SIGTERM arrived, if there is a checkpoint
+        folder.
         """
         config = self.config
         losses: list[float] = []
@@ -260,12 +262,12 @@ class Trainer:
         }
 
     def save(self, path: str) -> None:
-        """Write a checkpoint that any tensor-parallel degree and any plan can load."""
+        """Write a checkpoint, loadable with any parallel degrees and any plan."""
         self.settle()
         save(path, self.model, self.optimizer, self.checkpoint_metadata(), self.group)
 
     def settle(self) -> None:
-        """Before a checkpoint: routers' biases move by what was counted since. All ranks call it."""
+        """Apply pending updates of router biases, before a checkpoint. Collective over all ranks."""
         if isinstance(self.model, MoEGPT):
             self.model.settle()
 
@@ -273,13 +275,13 @@ class Trainer:
         return [group for group in (self.group, *self.mesh.groups) if group is not None]
 
     def close(self) -> None:
-        """End the groups that were made here; for a process that goes on without this trainer. All ranks call it."""
+        """Destroy the process groups created here. Collective over all ranks."""
         self.stage.close()
         if self._owns_mesh:
             self.mesh.destroy()
 
     def overlap(self) -> dict[str, Any]:
-        """What was hidden so far, as `oases.report()` tells it."""
+        """Overlap so far, as plain data of `oases.report()`."""
         reports, messages = [report(group) for group in self._groups()], self.stage.messages
         return Report(
             [row for one in reports for row in one.stacks],
@@ -289,7 +291,7 @@ class Trainer:
 
 
 def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup | None) -> GPT | MoEGPT:
-    """The model of a run on this rank."""
+    """Build this rank's part of the model."""
     rows = plan.model.vocabulary
     if plan.experts is not None:
         mixture = dataclasses.replace(config.moe_gpt(config.seed), vocabulary=rows)
@@ -300,6 +302,6 @@ def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup |
 
 def _ended(step: int) -> RuntimeError:
     return RuntimeError(
-        f"step {step} has failed, and ended what its ranks had begun together; make a new Trainer on all ranks, with "
-        "resume='auto' to go on from the newest checkpoint"
+        f"step {step} has failed, and its process groups are unusable now; make a new Trainer on all ranks, with "
+        "resume='auto' to resume from the newest checkpoint"
     )

@@ -79,7 +79,7 @@ def test_the_axis_asked_for_joins_the_nodes(across, order):
     [
         ({}, 4, "are 8 ranks, and --tp asks for 4"),
         ({"across": "nosuch"}, 8, "--across must be one of data, pipeline, tensor"),
-        ({"across": "data", "data": 1}, 4, "its degree 1 is no multiple"),
+        ({"across": "data", "data": 1}, 4, "its degree 1 is not a multiple"),
         ({"contestants": "one_f_one_b"}, 8, "is not PIPELINE/SCHEDULE"),
         ({"contestants": "nosuch/oases"}, 8, "unknown pipeline"),
         ({"contestants": "one_f_one_b/nosuch"}, 8, "unknown schedule"),

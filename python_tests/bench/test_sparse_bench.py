@@ -135,9 +135,9 @@ def test_the_command(ranks_at_hand, text, tmp_path, capsys):
     ("given", "message"),
     [
         (["--modes", "ddp,zip"], "--modes has 'zip'; give some of dense,packed"),
-        (["--rows", "2"], "--rows must be one of (1, 3, 5), got 2"),
+        (["--rows", "2"], "argument --rows: invalid choice: 2 (choose from 1, 3, 5)"),
         (["--cells", "0"], "--cells must be above 0, got 0.0"),
-        (["--stored", "csr"], "--stored must be one of"),
+        (["--stored", "csr"], "argument --stored: invalid choice: 'csr'"),
         (["--vocabulary", "0"], "--vocabulary must be at least 1, got 0"),
         (["--tp", "1"], "--tp 1 averages nothing"),
     ],

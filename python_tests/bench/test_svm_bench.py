@@ -43,7 +43,7 @@ def test_a_programme_cut_short_says_so():
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "svm.json"
     cli.main(["bench", "svm", "--penalties", "l1", "--repeats", "1", "--json", str(path)])
-    assert "reweighted linear programmes" in capsys.readouterr().out
+    assert "reweighted linear programs" in capsys.readouterr().out
     assert len(json.loads(path.read_text())["objectives"]) == 2
     with pytest.raises(UsageError, match="--large 'huge' is unknown"):
         SvmBenchConfig(large="huge")

@@ -92,7 +92,7 @@ def test_a_restarted_run_finds_its_own_checkpoint(corpus, alone, saved, tmp_path
 
 
 def test_other_batches_are_told(corpus, saved):
-    with pytest.warns(UserWarning, match="goes on with other batches: seed 0 there and 7 here"):
+    with pytest.warns(UserWarning, match="resumes with different batches: seed 0 there and 7 here"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, resume=str(saved), seed=7))
 
 
@@ -162,13 +162,13 @@ def test_a_broken_newest_is_skipped_and_named(corpus, alone, saved, tmp_path, na
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
     harm(folder / "step-000004" / name, how)
-    with pytest.warns(UserWarning, match=rf"step-000004' is broken and skipped: {name}"):
+    with pytest.warns(UserWarning, match=rf"step-000004' is corrupt and skipped: {name}"):
         losses, _ = trained(corpus, resume=str(folder))
     assert losses == alone[2:]
     if name != "checkpoint.json" or how != "missing":  # then it is none
-        with pytest.raises(UsageError, match=r"is broken"):
+        with pytest.raises(UsageError, match=r"is corrupt"):
             trained(corpus, resume=str(folder / "step-000004"))
-    with pytest.warns(UserWarning, match=r"is now 'step-000004.broken'"):
+    with pytest.warns(UserWarning, match=r"is renamed to 'step-000004.broken'"):
         losses, _ = trained(corpus, resume="auto", checkpoint=str(folder))
     assert losses == alone[2:]
     assert names(folder) == ["step-000002", "step-000004.broken", "step-000006"]
@@ -197,8 +197,8 @@ def test_where_all_are_broken_nothing_is_pretended(corpus, saved, tmp_path):
     for path in folder.iterdir():
         harm(path / ".metadata", "truncated")
     with (
-        pytest.warns(UserWarning, match="broken and skipped"),
-        pytest.raises(UsageError, match="holds no whole checkpoint"),
+        pytest.warns(UserWarning, match="corrupt and skipped"),
+        pytest.raises(UsageError, match="holds no valid checkpoint"),
     ):
         trained(corpus, resume=str(folder))
 
@@ -237,7 +237,7 @@ def test_a_folder_with_later_steps_is_refused(corpus, saved, tmp_path):
         Trainer(dataclasses.replace(CONFIG, data=corpus, checkpoint=str(saved)))
     with pytest.raises(UsageError, match="later than the step 2"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, checkpoint=str(saved), resume=str(saved / "step-000002")))
-    with pytest.raises(UsageError, match="is one itself"):
+    with pytest.raises(UsageError, match="is a checkpoint itself"):
         Run.of(dataclasses.replace(CONFIG, data=corpus, checkpoint=str(saved / "step-000002")), 1).corpus()
 
 
@@ -297,7 +297,9 @@ def test_a_full_disk_on_one_rank_loses_nothing(two_ranks, corpus, tmp_path):
 
 
 def test_a_warning_tells_of_a_checkpoint_that_failed(corpus, tmp_path):
-    with pytest.warns(UserWarning, match="No space left on device; make room, or save elsewhere; training goes on"):
+    with pytest.warns(
+        UserWarning, match="No space left on device; free disk space, or save elsewhere; training continues"
+    ):
         fails_on_rank(0, corpus, str(tmp_path / "c"), "warn")
 
 
@@ -316,7 +318,7 @@ def test_a_disk_that_is_really_full(corpus, tmp_path):
     )  # fmt: skip
     assert done.returncode == 2, done.stderr  # the last step could not be saved
     assert "step-000009' could not be written: rank 0: " in done.stderr
-    assert "training goes on" in done.stderr
+    assert "training continues" in done.stderr
     left = [line for line in done.stdout.splitlines() if "step-" in line]
     assert left == [f"step-00000{step}" for step in range(1, len(left) + 1)]
     assert 1 <= len(left) <= 4

@@ -69,21 +69,21 @@ def test_mistakes_in_yaml_are_named_with_their_line(tmp_path):
         tmp_path, "hidden: 64\n\nhiden: 32\n", r"run.yaml', line 3: unknown field 'hiden'; did you mean 'hidden'\?"
     )
     refused(tmp_path, "qqq: 1\n", "line 1: unknown field 'qqq'; oases train --write-config lists all")
-    refused(tmp_path, "steps: many\n", "line 1: steps must be a whole number, got 'many'")
-    refused(tmp_path, "steps: 2.5\n", "line 1: steps must be a whole number, got 2.5")
-    refused(tmp_path, "batch: true\n", "line 1: batch must be a whole number, got True")
+    refused(tmp_path, "steps: many\n", "line 1: steps must be an integer, got 'many'")
+    refused(tmp_path, "steps: 2.5\n", "line 1: steps must be an integer, got 2.5")
+    refused(tmp_path, "batch: true\n", "line 1: batch must be an integer, got True")
     refused(tmp_path, "zero: 1\n", "line 1: zero must be true or false, got 1")
     refused(tmp_path, "data: [a, b]\n", r"line 1: data must be text, or null for none, got \['a', 'b'\]")
-    refused(tmp_path, "steps: 5\nsteps: 6\n", "line 2: steps is there twice")
-    refused(tmp_path, "- steps\n", "must hold lines such as 'hidden: 512', got '- steps'")
-    refused(tmp_path, "steps: [1\n", "line 2: no YAML: expected ',' or ']'")
-    refused(tmp_path, "data: !!python/object:os.system x\n", "line 1: no YAML: could not determine a constructor")
+    refused(tmp_path, "steps: 5\nsteps: 6\n", "line 2: steps is given twice")
+    refused(tmp_path, "- steps\n", "expected lines such as 'hidden: 512', got '- steps'")
+    refused(tmp_path, "steps: [1\n", "line 2: invalid YAML: expected ',' or ']'")
+    refused(tmp_path, "data: !!python/object:os.system x\n", "invalid YAML: could not determine a constructor")
     refused(tmp_path, "degrees: {tensors: 2}\n", "degrees: unknown 'tensors'; known are data, pipeline, tensor")
-    refused(tmp_path, "degrees: {data: 0}\n", "degrees: data must be a whole number of at least 1, got 0")
+    refused(tmp_path, "degrees: {data: 0}\n", "degrees: data must be an integer of at least 1, got 0")
     refused(tmp_path, "degrees: 8\n", "degrees must be a mapping with data, pipeline, tensor, got 8")
-    with pytest.raises(UsageError, match=r"nowhere.yaml' is no file; write one with: oases train --write-config"):
+    with pytest.raises(UsageError, match=r"nowhere.yaml' is not a file; write one with: oases train --write-config"):
         TrainConfig.from_yaml(tmp_path / "nowhere.yaml")
-    with pytest.raises(UsageError, match="hidden must be a whole number, got '64'"):
+    with pytest.raises(UsageError, match="hidden must be an integer, got '64'"):
         TrainConfig(hidden="64")
 
 
@@ -113,18 +113,18 @@ def test_degrees_become_a_plan_or_say_why_not(tmp_path):
     )
     assert planned(degrees={"data": 2}, schedule="sync@2").stages[0].segments[0].tp == 4
     for values, message in (
-        ({"ranks": 6}, "degrees data 2 x pipeline 2 x tensor 2 make 8 ranks, the run has 6; start as many"),
+        ({"ranks": 6}, "degrees data 2 x pipeline 2 x tensor 2 make 8 ranks, the run has 6; start that many"),
         ({"layers": 1}, "2 stages are more than the 1 layers; give fewer stages or more --layers"),
         (
             {"layers": 3, "pipeline_schedule": "interleaved"},
-            "2 stages, each with 2 parts of the model, are more than",
+            "2 stages, each with 2 model chunks, are more than",
         ),
         ({"micro_batches": 1}, "one_f_one_b needs as many micro-batches as stages, got 1 for 2 stages"),
         (
             {"batch": 10},
             "a batch of 10 does not divide into 2 micro-batches for each of 2 replicas; give a multiple of 4",
         ),
-        ({"batch": 4, "sub_batches": 2}, "cannot be cut into 2 sub-batches; raise --batch to 8"),
+        ({"batch": 4, "sub_batches": 2}, "cannot be split into 2 sub-batches; raise --batch to 8"),
         ({"heads": 1}, "heads 1 does not divide by --tp 2"),
         ({"schedule": "auto"}, "schedule 'auto' is not for a run of several stages"),
     ):

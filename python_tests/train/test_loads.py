@@ -80,7 +80,7 @@ def test_a_last_step_that_was_cut_off_is_left_out(trace, tmp_path):
     with pytest.raises(UsageError, match=r"step 2 has layers \[1\], others have \[0, 1\]"):
         read_loads(cut)
     cut.write_text(lines[0])
-    with pytest.raises(UsageError, match="holds no step"):
+    with pytest.raises(UsageError, match="holds no steps"):
         read_loads(cut)
 
 

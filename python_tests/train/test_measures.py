@@ -259,7 +259,7 @@ def test_a_cpus_peak_is_measured_on_all_ranks_at_once(two_ranks):
     (flops, source), other = two_ranks.run(measured_peak)
     assert (flops, source) == other
     assert 1e8 < flops < 1e15
-    assert source == "products of 512 x 512 in float32, measured on 2 at once"
+    assert source == "matmuls of 512 x 512 in float32, measured on 2 ranks at once"
 
 
 # --- words ---

@@ -186,7 +186,7 @@ def test_what_cannot_be_combined_is_refused_by_name(corpus):
     )
     refused("leave out --sequence-parallel", lambda: whole, sequence_parallel=True)
     refused("unknown compile 'nosuch'; known are none, ", lambda: whole, compile="nosuch")
-    with pytest.raises(UsageError, match="a sequence of 128 cannot be cut over --tp 1"):
+    with pytest.raises(UsageError, match="a sequence of 128 does not divide by --tp 1"):
         Run.of(TrainConfig(sequence_parallel=True), 1)
 
 

@@ -86,7 +86,7 @@ def test_the_command_line_executes_a_plan(ranks_at_hand, corpus, plain_run, tmp_
     main(["train", "--plan", str(plan), "--data", corpus, "--json", str(out), "--learning-rate", "1e-2", *options])
     said = capsys.readouterr().out
     assert "1 blocks tp 1 x dp 4" in said
-    assert "the plan has no prediction to lay over the measured step" in said
+    assert "the plan has no prediction to compare with the measured step" in said
     result = json.loads(out.read_text())
     assert result["losses"] == pytest.approx(plain_run[1], rel=1e-5)
     assert result["validation_loss"] == pytest.approx(plain_run[4], rel=1e-5)
@@ -168,7 +168,7 @@ def test_plans_that_cannot_be_executed_are_refused():
         (
             plan_of(4, (4, 2)).to_json(),
             ["--backend", "sim:alpha=1us,bandwidth=1gbit,single_process"],
-            "a plan needs its ranks",
+            "a plan needs all its ranks",
         ),
     ],
 )

@@ -223,8 +223,8 @@ def rewritten(path, **changes):
     [
         ({"format": FORMAT + 1}, f"is of format {FORMAT + 1}, this oases reads formats up to"),
         ({"sizes": {"hidden": 32, "layers": 4}}, "does not fit: hidden is 32 there and 16 here"),
-        ({"sizes": 7}, "is broken: its checkpoint.json cannot be read"),
-        ({"nonsense": 1}, "is broken: its checkpoint.json cannot be read"),
+        ({"sizes": 7}, "is corrupt: its checkpoint.json cannot be read"),
+        ({"nonsense": 1}, "is corrupt: its checkpoint.json cannot be read"),
     ],
 )
 def test_no_rank_starts_on_a_checkpoint_that_does_not_fit(corpus, saved, tmp_path, capsys, changes, message):

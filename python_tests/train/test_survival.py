@@ -244,7 +244,7 @@ def test_a_skipped_step_is_logged_and_stays_skipped(corpus, tmp_path):
 def test_a_leap_of_the_loss():
     check = StepCheck("skip", 2.0)
     assert all(check.accepts(loss, 1.0, step, None, CPU) for step, loss in enumerate([9.0, *[3.0] * 7]))
-    with pytest.warns(UserWarning, match="step 8 is skipped: the loss leaps to 6.5, more than 2 times 3"):
+    with pytest.warns(UserWarning, match="step 8 is skipped: the loss jumps to 6.5, more than 2 times 3"):
         assert not check.accepts(6.5, 1.0, 8, None, CPU)
     assert check.accepts(5.9, 1.0, 9, None, CPU)
     with pytest.raises(LossError, match="step 10: the loss is nan"):
@@ -282,7 +282,7 @@ def test_a_log_of_another_run_is_not_overwritten(corpus, tmp_path):
     with pytest.raises(UsageError, match="holds the steps of another run; give a new file"):
         Run.of(dataclasses.replace(CONFIG, data=str(corpus), step_log=str(log)), 1).corpus()
     log.write_text("precious\n")
-    with pytest.raises(UsageError, match="line 1 is no step of a run"):
+    with pytest.raises(UsageError, match="line 1 is not a step of a run"):
         Run.of(dataclasses.replace(CONFIG, data=str(corpus), step_log=str(log)), 1).corpus()
     assert log.read_text() == "precious\n"
 
@@ -293,8 +293,8 @@ def test_a_log_of_another_run_is_not_overwritten(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--checkpoint-every", "5"], "checkpoint_every 5 needs a folder; give --checkpoint"),
-        (["--resume", "auto"], "resume 'auto' needs a folder"),
+        (["--checkpoint-every", "5"], "checkpoint_every 5 needs a checkpoint folder; give --checkpoint"),
+        (["--resume", "auto"], "resume 'auto' needs a checkpoint folder"),
         (["--keep", "-1"], "keep must be at least 0"),
         (["--save-error", "retry"], "argument --save-error: invalid choice: 'retry'"),
         (["--bad-loss", "ignore"], "argument --bad-loss: invalid choice: 'ignore'"),

@@ -140,7 +140,7 @@ def test_tokenizers_that_are_none_are_refused(name, message):
 
 def test_broken_files_are_refused(tmp_path, folder):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UsageError, match="is no file of the tokenizers library"):
+    with pytest.raises(UsageError, match="is not a file of the tokenizers library"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "text").write_bytes(b"a" * 5000 + b"\xff")
     with pytest.raises(UsageError, match="is not UTF-8 before byte 5001: invalid start byte; convert the file"):

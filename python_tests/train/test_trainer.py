@@ -107,7 +107,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(corpus, tmp_path):
         Trainer(dataclasses.replace(CONFIG, data=corpus, hidden=64, resume=path))
     with pytest.raises(UsageError, match=r"layers is 2 there and 3 here"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, layers=3, resume=path))
-    with pytest.raises(UsageError, match="no checkpoint folder"):
+    with pytest.raises(UsageError, match="not a checkpoint folder"):
         Trainer(dataclasses.replace(CONFIG, data=corpus, resume=str(tmp_path / "nowhere")))
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written behind the training, whole or absent, readable at other degrees."""
+"""Checkpoints of a run: written asynchronously and atomically, loadable with other parallel degrees."""

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other about a checkpoint, so that all of them do the same."""
+"""Collective decisions about checkpoints: every rank returns or raises alike."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class SaveError(UsageError):
-    """A checkpoint could not be written; those written before are as they were. Every rank raises it."""
+    """Failure to write a checkpoint, raised on every rank; earlier checkpoints are unchanged."""
 
 
 def all_gather_objects(mine: T, group: ProcessGroup | None) -> list[T]:
-    """Every rank's object, in rank order."""
+    """Gather an object from every rank, in rank order."""
     everyone: list[Any] = [mine] * group_size(group)
     if group_size(group) > 1:
         dist.all_gather_object(everyone, mine, group=group)
@@ -26,11 +26,11 @@ def all_gather_objects(mine: T, group: ProcessGroup | None) -> list[T]:
 
 
 def run_on_all_ranks(action: Callable[[], T], what: str, group: ProcessGroup | None) -> list[T]:
-    """Do a part of saving on this rank; return every rank's result.
+    """Run a part of saving on every rank; returns every rank's result.
 
-    Raises SaveError on every rank, with what the system said, if it failed on one.
+    Raises SaveError on every rank, with the system's message, if it failed on one.
     """
-    from torch.distributed.checkpoint.api import CheckpointException  # see checkpoint.py
+    from torch.distributed.checkpoint.api import CheckpointException  # slow to import
 
     result: Any = None
     fault = ""
@@ -38,10 +38,10 @@ def run_on_all_ranks(action: Callable[[], T], what: str, group: ProcessGroup | N
         result = action()
     except OSError as error:
         fault = str(error)
-    except CheckpointException as error:  # holds what each rank raised
+    except CheckpointException as error:  # holds the errors of all ranks
         fault = "; ".join(str(cause) for cause, _ in error.failures.values())
     everyone = all_gather_objects((result, fault), group)
     for rank, (_, said) in enumerate(everyone):
         if said:
-            raise SaveError(f"{what} could not be written: rank {rank}: {said}; make room, or save elsewhere")
+            raise SaveError(f"{what} could not be written: rank {rank}: {said}; free disk space, or save elsewhere")
     return [found for found, _ in everyone]

@@ -1,10 +1,9 @@
-"""Checkpoints by torch.distributed.checkpoint: each rank writes its shards, any degree reads them back.
+"""Sharded checkpoints by torch.distributed.checkpoint: each rank writes its shards; any degrees can load them.
 
-Shards are wrapped as DTensors for the time of saving and loading, which is what lets a checkpoint of one
-tensor-parallel degree be read by another. A checkpoint is written aside, with a checksum of every file, and takes its
-place by a rename once it is whole. Only folders that are checkpoints themselves are ever replaced. `export` makes one
-file of safetensors of it.
-What of torch is for checkpoints alone takes half a second to import, so that is done by who saves or loads one.
+Shards are wrapped as DTensors for saving and loading, so that a checkpoint can be loaded with other tensor-parallel
+degrees. A checkpoint is written to a temporary folder, with a checksum of every file, and renamed once complete. Only
+folders that are checkpoints are ever replaced. `export` writes the weights to one safetensors file.
+torch.distributed.checkpoint takes half a second to import, so it is imported in the functions that use it.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from oases.train.checkpoint.integrity import checksums, find_fault, write_checks
 from oases.train.checkpoint.metadata import RECORD, Metadata, is_checkpoint
 from oases.train.optimizer import HasMasterWeights, Optimizer, state_of, weight_of
 
-# One process is what it looks like. Once, and not around each call: filters are no thread's own.
+# A single process is intended. Filtered once: warning filters are not thread-safe, and a thread writes checkpoints.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 State = dict[str, Any]
-"""What this rank holds of a checkpoint: tensors and DTensors by name."""
+"""This rank's part of a checkpoint: tensors and DTensors by name."""
 
 _WEIGHTS = "model."
-"""Before the names of the model's weights in a checkpoint."""
+"""Prefix of model weights in a checkpoint."""
 
 
 def require_replaceable(path: str | Path) -> Path:
@@ -56,19 +55,19 @@ def require_replaceable(path: str | Path) -> Path:
 def save(
     path: str | Path, model: nn.Module, optimizer: Optimizer, record: Metadata, group: ProcessGroup | None
 ) -> None:
-    """Write model, optimizer and record to the folder `path`, replacing an earlier checkpoint. All ranks call it.
+    """Write model, optimizer and metadata to the folder `path`, replacing an earlier checkpoint. All ranks call it.
 
-    group: all ranks that train the model; what several of them hold is written once. Raises UsageError for a path
+    group: all ranks that train the model; replicated tensors are written once. Raises UsageError for a path
     that holds anything else, SaveError where writing failed.
     """
     write(path, state(model, optimizer, group), record, group)
 
 
 def write(path: str | Path, state: State, record: Metadata, group: ProcessGroup | None) -> None:
-    """Write what `state` or `cpu_state` gave and the record, as `save` does."""
+    """Write a state of `state` or `cpu_state` with its metadata, as `save` does."""
     path = require_replaceable(path)
     aside, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
-    _barrier(group)  # nobody writes before everybody has looked
+    _barrier(group)  # no rank writes before all ranks have checked the path
     rank = group_rank(group)
 
     def prepare() -> None:
@@ -103,7 +102,7 @@ def write(path: str | Path, state: State, record: Metadata, group: ProcessGroup 
     except SaveError:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-        _barrier(group)  # nobody goes on, and looks, while it is being removed
+        _barrier(group)  # no rank checks the path again while it is being removed
         raise
 
 
@@ -116,21 +115,20 @@ def load(
     *,
     verify: bool = True,
 ) -> Metadata:
-    """Read a checkpoint into model and optimizer (None: the model alone), in place; return its record.
+    """Read a checkpoint into model and optimizer (None: the model alone), in place; return its metadata.
 
-    With an optimizer random states are restored too, those of rank 0 on every rank if the run had other ranks.
-    verify: compare the checksums first; for those who have not just done so.
-    Raises UsageError where the folder is no checkpoint, is broken, is of a newer format or holds a model of other
-    sizes.
+    With an optimizer, random states are restored too; those of rank 0 on every rank if the number of ranks differs.
+    verify: compare checksums first. Raises UsageError where the folder is not a checkpoint, is corrupt, has a newer
+    format or holds a model of other sizes.
     """
     path = Path(path)
     record = Metadata.read(path)
     record.require_sizes(sizes, path)
     fault = find_fault(path, group) if verify else ""
     if fault:
-        raise UsageError(f"checkpoint {str(path)!r} is broken: {fault}; take another")
+        raise UsageError(f"checkpoint {str(path)!r} is corrupt: {fault}; use another")
     wanted = state(model, optimizer, group)
-    # Where another rank keeps the master, the model's own weight is read, and rounded as that rank rounds it.
+    # Where another rank has the master weight, load the model's own weight; both round alike.
     wanted = {**state(model, None, group), **wanted}
     generators = _generators(model)
     if optimizer is not None:
@@ -154,12 +152,12 @@ def load(
 
 
 def state(model: nn.Module, optimizer: Optimizer | None, group: ProcessGroup | None) -> State:
-    """What this rank holds, the training's own tensors; with an optimizer, copies of the random states too."""
+    """Collect this rank's tensors, without copying; with an optimizer, random states too."""
     return _state(model, optimizer, group, lambda tensor: tensor, None)
 
 
 def cpu_state(model: nn.Module, optimizer: Optimizer, group: ProcessGroup | None) -> State:
-    """Like `state`, but copies in the CPU's memory, which later steps leave as they are."""
+    """Copy `state` to CPU memory, so that later steps can proceed while it is written."""
     return _state(model, optimizer, group, lambda tensor: tensor.to("cpu", copy=True), "cpu")
 
 
@@ -170,7 +168,7 @@ def _state(
     copied: Callable[[Tensor], Tensor],
     device: str | None,
 ) -> State:
-    """A shard belongs to the group of its layer: replicas of it hold the same one."""
+    """Collect tensors by name; shards become DTensors over the process group of their layer."""
     from torch.distributed.tensor import DTensor, Shard
 
     dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
@@ -194,7 +192,7 @@ def _state(
         weight, moments = weight_of(optimizer, parameter), _moments_of(optimizer, parameter)
         if weight is not None:
             found[_WEIGHTS + name] = whole(weight, parameter)
-        # A sharded optimizer keeps those of this parameter on another rank, which writes them.
+        # With ZeRO-1, the moments of a parameter may be on another rank, which writes them.
         found |= {f"optimizer.{name}.{kind}": whole(moment, parameter) for kind, moment in moments.items()}
     for name, buffer in _buffers(model):  # the same on all ranks
         found[_WEIGHTS + name] = copied(buffer.detach())
@@ -205,7 +203,7 @@ def _state(
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that are saved with a model."""
+    """Persistent buffers of a model, by name."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -213,12 +211,12 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _moments_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The moments that this rank keeps of a parameter: AdamW's, made here if it has not begun."""
+    """AdamW moments of a parameter on this rank, initialized to zero before the first step."""
     moments = None if optimizer is None else state_of(optimizer, parameter)
     weight = weight_of(optimizer, parameter)
     if moments is None or weight is None:
         return {}
-    if not moments:  # zeros are what it would begin with
+    if not moments:  # as AdamW initializes them
         moments["step"] = torch.tensor(0.0)
         moments["exp_avg"] = torch.zeros_like(weight)
         moments["exp_avg_sq"] = torch.zeros_like(weight)
@@ -226,18 +224,18 @@ def _moments_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> dict[st
 
 
 def _cutting(holder: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group that a layer's parameters are cut over; None where every rank has them whole."""
+    """Process group that a layer's parameters are sharded over; None where they are replicated."""
     cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
     return None if holder is None or group_size(cutting) == 1 else cutting
 
 
 def random_streams(model: nn.Module) -> list[str]:
-    """The names of the random states that a checkpoint of this model has for every rank."""
+    """Names of the per-rank random states in a checkpoint of this model."""
     return list(_generators(model))
 
 
 def _generators(model: nn.Module) -> dict[str, torch.Generator]:
-    """Torch's own, of the CPU and of the model's GPU; nothing here draws from Python's or numpy's."""
+    """Default torch generators of the CPU and the model's GPU; Python's and numpy's are not used."""
     found = {"cpu": torch.default_generator}
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     for device in devices:
@@ -250,12 +248,12 @@ def _random(name: str, rank: int) -> str:
 
 
 def _by_first(action: Callable[[], None], what: str, group: ProcessGroup | None) -> None:
-    """On the first rank alone; it fails on all or on none."""
+    """Run on rank 0 only; an error is raised on all ranks."""
     run_on_all_ranks(action if group_rank(group) == 0 else lambda: None, what, group)
 
 
 def _sync(folder: Path) -> None:
-    """Have the disk know the names in a folder."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -271,9 +269,9 @@ def _barrier(group: ProcessGroup | None) -> None:
 def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...]]:
     """Write a checkpoint's weights to `file`, replacing it; return their shapes by name.
 
-    checkpoint: one, written by ranks of any degrees, or a folder of them for the newest. One process does it, tensor
-    by tensor, so the largest one is what it needs memory for. The file appears when it is whole. UsageError for a
-    checkpoint that is none, is broken or is of a newer format, and for a file that cannot be written.
+    checkpoint: of any parallel degrees, or a folder of checkpoints for the newest. Runs in one process, tensor by
+    tensor, with memory for the largest one. The file appears by a rename, once complete. UsageError for an invalid or
+    corrupt checkpoint, one of a newer format, and a file that cannot be written.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import FileSystemReader
@@ -285,7 +283,7 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
     Metadata.read(path)
     fault = find_fault(path, None)
     if fault:
-        raise UsageError(f"checkpoint {str(path)!r} is broken: {fault}; take another")
+        raise UsageError(f"checkpoint {str(path)!r} is corrupt: {fault}; use another")
     stored = {
         name.removeprefix(_WEIGHTS): kept
         for name, kept in FileSystemReader(path).read_metadata().state_dict_metadata.items()

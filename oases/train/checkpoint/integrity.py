@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: what was written is what is read, or the checkpoint is broken and says where."""
+"""Checksums of a checkpoint's files, to detect corruption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.metadata import RECORD, write_synced
 
 CHECKSUMS = "checksums.json"
-"""{"files": {NAME: SHA-256}, "sha256": of "files"}; of the same form in every format of checkpoints."""
+"""File with {"files": {NAME: SHA-256}, "sha256": of "files"}; the same in every checkpoint format."""
 
 _BLOCK_BYTES = 1 << 20
 
@@ -30,14 +30,14 @@ def checksums(files: Iterable[Path]) -> dict[str, str]:
 
 
 def write_checksums(folder: Path, files: Mapping[str, str]) -> None:
-    """Write the checksums of a folder's files, with one of themselves."""
+    """Write the checksums of a folder's files, and a checksum of those."""
     write_synced(folder / CHECKSUMS, json.dumps({"files": dict(files), "sha256": _of(files)}, indent=1))
 
 
 def find_fault(folder: Path, group: ProcessGroup | None) -> str:
-    """What is wrong with the files of a checkpoint, in words; empty if they are as they were written.
+    """Verify the files of a checkpoint; returns a description of the first fault, or "".
 
-    All ranks call it, each reads its share of the files, and all get the same answer.
+    Collective over all ranks; each verifies its share of the files, and all return the same.
     """
     return next((fault for fault in all_gather_objects(_fault(folder, group), group) if fault), "")
 

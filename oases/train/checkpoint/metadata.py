@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself beside the tensors: where the run stood, and of what model, data and plan."""
+"""Metadata of a checkpoint: step, model sizes, data position, configuration and plan."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ from oases.errors import UsageError
 from oases.train.tokenizer import BYTES
 
 FORMAT = 2
-"""Of the folder. One is raised where an older reader would misread it."""
+"""Version of the checkpoint format; increased when an older reader would misread it."""
 
 RECORD = "checkpoint.json"
-"""The record's file in a checkpoint's folder; a folder with one is a checkpoint."""
+"""Metadata file; a folder with one is a checkpoint."""
 
 
 _KINDS = {"step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list}
-"""Of the fields that a run goes on with."""
+"""Types of the fields that a resumed run reads."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """Where a run stood when it was saved.
+    """State of a run when it was saved.
 
-    step: steps done, which is also the learning rate's position. updates: those of them that changed the weights;
-    a step whose loss was bad may have been skipped. sizes: what a model must be built with to load it. data: seed,
-    sizes of a batch and of the corpus, and the next step's number, which together tell the next batch. ranks: of the
-    run. random: whose states the checkpoint has of every rank, "cpu" and "cuda"; the streams of the stacks' ops
-    follow from the step. losses: recent ones, nats per byte, for what counts as a spike. config, plan: as given, for
-    people.
+    step: steps done. updates: steps done without those skipped for a bad loss. sizes: model sizes that must match to
+    load it. data: seed, sizes of batch and corpus, and the next step, which determine the next batch. ranks: their
+    number. random: random states saved for every rank, "cpu" and "cuda"; random streams of the stacks' ops depend on
+    the step only. losses: recent losses, nats per token, to detect spikes. config, plan: for information only.
     """
 
     step: int
@@ -48,14 +46,14 @@ class Metadata:
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder."""
+        """Write the metadata file into a checkpoint's folder."""
         write_synced(folder / RECORD, json.dumps(dataclasses.asdict(self), indent=1))
 
     @classmethod
     def read(cls, folder: str | Path) -> Metadata:
-        """The record of a checkpoint. UsageError where there is none, it cannot be read, or is of a newer format."""
+        """Read the metadata of a checkpoint. UsageError where it is missing, unreadable, or of a newer format."""
         if not is_checkpoint(folder):
-            raise UsageError(f"{str(folder)!r} is no checkpoint folder; give one that --checkpoint wrote")
+            raise UsageError(f"{str(folder)!r} is not a checkpoint folder; give one that --checkpoint wrote")
         try:
             given = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
             version = given["format"]
@@ -71,7 +69,7 @@ class Metadata:
             return record
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise UsageError(
-                f"checkpoint {str(folder)!r} is broken: its {RECORD} cannot be read ({error}); take another"
+                f"checkpoint {str(folder)!r} is corrupt: its {RECORD} cannot be read ({error}); use another"
             ) from error
 
     def require_sizes(self, sizes: dict[str, Any], folder: str | Path) -> None:
@@ -85,7 +83,7 @@ class Metadata:
                 )
 
     def data_differences(self, data: dict[str, Any]) -> str:
-        """How the batches to come differ from those of the run that was saved, in words; empty if they do not."""
+        """Differences that change the coming batches, for a warning; empty if there are none."""
         return ", ".join(
             f"{name} {self.data[name]} there and {value} here"
             for name, value in data.items()
@@ -94,12 +92,12 @@ class Metadata:
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """Whether a folder was written as a checkpoint, whole or not."""
+    """Whether a folder is a checkpoint, valid or corrupt."""
     return (Path(folder) / RECORD).is_file()
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file that is on the disk when this returns."""
+    """Write a file and flush it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -1,4 +1,4 @@
-"""With which checkpoint a run begins: the one it was given, or the newest good one of those it wrote before."""
+"""Choice of the checkpoint to resume from: the one given, or the newest valid one of the run itself."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from oases.train.checkpoint.integrity import find_fault
 from oases.train.checkpoint.metadata import Metadata, is_checkpoint
 
 AUTO = "auto"
-"""As what to resume: the newest checkpoint of the run's own folder, or the start."""
+"""Value of `resume` for the newest checkpoint in the run's own folder, or the start."""
 
 
 def starting_checkpoint(
     own: str | None, resume: str | None, resumes_newest: bool, group: ProcessGroup | None
 ) -> Path | None:
-    """The checkpoint that a run begins with, the same on all ranks, which call it together; None: from the start.
+    """Find the checkpoint to resume from; None: start from scratch. Collective; the same on all ranks.
 
-    own: the folder that the run writes to. resume: what it was given. A run that goes on, because a launcher has
-    started it again or resume is "auto", begins with the newest good one in its own folder, if there is one. What is
-    returned was read through and is whole. Broken ones are skipped with a warning that names file and fault, and set
-    aside where this run is going to write. UsageError for a checkpoint given that is broken, and for a folder with
-    later ones than the run begins with: they would count as newer than what it writes.
+    own: folder that the run writes to. resume: the option's value. resumes_newest: the run was restarted, or resume
+    is "auto"; then the newest valid checkpoint in `own` comes first. The result's checksums are verified.
+    Corrupt checkpoints are skipped with a warning that names file and fault, and renamed in `own`. UsageError for a
+    given checkpoint that is corrupt, and for a folder with later checkpoints than the one to resume from, which would
+    count as newer than those the run writes.
     """
     found = None
     if own is not None:
@@ -42,7 +42,7 @@ def starting_checkpoint(
 
 
 def require_resumable(own: str | None, resume: str | None, resumes_newest: bool, sizes: dict[str, Any]) -> None:
-    """What can be said before any rank starts: UsageError unless there is something of these sizes to begin with."""
+    """Check before any rank starts. UsageError unless there is a checkpoint of these sizes, if one is needed."""
     if resumes_newest:
         for path in retention.checkpoints(own or "")[:1]:
             _fits(path, sizes)
@@ -52,13 +52,13 @@ def require_resumable(own: str | None, resume: str | None, resumes_newest: bool,
     if not is_checkpoint(path):
         inside = retention.checkpoints(path)
         if not inside:
-            Metadata.read(path)  # says that it is none
+            Metadata.read(path)  # raises: not a checkpoint
         path = inside[0]
     _fits(path, sizes)
 
 
 def _fits(path: Path, sizes: dict[str, Any]) -> None:
-    # One that has lost its record is broken, which the ranks will find and tell.
+    # Without metadata it is corrupt, which the ranks will report.
     if is_checkpoint(path):
         Metadata.read(path).require_sizes(sizes, path)
 
@@ -67,26 +67,26 @@ def _whole(given: Path, group: ProcessGroup | None) -> Path:
     if is_checkpoint(given):
         fault = find_fault(given, group)
         if fault:
-            raise UsageError(f"checkpoint {str(given)!r} is broken: {fault}; take another")
+            raise UsageError(f"checkpoint {str(given)!r} is corrupt: {fault}; use another")
         return given
     if not retention.checkpoints(given):
-        Metadata.read(given)  # says that it is none
+        Metadata.read(given)  # raises: not a checkpoint
     found = _newest(given, group)
     if found is None:
-        raise UsageError(f"resume {str(given)!r} holds no whole checkpoint; give another folder")
+        raise UsageError(f"resume {str(given)!r} holds no valid checkpoint; give another folder")
     return found
 
 
 def _newest(folder: str | Path, group: ProcessGroup | None) -> Path | None:
-    """The newest good checkpoint in a folder."""
+    """Newest valid checkpoint in a folder."""
     candidates = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, candidates):
         fault = find_fault(path, group)
         if not fault:
-            Metadata.read(path)  # a newer format is no fault of the files, and skipping it would lose steps
+            Metadata.read(path)  # raises for a newer format: skipping it would lose steps
             return path
         if group_rank(group) == 0:
-            warnings.warn(f"checkpoint {str(path)!r} is broken and skipped: {fault}", stacklevel=2)
+            warnings.warn(f"checkpoint {str(path)!r} is corrupt and skipped: {fault}", stacklevel=2)
     return None
 
 
@@ -98,9 +98,9 @@ def _require_latest(folder: str | Path, step: int, group: ProcessGroup | None) -
         if not find_fault(path, group):
             raise UsageError(
                 f"checkpoint {str(folder)!r} holds {path.name}, which is later than the step {step} that this run "
-                "begins with; give --resume auto to go on from the newest, or a new folder"
+                "begins with; give --resume auto to resume from the newest, or a new folder"
             )
-        all_gather_objects(None, group)  # nobody moves it before everybody has looked
+        all_gather_objects(None, group)  # no rank renames it before all ranks have verified it
         if group_rank(group) == 0:
             moved = retention.set_aside(path)
-            warnings.warn(f"broken checkpoint {str(path)!r} is now {moved.name!r}", stacklevel=2)
+            warnings.warn(f"corrupt checkpoint {str(path)!r} is renamed to {moved.name!r}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: `step-000200` and so on, of which the newest are kept."""
+"""Folder of checkpoints, `step-000200` and so on: listing, renaming, and keeping the newest."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _BROKEN = ".broken"
 
 
 def folder_of(folder: str | Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Path of the checkpoint of a step."""
     return Path(folder) / f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """The step that the name of a checkpoint's folder tells. ValueError for another name."""
+    """Step in the name of a checkpoint's folder. ValueError for another name."""
     found = _NAME.fullmatch(path.name)
     if found is None:
-        raise ValueError(f"{path.name!r} is no name of a checkpoint's folder, such as step-000200")
+        raise ValueError(f"{path.name!r} is not the name of a checkpoint's folder, such as step-000200")
     return int(found[1])
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, newest first; empty where there is no such folder."""
+    """Checkpoints in a folder, newest first; empty for a missing folder."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -37,38 +37,39 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 
 def require_folder(folder: str | Path) -> Path:
-    """Raise UsageError unless checkpoints may be written into `folder`: absent, empty, or one that holds some."""
+    """Raise UsageError unless checkpoints may be written into `folder`: missing, empty, or with checkpoints."""
     path = Path(folder).resolve()
     if path.exists() and not path.is_dir():
         raise UsageError(f"checkpoint {str(folder)!r} is a file; give the path of a folder of its own")
     if is_checkpoint(path):
-        raise UsageError(f"checkpoint {str(folder)!r} is one itself; give the folder that shall hold one per step")
+        raise UsageError(
+            f"checkpoint {str(folder)!r} is a checkpoint itself; give the folder for the checkpoints of all steps"
+        )
     if path.is_dir():
         names = [item.name for item in path.iterdir()]
         if names and not any(_NAME.match(name) or _LEFT.fullmatch(name) for name in names):
             raise UsageError(
-                f"checkpoint {str(folder)!r} holds other files, among which none is a checkpoint; give a new or "
-                "empty folder"
+                f"checkpoint {str(folder)!r} holds other files and no checkpoint; give a new or empty folder"
             )
     return path
 
 
 def tidy(folder: str | Path) -> None:
-    """Remove what a run left that ended while it wrote or removed a checkpoint."""
+    """Remove incomplete checkpoints of a run that ended while writing or removing one."""
     for path in Path(folder).glob(".step-*"):
         if _LEFT.fullmatch(path.name):
             shutil.rmtree(path)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a broken checkpoint, so that it is no candidate any more; returns its new path."""
+    """Rename a corrupt checkpoint so that it is no longer a candidate; returns the new path."""
     target = path.with_name(path.name + _BROKEN)
     shutil.rmtree(target, ignore_errors=True)
     return path.rename(target)
 
 
 def prune(folder: str | Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; 0: none."""
+    """Remove all but the newest `keep` checkpoints; 0: remove none."""
     for path in checkpoints(folder)[keep:] if keep else []:
-        # Under another name first: a folder half removed must not look like a checkpoint.
+        # Rename first: a partially removed folder must not look like a checkpoint.
         shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))

@@ -1,4 +1,4 @@
-"""Checkpoints written behind the training: tensors are copied, and a thread of every rank writes the copies."""
+"""Asynchronous checkpointing: tensors are copied, and a thread on every rank writes the copies."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from oases.train.checkpoint.files import State, write
 from oases.train.checkpoint.metadata import Metadata
 
 PATIENCE_SECONDS = 30.0
-"""How long a run that fails waits for the checkpoint under way; peers that are gone may hold it up for ever."""
+"""Time that a failing run waits for a pending checkpoint, which may hang if peers have died."""
 
 
 class CheckpointWriter:
-    """Writes checkpoints of single steps into `folder`; at most one is under way. All ranks make and call it.
+    """Asynchronous writer of checkpoints into `folder`, one at a time. All methods are collectives.
 
-    keep: how many of the newest are kept, 0: all. process_group: the ranks of the run. The threads talk to each other
-    in a gloo group of their own: in the run's, their collectives would mix with those of the step.
+    keep: number of newest checkpoints to keep, 0: all. process_group: all ranks. The threads use a gloo group of
+    their own: in the run's groups their collectives would interleave with those of the step.
     """
 
     def __init__(self, folder: str | Path, keep: int, process_group: ProcessGroup | None) -> None:
         self.folder = Path(folder).resolve()
         self.keep = keep
         self.saved = 0
-        """Checkpoints written since this was made."""
+        """Checkpoints written."""
         self.write_seconds = 0.0
-        """What the threads took for them."""
+        """Time of the writing threads."""
         self._first = group_rank(process_group) == 0
         self._group: ProcessGroup | None = None
         if process_group is not None and group_size(process_group) > 1:
             ranks = dist.get_process_group_ranks(process_group)
-            # Of some ranks alone, a group is named by them: once destroyed, the next of the name would read its old
-            # addresses in the store. So it stays.
+            # A group of a subset of ranks is named after them: if it were destroyed, the next group of that name
+            # would read stale addresses from the store. So it is kept.
             self._stays = len(ranks) < dist.get_world_size()
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=self._stays)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def start(self, state: State, record: Metadata) -> None:
-        """Begin to write copies that nobody changes. Waits for the one under way, and raises what `wait` raises."""
+        """Start writing `state`, which must not change meanwhile. Calls `wait` first."""
         self.wait()
-        # A daemon: a rank whose peers are gone must be able to end.
+        # A daemon: a rank whose peers have died must be able to exit.
         self._thread = threading.Thread(target=self._write, args=(state, record), name="checkpoint", daemon=True)
         self._thread.start()
 
     def failed(self) -> bool:
-        """Whether one could not be written of which `wait` has not told yet; other ranks may know it later.
+        """Whether a write failed that `wait` has not raised yet; other ranks may learn it later.
 
-        Raises what else ended the thread, such as a peer that is gone.
+        Raises other errors of the thread, such as a lost peer.
         """
         if self._error is not None and not isinstance(self._error, SaveError):
             raise self._error
         return self._error is not None
 
     def wait(self) -> None:
-        """Wait for the one under way; raise SaveError, on all ranks and once, if it could not be written."""
+        """Wait for the pending checkpoint; raise SaveError, once and on all ranks, if the write failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -85,7 +85,7 @@ class CheckpointWriter:
             self._group = None
 
     def _settle(self) -> None:
-        """Let the one under way come to its end while another error is raised, which stays the one that is raised."""
+        """Wait for the pending checkpoint while another error propagates; a failure only warns."""
         if self._thread is None:
             return
         self._thread.join(PATIENCE_SECONDS)
@@ -97,7 +97,7 @@ class CheckpointWriter:
                 return
             why = (str(error).splitlines() or [type(error).__name__])[0]
         if self._first:
-            warnings.warn(f"the checkpoint under way in {str(self.folder)!r} is not whole: {why}", stacklevel=4)
+            warnings.warn(f"the pending checkpoint in {str(self.folder)!r} is incomplete: {why}", stacklevel=4)
 
     def _write(self, state: State, record: Metadata) -> None:
         start = time.perf_counter()
