@@ -9,7 +9,7 @@ RANKS, RANK = 2, 1
 
 
 class Doubling:
-    """Scheduler of rank 1 of two ranks with the same tensors, so that a sum doubles. sent: type of each collective."""
+    """Scheduler of rank 1 of two ranks with equal tensors, so that a sum doubles. sent: type of each collective."""
 
     def __init__(self):
         self.sent, self.waited = [], []

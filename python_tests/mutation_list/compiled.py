@@ -26,7 +26,7 @@ COMPILED = (
         "csrc/scheduler.cpp",
         "  totals.bytes += record.bytes;\n",
         "  totals.bytes = record.bytes;\n",
-        ("parallel/test_linear.py", "parallel/test_reporting.py"),
+        ("execution/test_scheduler_totals.py",),
         "The bytes of a label are those of its last collective.",
     ),
     Mutation(
@@ -34,7 +34,7 @@ COMPILED = (
         "csrc/scheduler.cpp",
         "std::max(0.0, record.finished - std::max(record.issued, link_free_from_))",
         "record.finished - record.issued",
-        ("parallel/test_linear.py", "parallel/test_reporting.py"),
+        ("execution/test_scheduler_totals.py",),
         "Time of two collectives in flight counts twice.",
     ),
     Mutation(

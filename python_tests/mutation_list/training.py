@@ -16,8 +16,8 @@ TRAINING = (
     Mutation(
         "zero_parameters_not_sent",
         "oases/train/master_weights.py",
-        "            _sent(owned, group_of(name))\n",
-        "            pass\n",
+        "_broadcast(owned, group_of(name))",
+        "pass",
         ("train/test_precision.py",),
         "With ZeRO-1 an updated parameter does not reach the other replicas.",
     ),

@@ -24,7 +24,7 @@ def check():
 
 
 def check_replicas():
-    """Two data-parallel replicas of two tensor-parallel ranks: each shard and each replicated gradient counts once."""
+    """Two replicas of two tensor-parallel ranks: each shard and each replicated gradient counts once."""
     mesh = Mesh([2])
     torch.manual_seed(0)
     up, down = nn.Linear(4, 8), nn.Linear(8, 4)
