@@ -26,7 +26,7 @@ COMPILED = (
         "csrc/scheduler.cpp",
         "  totals.bytes += record.bytes;\n",
         "  totals.bytes = record.bytes;\n",
-        ("execution/test_scheduler_totals.py",),
+        ("execution/test_scheduler.py",),
         "The bytes of a label are those of its last collective.",
     ),
     Mutation(
@@ -34,7 +34,7 @@ COMPILED = (
         "csrc/scheduler.cpp",
         "std::max(0.0, record.finished - std::max(record.issued, link_free_from_))",
         "record.finished - record.issued",
-        ("execution/test_scheduler_totals.py",),
+        ("execution/test_scheduler.py",),
         "Time of two collectives in flight counts twice.",
     ),
     Mutation(
@@ -50,7 +50,7 @@ COMPILED = (
         "csrc/halt.cpp",
         "  for (const auto& ticket : in_flight_) ticket->given_up_ = true;\n",
         "",
-        ("parallel/test_failure.py",),
+        ("execution/test_scheduler.py",),
         "A collective from before a failure can be waited for after it.",
     ),
     Mutation(

@@ -312,7 +312,7 @@ EXECUTION = (
         "oases/train/failure_notifier.py",
         "        for monitor in pending:\n            cause =",
         "        for monitor in pending[:0]:\n            cause =",
-        ("train/test_survival.py",),
+        ("train/test_failure_notifier.py",),
         "Other ranks are not told of a failure.",
     ),
     Mutation(

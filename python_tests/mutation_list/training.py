@@ -10,7 +10,7 @@ TRAINING = (
         "oases/train/pipeline_stage.py",
         "return y / over if y.dim() == 0 else y",
         "return y",
-        ("train/test_trainer.py",),
+        ("train/test_step.py",),
         "Losses of micro-batches are summed, not averaged.",
     ),
     Mutation(
@@ -26,7 +26,7 @@ TRAINING = (
         "oases/train/master_weights.py",
         "            self._masters |= {one: nn.Parameter(one.detach().float().clone()) for one in mine}\n",
         "            self._masters |= {one: nn.Parameter(one.detach().to(dtype).float()) for one in mine}\n",
-        ("train/test_precision.py",),
+        ("train/test_precision.py::test_master_weights_take_the_steps_of_a_float32_run",),
         "Master weights start from the rounded parameters.",
     ),
     Mutation(
@@ -35,7 +35,7 @@ TRAINING = (
         "            master.grad = None\n        self.copy_masters_to_model()\n",
         "            master.grad = None\n        self.copy_masters_to_model()\n"
         "        for parameter, master in self._masters.items():\n            master.copy_(parameter)\n",
-        ("train/test_precision.py",),
+        ("train/test_precision.py::test_master_weights_take_the_steps_of_a_float32_run",),
         "Master weights are rounded after every step.",
     ),
     Mutation(
@@ -43,7 +43,7 @@ TRAINING = (
         "oases/train/trainer.py",
         "            config.clip,\n",
         "            1.0,\n",
-        ("train/test_trainer.py",),
+        ("train/test_step.py",),
         "The option --clip is ignored.",
     ),
     Mutation(
@@ -51,7 +51,7 @@ TRAINING = (
         "oases/train/trainer.py",
         '            group["lr"] = self.learning_rate(self.steps_done)\n',
         '            group["lr"] = self.learning_rate(self.steps_done + 1)\n',
-        ("train/test_trainer.py", "train/test_learning_rate.py"),
+        ("train/test_step.py",),
         "A step takes the learning rate of the step after it.",
     ),
     Mutation(
@@ -59,7 +59,7 @@ TRAINING = (
         "oases/train/trainer.py",
         "        loss = self.backward(self.steps_done)\n",
         "        loss = self.backward(self.steps_done - (self.resumed is not None))\n",
-        ("train/test_checkpoint.py",),
+        ("train/test_checkpoint.py::test_a_run_goes_on_equal_to_the_bit",),
         "A resumed run repeats the last batch.",
     ),
     Mutation(
@@ -67,7 +67,7 @@ TRAINING = (
         "oases/train/trainer.py",
         "        self.steps_done, self.updates = record.step, record.updates\n",
         "        self.steps_done, self.updates = record.step + 1, record.updates\n",
-        ("train/test_checkpoint.py",),
+        ("train/test_checkpoint.py::test_a_run_goes_on_equal_to_the_bit",),
         "A resumed run skips a step.",
     ),
     Mutation(
@@ -143,7 +143,7 @@ TRAINING = (
         "        self._scheduler.wait(self._under_way[0])\n"
         "        self.finish = lambda: coming\n"
         "        return rows.new_zeros(()).expand(rows.shape if back else coming.shape)\n",
-        ("moe/test_dispatch.py", "moe/test_expert_stack.py"),
+        ("moe/test_dispatch.py::test_tokens_and_their_gradients_are_in_flight_between_send_and_receive",),
         "Tokens of experts are waited for when they are sent.",
     ),
     Mutation(

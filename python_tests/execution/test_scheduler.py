@@ -1,4 +1,4 @@
-"""Totals of the OverlapScheduler, against the tickets that they sum up."""
+"""OverlapScheduler on a group whose collectives end at once: totals of tickets, and tickets from before a failure."""
 
 import pytest
 import torch
@@ -35,3 +35,15 @@ def test_time_of_two_collectives_in_flight_counts_once(scheduler):
     alone = third.record.finished - third.record.issued
     assert first.record.issued < second.record.issued < first.record.finished < second.record.finished
     assert scheduler.totals()["a"].link_seconds == pytest.approx(together + alone, abs=1e-7)
+
+
+def test_a_collective_from_before_a_failure_cannot_be_waited_for(scheduler):
+    ticket = scheduler.all_reduce(torch.zeros(4), "old")
+    assert scheduler.halt("rank 1 failed").newly
+    assert scheduler.drain(1.0) == ""
+    scheduler.resume()
+    with pytest.raises(RuntimeError, match="rank 1 failed"):
+        scheduler.check()
+    with pytest.raises(RuntimeError, match="all_reduce of old was given up when a rank failed"):
+        scheduler.wait(ticket)
+    scheduler.wait(scheduler.all_reduce(torch.zeros(4), "new"))
