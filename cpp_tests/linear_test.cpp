@@ -25,8 +25,7 @@ class Chunks : public ::testing::TestWithParam<std::tuple<std::pair<int64_t, int
   const int64_t batch = std::get<0>(GetParam()).first, sequence = std::get<0>(GetParam()).second;
   const Tensor x = integers({batch, sequence, 6}, 1), weight = integers({8, 6}, 2), bias = integers({8}, 3),
                grad = integers({batch, sequence, 8}, 4);
-  // A sequence-parallel product takes the dimension that has enough for the chunks asked for, the batch
-  // first.
+  // Sequence parallelism splits the dimension that has enough entries for the chunks, the batch first.
   void expect_on_the_wire(const std::string& group, const char* label) const {
     const int64_t part = sequence / size;
     const auto totals = oases::OverlapScheduler::of(group)->totals();

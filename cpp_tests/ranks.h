@@ -29,7 +29,7 @@ inline c10::intrusive_ptr<c10d::Backend> gloo(const c10::intrusive_ptr<c10d::Sto
 }
 
 // Calls body(rank, group, name) on `size` threads. The name is registered for ops; every rank has its own,
-// because the registry belongs to the process. wrap: what to put around each rank's gloo backend.
+// because the registry belongs to the process. wrap: wraps each rank's gloo backend.
 inline void run_ranks(int size, const std::function<void(int, const Group&, const std::string&)>& body,
                       const Wrap& wrap = nullptr) {
   at::set_num_threads(1);

@@ -172,7 +172,7 @@ TEST(OverlapScheduler, LostRankIsAnErrorThatNamesWhatWasWaitedFor) {
   EXPECT_NE(message.find("rank 0 waited for all_reduce of F 3.1 (4000 bytes"), std::string::npos) << message;
 }
 
-// What the threads of oases/execution/failure.py do, with the ranks' places exchanged in memory.
+// The protocol of the threads of oases/execution/failure.py, with the ranks' states exchanged in memory.
 TEST(OverlapScheduler, AHaltBringsRanksThatAreApartToOneEnd) {
   std::atomic<int> halted{0}, ended{0};
   std::vector<oases::HaltState> states(3);
@@ -181,7 +181,7 @@ TEST(OverlapScheduler, AHaltBringsRanksThatAreApartToOneEnd) {
     const auto tensor = filled(1);
     scheduler.wait(scheduler.all_reduce(tensor, "before"));
     std::thread thread;
-    std::string told;
+    std::string message;
     {
       std::vector<std::shared_ptr<oases::Ticket>> tickets;
       // Rank 0 fails here, rank 1 has started one more collective and rank 2 two, and waits for the first.
@@ -209,12 +209,12 @@ TEST(OverlapScheduler, AHaltBringsRanksThatAreApartToOneEnd) {
         while (halted < 3) std::this_thread::yield();
         EXPECT_EQ(scheduler.acknowledge(), "");
       } else {
-        told = message_of([&] { scheduler.wait(tickets.back()); });
+        message = message_of([&] { scheduler.wait(tickets.back()); });
       }
     }
     thread.join();
     if (rank > 0) {
-      EXPECT_NE(told.find("rank 0 failed"), std::string::npos) << told;
+      EXPECT_NE(message.find("rank 0 failed"), std::string::npos) << message;
     }
     EXPECT_EQ(scheduler.failures(), 1);
     scheduler.check();
@@ -229,7 +229,6 @@ TEST(OverlapScheduler, AHaltEndsAnUnevenAllToAllThatOneRankDidNotStart) {
   std::vector<oases::HaltState> states(2);
   run_ranks(2, [&](int rank, const Group& group, const std::string&) {
     OverlapScheduler scheduler(group);
-    std::string told;
     std::shared_ptr<oases::Ticket> ticket;
     const auto output = at::empty({3, 4});
     if (rank == 1) ticket = scheduler.all_to_all(output, at::ones({2, 4}), {1, 1}, {2, 1}, "dispatch");

@@ -1,4 +1,4 @@
-// Kernels of sparse gradients beside plain loops: medians, NaN in them, sketches, bitmaps.
+// Kernels of sparse gradients against plain loops: medians, NaN in them, sketches, bitmaps.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -47,7 +47,7 @@ TEST(Sparse, MediansAreThoseOfASort) {
   EXPECT_EQ(oases::median_of<3>(infinite), 2.0f);
 }
 
-// Widths around that of vector instructions, and of the pieces that rows are worked off in.
+// Widths around the vector width and the block width of rows.
 class SparseWidths : public ::testing::TestWithParam<int64_t> {};
 
 TEST_P(SparseWidths, SketchesAreThoseOfPlainLoops) {

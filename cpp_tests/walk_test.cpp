@@ -1,4 +1,4 @@
-// The walk from vertex to vertex against the minimum over a grid, and against itself begun elsewhere.
+// The simplex walk against the minimum over a grid, and against itself from other starts.
 #include "svm/walk.h"
 
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ double objective(const Problem& problem, const std::vector<double>& tau, const s
   return sum;
 }
 
-// By elimination, row after row.
+// Gaussian elimination.
 std::vector<double> inverse_of(const Walk& walk) {
   const int64_t k = walk.size();
   std::vector<double> left(k * k), right(k * k);
@@ -70,9 +70,9 @@ std::vector<double> inverse_of(const Walk& walk) {
 bool minimised(Walk& walk, const std::vector<double>& tau, int64_t limit = 100000) {
   walk.begin();
   int64_t pivots = 0;
-  double products = 0;
+  double work = 0;
   for (;;) {
-    const Status status = walk.minimise(tau.data(), limit, 1e15, &pivots, &products);
+    const Status status = walk.minimise(tau.data(), limit, 1e15, &pivots, &work);
     if (status != Status::kRefresh) return status == Status::kMinimum;
     walk.refresh(inverse_of(walk).data(), false);
   }
@@ -101,7 +101,7 @@ TEST(WalkTest, ColumnsAddedOnTheWayLeadToTheSameMinimum) {
     ASSERT_TRUE(minimised(grown, tau));
     if (m == 3) grown.add(problem.columns.data() + 3 * 60, 37);
   }
-  EXPECT_GT(grown.size(), 16);  // more than there was room for at first
+  EXPECT_GT(grown.size(), 16);  // exceeds the initial capacity
   EXPECT_NEAR(objective(problem, tau, grown.coefficients()), objective(problem, tau, whole.coefficients()),
               1e-12);
 }
@@ -112,8 +112,8 @@ TEST(WalkTest, ItEndsAfterTheStepsAndTheWorkAllowed) {
   Walk walk(problem.columns.data(), 60, 40, problem.weights.data(), problem.targets.data());
   EXPECT_FALSE(minimised(walk, tau, 5));
   int64_t pivots = 0;
-  double products = 0;
-  EXPECT_EQ(walk.minimise(tau.data(), 1000, 0.0, &pivots, &products), Status::kLimit);
+  double work = 0;
+  EXPECT_EQ(walk.minimise(tau.data(), 1000, 0.0, &pivots, &work), Status::kLimit);
   EXPECT_EQ(pivots, 1);
   EXPECT_TRUE(minimised(walk, tau));
 }

@@ -1,4 +1,4 @@
-// Bias + GELU and SwiGLU. A thread owns a pack of columns and walks down the rows, so it loads the bias once
+// Bias + GELU and SwiGLU. A thread owns a pack of columns and iterates over rows, so it loads the bias once
 // and sums its gradient in registers.
 #include <type_traits>
 
@@ -9,7 +9,7 @@ namespace oases::cuda {
 namespace {
 
 constexpr int kRows = 8;           // threads of a block along the rows
-constexpr int64_t kBlocks = 2048;  // enough for every device, and so the same sums on every device
+constexpr int64_t kBlocks = 2048;  // enough for every device, so that sums are equal on all of them
 
 // Blocks of 32 packs by kRows rows; rows are split until there are kBlocks of them.
 dim3 grid_of(int64_t rows, int64_t n, int width) {
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(32 * kRows)
   });
 }
 
-// Calls f(T{}, width) with the dtype's type and 16 bytes of it, or 1 where the rows do not allow that.
+// Calls f(T{}, width) with the dtype's type and 16 bytes of it, or 1 if the rows are not aligned.
 template <typename F>
 void with_width(DType dtype, int64_t n, bool is_aligned, F f) {
   with_type(dtype, [&](auto type) {
@@ -154,7 +154,7 @@ void gelu(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* x, const 
   check_launch("gelu");
 }
 
-// What pointers cannot change: where they are not aligned, blocks of scalars are held to as many.
+// Independent of the pointers: unaligned blocks of scalars use the same number.
 int64_t gelu_backward_blocks(DType dtype, int64_t rows, int64_t n) {
   const int wide = dtype == DType::f32 ? 4 : 8;
   return n == 0 ? 0 : grid_of(rows, n, n % wide ? 1 : wide).y;

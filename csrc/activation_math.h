@@ -1,4 +1,4 @@
-// The activations and their derivatives, for one number. The same code runs on the CPU and in CUDA.
+// Activations and their derivatives for one number, on the CPU and in CUDA.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// torch.library ops of bias + GELU and SwiGLU: schemas, checks, shapes. The work is done by activation.cu and
+// torch.library ops of bias + GELU and SwiGLU: schemas, checks, shapes. Implemented in activation.cu and
 // activation_cpu.cpp.
 #include <torch/library.h>
 
@@ -142,7 +142,7 @@ TORCH_LIBRARY_FRAGMENT(oases, library) {
   library.def("swiglu_backward(Tensor grad, Tensor x) -> Tensor");
 }
 
-// Without kernels, tensors of a CUDA device are refused by name; without this they would be by dispatch key.
+// Without CUDA kernels, this gives CUDA tensors a readable error instead of the dispatcher's.
 TORCH_LIBRARY_IMPL(oases, CUDA, library) {
   library.impl("bias_gelu", gelu_forward);
   library.impl("bias_gelu_backward", gelu_gradients);

@@ -15,7 +15,7 @@ using oases::OverlapScheduler;
 
 namespace {
 
-// The version travels without quotes: build systems agree on no way to quote them.
+// Passed without quotes, because build systems quote differently.
 #define OASES_TEXT_OF(x) #x
 #define OASES_TEXT(x) OASES_TEXT_OF(x)
 
@@ -78,7 +78,7 @@ using oases::DeferredGradients;
 using oases::Leaves;
 using oases::Piece;
 
-// A Python object that C++ may let go of in any thread.
+// A Python object that C++ may release in any thread.
 std::shared_ptr<py::function> kept(py::function function) {
   return {new py::function(std::move(function)), [](py::function* held) {
             const py::gil_scoped_acquire gil;
@@ -94,21 +94,20 @@ void register_pieces(py::module_& module) {
       .def_property_readonly("stand_ins", &Leaves::stand_ins)
       .def("add", &Leaves::add, py::arg("stand_in"), py::arg("gradient"), py::arg("whole") = false, no_gil,
            "Add to the sum of a stand-in.")
-      .def("take", &Leaves::take, py::arg("whole"), "The sums, by stand-in; they begin anew.");
+      .def("take", &Leaves::take, py::arg("whole"), "Return the sums by stand-in and clear them.");
 
   py::class_<DeferredGradients, c10::intrusive_ptr<DeferredGradients>>(
-      module, "DeferredGradients",
-      "Weight gradients that a backward pass leaves out, for an op W to compute.")
+      module, "DeferredGradients", "Weight gradients deferred by a backward pass, for an op W to compute.")
       .def(py::init<std::shared_ptr<Leaves>>(), py::arg("leaves"))
       .def("takes", &DeferredGradients::takes, py::arg("tensors"),
-           "Whether all are stand-ins; a weight computed from others is autograd's business.")
+           "Whether all are stand-ins; autograd handles a weight computed from others.")
       .def("begin", &DeferredGradients::begin, py::arg("skip_last"),
-           "Before a forward pass; skip_last: it may leave out the matmul that makes its result.")
+           "Call before a forward pass. skip_last: its last matmul may be left out.")
       .def("end", &DeferredGradients::end, py::arg("result") = py::none(),
-           "After it. result: what it made, if its last matmul may be left out the next time.")
+           "Call after it. result: its result, if its last matmul may be left out next time.")
       .def("linear", torch::wrap_pybind_function_no_gil(&DeferredGradients::linear), py::arg("x"),
            py::arg("weight"), py::arg("bias"), py::arg("transposed"),
-           "F.linear, its weight gradient noted; None where that cannot be.")
+           "F.linear with a deferred weight gradient; None if not possible.")
       .def(
           "note",
           [](DeferredGradients& deferred, const at::Tensor& grad, py::function work) {
@@ -117,26 +116,26 @@ void register_pieces(py::module_& module) {
               (*work)(py::cast(&leaves, py::return_value_policy::reference));
             });
           },
-          py::arg("grad"), py::arg("work"), "Note work of another kind: work(leaves), once W comes.")
+          py::arg("grad"), py::arg("work"), "Defer other work: work(leaves) runs in W.")
       .def("compute", torch::wrap_pybind_function_no_gil(&DeferredGradients::compute),
-           "Compute what was noted.")
-      .def("clear", &DeferredGradients::clear, "Let go of what was noted.");
+           "Compute the deferred gradients.")
+      .def("clear", &DeferredGradients::clear, "Discard the deferred gradients.");
 
   py::class_<Piece, std::shared_ptr<Piece>>(
       module, "Piece",
-      "One call of a function with a graph of its own, run backward when its gradients have come.")
+      "One call of a function with a graph of its own, run backward when its gradients have arrived.")
       .def(py::init<std::vector<std::shared_ptr<Leaves>>, bool>(), py::arg("leaves"),
            py::arg("whole") = false)
       .def("input", torch::wrap_pybind_function_no_gil(&Piece::input), py::arg("data"),
-           "An input as the function is to get it.")
+           "The input to pass to the function.")
       .def("output", &Piece::output, py::arg("result"), py::arg("overwritten") = false,
-           "A result, cut off. overwritten: others will write over its memory.")
+           "The detached result. overwritten: its memory will be overwritten.")
       .def("backward", torch::wrap_pybind_function_no_gil(&Piece::backward), py::arg("gradients"),
            py::arg("fresh") = false,
-           "Gradients of the inputs, None for what nothing depends on. Frees the graph.");
+           "Gradients of the inputs, None for those that no output depends on. Frees the graph.");
 
   module.def("generator_mark", &oases::generator_mark, py::arg("generator"),
-             "A number that changes whenever the generator draws.");
+             "Value that changes whenever the generator draws.");
 }
 
 }  // namespace
@@ -145,7 +144,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "C++ core of oases: the overlap scheduler, the sim backend and the torch.library ops.";
 
   py::class_<oases::TicketRecord>(module, "TicketRecord",
-                                  "What one collective cost; times in monotonic seconds.")
+                                  "Cost of one collective; times in monotonic seconds.")
       .def_readonly("collective", &oases::TicketRecord::collective)
       .def_readonly("label", &oases::TicketRecord::label)
       .def_readonly("bytes", &oases::TicketRecord::bytes)
@@ -164,7 +163,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("waited", &oases::Ticket::waited)
       .def_property_readonly("record", &oases::Ticket::record);
 
-  py::class_<oases::Started>(module, "Started", "A collective that was started.")
+  py::class_<oases::Started>(module, "Started", "Description of a started collective.")
       .def_readonly("collective", &oases::Started::collective)
       .def_readonly("numel", &oases::Started::numel)
       .def_readonly("dtype", &oases::Started::dtype)
@@ -173,7 +172,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("received", &oases::Started::received)
       .def_readonly("foreign", &oases::Started::foreign);
 
-  py::class_<oases::HaltState>(module, "HaltState", "Where a rank stood when it was halted.")
+  py::class_<oases::HaltState>(module, "HaltState", "State of a rank when it was halted.")
       .def_readonly("newly", &oases::HaltState::newly)
       .def_readonly("started", &oases::HaltState::started)
       .def_readonly("foreign", &oases::HaltState::foreign)
@@ -224,7 +223,8 @@ PYBIND11_MODULE(_C, module) {
       [](int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
         return c10::make_intrusive<oases::SingleProcessBackend>(rank, size);
       },
-      py::arg("rank"), py::arg("size"), "A backend of one process that stands for `size`; it sends nothing.");
+      py::arg("rank"), py::arg("size"),
+      "A backend in which one process represents `size` ranks; it sends nothing.");
 
   module.def(
       "sim_backend",
@@ -233,9 +233,9 @@ PYBIND11_MODULE(_C, module) {
         return c10::make_intrusive<oases::SimBackend>(inner, startup_seconds, bandwidth);
       },
       py::arg("inner"), py::arg("startup_seconds"), py::arg("bandwidth"),
-      "A backend that moves data through `inner` at the pace of a link: seconds and bytes per second.");
+      "A backend that moves data through `inner` with the timing of a link: seconds and bytes per second.");
 
-  py::class_<Costs>(module, "ExpertCosts", "What a layer of experts costs; see oases.moe.costs.")
+  py::class_<Costs>(module, "ExpertCosts", "Cost model of a layer of experts; see oases.moe.costs.")
       .def(py::init<>())
       .def_readwrite("token_seconds", &Costs::token_seconds)
       .def_readwrite("token_bytes", &Costs::token_bytes)
@@ -256,10 +256,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("search_experts", search_experts, py::arg("counts"), py::arg("costs"), py::arg("slots"),
              py::arg("effort") = 1.0, "Pro-Prophet's search: (routes, copies, tokens by device, seconds).");
   module.def("place_experts", place_experts, py::arg("counts"), py::arg("routes"), py::arg("copies"),
-             py::arg("costs"), "The same of a given placement.");
+             py::arg("costs"), "The same for a given placement.");
 
-  module.def(
-      "build_info", build_info,
-      "What this extension was built with: cuda (bool), nvcc (its version or None), architectures (list of "
-      "str), torch (its version).");
+  module.def("build_info", build_info,
+             "Build of this extension: cuda (bool), nvcc (its version or None), architectures (list of "
+             "str), torch (its version).");
 }

@@ -5,14 +5,14 @@
 namespace oases::cuda {
 namespace {
 
-constexpr int kUnroll = 4;  // loads in flight before the first is looked at
+constexpr int kUnroll = 4;  // loads in flight before the first is used
 
 __device__ uint32_t any_bit(uint4 unit) { return unit.x | unit.y | unit.z | unit.w; }
 __device__ uint32_t any_bit(uint32_t unit) { return unit; }
 __device__ uint32_t any_bit(uint16_t unit) { return unit; }
 
-// `lanes` threads to a row, a power of two up to a warp; mask leaves out the signs. A block handles kThreads
-// / lanes rows at a time, which is a multiple of 8.
+// `lanes` threads per row, a power of two up to a warp; mask clears the signs. A block handles kThreads /
+// lanes rows at a time, a multiple of 8.
 template <typename Unit>
 __global__ void pack(const Unit* x, int64_t rows, int64_t units, uint32_t mask, int lanes, uint8_t* bits) {
   __shared__ uint8_t used[kThreads];
@@ -54,7 +54,7 @@ __device__ uint32_t word_of(const uint8_t* bits, int64_t rows) {
   return left <= 0 ? 0 : left < 32 ? word & ((1u << left) - 1) : word;
 }
 
-// How many bits are set in the words of the threads up to this one. All threads of a block must call it.
+// Number of set bits in the words of the threads up to this one. All threads of a block must call it.
 __device__ int64_t sum_up_to_thread(int64_t mine) {
   __shared__ int64_t of_warps[kThreads / kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

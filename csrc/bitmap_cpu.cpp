@@ -6,9 +6,9 @@
 namespace oases::cpu {
 namespace {
 
-constexpr int64_t kStep = 256;  // elements between looks at what was found so far
+constexpr int64_t kStep = 256;  // elements between early-exit checks
 
-// Whether a row holds anything but zeros, whose sign is the highest bit.
+// Whether a row is not all zeros; the highest bit is the sign.
 template <typename Word>
 bool is_used(const Word* row, int64_t n) {
   for (int64_t from = 0; from < n; from += kStep) {

@@ -1,4 +1,4 @@
-// Row bitmaps as ops.
+// torch.library ops of row bitmaps.
 #include <torch/library.h>
 
 #include "bitmap_kernels.h"
@@ -44,7 +44,7 @@ Tensor bitmap_pack_meta(const Tensor& x) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(oases, library) {
-  // The number of rows is known only when the bits are counted: oases.kernels.sparse says so to the tracer.
+  // The number of rows is data-dependent: oases.kernels.sparse registers the fake kernel.
   library.set_python_module("oases.kernels.sparse");
   library.def("bitmap_pack(Tensor x) -> Tensor");
   library.def("bitmap_unpack(Tensor bits, SymInt rows) -> Tensor");

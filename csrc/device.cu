@@ -10,14 +10,14 @@ std::string nvcc_version() {
 
 std::vector<std::string> architectures() {
   std::vector<std::string> names;
-  // nvcc's list, such as 800,900: what the command line said, so it cannot differ from what was compiled.
+  // nvcc's list, such as 800,900: it cannot differ from what was compiled.
   for (const int number : {__CUDA_ARCH_LIST__}) names.push_back("sm_" + std::to_string(number / 10));
   return names;
 }
 
 namespace {
 
-// One thread that watches the clock: products on other streams keep all but a sliver of the device.
+// One thread that polls the clock: kernels on other streams keep nearly the whole device.
 __global__ void watch_clock(int64_t nanoseconds) {
   uint64_t begin, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));

@@ -1,5 +1,4 @@
-// Device code that kernels share: 16-byte packs of numbers, sums over a row, sums of partial sums. Only for
-// *.cu.
+// Device code shared by kernels: 16-byte packs of numbers, row sums, sums of partial sums. Only for *.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,7 +19,7 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// Says which launch failed; `name` is that of the launcher.
+// Reports which launch failed; `name` is that of the launcher.
 inline void check_launch(const char* name) { check(cudaGetLastError(), name); }
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -42,7 +41,7 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Numbers that are loaded and stored at once.
+// Numbers that are loaded and stored together.
 template <typename T, int width>
 struct alignas(width * sizeof(T)) Pack {
   T values[width];
@@ -62,7 +61,7 @@ inline bool aligned(std::initializer_list<const void*> pointers) {
                      [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; });
 }
 
-// Calls f with a value of the type that `dtype` names.
+// Calls f with a value of the type of `dtype`.
 template <typename F>
 void with_type(DType dtype, F f) {
   switch (dtype) {
@@ -75,8 +74,8 @@ void with_type(DType dtype, F f) {
   }
 }
 
-// The sum over threadIdx.x, in the same order on every run and known to every thread. blockDim.x is a
-// multiple of 32; where it is 32, warps are on their own and need not come here together.
+// Sum over threadIdx.x, in the same order on every run, returned to every thread. blockDim.x is a multiple of
+// 32; if it is 32, warps are independent and need not call this together.
 __device__ __forceinline__ float2 sum_over_x(float2 value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
@@ -86,7 +85,7 @@ __device__ __forceinline__ float2 sum_over_x(float2 value) {
   if (blockDim.x == 32) return value;
   __shared__ float2 of_warp[32];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __syncthreads();  // everyone has read what the sum before this one left
+  __syncthreads();  // all threads have read the previous sum
   if (lane == 0) of_warp[warp] = value;
   __syncthreads();
   value = lane < blockDim.x / 32 ? of_warp[lane] : make_float2(0.0f, 0.0f);
@@ -100,22 +99,22 @@ __device__ __forceinline__ float2 sum_over_x(float2 value) {
 
 __device__ __forceinline__ float sum_over_x(float value) { return sum_over_x(make_float2(value, 0.0f)).x; }
 
-// Partial sums of a row of n lie in fours: the fours of one thread's pack of `width` columns are n * 4 /
-// width apart, so that neighbouring threads meet neighbouring banks. This is where number i of a pack lies,
-// seen from its first.
+// Partial sums of a row of n are stored in fours: the fours of one thread's pack of `width` columns are n
+// * 4 / width apart, so that adjacent threads access adjacent banks. Offset of number i of a pack from
+// the pack's first number.
 template <int width, typename Index>
 __device__ __forceinline__ Index place_in_pack(int i, Index n) {
   return width > 4 ? i / 4 * (n / width * 4) + i % 4 : i;
 }
 
-// And where a column lies, seen from the row's first.
+// Offset of a column from the row's first number.
 template <int width, typename Index>
 __device__ __forceinline__ Index slot(Index column, Index n) {
   if (width <= 4) return column;
   return column / width * 4 + place_in_pack<width>(static_cast<int>(column % width), n);
 }
 
-// Adds to the partial sums of one pack; the thread that owns the columns is the only one that does.
+// Adds to the partial sums of one pack; only the thread that owns the columns calls it.
 template <int width, typename Index>
 __device__ __forceinline__ void accumulate(float* sums, Index column, Index n, const float (&value)[width]) {
   float* const to = sums + slot<width>(column, n);
@@ -141,7 +140,7 @@ struct Sums {
 
 constexpr int kSumRows = 16;
 
-// The second stage of every sum over rows: one column per threadIdx.x, partial sums added in a fixed order.
+// Second stage of every sum over rows: one column per threadIdx.x, partial sums added in a fixed order.
 template <typename T, int width>
 __global__ void __launch_bounds__(32 * kSumRows) sum_partials(Sums sums) {
   __shared__ float parts[kSumRows][32];

@@ -1,5 +1,5 @@
-// From a tensor to the kernels of kernels.h: dtypes, devices, streams, and the checks that the ops share.
-// Needs no CUDA header; without OASES_WITH_CUDA, tensors of a CUDA device are refused in words.
+// From a tensor to the kernels of kernels.h: dtypes, devices, streams, and checks shared by the ops. Needs no
+// CUDA header; without OASES_WITH_CUDA, CUDA tensors are rejected with a message.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -32,17 +32,17 @@ inline void check_alike(const char* op, const char* name, const at::Tensor& othe
               x.device(), "; move one of them");
 }
 
-// Symbolic, so that tracing refuses what running would.
+// Symbolic, so that tracing rejects what running would.
 inline void check_sizes(const char* op, const char* name, const at::Tensor& x, c10::SymIntArrayRef sizes) {
   TORCH_CHECK(x.sym_sizes() == sizes, op, ": ", name, " must have the shape ", sizes, ", got ",
               x.sym_sizes());
 }
 
-// The memory of an optional tensor, or null.
+// Memory of an optional tensor, or null.
 inline void* data_or_null(const std::optional<at::Tensor>& x) { return x ? x->data_ptr() : nullptr; }
 
 #ifdef OASES_WITH_CUDA
-// While it lives, the tensor's device is the current one, for torch and for the kernels' own runtime.
+// Device guard for torch and for the CUDA runtime that the kernels are linked with.
 class OnDevice {
  public:
   explicit OnDevice(const at::Tensor& x) : guard_(x.device()) {
@@ -75,9 +75,8 @@ class OnDevice {
   }()
 #else
 inline void refuse_cuda(const char* function, const at::Tensor& x) {
-  TORCH_CHECK(
-      x.is_cpu(), function, ": the tensors are on ", x.device(),
-      ", but this build of oases has no CUDA kernels; install the CUDA toolkit (nvcc) and build again");
+  TORCH_CHECK(x.is_cpu(), function, ": the tensors are on ", x.device(),
+              ", but this build of oases has no CUDA kernels; install the CUDA toolkit (nvcc) and rebuild");
 }
 #define OASES_LAUNCH(x, function, ...)  \
   do {                                  \

@@ -7,7 +7,7 @@ namespace oases::experts {
 
 namespace {
 
-// Of values of at least 0. Four at a time, for it is asked thousands of times in a search.
+// Maximum of values of at least 0. Four at a time, because a search calls it thousands of times.
 double largest(const std::vector<double>& values) {
   double found[4] = {0, 0, 0, 0};
   const size_t whole = values.size() / 4 * 4;
@@ -35,7 +35,7 @@ Layer::Layer(const int64_t* counts, int64_t experts, int64_t devices, const Cost
   for (auto* row : {&tokens_, &sent_, &received_, &out_, &in_, &exchanged_}) row->assign(devices, 0);
   for (auto* row : {&tokens_out_, &tokens_in_, &experts_out_, &experts_in_}) row->assign(nodes_, 0);
   for (int64_t expert = 0; expert < experts; ++expert) {
-    const int64_t to = home(expert);
+    const int64_t to = owner(expert);
     std::fill_n(routes_.begin() + expert * devices, devices, static_cast<int32_t>(to));
     double all = 0;
     for (int64_t device = 0; device < devices; ++device) {
@@ -107,7 +107,7 @@ void Layer::drop(int64_t expert, int64_t device) {
 void Layer::shadow(int64_t expert) {
   carry(expert, -1);
   for (int64_t device = 0; device < devices_; ++device) {
-    if (device == home(expert) || holds(device, expert)) continue;
+    if (device == owner(expert) || holds(device, expert)) continue;
     copied_[expert * devices_ + device] = 1;
     ++number_[expert];
     ++held_[device];
@@ -116,12 +116,12 @@ void Layer::shadow(int64_t expert) {
   for (int64_t device = 0; device < devices_; ++device) send(expert, device, device);
 }
 
-// Parameters to the holders: a share to each from home, then each holder's share to all the others.
+// Parameters to replicas: a shard to each from the owner, then each rank's shard to all the others.
 void Layer::carry(int64_t expert, double sign) {
   if (!number(expert)) return;
   const double number = static_cast<double>(number_[expert]);
   const uint8_t* held = copied_.data() + expert * devices_;
-  out_[home(expert)] += sign;
+  out_[owner(expert)] += sign;
   for (int64_t device = 0; device < devices_; ++device) {
     if (!held[device]) continue;
     in_[device] += sign / number;
@@ -134,9 +134,9 @@ void Layer::carry(int64_t expert, double sign) {
     const double exchanged = here * (number - here) / number;
     experts_out_[at] += sign * exchanged;
     experts_in_[at] += sign * exchanged;
-    if (at == node(home(expert))) continue;
+    if (at == node(owner(expert))) continue;
     experts_in_[at] += sign * here / number;
-    experts_out_[node(home(expert))] += sign * here / number;
+    experts_out_[node(owner(expert))] += sign * here / number;
   }
 }
 
@@ -164,7 +164,7 @@ std::pair<double, double> Layer::rounds() const {
   if (!most) return {0, 0};
   double first = on_the_wire(out_, in_), second = on_the_wire(exchanged_, exchanged_);
   if (nodes_ > 1) {
-    // What crosses the nodes' borders does so in both rounds; each gets its part of the longer time.
+    // Inter-node traffic exists in both rounds; each gets its share of the longer time.
     const double across = std::max(largest(experts_out_), largest(experts_in_)) / costs_.node_bandwidth;
     const double longer = std::max(1.0, across / (first + second));
     first *= longer, second *= longer;
@@ -184,7 +184,7 @@ double Layer::seconds() const {
   double tokens = on_the_wire(sent_, received_);
   if (nodes_ > 1)
     tokens = std::max(tokens, std::max(largest(tokens_out_), largest(tokens_in_)) / costs_.node_bandwidth);
-  // Of four all-to-alls two are in the forward pass.
+  // Two of four all-to-alls are in the forward pass.
   return costs_.fixed_seconds + 4 * (costs_.token_bytes * tokens + costs_.latency) +
          compute_ * largest(tokens_) + exposed();
 }
@@ -198,14 +198,14 @@ double Layer::hidden() const {
 }
 
 double Layer::exposed() const {
-  const auto [first, second] = rounds();  // Agg, in the backward pass, takes as long as Trans
+  const auto [first, second] = rounds();  // Agg in the backward pass takes as long as Trans
   if (!costs_.scheduled) return handling() + 2 * (first + second);
   const double experts = costs_.token_seconds * largest(tokens_), others = costs_.non_expert_seconds;
   const auto left = [](double seconds, double under) { return std::max(0.0, seconds - under); };
   if (costs_.mean_transfer)
     return left(first, experts + others) + left(first, costs_.backward * (experts + others));
-  // The first round, and the last of Agg, run under what is no expert's, the others under the experts.
-  // In front of a stack's first experts nothing runs but what hides the first round, behind them nothing.
+  // The first round, and the last of Agg, run under non-expert compute, the others under the experts. Before
+  // a stack's first experts only what hides the first round runs, after the last ones nothing.
   if (costs_.leading)
     return handling() + left(first, others) + second + left(second, costs_.backward * others) + first;
   return handling() + left(first, others) + left(second, experts) + left(second, costs_.backward * experts) +

@@ -1,5 +1,4 @@
-// A placement's routes and copies, improved token by token: what a search of csrc/experts_search.cpp ends
-// with.
+// Local refinement of a placement's routes and replicas: the last phase of csrc/experts_search.cpp.
 #pragma once
 
 #include <algorithm>
@@ -12,22 +11,21 @@
 
 namespace oases::experts {
 
-// The least share of a device's mean load for which a copy is made.
+// Minimum fraction of a device's mean load for which a replica is created.
 constexpr double kWorthwhile = 0.01;
-// What share of the largest load is hot.
+// Fraction of the largest load above which a device is hot.
 constexpr double kHot = 0.97;
-// Devices that are looked at for a token's route, all in all, so that a refinement ends soon; and how often
-// all are.
+// Maximum number of devices examined for a token's route in total, which bounds a refinement; and how often
+// all are examined.
 constexpr int64_t kWork = 5000;
 constexpr int kSweeps = 6;
 
-// Tokens go from the busiest devices to others that hold their expert, or are given a copy of it. The largest
-// load is taken as a norm of all, so that it falls, too, where several devices are the busiest.
+// Moves tokens from the busiest devices to others with a replica of the expert, or adds a replica there. A
+// p-norm of all loads replaces the maximum, so that it decreases even if several devices are the busiest.
 template <int kSquarings>
 class Refinement {
  public:
-  // The norm is the one of 2 to the power of kSquarings. slots: copies that a device may hold, where copies
-  // are made.
+  // The norm has p = 2^kSquarings. slots: replicas per device if replicas may be added.
   Refinement(Layer& layer, int64_t slots)
       : layer_(layer),
         devices_(layer.devices()),
@@ -42,7 +40,7 @@ class Refinement {
     weigh();
   }
 
-  // Returns the devices that were looked at.
+  // Returns the number of devices examined.
   int64_t improve() {
     exposed_ = layer_.exposed();
     for (int sweep = 0; sweep < kSweeps; ++sweep)
@@ -67,7 +65,7 @@ class Refinement {
     all_wire_ += sent_[device] + received_[device];
   }
 
-  // What one more unit of the sums of powers costs: the slope of their root.
+  // Derivative of the norm by the sum of powers.
   void weigh() {
     const auto slope = [&](double sum) {
       double root = sum;
@@ -91,7 +89,7 @@ class Refinement {
     for (const auto& [heat, device] : hottest)
       for (int64_t expert = 0; expert < layer_.experts(); ++expert)
         if (layer_.holds(device, expert) ||
-            (layer_.home(expert) == device && (slots_ || layer_.number(expert))))
+            (layer_.owner(expert) == device && (slots_ || layer_.number(expert))))
           for (int64_t from = 0; from < devices_; ++from)
             if (layer_.route(expert, from) == device && layer_.count(expert, from) &&
                 move(expert, from, device))
@@ -119,7 +117,7 @@ class Refinement {
     double least = -1e-9 * layer_.compute_seconds(), least_copied = least;
     int64_t chosen = -1, copied = -1;
     for (int64_t to = 0; to < devices_; ++to) {
-      const bool held = to == layer_.home(expert) || layer_.holds(to, expert);
+      const bool held = to == layer_.owner(expert) || layer_.holds(to, expert);
       if (to == now || (!held && (!more || layer_.copies(to) >= slots_))) continue;
       double change = away + per_computed_ * (power(layer_.tokens()[to] + tokens) - computed_[to]);
       if (to == from)
@@ -148,7 +146,7 @@ class Refinement {
   Layer& layer_;
   int64_t devices_;
   int64_t slots_;
-  std::vector<double> computed_, sent_, received_;  // by device, to the power of the norm
+  std::vector<double> computed_, sent_, received_;  // by device, to the power of p
   double scale_ = 1, all_computed_ = 0, all_wire_ = 0, per_computed_ = 0, per_wire_ = 0;
   double exposed_ = 0;
   int64_t worthwhile_ = 0, work_ = kWork;

@@ -10,20 +10,20 @@ namespace oases::experts {
 namespace {
 
 constexpr double kNothing = 1e-12;
-// How far above the mean a device may stay, as shares of how far the busiest is.
+// How far above the mean a device may stay, as fractions of the busiest device's excess.
 constexpr double kLevels[] = {0.01, 0.05, 0.15, 0.3, 0.5, 0.75};
-// Copies in vain until a pass gives up, and how much slower than the best one may be whose routes are
-// improved.
+// Unsuccessful replicas until a pass stops, and the maximum slowdown over the best of a
+// placement that is refined.
 constexpr int kPatience = 8;
 constexpr double kNear = 1.15;
-// What a search may do, in devices that are looked at, and further ones by the devices there are; and what
-// the start of a refinement takes of it. In a small case much is left for placements that are disturbed.
+// Search budget in devices examined, plus a term per device, and the share for the start of a refinement.
+// Small cases leave much of it for perturbed placements.
 constexpr int64_t kAllWork = 20000, kFurtherWork = 1200000, kStart = 500;
-// How much worse than the best a placement may be that is disturbed next, at the beginning.
+// Maximum slowdown over the best of a placement that is perturbed next, initially.
 constexpr double kWorse = 0.01;
-// How many placements are refined.
+// Number of placements that are refined.
 constexpr size_t kRefined = 3;
-// Seconds for which experts may be under way, in those of one expert.
+// Maximum transfer time, in transfers of one expert.
 constexpr double kUnderWay[] = {1, 1.5, 2, 3, 4.5};
 
 using Weights = std::vector<std::pair<int64_t, int64_t>>;  // (tokens, expert)
@@ -48,7 +48,7 @@ class Search {
     const Layer start = best_;
     replicate(start);
     shadow(start);
-    // Copies may be under way for as long as they are hidden, or longer.
+    // Transfers may take as long as they are hidden, or longer.
     Layer one = start;
     one.copy(0, devices_ - 1);
     const double unit = one.moving();
@@ -64,8 +64,8 @@ class Search {
   }
 
  private:
-  // The paper's loop: relieve the busiest device until it is as the others, and keep the best on the way.
-  // longest: seconds for which experts may be under way.
+  // The paper's loop: relieve the busiest device until it is like the others, and keep the best placement
+  // seen. longest: maximum seconds of transfers.
   void relieve_all(Layer layer, double longest) {
     double least = layer.seconds();
     int in_vain = 0;
@@ -90,7 +90,7 @@ class Search {
     finish(layer);
   }
 
-  // One more copy of one of the device's experts, the heaviest that can be.
+  // Adds a replica of one of the device's experts, the heaviest possible.
   bool relieve(Layer& layer, int64_t device, double level, double longest) {
     const int64_t mine = experts_ / devices_;
     Weights weights;
@@ -102,7 +102,7 @@ class Search {
     return false;
   }
 
-  // A copy where it takes most off the device. Its own tokens a device need not receive.
+  // Adds a replica where it relieves the device most. A device need not receive its own tokens.
   bool relieve_of(Layer& layer, int64_t expert, int64_t tokens, int64_t device, double level,
                   double longest) {
     const double compute = layer.compute_seconds(), wire = layer.wire_seconds();
@@ -135,7 +135,7 @@ class Search {
     return true;
   }
 
-  // The heaviest experts to all devices, as many as pay; then what is left uneven is relieved.
+  // Replicates the heaviest experts on all devices, as many as pay; then relieves what is still uneven.
   void shadow(const Layer& start) {
     Weights weights = loads(start);
     Layer layer = start;
@@ -154,7 +154,7 @@ class Search {
         relieve_all(further[further.size() - back], std::numeric_limits<double>::infinity());
   }
 
-  // As EPLB does: see oases/moe/eplb.py, which this follows to the last tie.
+  // EPLB's placement; follows oases/moe/eplb.py including its ties.
   void replicate(const Layer& start) {
     const int64_t mine = experts_ / devices_, slots = std::min(slots_, mine);
     std::vector<double> total(experts_), share(experts_), weight(devices_);
@@ -169,7 +169,7 @@ class Search {
     }
     for (int64_t expert = 0; expert < experts_; ++expert) {
       share[expert] = total[expert] / static_cast<double>(number[expert]);
-      weight[start.home(expert)] += share[expert];
+      weight[start.owner(expert)] += share[expert];
     }
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return share[a] > share[b]; });
@@ -182,11 +182,11 @@ class Search {
 
   void spread(Layer& layer, int64_t expert, int64_t copies, double share, std::vector<double>& weight,
               std::vector<int64_t>& left) {
-    std::vector<int64_t> holders{layer.home(expert)};
+    std::vector<int64_t> holders{layer.owner(expert)};
     for (int64_t more = 0; more < copies; ++more) {
       int64_t lightest = -1;
       for (int64_t device = 0; device < devices_; ++device)
-        if (left[device] && device != layer.home(expert) && !layer.holds(device, expert) &&
+        if (left[device] && device != layer.owner(expert) && !layer.holds(device, expert) &&
             (lightest < 0 || weight[device] < weight[lightest]))
           lightest = device;
       if (lightest < 0) break;
@@ -209,7 +209,7 @@ class Search {
     }
   }
 
-  // (tokens, device) of an expert, the most first.
+  // (tokens, device) of an expert, sorted descending.
   const Weights& sources(const Layer& layer, int64_t expert) {
     Weights& found = sources_[expert];
     if (found.empty()) {
@@ -223,12 +223,12 @@ class Search {
   Weights loads(const Layer& start) const {
     Weights weights;
     for (int64_t expert = 0; expert < experts_; ++expert)
-      weights.emplace_back(start.at(expert, start.home(expert)), expert);
+      weights.emplace_back(start.at(expert, start.owner(expert)), expert);
     heaviest_first(weights);
     return weights;
   }
 
-  // A placement of which more may be made.
+  // Adds a candidate placement.
   void finish(Layer& layer) {
     const double seconds = layer.seconds();
     if (work_ <= 0 || seconds > kNear * seconds_) return;
@@ -242,16 +242,15 @@ class Search {
     return keep(layer);
   }
 
-  // The best ones are refined, with further copies.
+  // Refines the best placements, with further replicas.
   void refine() {
     std::stable_sort(ends_.begin(), ends_.end(), [](auto& a, auto& b) { return a.first < b.first; });
     for (size_t end = 0; end < std::min(kRefined, ends_.size()) && work_ > 0; ++end)
       refine(ends_[end].second);
   }
 
-  // Copies and routes of the best are changed here and there, and what comes out is refined: small cases,
-  // which are the ones where a single route matters, have time for that. The numbers are the same on every
-  // rank.
+  // Perturbs replicas and routes of the best placement and refines the result: small cases, in which a single
+  // route matters, have time for it. Random numbers are equal on every rank.
   void disturb() {
     const int64_t mine = experts_ / devices_;
     uint64_t state = 1;
@@ -269,7 +268,7 @@ class Search {
       const bool anywhere = freed < 0 || !below(4);
       const int64_t given = anywhere ? expert : busiest(layer) * mine + below(mine);
       const int64_t to = anywhere ? below(devices_) : freed;
-      if (below(2) && layer.copies(to) < slots_ && layer.home(given) != to && !layer.holds(to, given)) {
+      if (below(2) && layer.copies(to) < slots_ && layer.owner(given) != to && !layer.holds(to, given)) {
         layer.copy(given, to);
         layer.send(given, to, to);
       }
@@ -280,15 +279,14 @@ class Search {
     }
   }
 
-  // Take a copy away, the next one from a place in [E, D] on. Returns the device that had it, -1 where there
-  // is none.
+  // Removes a replica, the next one from a position in [E, D]. Returns the device that had it, or -1.
   int64_t take(Layer& layer, int64_t from) const {
     for (int64_t step = 0; step < experts_ * devices_; ++step) {
       const int64_t at = (from + step) % (experts_ * devices_), expert = at / devices_,
                     device = at % devices_;
       if (!layer.holds(device, expert)) continue;
       for (int64_t source = 0; source < devices_; ++source)
-        if (layer.route(expert, source) == device) layer.send(expert, source, layer.home(expert));
+        if (layer.route(expert, source) == device) layer.send(expert, source, layer.owner(expert));
       layer.drop(expert, device);
       return device;
     }
@@ -302,13 +300,13 @@ class Search {
     return found;
   }
 
-  // Take copies away that compute nothing, unless others then take longer to be sent.
+  // Removes replicas that compute nothing, unless the others' transfers then take longer.
   void prune() {
     for (int64_t expert = 0; expert < experts_; ++expert)
       for (const int32_t device : best_.holders(expert)) {
         if (best_.at(expert, device)) continue;
         for (int64_t from = 0; from < devices_; ++from)  // routes of no tokens
-          if (best_.route(expert, from) == device) best_.send(expert, from, best_.home(expert));
+          if (best_.route(expert, from) == device) best_.send(expert, from, best_.owner(expert));
         best_.drop(expert, device);
         const double seconds = best_.seconds();
         if (seconds > seconds_)
@@ -329,7 +327,7 @@ class Search {
   double seconds_;
   int64_t work_;
   std::vector<Weights> sources_;
-  std::vector<std::pair<double, Layer>> ends_;  // (seconds, placement) that passes came to
+  std::vector<std::pair<double, Layer>> ends_;  // (seconds, placement) found by passes
 };
 
 }  // namespace

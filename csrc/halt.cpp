@@ -1,4 +1,4 @@
-// What OverlapScheduler does after a rank failed, on a thread of its own; see the header.
+// Failure protocol of OverlapScheduler, on a thread of its own; see the header.
 #include <algorithm>
 #include <chrono>
 #include <numeric>
@@ -27,14 +27,14 @@ HaltState OverlapScheduler::halt(const std::string& failure, bool out_of_memory)
   return state;
 }
 
-// With issuing_ held.
+// Call with issuing_ held.
 int64_t OverlapScheduler::foreign() {
   if (!countable_) return 0;
   try {
     return static_cast<int64_t>(group()->getSequenceNumberForGroup()) - started_;
   } catch (const c10::Error&) {
-    // Counting is optional in c10d; without it a foreign collective under way shows as a drain that does not
-    // end.
+    // Counting is optional in c10d; without it a foreign collective in flight shows as a
+    // drain that does not end.
     countable_ = false;
     return 0;
   }
@@ -63,7 +63,7 @@ void OverlapScheduler::fill(const std::string& collective, const at::Tensor& who
     if (collective == "all_reduce_max")
       options.reduceOp = c10d::ReduceOp::MAX;
     else
-      TORCH_CHECK(collective == "all_reduce", "no collective is called '", collective, "'");
+      TORCH_CHECK(collective == "all_reduce", "unknown collective '", collective, "'");
     std::vector<at::Tensor> tensors{flat};
     return group()->allreduce(tensors, options);
   };
@@ -86,7 +86,7 @@ std::string OverlapScheduler::drain(double patience_seconds) {
   const double end = monotonic_seconds() + patience_seconds;
   for (const auto& [name, work, on_cpu] : under_way) {
     if (on_cpu) {
-      // Not every work on the CPU can say whether it has ended: gloo's reduce-scatter cannot.
+      // Not every CPU work can report completion: gloo's reduce-scatter cannot.
       const double left = std::max(0.0, end - monotonic_seconds());
       try {
         work->wait(std::chrono::milliseconds(1 + static_cast<int64_t>(1e3 * left)));
@@ -95,7 +95,7 @@ std::string OverlapScheduler::drain(double patience_seconds) {
       }
       continue;
     }
-    while (!work->isCompleted()) {  // wait() would make a stream wait, not this thread
+    while (!work->isCompleted()) {  // wait() would block a stream, not this thread
       if (monotonic_seconds() > end) return name + " did not end";
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
@@ -116,7 +116,7 @@ void OverlapScheduler::resume(const std::string& broken) {
   resumed_.notify_all();
 }
 
-// The main thread learns of the failure. With issuing_ held.
+// The main thread gets the failure. Call with issuing_ held.
 void OverlapScheduler::end_halt(std::unique_lock<std::mutex>& lock) {
   resumed_.wait(lock, [this] { return state_ != State::halted; });
   ++failures_;

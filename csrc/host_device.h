@@ -1,5 +1,4 @@
-// Marks functions that host and device share, inline on both; the compiler of the host sees nothing else of
-// it.
+// Marks functions shared by host and device, inline on both; a host compiler sees only `inline`.
 #pragma once
 
 #ifdef __CUDACC__

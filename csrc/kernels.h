@@ -1,8 +1,8 @@
-// Every kernel of the extension: a launcher for CUDA and, under the same name and with the same arguments but
-// for the stream, its version for the CPU, which is fall-back and oracle. No torch and no CUDA header in
-// here, so that both sides can include it. Pointers are on the launcher's device; tensors are contiguous and
-// of the one dtype given; float* is fp32 whatever the dtype. Launchers return before the work is done and
-// throw std::runtime_error with CUDA's own text where it cannot begin.
+// Kernels of norm and activation: a CUDA launcher and, with the same name and arguments except the stream,
+// its CPU version, which is fall-back and reference. Includes neither torch nor CUDA headers, so that both
+// sides can include it. Pointers are on the launcher's device; tensors are contiguous and of the given dtype;
+// float* is fp32 for any dtype. Launchers return before the work is done and throw std::runtime_error with
+// CUDA's message if it cannot start.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,12 @@ namespace oases {
 
 enum class DType { f32, f16, bf16 };
 
-// ---- norm: the epilogue after an all-reduce
-// -----------------------------------------------------------------
+// ---- norm: fused epilogue after an all-reduce
 
 enum class Norm { layer, rms };
 
-// out = x + dropout(y + bias), h = norm(out) * weight + norm_bias, over rows of n numbers. The mask of row r
-// is that of row offset + r of the whole of which these rows are a part (philox.h).
+// out = x + dropout(y + bias), h = norm(out) * weight + norm_bias, over rows of n numbers. Row r has the
+// dropout mask of row offset + r of the whole batch (philox.h).
 struct NormEpilogue {
   DType dtype;
   Norm norm;
@@ -33,11 +32,11 @@ struct NormForward {
   void *out, *h;                                  // [rows, n]
   float *mean, *rstd;                             // [rows]
 };
-// grad_out, grad_h: null stands for zeros. grad_y: null where p is 0, it equals grad_x then. grad_bias and
-// grad_norm_bias: null where they are not wanted. partials: [blocks, sums, n], sums = how many of the last
-// three are not null.
+// grad_out, grad_h: null means zeros. grad_y: null if p is 0, where it equals grad_x. grad_bias and
+// grad_norm_bias: null if not needed. partials: [blocks, sums, n], where sums is the number of the last three
+// that are not null.
 struct NormBackward {
-  const void *grad_out, *grad_h, *out, *weight;  // out: what the forward wrote
+  const void *grad_out, *grad_h, *out, *weight;  // out: from the forward pass
   const float *mean, *rstd;
   void *grad_y, *grad_x;
   float* partials;
@@ -46,20 +45,19 @@ struct NormBackward {
 };
 
 // ---- activation
-// ----------------------------------------------------------------------------------------------
 
 enum class Gelu { tanh, erf };
 
 namespace cpu {
 
 void norm_forward(const NormEpilogue& epilogue, const NormForward& tensors);
-// How many partial sums the backward makes of each parameter's gradient: `sums` of them at a time.
+// Number of partial sums of each parameter's gradient in the backward pass: `sums` at a time.
 int64_t norm_backward_blocks(const NormEpilogue& epilogue, const NormBackward& tensors);
 void norm_backward(const NormEpilogue& epilogue, const NormBackward& tensors);
 
 // out = gelu(x + bias): x, out [rows, n], bias [n] or null.
 void gelu(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* x, const void* bias, void* out);
-// grad_bias may be null; partials [gelu_backward_blocks(...), n] and may be null then.
+// grad_bias may be null; partials [gelu_backward_blocks(...), n] may then be null.
 int64_t gelu_backward_blocks(DType dtype, int64_t rows, int64_t n);
 void gelu_backward(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* grad, const void* x,
                    const void* bias, void* grad_x, float* partials, void* grad_bias);
@@ -71,13 +69,13 @@ void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, con
 
 namespace cuda {
 
-// What the kernels were compiled with: "13.0" and "sm_80", "sm_90", ...
+// Compiler version and architectures of the kernels: "13.0" and "sm_80", "sm_90", ...
 std::string nvcc_version();
 std::vector<std::string> architectures();
-// Launchers launch there. Torch's own choice does not reach them: the runtime they are linked with is their
-// own.
+// Sets the current device for launchers: they are linked with their own CUDA runtime, which torch's choice
+// does not reach.
 void set_device(int device);
-// Lets the stream do nothing for so long: a link's time, for the `sim` backend.
+// Keeps the stream busy for so long: a link's time, for the `sim` backend.
 void occupy(int64_t nanoseconds, void* stream);
 
 void norm_forward(const NormEpilogue& epilogue, const NormForward& tensors, void* stream);

@@ -38,32 +38,31 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t features) {
   return sizes;
 }
 
-void product(Tensor out, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+void matmul_into(Tensor out, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   if (bias)
     at::addmm_out(out, *bias, x, weight.t());
   else
     at::mm_out(out, x, weight.t());
 }
 
-// Writes x W^T + b to `out`, [..., out] with as many rows as x, which may lie apart: then by way of a product
-// that is whole, because one large product and a copy cost less than many small products.
+// Writes x W^T + b to `out`, [..., out] with as many rows as x, which may be strided: then through a
+// contiguous result, because one large matmul and a copy cost less than many small matmuls.
 void product_into(const Tensor& out, const Tensor& x, const Tensor& weight,
                   const std::optional<Tensor>& bias) {
-  if (out.is_contiguous()) return product(out.view({-1, out.size(-1)}), x, weight, bias);
+  if (out.is_contiguous()) return matmul_into(out.view({-1, out.size(-1)}), x, weight, bias);
   const Tensor whole = out.new_empty(out.sizes());
-  product(whole.view({-1, out.size(-1)}), x, weight, bias);
+  matmul_into(whole.view({-1, out.size(-1)}), x, weight, bias);
   out.copy_(whole);
 }
 
-// The sequence-parallel view of an activation: [batch, sequence, features], whatever led before.
+// Sequence-parallel view of an activation: [batch, sequence, features], whatever the leading dimensions.
 Tensor sequences_of(const char* op, const Tensor& x) {
   TORCH_CHECK(x.dim() >= 2, op, ": sequence_parallel needs an input of at least 2 dimensions, got ", x.dim());
   return (x.dim() == 2 ? x.unsqueeze(0) : x.flatten(0, -3)).contiguous();
 }
 
-// How sequence-parallel activations are cut into chunks: along the batch, where every chunk is one piece of
-// memory, or, where the batch has too few entries, into the same rows [a, b) of every rank's part of the
-// sequence.
+// Chunking of sequence-parallel activations: along the batch, where every chunk is contiguous, or, if the
+// batch has too few entries, into the same rows [a, b) of every rank's shard of the sequence.
 class Cut {
  public:
   Cut(int64_t num_chunks, int64_t ranks, int64_t batch, int64_t part)
@@ -73,7 +72,7 @@ class Cut {
         along_batch_(batch == 0 || batch >= std::min(num_chunks, part)),
         chunks_(std::max<int64_t>(1, std::min(num_chunks, along_batch_ ? batch : part))) {}
   int64_t chunks() const { return chunks_; }
-  // Chunk k of a rank's part [batch, part, features].
+  // Chunk k of a rank's shard [batch, part, features].
   Tensor of_part(const Tensor& x, int64_t k) const { return narrow(x, 1, k); }
   // Chunk k of a whole [batch, ranks * part, features], as [its batch, ranks, its part, features].
   Tensor of_whole(const Tensor& x, int64_t k) const {
@@ -90,11 +89,11 @@ class Cut {
   int64_t chunks_;
 };
 
-// Sequence shards of every rank, put together: all_gather delivers a chunk rank-major, [t, batch, part,
-// features]; whole is [batch, t * part, features].
+// All-gather of every rank's sequence shard: it delivers a chunk rank-major, [t, batch, part, features];
+// whole is [batch, t * part, features].
 class Gather {
  public:
-  // keep: put the chunks together in whole() as they are awaited.
+  // keep: assemble the chunks in whole() as they arrive.
   Gather(OverlapScheduler& scheduler, const Tensor& part, int64_t num_chunks, const char* label, bool keep)
       : scheduler_(scheduler), cut_(num_chunks, scheduler.size(), part.size(0), part.size(1)) {
     if (keep) whole_ = part.new_empty({part.size(0), scheduler.size() * part.size(1), part.size(2)});
@@ -105,7 +104,7 @@ class Gather {
     }
   }
   const Cut& cut() const { return cut_; }
-  // The rows of chunk k, in the order of cut().of_whole(), once they are here.
+  // Waits for the rows of chunk k, in the order of cut().of_whole().
   Tensor await(int64_t k) {
     scheduler_.wait(tickets_[k]);
     const Tensor arrived = std::exchange(arrived_[k], Tensor()).transpose(0, 1);
@@ -124,21 +123,21 @@ class Gather {
   Tickets tickets_;
 };
 
-// Products x W^T of the chunks of a gather, each computed while the next is on the wire, into `out`:
-// [batch, sequence, out].
-void gathered_product(const Tensor& out, Gather& gather, const Tensor& weight,
-                      const std::optional<Tensor>& bias) {
+// Matmuls x W^T of the chunks of a gather, each computed while the next is in flight, into `out`: [batch,
+// sequence, out].
+void gathered_matmul(const Tensor& out, Gather& gather, const Tensor& weight,
+                     const std::optional<Tensor>& bias) {
   for (int64_t k = 0; k < gather.cut().chunks(); ++k) {
     const Tensor rows = gather.await(k);
     product_into(gather.cut().of_whole(out, k), rows, weight, bias);
   }
 }
 
-// Products x W^T of chunks, each summed over the ranks and scattered along the sequence while the next is
-// computed. x: [batch, sequence, in] -> [batch, sequence / t, out]. The input is brought into rank-major
-// order, because it is the narrower side, so that the product lands where reduce_scatter wants it.
-Tensor scattered_product(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
-                         int64_t num_chunks, const char* label, const std::function<void()>& meanwhile) {
+// Matmuls x W^T of chunks, each reduce-scattered along the sequence while the next is computed. x: [batch,
+// sequence, in] -> [batch, sequence / t, out]. The input is permuted to rank-major order, because it is the
+// narrower side, so that the result needs no copy for reduce_scatter.
+Tensor scattered_matmul(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
+                        int64_t num_chunks, const char* label, const std::function<void()>& meanwhile) {
   const int64_t t = scheduler.size(), batch = x.size(0), sequence = x.size(1), features = weight.size(0);
   TORCH_CHECK(sequence % t == 0, "sequence_parallel: a sequence of ", sequence,
               " does not divide by the group size ", t);
@@ -150,8 +149,8 @@ Tensor scattered_product(OverlapScheduler& scheduler, const Tensor& x, const Ten
     const Tensor part = cut.of_whole(x, k).transpose(0, 1);
     const Tensor place = cut.of_part(y, k);
     Tensor unreduced = x.new_empty({t, place.size(0), place.size(1), features});
-    product(unreduced.view({-1, features}), rows_of(part), weight, std::nullopt);
-    // reduce_scatter wants one piece of memory; the rows of several batch entries lie apart.
+    matmul_into(unreduced.view({-1, features}), rows_of(part), weight, std::nullopt);
+    // reduce_scatter needs contiguous memory; the rows of several batch entries are strided.
     reduced.push_back(place.is_contiguous() ? place : x.new_empty(place.sizes()));
     tickets.push_back(scheduler.reduce_scatter(reduced.back(), unreduced, label));
   }
@@ -164,17 +163,17 @@ Tensor scattered_product(OverlapScheduler& scheduler, const Tensor& x, const Ten
   return y;
 }
 
-// Products x W^T of row chunks, each all-reduced in place while the next is computed.
-Tensor reduced_product(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
-                       const std::optional<Tensor>& bias, int64_t num_chunks, const char* label,
-                       const std::function<void()>& meanwhile) {
+// Matmuls x W^T of row chunks, each all-reduced in place while the next is computed.
+Tensor reduced_matmul(OverlapScheduler& scheduler, const Tensor& x, const Tensor& weight,
+                      const std::optional<Tensor>& bias, int64_t num_chunks, const char* label,
+                      const std::function<void()>& meanwhile) {
   const Tensor y = x.new_empty({x.size(0), weight.size(0)});
   const int64_t chunks = std::max<int64_t>(1, std::min(num_chunks, x.size(0)));
   Tickets tickets;
   for (int64_t k = 0; k < chunks; ++k) {
     const auto [from, to] = span(x.size(0), chunks, k);
     const Tensor part = y.narrow(0, from, to - from);
-    product(part, x.narrow(0, from, to - from), weight, std::nullopt);
+    matmul_into(part, x.narrow(0, from, to - from), weight, std::nullopt);
     tickets.push_back(scheduler.all_reduce(part, label));
   }
   meanwhile();
@@ -194,7 +193,7 @@ Tensor column_linear(const Tensor& x, const Tensor& weight, const std::optional<
   const int64_t features = weight.size(0);
   if (!sequence_parallel) {
     const Tensor y = x.new_empty(with_last(x, features));
-    product(y.view({-1, features}), rows_of(x), weight, bias);
+    matmul_into(y.view({-1, features}), rows_of(x), weight, bias);
     return y;
   }
   const auto scheduler = OverlapScheduler::of(group);
@@ -202,7 +201,7 @@ Tensor column_linear(const Tensor& x, const Tensor& weight, const std::optional<
   auto sizes = with_last(x, features);
   sizes[sizes.size() - 2] *= scheduler->size();
   const Tensor y = x.new_empty(sizes);
-  gathered_product(sequences_of("column_linear", y), gather, weight, bias);
+  gathered_matmul(sequences_of("column_linear", y), gather, weight, bias);
   return y;
 }
 
@@ -213,16 +212,16 @@ Gradients column_linear_backward(const Tensor& grad, const Tensor& x, const Tens
   Tensor grad_x, grad_weight, grad_bias;
   if (!sequence_parallel) {
     grad_x =
-        reduced_product(*scheduler, grad_rows, weight.t(), std::nullopt, num_chunks, "column backward", [&] {
+        reduced_matmul(*scheduler, grad_rows, weight.t(), std::nullopt, num_chunks, "column backward", [&] {
           grad_weight = at::mm(grad_rows.t(), rows_of(x));
           grad_bias = grad_rows.sum(0);
         }).view(x.sizes());
     return {grad_x, grad_weight, grad_bias};
   }
-  // The gathered input was not kept; it is gathered again behind the products of the input gradient.
+  // The gathered input was not kept; it is gathered again under the matmuls of the input gradient.
   std::optional<Gather> gather;
   grad_x =
-      scattered_product(
+      scattered_matmul(
           *scheduler, sequences_of("column_linear_backward", grad), weight.t(), num_chunks, "column backward",
           [&] {
             gather.emplace(*scheduler, sequences_of("column_linear_backward", x), 1, "column regather", true);
@@ -239,12 +238,12 @@ Tensor row_linear(const Tensor& x, const Tensor& weight, const std::optional<Ten
   check("row_linear", x, weight, num_chunks);
   const auto scheduler = OverlapScheduler::of(group);
   if (!sequence_parallel)
-    return reduced_product(*scheduler, rows_of(x), weight, bias, num_chunks, "row forward", [] {})
+    return reduced_matmul(*scheduler, rows_of(x), weight, bias, num_chunks, "row forward", [] {})
         .view(with_last(x, weight.size(0)));
   auto sizes = with_last(x, weight.size(0));
   sizes[sizes.size() - 2] /= scheduler->size();
   Tensor y =
-      scattered_product(*scheduler, sequences_of("row_linear", x), weight, num_chunks, "row forward", [] {});
+      scattered_matmul(*scheduler, sequences_of("row_linear", x), weight, num_chunks, "row forward", [] {});
   if (bias) y.add_(*bias);
   return y.view(sizes);
 }
@@ -258,11 +257,11 @@ Gradients row_linear_backward(const Tensor& grad, const Tensor& x, const Tensor&
   }
   const auto scheduler = OverlapScheduler::of(group);
   Gather gather(*scheduler, sequences_of("row_linear_backward", grad), num_chunks, "row backward", true);
-  // Each rank adds the bias to its part of the sequence, so its gradient is a share of the sum.
+  // Each rank adds the bias to its shard of the sequence, so its gradient is a partial sum.
   const Tensor grad_bias = rows_of(grad).sum(0);
   const auto bias_ticket = scheduler->all_reduce(grad_bias, "row bias");
   const Tensor grad_x = x.new_empty(x.sizes());
-  gathered_product(sequences_of("row_linear_backward", grad_x), gather, weight.t(), std::nullopt);
+  gathered_matmul(sequences_of("row_linear_backward", grad_x), gather, weight.t(), std::nullopt);
   const Tensor grad_weight = at::mm(rows_of(gather.whole()).t(), x_rows);
   scheduler->wait(bias_ticket);
   return {grad_x, grad_weight, grad_bias};
@@ -273,7 +272,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Both products differ only in the pair of ops they dispatch to.
+// Both linears differ only in the pair of ops they dispatch to.
 template <typename Op>
 struct LinearFunction : torch::autograd::Function<LinearFunction<Op>> {
   static Tensor forward(AutogradContext* context, const Tensor& x, const Tensor& weight,

@@ -1,4 +1,4 @@
-// A collective that this process ends itself, when it says so.
+// c10d Work that this process completes itself.
 #pragma once
 
 #include <exception>
@@ -19,7 +19,7 @@ class LocalWork : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
 
   void end(const std::exception_ptr& error) {
-    // The future first: whoever returns from wait() finds its callbacks done.
+    // The future first: callers that return from wait() must find its callbacks done.
     if (error)
       future_->setError(error);
     else

@@ -1,4 +1,4 @@
-// Medians of 1, 3 and 5 numbers by networks of minima and maxima, the same on host and device.
+// Medians of 1, 3 and 5 numbers by networks of minima and maxima, equal on host and device.
 #pragma once
 
 #include <cstdint>
@@ -15,18 +15,18 @@ OASES_HOST_DEVICE float median(float a, float b, float c) {
 }
 
 OASES_HOST_DEVICE float median(float a, float b, float c, float d, float e) {
-  // Of the two pairs, the least and the greatest of all four cannot be the median of five.
+  // The minimum and the maximum of the four numbers in both pairs cannot be the median of five.
   return median(greater(lesser(a, b), lesser(c, d)), lesser(greater(a, b), greater(c, d)), e);
 }
 
-// Of 1, 3 or 5 numbers; NaN if one of them is NaN, so that a bad gradient cannot hide.
+// Median of 1, 3 or 5 numbers; NaN if one of them is NaN, so that a bad gradient is not hidden.
 template <int count>
 OASES_HOST_DEVICE float median_of(const float* x) {
   static_assert(count == 1 || count == 3 || count == 5);
   float middle = x[0], bad = x[0];
   if constexpr (count == 3) middle = median(x[0], x[1], x[2]);
   if constexpr (count == 5) middle = median(x[0], x[1], x[2], x[3], x[4]);
-  // No early way out: a loop over medians is then one that compilers vectorise.
+  // No early exit, so that compilers can vectorise a loop over medians.
   for (int i = 1; i < count; ++i) bad = x[i] != x[i] ? x[i] : bad;
   return bad != bad ? bad : middle;
 }

@@ -1,6 +1,6 @@
-// The epilogue after an all-reduce: bias, dropout, residual and norm in one pass over memory, and its
-// backward. A row belongs to a warp where it is short and to a block where it is not; each thread keeps up to
-// `held` packs of it in registers, and where that is not enough (held = 0) the row is read again.
+// Fused epilogue after an all-reduce: bias, dropout, residual and norm in one pass over memory, and its
+// backward. A row belongs to a warp if it is short and to a block otherwise; each thread keeps up to `held`
+// packs of it in registers; if that does not suffice (held = 0), the row is read again.
 #include <type_traits>
 
 #include "device.h"
@@ -9,16 +9,16 @@
 namespace oases::cuda {
 namespace {
 
-// One such block per multiprocessor may use 128 registers per thread; asked for nothing, ptxas may spill for
-// a second.
+// One such block per multiprocessor may use 128 registers per thread; without launch bounds ptxas may spill
+// to fit a second.
 constexpr int kThreads = 512;
 constexpr int kLoopThreads = 256;
 
-// Counts columns: rows that are held are short, and half the registers hold their addresses.
+// Counts columns: held rows are short, and 64-bit indices would take half the registers.
 template <int held>
 using Column = std::conditional_t<(held > 0), int, int64_t>;
 
-// Calls f(k, column) for each pack of this thread: k counts them where they are held.
+// Calls f(k, column) for each pack of this thread: k counts held packs.
 template <int width, int held, typename F>
 __device__ __forceinline__ void each_pack(int64_t n, F f) {
   const auto packs = static_cast<Column<held>>(n / width);
@@ -26,8 +26,8 @@ __device__ __forceinline__ void each_pack(int64_t n, F f) {
 #pragma unroll
     for (int k = 0; k < held; ++k) {
       int pack = static_cast<int>(threadIdx.x + k * blockDim.x);
-      // Found anew each time: addresses kept for every pack from row to row would push what is held out of
-      // registers.
+      // Recomputed each time: addresses kept for every pack from row to row would evict the
+      // held packs from registers.
       asm volatile("" : "+r"(pack));
       if (pack < packs) f(k, pack * width);
     }
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const Forward<T> a
         for (int i = 0; i < width; ++i) value[i] += bias[i];
       }
       drop<width>(a.dropout, row, column, value);
-      // The norm is that of `out` as it is stored, which is what the backward will read.
+      // The norm of `out` as stored, which is what the backward will read.
 #pragma unroll
       for (int i = 0; i < width; ++i) {
         kept[k].set(i, value[i] + x[i]);
@@ -133,8 +133,8 @@ struct Backward {
   T *grad_y, *grad_x;
   float* partials;
   int64_t rows, n;
-  int sums;  // per column: the weight's, then, where wanted, norm_bias's and bias's
-  bool layer, norm_bias, bias, shared;  // shared: partial sums are kept in shared memory until the last row
+  int sums;                             // per column: of weight, then, if needed, norm_bias and bias
+  bool layer, norm_bias, bias, shared;  // shared: keep partial sums in shared memory until the last row
   Dropout dropout;
 };
 
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const Backward<T>
   float* const shared = reinterpret_cast<float*>(memory);
   const auto n = static_cast<Column<held>>(a.n), size = a.sums * n;
   float* const own = a.partials + int64_t{blockIdx.x} * size;
-  // Where a row is held its sums are in shared memory, which the compiler must know to address it cheaply.
+  // Sums of a held row are in shared memory, which the compiler must know to address it cheaply.
   float* const of_weight = held > 0 || a.shared ? shared + threadIdx.y * size : own;
   float* const of_norm_bias = of_weight + n;
   float* const of_bias = of_norm_bias + (a.norm_bias ? n : 0);
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const Backward<T>
     const int64_t start = row * a.n;
     const float mean = a.layer ? a.mean[row] : 0.0f, rstd = a.rstd[row];
     P kept_out[held > 0 ? held : 1], kept_grad[held > 0 ? held : 1];
-    float2 both = make_float2(0.0f, 0.0f);  // sums of grad_h * weight, alone and times the normalised row
+    float2 both = make_float2(0.0f, 0.0f);  // sums of grad_h * weight, and of that times the normalised row
     if (a.grad_h) {
       each_pack<width, held>(a.n, [&](int k, Column<held> column) {
         const P weight = P::load(a.weight + column);
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const Backward<T>
   }
 }
 
-// How rows of n are spread over threads.
+// Distribution of rows of n over threads.
 struct Plan {
   bool wide;
   int held;
@@ -289,14 +289,14 @@ int attribute(cudaDeviceAttr which) {
 }
 
 struct BackwardPlan : Plan {
-  int shared;  // bytes for the partial sums of a block; 0: they do not fit and stay in global memory
+  int shared;  // bytes for a block's partial sums; 0: they do not fit and stay in global memory
 };
 
 template <typename T>
 BackwardPlan backward_plan(const NormEpilogue& e, const NormBackward& t) {
   const Plan plan = plan_of<T>(e.n, aligned({t.grad_out, t.grad_h, t.out, t.weight, t.grad_y, t.grad_x}));
   const int64_t bytes = int64_t{sizeof(float)} * sums_of(t) * e.n * plan.block.y;
-  // sum_over_x has a little shared memory of its own.
+  // sum_over_x uses some shared memory, too.
   if (bytes <= attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024)
     return {plan, static_cast<int>(bytes)};
   return {{plan.wide, 0, plan.held > 0 ? dim3(kThreads) : plan.block}, 0};
@@ -346,7 +346,7 @@ int64_t norm_backward_blocks(const NormEpilogue& e, const NormBackward& t) {
       const int threads = static_cast<int>(plan.block.x * plan.block.y);
       check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, shared), "norm");
     });
-    // One wave: blocks that had to wait for a place would find most of the device idle.
+    // One wave: blocks of a second wave would leave most of the device idle.
     const int64_t wave = int64_t{std::max(resident, 1)} * attribute(cudaDevAttrMultiProcessorCount);
     blocks = std::min(row_blocks(e.rows, plan), wave);
   });

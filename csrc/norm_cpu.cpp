@@ -35,7 +35,7 @@ void forward_row(const NormEpilogue& e, const NormForward& t, const Dropout& dro
   }
 }
 
-// sums: this block's partial sums, [sums_of(t), n]: the weight's, then, where wanted, norm_bias's and bias's.
+// sums: this block's partial sums, [sums_of(t), n]: of weight, then, if needed, norm_bias and bias.
 template <typename T>
 void backward_row(const NormEpilogue& e, const NormBackward& t, const Dropout& dropout, int64_t row,
                   float* sums) {
@@ -48,7 +48,7 @@ void backward_row(const NormEpilogue& e, const NormBackward& t, const Dropout& d
   float* of_norm_bias = t.grad_norm_bias ? sums + e.n : nullptr;
   float* of_bias = t.grad_bias ? sums + (of_norm_bias ? 2 : 1) * e.n : nullptr;
   const float mean = e.norm == Norm::layer ? t.mean[row] : 0.0f, rstd = t.rstd[row];
-  double sum = 0, along = 0;  // of grad_h * weight, alone and times the normalised row
+  double sum = 0, along = 0;  // of grad_h * weight, and of that times the normalised row
   for (int64_t i = 0; grad_h && i < e.n; ++i) {
     const float product = static_cast<float>(grad_h[i]) * static_cast<float>(weight[i]);
     sum += product;

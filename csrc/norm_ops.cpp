@@ -1,5 +1,4 @@
-// torch.library ops of the norm epilogue: schemas, checks, shapes. The work is done by norm.cu and
-// norm_cpu.cpp.
+// torch.library ops of the norm epilogue: schemas, checks, shapes. Implemented in norm.cu and norm_cpu.cpp.
 #include <torch/library.h>
 
 #include <cmath>
@@ -58,7 +57,7 @@ OptionalTensor contiguous(const OptionalTensor& x) {
   return x ? OptionalTensor(x->contiguous()) : std::nullopt;
 }
 
-// One number per row; none where the norm does not have it.
+// One number per row; empty if the norm does not have it.
 Tensor statistic(const Tensor& x, bool wanted) {
   auto sizes = x.sym_sizes().vec();
   if (wanted)
@@ -97,7 +96,7 @@ Forward forward_meta(const Tensor& y, const Tensor& x, const OptionalTensor& bia
           statistic(x, norm_of(kind) == Norm::layer), statistic(x, true)};
 }
 
-// The shapes of what the backward returns: [0] for what is not wanted.
+// Shapes of the backward's results: [0] for those not needed.
 Backward gradients(const Tensor& out, const Tensor& weight, bool has_bias, bool has_norm_bias, double p) {
   const auto like = [](const Tensor& x, bool wanted) {
     return wanted ? x.new_empty_symint(x.sym_sizes()) : x.new_empty({0});
@@ -165,7 +164,7 @@ TORCH_LIBRARY_FRAGMENT(oases, library) {
       "(Tensor grad_y, Tensor grad_x, Tensor grad_bias, Tensor grad_weight, Tensor grad_norm_bias)");
 }
 
-// Without kernels, tensors of a CUDA device are refused by name; without this they would be by dispatch key.
+// Without CUDA kernels, this gives CUDA tensors a readable error instead of the dispatcher's.
 TORCH_LIBRARY_IMPL(oases, CUDA, library) {
   library.impl("bias_dropout_residual_norm", forward);
   library.impl("bias_dropout_residual_norm_backward", backward);

@@ -1,5 +1,5 @@
-// The torch.library face of the extension: schemas, the kernels behind them and, for tracing, shapes alone.
-// Groups travel by c10d name, which is what torch.compile can carry.
+// torch.library ops of the chunked linears: schemas, kernels and, for tracing, shapes. Groups are passed by
+// c10d name, which torch.compile supports.
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 

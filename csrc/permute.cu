@@ -1,5 +1,4 @@
-// Every step is deterministic: a warp places the slots of its tile in order, and no float is added
-// atomically.
+// Every step is deterministic: a warp places the slots of its tile in order, and there are no float atomics.
 #include "permute_kernels.h"
 
 #include <limits>
@@ -9,8 +8,8 @@
 namespace oases::cuda {
 namespace {
 
-// Counters of one tile: 48 KiB of shared memory, or, with more experts than that, the tile's column of the
-// matrix in global memory, which no other warp touches.
+// Counters of one tile: 48 KiB of shared memory or, for more experts, the tile's column of the matrix in
+// global memory, which no other warp accesses.
 constexpr int64_t kSharedExperts = 6144;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
@@ -49,7 +48,7 @@ __global__ void count_tiles(const int64_t* ids, int64_t slots, int64_t experts, 
   }
 }
 
-// One warp per row of the matrix: the sums of what stands before each column, and the total.
+// One warp per row of the matrix: exclusive prefix sums along the row, and the total.
 __global__ void scan_rows(int64_t rows, int64_t columns, int64_t* matrix, int64_t* totals) {
   const int lane = threadIdx.x % kWarp;
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
@@ -71,7 +70,7 @@ void scan(int64_t rows, int64_t columns, int64_t* matrix, int64_t* totals, void*
          columns, matrix, totals);
 }
 
-// One warp per block and tile. Lanes of one expert are numbered from the lowest, so slots stay in order.
+// One warp per block and tile. Lanes of one expert are numbered from the lowest, so slots keep their order.
 __global__ void place_tiles(const int64_t* ids, int64_t slots, int64_t experts, int64_t tiles,
                             const int64_t* bases, int64_t* matrix, int64_t* source) {
   const int lane = threadIdx.x;
@@ -121,7 +120,7 @@ __global__ void combine(const Pack<T, V>* rows, const int64_t* inverse, const W*
       float sums[V] = {};
       for (int64_t slot = token * k; slot < token * k + k; ++slot) {
         const int64_t row = inverse[slot];
-        // The first row stands in for one that is missing, so that no load leaves the array.
+        // The first row replaces a missing one, so that loads stay in bounds.
         const float weight = row < 0 ? kNaN : weights ? to_float(weights[slot]) : 1.0f;
         const Pack<T, V> x = rows[(row < 0 ? 0 : row) * packs + p];
 #pragma unroll
@@ -173,7 +172,7 @@ void gather_units(const void* x, const int64_t* source, int64_t k, int64_t rows,
          static_cast<const Unit*>(x), source, k, rows, units, static_cast<Unit*>(out));
 }
 
-// Calls `run` with a value of the rows' type and one of the weights'; weights are fp32 or as the rows.
+// Calls `run` with a value of the rows' type and one of the weights'; weights are fp32 or of the rows' type.
 template <typename Run>
 void with_types(DType dtype, DType weights_dtype, const Run& run) {
   with_type(dtype, [&](auto element) {

@@ -12,9 +12,9 @@ namespace oases::cpu {
 namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-constexpr int64_t kGrain = 1 << 15;  // elements that are worth a task
+constexpr int64_t kGrain = 1 << 15;  // minimum elements per task
 
-// Calls `run` with a value of the rows' type and one of the weights'; weights are fp32 or as the rows.
+// Calls `run` with a value of the rows' type and one of the weights'; weights are fp32 or of the rows' type.
 template <typename Run>
 void with_types(DType dtype, DType weights_dtype, const Run& run) {
   with_type(dtype, [&](auto element) {
@@ -22,7 +22,7 @@ void with_types(DType dtype, DType weights_dtype, const Run& run) {
   });
 }
 
-// Eight sums side by side, because the order of one sum is not the compiler's to change.
+// Eight independent sums, because the compiler may not reorder a single one.
 template <typename T>
 float dot(const T* a, const T* b, int64_t n) {
   float sums[8] = {};
@@ -98,7 +98,7 @@ void gather_rows(const void* x, const int64_t* source, int64_t k, int64_t rows, 
 
 void invert(const int64_t* source, int64_t slots, int64_t* inverse) {
   std::fill_n(inverse, slots, -1);
-  // By one thread: where a slot is named twice, several would race for its entry.
+  // Single-threaded: slots named twice would race for their entry.
   for (int64_t i = 0; i < slots; ++i) {
     if (source[i] >= 0 && source[i] < slots) inverse[source[i]] = i;
   }
@@ -114,7 +114,7 @@ void combine_rows(const void* rows, const int64_t* inverse, const void* weights,
       for (int64_t token = begin; token < end; ++token) {
         std::fill(sums.begin(), sums.end(), 0.0f);
         for (int64_t slot = token * k; slot < token * k + k; ++slot) {
-          // The first row stands in for one that is missing, so that no load leaves the array.
+          // The first row replaces a missing one, so that loads stay in bounds.
           const T* x = static_cast<const T*>(rows) + std::max<int64_t>(inverse[slot], 0) * n;
           const float given = weights ? static_cast<float>(static_cast<const W*>(weights)[slot]) : 1.0f;
           const float weight = inverse[slot] < 0 ? kNaN : given;

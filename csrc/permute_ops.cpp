@@ -1,4 +1,4 @@
-// The ops that move rows to their experts and back.
+// torch.library ops that permute rows by expert and back.
 #include <torch/library.h>
 
 #include "dispatch.h"
@@ -33,7 +33,7 @@ Counted count(const char* op, const Tensor& expert_ids, int64_t experts) {
   OASES_LAUNCH(ids, count_experts, ids.const_data_ptr<int64_t>(), slots, experts,
                counted.tile_offsets.data_ptr<int64_t>(), counted.counts.data_ptr<int64_t>(),
                first_bad.data_ptr<int64_t>());
-  // Waits for the device: what follows would otherwise write out of bounds.
+  // Synchronises with the device: later kernels would otherwise write out of bounds.
   const int64_t bad = first_bad.item<int64_t>();
   TORCH_CHECK(bad == slots, op, ": the expert id of slot ", bad, " is ",
               bad < slots ? ids.view(-1)[bad].item<int64_t>() : 0, ", which is not in [0, ", experts, ")");
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& expert
   return {rows, source, counted.counts};
 }
 
-// Checks what goes with `count` rows of the dtype and device of x. Returns k, the slots of a token.
+// Checks what belongs to `count` rows of the dtype and device of x. Returns k, the slots per token.
 int64_t check_slots(const char* op, const Tensor& x, int64_t count, const Tensor& source,
                     const std::optional<Tensor>& weights, int64_t tokens) {
   dtype_of(op, x);
@@ -122,7 +122,7 @@ Tensor unpermute(const Tensor& rows, const Tensor& source, const std::optional<T
   return out;
 }
 
-// Rows are needed for the gradient of weights alone: without weights, nobody has to keep them.
+// Rows are needed only for the gradient of weights: without weights they need not be kept.
 std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const std::optional<Tensor>& rows,
                                               const Tensor& source, const std::optional<Tensor>& weights) {
   const char* op = "unpermute_backward";

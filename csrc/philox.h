@@ -1,7 +1,6 @@
-// Dropout masks that nobody stores: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers:
-// as easy as 1, 2, 3", 2011), the same on the CPU and in CUDA. Four neighbouring columns of a row
-// take the four words of one call, whose counter is the number of those four in the whole tensor and whose
-// key is the seed.
+// Dropout masks that need no storage: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers:
+// as easy as 1, 2, 3", 2011), equal on the CPU and in CUDA. Four adjacent columns of a row use the four words
+// of one call; its counter is the index of these four in the whole tensor, its key the seed.
 #pragma once
 
 #include <cmath>
@@ -29,8 +28,8 @@ OASES_HOST_DEVICE Words philox(uint64_t key, uint64_t counter) {
 }
 
 struct Dropout {
-  uint64_t seed, first_row, fours;  // fours: groups of four columns in a row, the last one perhaps cut
-  uint64_t threshold;               // a word below it keeps its number; 2^32 keeps all
+  uint64_t seed, first_row, fours;  // fours: groups of four columns in a row, the last possibly partial
+  uint64_t threshold;               // a word below it keeps its element; 2^32 keeps all
   float scale;
 
   OASES_HOST_DEVICE bool active() const { return threshold != (uint64_t{1} << 32); }
@@ -41,7 +40,7 @@ struct Dropout {
   OASES_HOST_DEVICE float apply(uint32_t word, float value) const {
     return word < threshold ? value * scale : 0.0f;
   }
-  // One column, where columns do not come in fours.
+  // One column, if the number of columns is not a multiple of four.
   OASES_HOST_DEVICE float apply_at(uint64_t row, uint64_t column, float value) const {
     const Words w = words(row, column / 4);
     const uint32_t which = static_cast<uint32_t>(column % 4);

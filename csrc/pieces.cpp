@@ -28,8 +28,8 @@ struct Slot : torch::CustomClassHolder {
   Tensor gradient;
 };
 
-// Where a graph begins: an input whose gradient is asked for by its edge, or found in its slot, without
-// keeping its memory.
+// Source of a graph: an input whose gradient is requested by its edge, or found in its slot,
+// without keeping its memory.
 struct Source : torch::autograd::Function<Source> {
   static Tensor forward(AutogradContext* context, const Tensor&, const Tensor& data,
                         const c10::intrusive_ptr<torch::CustomClassHolder>& slot) {
@@ -43,7 +43,7 @@ struct Source : torch::autograd::Function<Source> {
   }
 };
 
-// Makes autograd record a source; nobody asks for its gradient.
+// Makes autograd record a source; its gradient is not used.
 const Tensor& anchor() {
   static const Tensor found = at::zeros({}).requires_grad_();
   return found;
@@ -53,7 +53,7 @@ Edge edge_of(const Tensor& tensor) {
   return tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor) : Edge();
 }
 
-// Whether nobody else reads the memory: sums need memory of their own.
+// Whether the memory has no other user: sums need memory of their own.
 bool is_sole_owner(const Tensor& tensor) {
   return tensor.is_contiguous() && tensor.use_count() == 1 && tensor.storage().use_count() == 1;
 }
@@ -90,7 +90,7 @@ Leaves::Leaves(const std::vector<Tensor>& originals) : shares_(originals.size())
   for (const Tensor& original : originals) {
     Tensor made = original.detach();
     if (original.requires_grad()) made.requires_grad_();
-    // Sums over sub-batches are of the type of those over micro-batches.
+    // Sums over sub-batches have the dtype of those over micro-batches.
     if (original.is_leaf() && original.grad_dtype() != original.scalar_type())
       made.set_grad_dtype(original.grad_dtype());
     numbers_.emplace(made.unsafeGetTensorImpl(), stand_ins_.size());
@@ -189,7 +189,7 @@ Gradient DeferredGradients::linear(const Tensor& x, const Tensor& weight, const 
   const Tensor made = DeferredLinear::apply(
       x, weight, bias, c10::intrusive_ptr<DeferredGradients>::reclaim_copy(this), transposed);
   ++calls_;
-  // Detached: the graph of an output holds this object, and a circle through a graph is never collected.
+  // Detached: the graph of an output holds this object, and a cycle through a graph is never collected.
   last_output_ = made.detach();
   return made;
 }
@@ -274,8 +274,8 @@ uint64_t generator_mark(const at::Generator& generator) {
   auto* cpu = at::check_generator<at::CPUGeneratorImpl>(generator);
   const at::mt19937_data_pod data = cpu->engine().data();
   uint64_t mark = data.seed_;
-  // Normal numbers are drawn in pairs, of which the second waits; a whole turn of the engine changes its
-  // state.
+  // Normal numbers are drawn in pairs, of which the second is cached; a whole block of the
+  // engine changes its state.
   const uint64_t parts[] = {static_cast<uint64_t>(data.left_),
                             data.next_,
                             data.state_[0],

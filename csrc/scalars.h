@@ -1,4 +1,4 @@
-// The CPU's counterpart of device.h: C++ types of the dtypes, rows in parallel, sums of partial sums.
+// CPU counterpart of device.h: C++ types of the dtypes, parallel rows, sums of partial sums.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -10,7 +10,7 @@
 
 #include "kernels.h"
 
-// A loop over numbers that the compiler is to turn into vector instructions, as it does not by itself at -O2.
+// A loop over numbers to vectorise, which the compiler does not do by itself at -O2.
 #if defined(__GNUC__) && !defined(__clang__)
 #define OASES_VECTORISED __attribute__((optimize("O3")))
 #else
@@ -19,7 +19,7 @@
 
 namespace oases::cpu {
 
-// Calls f with a value of the type that `dtype` names.
+// Calls f with a value of the type of `dtype`.
 template <typename F>
 void with_type(DType dtype, F f) {
   switch (dtype) {
@@ -32,7 +32,7 @@ void with_type(DType dtype, F f) {
   }
 }
 
-// Calls f(row) for every row, in parallel where there is work for several threads.
+// Calls f(row) for every row, in parallel if there is enough work.
 template <typename F>
 void each_row(int64_t rows, int64_t n, F f) {
   at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(n, 1)),
@@ -41,10 +41,10 @@ void each_row(int64_t rows, int64_t n, F f) {
                    });
 }
 
-// Into how many blocks of rows sums are cut: the same for every number of threads, and so the same sums.
+// Number of row blocks of a sum: independent of the number of threads, so that sums are too.
 inline int64_t row_blocks(int64_t rows) { return std::min<int64_t>(rows, 64); }
 
-// Calls f(block, row) for every row; the rows of a block come in order and on one thread.
+// Calls f(block, row) for every row; the rows of a block run in order on one thread.
 template <typename F>
 void each_row_of_blocks(int64_t rows, int64_t blocks, F f) {
   at::parallel_for(0, blocks, 1, [&](int64_t from, int64_t to) {

@@ -25,7 +25,7 @@ void record_event(std::optional<c10::Event>& event, c10::Device device) {
 }  // namespace
 
 namespace {
-// Collectives by which ranks may be apart and still be brought together again.
+// Collectives after which diverged ranks can be brought together again.
 constexpr size_t kRemembered = 1024;
 }  // namespace
 
@@ -54,7 +54,7 @@ std::shared_ptr<OverlapScheduler> OverlapScheduler::of(const std::string& group_
   const auto group = c10d::resolve_process_group(group_name);
   const std::lock_guard<std::mutex> lock(*mutex);
   auto& scheduler = (*schedulers)[group_name];
-  // A destroyed group's name may have been taken again by another.
+  // The name of a destroyed group may have been reused.
   if (!scheduler || scheduler->rank_ != group->getRank() || scheduler->size_ != group->getSize())
     scheduler.reset(new OverlapScheduler(group_name, group->getRank(), group->getSize()));
   return scheduler;
@@ -98,7 +98,7 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const char* collective, const at
   return ticket;
 }
 
-// With issuing_ held.
+// Call with issuing_ held.
 void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted,
                              const Start& start, const Splits* splits) {
   const TicketRecord& record = ticket->record_;
@@ -113,7 +113,7 @@ void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Te
     last_.back().received = splits->received;
   }
   if (last_.size() > kRemembered) last_.pop_front();
-  // What an exception left behind unwaited goes when it has ended.
+  // Tickets that an exception left without a wait are released once they have finished.
   while (!in_flight_.empty() && in_flight_.front().use_count() == 1 &&
          in_flight_.front()->work_->isCompleted())
     in_flight_.pop_front();
@@ -136,7 +136,7 @@ std::shared_ptr<Ticket> OverlapScheduler::all_gather(const at::Tensor& output, c
               output.numel(), " elements, not group size ", size_, " x input ", input.numel());
   auto ticket = issue("all_gather", output, {output, input}, label, [&] {
     at::Tensor whole = output.view(-1),
-               part = input.view(-1);  // gloo would hold their shapes against each other
+               part = input.view(-1);  // gloo requires equal shapes
     return group()->_allgather_base(whole, part);
   });
   if (!ticket->work_ && input.numel() > 0) output.view(-1).copy_(input.view(-1));
@@ -159,11 +159,11 @@ std::shared_ptr<Ticket> OverlapScheduler::all_to_all(const at::Tensor& output, c
                                                      const std::vector<int64_t>& sent,
                                                      const std::vector<int64_t>& received,
                                                      const std::string& label) {
-  // Numbers of rows to numbers of elements: backends then need not agree on the shape of a row.
+  // Convert rows to elements: backends then need not agree on the shape of a row.
   const auto numbers = [&](const char* what, const at::Tensor& tensor, const std::vector<int64_t>& rows) {
     TORCH_CHECK(tensor.dim() > 0 && static_cast<int>(rows.size()) == size_, "all_to_all of ", label, ": the ",
-                what, " of shape ", tensor.sizes(), " goes with ", rows.size(),
-                " numbers of rows, not one for ", "each of ", size_, " ranks");
+                what, " of shape ", tensor.sizes(), " goes with ", rows.size(), " row counts, not one for ",
+                "each of ", size_, " ranks");
     const int64_t row = tensor.size(0) ? tensor.numel() / tensor.size(0) : 0;
     int64_t total = 0;
     std::vector<int64_t> elements;
@@ -195,8 +195,7 @@ c10::intrusive_ptr<c10d::Work> OverlapScheduler::start_all_to_all(at::Tensor out
   return group()->alltoall_base(output, input, numbers.received, numbers.sent);
 }
 
-// Waits, and looks up once a second whether the group was given up: gloo has no abort that would end the
-// wait.
+// Waits, and checks once a second whether the group was given up: gloo has no abort that would end the wait.
 void OverlapScheduler::wait_on_host(c10d::Work& work) {
   constexpr std::chrono::milliseconds look_up{1000};
   while (true) {
@@ -205,7 +204,7 @@ void OverlapScheduler::wait_on_host(c10d::Work& work) {
       work.wait(look_up);
       return;
     } catch (const std::exception&) {
-      // Out of time, or has it failed? Not every work can say whether it has ended, but waiting again can.
+      // Timed out or failed? Not every work can report completion, but waiting again can.
       if (work.isCompleted() || monotonic_seconds() - before < 0.9) throw;
     }
     const std::lock_guard<std::mutex> lock(issuing_);
@@ -216,7 +215,7 @@ void OverlapScheduler::wait_on_host(c10d::Work& work) {
 void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
   TicketRecord& record = ticket->record_;
   TORCH_CHECK(!ticket->waited_, record.collective, " of ", record.label,
-              " was waited for already; a ticket is good for one wait");
+              " was waited for already; wait once per ticket");
   TORCH_CHECK(!ticket->given_up_, record.collective, " of ", record.label,
               " was given up when a rank failed; call the stack again");
   ticket->waited_ = true;
@@ -277,7 +276,7 @@ void OverlapScheduler::account(const TicketRecord& record) {
   auto& totals = totals_[record.label];
   totals.count += 1;
   totals.bytes += record.bytes;
-  // Collectives issued back to back share the link: time that two of them were in flight counts once.
+  // Collectives issued back to back share the link: time with two of them in flight counts once.
   totals.link_seconds += std::max(0.0, record.finished - std::max(record.issued, link_free_from_));
   link_free_from_ = std::max(link_free_from_, record.finished);
   totals.blocked_seconds += record.blocked_for;
@@ -286,7 +285,7 @@ void OverlapScheduler::account(const TicketRecord& record) {
 
 void OverlapScheduler::set_counting(bool on) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  settle();  // what was waited for before counts as it was asked to then
+  settle();  // earlier waits count as set at that time
   counting_ = on;
 }
 

@@ -1,6 +1,6 @@
-// Starts collectives early and waits for them late. A collective is a ticket from the moment it is
-// issued until it is waited for; every ticket knows what it cost. Works with any c10d backend: on the
-// CPU a wait blocks the caller, on an accelerator it makes the current stream wait.
+// Starts collectives early and waits for them late. A collective is a ticket from its issue to its wait, and
+// every ticket records its cost. Works with any c10d backend: on the CPU a wait blocks the caller, on an
+// accelerator it makes the current stream wait.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -19,31 +19,31 @@
 
 namespace oases {
 
-// Seconds of the monotonic clock, the one behind Python's time.perf_counter().
+// Seconds of the monotonic clock of Python's time.perf_counter().
 double monotonic_seconds();
 
-// What one collective cost. Times are monotonic seconds; 0 means "not yet".
+// Cost of one collective. Times are monotonic seconds; 0 means "not yet".
 struct TicketRecord {
   // "all_reduce", "all_reduce_max", "all_gather", "reduce_scatter" or "all_to_all"
   std::string collective;
-  std::string label;       // what the caller calls it, e.g. the schedule op "F 3.1"
-  int64_t bytes = 0;       // of the whole (gathered or unreduced) tensor; what is sent all to all
-  double issued = 0;       // when the collective was handed to the backend
-  double finished = 0;     // when the backend reported its end; where it cannot, when the wait for it ended
+  std::string label;       // set by the caller, e.g. the schedule op "F 3.1"
+  int64_t bytes = 0;       // of the whole (gathered or unreduced) tensor; bytes sent of an all-to-all
+  double issued = 0;       // when the collective was passed to the backend
+  double finished = 0;     // when the backend reported its end, or if it cannot, when the wait ended
   double waited_from = 0;  // when the compute first needed the result
-  double blocked_for = 0;  // how long the compute stood still for it
+  double blocked_for = 0;  // how long the compute waited
 };
 
 // Sums over finished tickets of one label.
 struct LabelTotals {
   int64_t count = 0;
   int64_t bytes = 0;
-  double link_seconds = 0;     // on the link: from issue, or the end of the collective before, to its end
-  double blocked_seconds = 0;  // the compute stood still for it
+  double link_seconds = 0;     // from issue, or the end of the previous collective, to its end
+  double blocked_seconds = 0;  // the compute waited
 };
 
-// A started collective. Holds its tensors alive until it has been waited for, so no caching allocator
-// can hand their memory out while the wire still reads it.
+// A started collective. Keeps its tensors alive until the wait, so that no caching allocator reuses their
+// memory while the collective still reads it.
 class Ticket {
  public:
   bool waited() const { return waited_; }
@@ -59,94 +59,98 @@ class Ticket {
   std::shared_ptr<Finish> finish_;
   bool waited_ = false;
   bool given_up_ = false;
-  // Accelerators only: on the compute stream at issue and around the wait; read when totals are asked for.
+  // Accelerators only: recorded on the compute stream at issue and around the wait; read
+  // when totals are requested.
   std::optional<c10::Event> at_issue_, before_wait_, after_wait_;
 };
 
-// A collective as a rank that did not start it must know it, to start it after all.
+// Description of a collective with which a rank that did not start it can start it.
 struct Started {
   std::string collective;
   int64_t numel;  // of the whole (gathered or unreduced) tensor
   at::ScalarType dtype;
   c10::Device device;
-  std::vector<int64_t> sent, received;  // all to all: numbers to and from each rank
-  int64_t foreign = 0;                  // see HaltState, when this one was started
+  std::vector<int64_t> sent, received;  // all-to-all: elements to and from each rank
+  int64_t foreign = 0;                  // HaltState::foreign when this one was started
 };
 
-// Where a rank stood when it was halted: collectives started here, those that others started on the group
-// (by the backend's own count, 0 where it has none), as many of these when the scheduler began, and the last
-// ones of the former. Gloo counts messages between two ranks, too: only differences mean something.
+// State of a rank when it was halted: `started` collectives by this scheduler; `foreign` ones by others
+// on the group (by the backend's count, 0 without one), and their number when the scheduler was
+// created; the last ones started. Gloo also counts messages between two ranks, so only differences of
+// `foreign` are meaningful.
 struct HaltState {
   bool newly = false;  // halted by this call
   int64_t started = 0, foreign = 0, foreign_at_first = 0;
   std::vector<Started> last;
 };
 
-// Issues the collectives of one process group in the order of the calls. Not for use by several threads
-// at once: two threads could issue in different orders on different ranks.
+// Issues the collectives of one process group in the order of the calls. Not thread-safe: two threads could
+// issue in different orders on different ranks.
 class OverlapScheduler {
  public:
-  // A scheduler of its own, which keeps the group alive.
+  // An independent scheduler, which keeps the group alive.
   explicit OverlapScheduler(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-  // The scheduler that every op and layer of the group with this c10d name shares.
+  // The scheduler shared by all ops and layers of the group with this c10d name.
   static std::shared_ptr<OverlapScheduler> of(const std::string& group_name);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Sums `tensor` over the group, in place, or takes the largest. The tensor must be contiguous.
+  // All-reduce of `tensor` in place: sum, or maximum with `largest`. The tensor must be contiguous.
   std::shared_ptr<Ticket> all_reduce(const at::Tensor& tensor, const std::string& label = "",
                                      bool largest = false);
   // Fills `output` (size() times as large) with every rank's `input`, in rank order.
   std::shared_ptr<Ticket> all_gather(const at::Tensor& output, const at::Tensor& input,
                                      const std::string& label = "");
-  // Sums `input` over the group and leaves this rank's part, the rank-th of size(), in `output`.
+  // Sums `input` over the group and writes this rank's shard, the rank-th of size(), to `output`.
   std::shared_ptr<Ticket> reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                          const std::string& label = "");
 
-  // Sends each rank its rows of `input`, those of rank 0 first, and fills `output` with what each rank sends
-  // here. sent, received: rows to and from each rank; any of them, and all of them, may be 0.
+  // Sends each rank its rows of `input`, rank 0's first, and fills `output` with the rows from each rank.
+  // sent, received: rows to and from each rank; any or all may be 0.
   std::shared_ptr<Ticket> all_to_all(const at::Tensor& output, const at::Tensor& input,
                                      const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
                                      const std::string& label = "");
 
-  // Returns when the result may be used: on the CPU now, on an accelerator by the current stream.
-  // Waiting twice is an error. A failed collective throws with its name, label and size in the message.
+  // Returns when the result may be used: on the CPU now, on an accelerator by the current stream. Waiting
+  // twice is an error. A failed collective throws with its name, label and size.
   void wait(const std::shared_ptr<Ticket>& ticket);
 
-  // Keep every finished ticket's record (for timelines), not only the totals.
+  // Keep every finished ticket's record (for timelines) besides the totals.
   void set_recording(bool on) { recording_ = on; }
-  // Off: collectives waited for from here on appear in no total and no record (trials of a calibration).
+  // Off: collectives waited for from now on appear in no total or record (trials of a calibration).
   void set_counting(bool on);
   std::vector<TicketRecord> take_records();
   std::map<std::string, LabelTotals> totals();
   void reset_totals();
-  // What the calling thread is waiting for right now, or "" (read by the signal handler of a dying run).
+  // Label of what the calling thread is waiting for, or "" (read by the signal handler of a dying run).
   std::string waiting_for() const;
 
-  // After a rank failed, a thread on every rank brings the collectives of all to one end, in this order; the
-  // protocol is in oases/execution/failure.py. The main thread takes no part: its calls throw from halt() on.
+  // After a rank failed, a thread on every rank brings all ranks to the same collective, by these calls in
+  // this order; the protocol is in oases/execution/failure.py. The main thread takes no part: its calls throw
+  // from halt() on.
   //
-  // No collective starts from here on; whoever wants one waits for resume() and is told `failure`, as an
-  // OutOfMemoryError if it is one and a DistBackendError otherwise.
+  // Starts no more collectives; callers wait for resume() and then get `failure`, as an OutOfMemoryError if
+  // it is one and a DistBackendError otherwise.
   HaltState halt(const std::string& failure, bool out_of_memory = false);
-  // Starts, with zeros, what another rank started: `whole` is the gathered or unreduced tensor; all to all it
-  // gives type and device, and sent and received are the numbers that the other ranks wait for and send.
+  // Starts, with zeros, a collective that another rank started: `whole` is the gathered or unreduced tensor;
+  // for an all-to-all it gives dtype and device, and sent and received are the elements that the other ranks
+  // wait for and send.
   void fill(const std::string& collective, const at::Tensor& whole, const std::vector<int64_t>& sent = {},
             const std::vector<int64_t>& received = {});
-  // Waits until nothing is under way and gives the tickets up; otherwise returns what went wrong, and keeps
-  // the tensors, which the backend may still use.
+  // Waits until nothing is in flight and gives up the tickets; otherwise returns the error and keeps the
+  // tensors, which the backend may still use.
   std::string drain(double patience_seconds);
-  // Ends the halt. The main thread's next call throws, once; for ever where `broken` says what went wrong.
+  // Ends the halt. The main thread's next call throws, once, or forever if `broken` gives a reason.
   void resume(const std::string& broken = "");
-  // What the main thread calls where it has been told by other means: waits for resume(); returns `broken`.
+  // For a main thread that was notified by other means: waits for resume(); returns `broken`.
   std::string acknowledge();
   // Throws if halted.
   void check();
-  // Failures that the main thread was told of, the same number on every rank between two steps.
+  // Number of failures reported to the main thread, equal on every rank between two steps.
   int64_t failures() const;
-  // For a new group that took the name of a destroyed one.
+  // For a new group that reuses the name of a destroyed one.
   void renew();
 
  private:
@@ -156,7 +160,7 @@ class OverlapScheduler {
   struct Splits {
     std::vector<int64_t> sent, received;
   };
-  // splits: all to all only, where ranks that have nothing to send or receive take part, too.
+  // splits: all-to-all only, in which ranks with nothing to send or receive take part, too.
   std::shared_ptr<Ticket> issue(const char* collective, const at::Tensor& counted,
                                 std::vector<at::Tensor> tensors, const std::string& label, const Start& start,
                                 const Splits* splits = nullptr);
@@ -167,21 +171,22 @@ class OverlapScheduler {
   int64_t foreign();
   void end_halt(std::unique_lock<std::mutex>& lock);
   [[noreturn]] void stop(std::unique_lock<std::mutex>& lock, const std::string& at);
-  void settle();  // read the events of waited accelerator tickets into the totals; blocks until they happened
+  void
+  settle();  // add the events of waited accelerator tickets to the totals; blocks until they have completed
   void account(const TicketRecord& record);
 
-  // A shared scheduler goes by name alone: holding the group, even weakly, would keep its threads from
-  // ending with destroy_process_group.
+  // A shared scheduler refers to its group by name: holding the group, even weakly, would keep its threads
+  // from ending with destroy_process_group.
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string name_;
   int rank_, size_;
   bool recording_ = false;
   bool counting_ = true;
   std::vector<TicketRecord> records_;
-  double link_free_from_ = 0;  // when the last collective that was accounted for had finished
+  double link_free_from_ = 0;  // end of the last collective in the totals
   std::map<std::string, LabelTotals> totals_;
   std::vector<std::shared_ptr<Ticket>> unsettled_;
-  mutable std::mutex mutex_;  // guards all of the above but group_: totals may be read from another thread
+  mutable std::mutex mutex_;  // guards the above except group_: other threads may read totals
   std::string waiting_for_;
 
   enum class State { running, halted, settled, broken };

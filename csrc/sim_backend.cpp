@@ -13,7 +13,7 @@
 namespace oases {
 namespace {
 
-// A collective on a stream: waiting makes the current stream wait, never the host.
+// A collective on a stream: a wait makes the current stream wait, never the host.
 class DeviceWork : public c10d::Work {
  public:
   DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, c10::Event done)
@@ -34,14 +34,14 @@ class DeviceWork : public c10d::Work {
   c10::Event done_;
 };
 
-// Let a stream do nothing for so long.
+// Keeps a stream busy for so long.
 void occupy(double seconds, const c10::Stream& stream) {
 #ifdef OASES_WITH_CUDA
   cuda::set_device(stream.device_index());
   cuda::occupy(static_cast<int64_t>(1e9 * seconds), stream.native_handle());
 #else
   TORCH_CHECK(false, "sim: this build of oases has no CUDA kernels, so a link cannot be simulated for ",
-              stream.device(), " (", seconds, " s were asked for); build it where nvcc is found");
+              stream.device(), " (", seconds, " s requested); build it where nvcc is available");
 #endif
 }
 
@@ -99,7 +99,7 @@ SimBackend::Work SimBackend::enqueue_on_device(c10d::OpType type, double seconds
                                                const std::function<Work()>& start) {
   const c10::Device device = outputs.front().device();
   const c10::impl::VirtualGuardImpl impl(device.type());
-  if (!device_link_) device_link_ = impl.getNewStream(device, -1);  // like NCCL's, of high priority
+  if (!device_link_) device_link_ = impl.getNewStream(device, -1);  // high priority, like NCCL's
   const c10::Stream link = *device_link_;
   c10::Event ready(device.type()), done(device.type());
   ready.record(impl.getStream(device));
@@ -126,7 +126,7 @@ void SimBackend::serve() {
     try {
       job.start()->wait();
     } catch (...) {
-      error = std::current_exception();  // handed to whoever waits for the work
+      error = std::current_exception();  // rethrown to callers that wait
     }
     std::this_thread::sleep_until(until);
     job.start = nullptr;
@@ -134,7 +134,7 @@ void SimBackend::serve() {
   }
 }
 
-// Bytes are those of the usual ring and tree algorithms: an all-reduce sends 2 (n-1)/n of the tensor.
+// Bytes of the usual ring and tree algorithms: an all-reduce sends 2 (n-1)/n of the tensor.
 SimBackend::Work SimBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   return enqueue(c10d::OpType::BROADCAST, bytes_of(tensors), tensors,
                  [this, tensors, options]() mutable { return inner_->broadcast(tensors, options); });
@@ -199,7 +199,7 @@ SimBackend::Work SimBackend::alltoall_base(at::Tensor& output, at::Tensor& input
                                            std::vector<int64_t>& output_splits,
                                            std::vector<int64_t>& input_splits,
                                            const c10d::AllToAllOptions& options) {
-  // A link is as busy with what it sends as with what it receives; a rank's own rows stay.
+  // A link is as busy with sending as with receiving; a rank's own rows are not sent.
   const auto bytes_on_wire = [this](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
     const double n = getSize(), all = bytes_of(tensor);
     if (splits.empty() || tensor.numel() == 0) return (n - 1) / n * all;

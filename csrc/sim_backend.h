@@ -1,8 +1,7 @@
-// `sim`: a c10d backend with the clock of a slow link. A collective takes start-up + bytes on the wire /
-// bandwidth, one after another, on a worker thread; the data really moves, through an inner backend. It
-// makes overlap visible on any machine and its tests exact. On an accelerator with the `single_process`
-// backend inside, the time passes on a stream of its own, held by a kernel that does nothing but wait, and no
-// host thread is involved.
+// `sim`: a c10d backend with the timing of a slow link. A collective takes start-up + bytes on the wire /
+// bandwidth, one after another, on a worker thread; an inner backend moves the data. It makes overlap visible
+// on any machine and its tests exact. On an accelerator with `single_process` as inner backend, the time
+// passes on a stream of its own in a kernel that only waits, without a host thread.
 #pragma once
 
 #include <condition_variable>
@@ -55,7 +54,7 @@ class SimBackend : public c10d::Backend {
   std::deque<Job> queue_;
   bool closing_ = false;
   std::optional<c10::Stream> device_link_;
-  std::thread link_;  // last: it reads all of the above
+  std::thread link_;  // last member: the thread reads the others
 };
 
 }  // namespace oases

@@ -5,7 +5,7 @@
 namespace oases {
 namespace {
 
-// On an accelerator what was done is on the current stream.
+// On an accelerator the result is on the current stream.
 c10::intrusive_ptr<c10d::Work> done(int rank, c10d::OpType type, std::vector<at::Tensor> outputs) {
   auto work = c10::make_intrusive<LocalWork>(rank, type, std::move(outputs));
   work->end(nullptr);
@@ -43,7 +43,7 @@ SingleProcessBackend::Work SingleProcessBackend::_reduce_scatter_base(at::Tensor
 SingleProcessBackend::Work SingleProcessBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                                std::vector<int64_t>&, std::vector<int64_t>&,
                                                                const c10d::AllToAllOptions&) {
-  // The others send what they would be sent, as far as it fits.
+  // The other ranks send what they would receive, as far as it fits.
   const auto rows = std::min(output.size(0), input.size(0));
   output.zero_();
   output.narrow(0, 0, rows).copy_(input.narrow(0, 0, rows));

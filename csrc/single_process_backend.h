@@ -1,6 +1,7 @@
-// `single_process`: a c10d backend of one process that stands for a whole group. The other ranks are taken to
-// hold what this one holds in a gather and nothing in a sum, so nothing is sent; under the `sim` backend only
-// time passes. What a schedule hides then shows on one device, without the other ranks' compute on it.
+// `single_process`: a c10d backend in which one process represents a whole group (compare torch's "fake"
+// backend). The other ranks are assumed to hold the same data in a gather and zeros in a sum, so nothing is
+// sent; under the `sim` backend only time passes. This shows on one device what a schedule hides, without the
+// other ranks' compute.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

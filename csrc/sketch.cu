@@ -1,5 +1,5 @@
-// Sums are taken over sorted cells, one thread to a sum and in the order of the keys, so that they are the
-// same on every run and the same as on CPU.
+// Sums over sorted cells, one thread per sum and in the order of the keys, so that they are reproducible and
+// equal to those on the CPU.
 #include "sketch_kernels.h"
 
 #include "hashing.h"
@@ -16,7 +16,7 @@ __global__ void find_cells(const int64_t* keys, int64_t m, SketchShape shape, in
   }
 }
 
-// One row of threads to an entry; only the first entry of a cell has work to do, for all of that cell.
+// One row of threads per entry; only the first entry of a cell works, for the whole cell.
 __global__ void sum_cells(const int64_t* keys, const float* values, int64_t m, SketchShape shape,
                           bool with_signs, const int64_t* sorted, const int64_t* order, float* table) {
   const int64_t entries = m * shape.rows, n = shape.n;

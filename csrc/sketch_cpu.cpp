@@ -46,8 +46,8 @@ void sketch_cells(const int64_t* keys, int64_t m, SketchShape shape, int64_t* ce
 
 void sketch_encode(const int64_t* keys, const float* values, int64_t m, SketchShape shape, bool with_signs,
                    const int64_t*, const int64_t*, float* table) {
-  // A task owns some columns of one row and looks at all keys: a cell then gets its values in the order of
-  // the keys, however many threads there are.
+  // A task owns some columns of one row and scans all keys: a cell then gets its values in the order of the
+  // keys for any number of threads.
   const int64_t parts = (at::get_num_threads() + shape.rows - 1) / shape.rows, n = shape.n;
   at::parallel_for(0, shape.rows * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {

@@ -1,4 +1,4 @@
-// The count sketch as ops.
+// torch.library ops of the count sketch.
 #include <torch/library.h>
 
 #include "dispatch.h"

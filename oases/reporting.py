@@ -1,9 +1,8 @@
-"""What was hidden and what was exposed, read from the tickets of every collective that this process waited for.
+"""Overlap report: hidden and exposed communication, from the tickets of all collectives of this process.
 
-`oases.report()` answers the question every user of overlap has: is it on? Per stack and layer it gives the
-collectives, their bytes, the seconds the link was busy, the seconds the compute stood still for it, and the share
-hidden = 1 - stood still / busy. Below that stand sections of what else sends, such as
-reducers of sparse gradients.
+`oases.report()` shows whether overlap is on. Per stack and layer it gives the collectives, their bytes, the seconds
+the link was busy, the seconds the compute waited for it, and hidden = 1 - waited / busy. Further sections cover
+other senders, such as reducers of sparse gradients.
 """
 
 from __future__ import annotations
@@ -44,42 +43,42 @@ def build_text() -> str:
 
 
 class Section(Protocol):
-    """What one owner has to tell; prints as a table. title: the line above it."""
+    """Section of one owner; prints as a table. title: the line above it."""
 
     title: str
 
     def json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The section as plain data."""
 
 
 class Owner(Protocol):
-    """Something that counts what it sends. ranks: global ones of those that it sends among; () without a group."""
+    """Object that counts what it sends. ranks: global ranks of its group; () without a group."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """See above."""
+        """Global ranks of its group."""
 
     def section(self) -> Section | None:
-        """What it counted; None before there is anything."""
+        """Its counts; None before there are any."""
 
 
 _numbers = itertools.count()
-_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in the order in which they came
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of registration
 
 
 def register(owner: Owner) -> None:
-    """Have reports show an owner, as long as it lives: nothing but a weak reference is kept."""
+    """Include an owner in reports as long as it lives; only a weak reference is kept."""
     _owners[next(_numbers)] = owner
 
 
 def sections_of(ranks: tuple[int, ...]) -> list[Section]:
-    """The sections of all owners among these ranks, in the order in which they were registered."""
+    """Sections of all owners among these ranks, in order of registration."""
     found = [owner.section() for owner in _owners.values() if owner.ranks == ranks]
     return [section for section in found if section is not None]
 
 
 WHOLE_BATCH = ", whole batch"
-"""Behind a stack's label where it ran a batch too small for its sub-batches in one piece."""
+"""Suffix of a stack's label for batches too small for its sub-batches, which run whole."""
 _OP = re.compile(
     r"(?P<kind>F|C|R|RC|BC|B) (?P<block>\d+)\.\d+ \((?P<stack>stack (?P<number>\d+)[^,]*)"
     rf"(?P<whole>{WHOLE_BATCH})?, (layer (?P<layer>\d+), )?"
@@ -98,7 +97,7 @@ class Row:
 
     @property
     def hidden(self) -> float | None:
-        """Share of the link's time that ran under compute; None where nothing was sent."""
+        """Fraction of the link's time under compute; None if nothing was sent."""
         if not self.link_seconds:
             return None
         return max(0.0, 1.0 - self.blocked_seconds / self.link_seconds)
@@ -113,10 +112,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `oases.report()` returns; prints as a table, below it what the extension was built with.
+    """Result of `oases.report()`; prints as a table, followed by the build of the extension.
 
-    stacks: one row each, and one more for batches too small for its sub-batches, which ran whole. others: collectives
-    of no stack's schedule. sections: what other parts sent by themselves, as `S2Reducer`.
+    stacks: one row each, and another for batches too small for its sub-batches, which ran whole. others:
+    collectives outside of stack schedules. sections: other senders, such as `S2Reducer`.
     """
 
     stacks: list[Row]
@@ -126,7 +125,7 @@ class Report:
 
     @property
     def hidden(self) -> float | None:
-        """Share hidden over all stacks and layers; None where nothing was sent."""
+        """Hidden fraction over all stacks and layers; None if nothing was sent."""
         total = Row("total")
         for row in self.stacks + self.others:
             total.link_seconds += row.link_seconds
@@ -162,12 +161,12 @@ class Report:
 
 
 def names_op(label: str) -> bool:
-    """Whether a ticket's label is that of an op of a stack's schedule."""
+    """Whether a ticket's label is of an op of a stack's schedule."""
     return _OP.match(label) is not None
 
 
 def report(process_group: dist.ProcessGroup | None = None) -> Report:
-    """What the collectives of a group (None: the default group) cost this rank so far, and what was hidden."""
+    """Report of a group's collectives on this rank so far (None: the default group): cost and hidden fraction."""
     if process_group is None:
         if not dist.is_initialized():
             return Report([], [], [], sections_of(()))

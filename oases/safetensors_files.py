@@ -1,4 +1,4 @@
-"""Files of safetensors: their headers, parts of their tensors, and files written piece by piece."""
+"""Reading and writing of safetensors files: headers, slices of tensors, and incremental writes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from oases.errors import UsageError
 
 Index = tuple[slice, ...]
-"""A part of a tensor: of each dimension, from where to where."""
+"""Index of a slice of a tensor: start and stop of each dimension."""
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-"""The names that transformers gives a model's one file, and the index of its several."""
+"""File names of transformers: a model's single file, and the index of several files."""
 
 TYPES = {
     "F64": torch.float64,
@@ -38,19 +38,19 @@ TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The format's codes of types."""
+"""Dtype codes of the format."""
 
 CODES = {dtype: code for code, dtype in TYPES.items()}
 
 MAPPED_BYTES = 2 << 20
-"""A file is mapped anew after so many bytes were read: pages once touched count as memory while they are mapped."""
+"""Bytes read after which a file is mapped again: touched pages count as memory while they are mapped."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A whole tensor that can be read in parts. where: what holds it, for messages. dtype: None if unknown here."""
+    """Tensor that can be read in slices. where: its source, for messages. dtype: None if unknown."""
 
     where: str
     shape: tuple[int, ...]
@@ -59,10 +59,10 @@ class Stored:
 
 
 def stored_tensors(source: str | Path | Mapping[str, Tensor]) -> dict[str, Stored]:
-    """What there is to load, by the names in the source; only headers are read.
+    """Tensors available in a source, by name; only headers are read.
 
-    source: a file of safetensors, a folder of them with or without an index, an index, or whole tensors by name.
-    UsageError names the file, what is wrong with it and the remedy.
+    source: a safetensors file, a folder of them with or without an index, an index, or whole tensors by name.
+    Raises UsageError with the file, the problem and the remedy.
     """
     if isinstance(source, Mapping):
         return {
@@ -84,7 +84,7 @@ def stored_tensors(source: str | Path | Mapping[str, Tensor]) -> dict[str, Store
 
 
 def configuration(source: str | Path | Mapping[str, Tensor]) -> dict[str, Any]:
-    """The config.json beside the files; empty where there is none."""
+    """The config.json beside the files; empty if there is none."""
     if isinstance(source, Mapping):
         return {}
     path = Path(source)
@@ -93,15 +93,15 @@ def configuration(source: str | Path | Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def write_header(file: BinaryIO, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
-    """Begin a file of these tensors and return the position of each one's first byte, to seek and write.
+    """Write the header of a file of these tensors and return the offset of each one's first byte.
 
-    Types of more bytes come first, so that every tensor is aligned.
+    Wider dtypes come first, so that every tensor is aligned.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
         if dtype not in CODES:
-            raise UsageError(f"tensor {name!r} is of type {dtype}, which safetensors does not know; convert it")
+            raise UsageError(f"tensor {name!r} is of type {dtype}, which safetensors does not support; convert it")
         begins[name], end = end, end + dtype.itemsize * math.prod(shape)
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
     text = json.dumps(header).encode()
@@ -112,7 +112,7 @@ def write_header(file: BinaryIO, tensors: Mapping[str, tuple[torch.dtype, tuple[
 
 
 class _File:
-    """One file, mapped for as long as little of it was read."""
+    """One mapped file, remapped as it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -124,8 +124,8 @@ class _File:
             return safe_open(self.path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise UsageError(
-                f"{str(self.path)!r} is no whole file of safetensors: {error}; it is truncated, corrupt, or stands "
-                "for a file not fetched (Git LFS): copy or download it again"
+                f"{str(self.path)!r} is not a complete safetensors file: {error}; it is truncated, corrupt, or a "
+                "placeholder of a file not fetched (Git LFS): copy or download it again"
             ) from error
 
     def tensors(self) -> dict[str, Stored]:
@@ -179,14 +179,14 @@ def _indexed(index: Path) -> list[Path]:
         if not file.is_file():
             lacking = sum(index.parent / name == file for name in weight_map.values())
             raise UsageError(
-                f"index {str(index)!r} names {file.name!r} for {lacking} tensors, and there is no such file; fetch "
+                f"index {str(index)!r} names {file.name!r} for {lacking} tensors, but there is no such file; fetch "
                 "it again"
             )
     return files
 
 
 def _require_indexed(path: Path, found: Mapping[str, Stored]) -> None:
-    """An index that promises what its files lack is of another model."""
+    """Raise UsageError for an index that names tensors missing from its files: it is of another model."""
     index = path / INDEX_FILE if path.is_dir() and not (path / MODEL_FILE).is_file() else path
     if not (index.is_file() and index.name.endswith(".index.json")):
         return
@@ -204,7 +204,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise UsageError(f"index {str(index)!r} has no 'weight_map' from tensors to files; fetch it again")
     for name in found.values():
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise UsageError(f"index {str(index)!r} names {name!r} outside its folder; use files of the folder alone")
+            raise UsageError(f"index {str(index)!r} names {name!r} outside its folder; give files in the folder only")
     return found
 
 
@@ -212,9 +212,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UsageError(f"{str(path)!r} is no JSON: {error}; fetch it again") from error
+        raise UsageError(f"{str(path)!r} is not JSON: {error}; fetch it again") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{str(path)!r} holds no JSON object; fetch it again")
+        raise UsageError(f"{str(path)!r} is not a JSON object; fetch it again")
     return found
 
 

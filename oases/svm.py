@@ -1,4 +1,4 @@
-"""The public names of `oases_svm`, classifiers with the true hinge loss; see docs/svm.md. Needs no torch."""
+"""Public names of `oases_svm`, classifiers with the exact hinge loss; see docs/svm.md. Needs no torch."""
 
 import sys
 
@@ -7,6 +7,6 @@ from oases_svm import NonconvexSVC, NonconvexSVCCV, Path, Penalty, plot_path, sv
 
 __all__ = ["NonconvexSVC", "NonconvexSVCCV", "Path", "Penalty", "plot_path", "svc_path"]
 
-# Estimators pickled by an earlier version name their class by the module it was in.
+# Estimators pickled by an earlier version refer to this module.
 for _name in ("cross_validation", "estimator", "path", "penalties"):
     globals()[_name] = sys.modules[f"{__name__}.{_name}"] = getattr(oases_svm, _name)

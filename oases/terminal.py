@@ -27,7 +27,7 @@ console = Console(highlight=False, markup=False)  # paths may hold brackets
 if not console.is_terminal:
     console = Console(
         highlight=False, markup=False, width=110
-    )  # a log has no width of its own; 80 would cut the tables
+    )  # logs have no width; 80 columns would truncate tables
 
 console.quiet = os.environ.get("RANK", "0") != "0"  # under torchrun every rank runs the command; rank 0 prints
 

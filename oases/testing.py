@@ -1,10 +1,10 @@
-"""Real ranks for tests: a pool of processes joined by gloo that run functions and return their results.
+"""Multi-process testing: a pool of gloo ranks that run functions and return their results.
 
     with RankPool(2) as ranks:
         results = ranks.run(function, argument)     # one result per rank
 
-The processes are started once and reused, because importing torch costs more than most tests. All pools of a
-process take their ranks from one server, which has imported torch already.
+Processes are started once and reused, because importing torch costs more than most tests. All pools of a process
+fork their ranks from one server, which has already imported torch.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
 
 
 class RankPool:
-    """`size` fresh processes with a default gloo group.
+    """Pool of `size` new processes with a default gloo group.
 
-    Functions must be importable by name, arguments and results picklable. After a call that failed, whose group may
-    be of no more use, the next one has processes of its own.
+    Functions must be importable by name, arguments and results picklable. After a failed call, which may leave the
+    group unusable, the next call starts new processes.
     """
 
     def __init__(self, size: int) -> None:
@@ -73,7 +73,7 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300.0) -> list[Any]:
         """Call `function(*args)` on every rank; return the results in rank order.
 
-        Raises RuntimeError with the first failed rank's traceback or for one that died, TimeoutError for one
+        Raises RuntimeError with the first failed rank's traceback or for a rank that died, TimeoutError for one
         that hangs.
         """
         if not self._connections:
@@ -103,7 +103,7 @@ class RankPool:
         self.close()
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for connection, process in zip(self._connections, self._processes, strict=True):
             if process.is_alive():
                 try:

@@ -1,6 +1,6 @@
-"""Support vector machines with the true hinge loss and penalties that do not shrink what they keep; see docs/svm.md.
+"""Support vector machines with the exact hinge loss and nonconvex penalties; see docs/svm.md.
 
-Imports numpy, scipy and scikit-learn alone; torch where a process group is given, matplotlib where a path is drawn.
+Requires numpy, scipy and scikit-learn; torch only for a process group, matplotlib only to plot a path.
 """
 
 try:

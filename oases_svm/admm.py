@@ -1,10 +1,11 @@
-"""The alternating direction method of multipliers for the penalised hinge loss (Guan et al., arXiv 1809.03655).
+"""ADMM for the penalised hinge loss (Guan et al., arXiv 1809.03655).
 
     w = z,   H w + b y + xi = 1 + s,   xi, s >= 0
 
-with exact proximal maps of any penalty. Beyond the paper: a hinge that is averaged with weights c_i has the step
-rho2 c_i for its row, so that steps need not follow n and equal rows act as one heavier row; over-relaxation; residual
-balancing; a stop on both residuals. Columns are scaled so that rho1 stays above the penalty's weak-convexity modulus.
+with exact proximal maps of any penalty. Beyond the paper: a hinge with weights c_i has the step size rho2 c_i for
+its row, so that step sizes need not depend on n and duplicate rows act as one heavier row; over-relaxation;
+residual balancing; a stopping rule on both residuals. Columns are scaled so that rho1 stays above the penalty's
+weak-convexity modulus.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from oases_svm.vertex import Budget
 RHO1, RHO2 = 1.0, 3.0
 _RELAXED = 1.6
 _CHECKED = 10
-"""Steps between two looks at the residuals."""
+"""Steps between two checks of the residuals."""
 _LEAST = 20
 _UNBALANCED = 10.0
 _BALANCED_UNTIL = 400
-"""Steps after which rho stays, as convergence needs."""
+"""Steps after which rho stays fixed, as convergence requires."""
 _ABOVE_MODULUS = 1.5
 
 
 @dataclass
 class Outcome:
-    """z and b in the units of the columns given, residuals relative to what they are residuals of."""
+    """z and b in units of the given columns, with relative residuals."""
 
     z: Floats
     b: float
@@ -40,13 +41,13 @@ class Outcome:
 
 
 def least_scale(penalty: Penalty) -> float:
-    """Columns scaled by at least this keep rho1 above the modulus of weak convexity."""
+    """Minimum column scale that keeps rho1 above the modulus of weak convexity."""
     modulus = penalty.modulus if np.isfinite(penalty.modulus) else penalty.lam / penalty.shape
     return float(np.sqrt(_ABOVE_MODULUS * modulus / RHO1))
 
 
 class Admm:
-    """Its variables, which a next call goes on from.
+    """ADMM state, from which the next call continues.
 
     matrix: H [n, d], rows y_i x_i, columns divided by scale [d]; labels y [n]; weights c [n] that sum to 1.
     """
@@ -67,13 +68,13 @@ class Admm:
         self.equations = NormalEquations(matrix, weights, RHO1 / RHO2)
 
     def begin(self, z: Floats, b: float) -> None:
-        """Go on from these coefficients, in the units of the columns."""
+        """Start from these coefficients, in units of the columns."""
         self.z, self.b = z.copy(), b
         margin = self.matrix.times(z) + b * self.labels
         self.xi, self.s = np.maximum(1 - margin, 0.0), np.maximum(margin - 1, 0.0)
 
     def run(self, steps: int, tol: float, budget: Budget) -> Outcome:
-        """At most `steps` steps, until both residuals are below tol."""
+        """Run at most `steps` steps, until both residuals are below tol."""
         primal = dual = np.inf
         for step in range(1, steps + 1):
             if not budget.spend(2.0 * self.matrix.shape[0] * self.matrix.shape[1]):
@@ -91,7 +92,7 @@ class Admm:
         return Outcome(self.z, self.b, float(primal), float(dual), False)
 
     def _step(self) -> tuple[Floats, Floats]:
-        """All updates once, in the paper's order; returns w and H w + b y before they are relaxed."""
+        """Update all variables once, in the paper's order; returns w and H w + b y before relaxation."""
         y, c, rho = self.labels, self.weights, RHO1 / RHO2
         rho1, rho2 = self.factor * RHO1, self.factor * RHO2
         target = self.s + 1 - self.xi - self.v
@@ -120,7 +121,7 @@ class Admm:
         return float(primal / (1 + size)), float(dual / (1 + force))
 
     def _balance(self, primal: float, dual: float) -> None:
-        """Change rho1 and rho2 together, which the factor does not see."""
+        """Scale rho1 and rho2 together, which keeps the factorisation valid."""
         change = 2.0 if primal > _UNBALANCED * dual else 0.5 if dual > _UNBALANCED * primal else 1.0
         if change < 1 and self.factor * change < 1 and self.penalty.modulus > 0:
             return  # rho1 must stay above the modulus

@@ -1,8 +1,8 @@
-"""Data-parallel: every rank of a process group has some of the rows (after Guan et al., FITEE 21(4), 2020).
+"""Data-parallel fits: every rank of a process group has some of the rows (after Guan et al., FITEE 21(4), 2020).
 
-ADMM by consensus: a rank solves for coefficients of its own on its rows, and the proximal map of their mean makes
-them agree, d + 1 numbers a step. The descent needs columns, a few of which are gathered, and products with all of
-them, which are summed. Every rank walks the same way and has the same result.
+Consensus ADMM: each rank solves for its own coefficients on its rows, and the proximal map of their mean makes them
+agree, at d + 1 numbers per step. The descent gathers a few columns and sums matrix-vector products. Every rank
+takes the same steps and has the same result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROUGH = 1e-3
 
 
 class Ranks:
-    """Sums and gathered rows over a process group of torch. ImportError where there is no torch."""
+    """Collectives over a torch process group. Raises ImportError if torch is not available."""
 
     def __init__(self, group: Any) -> None:
         try:
@@ -37,34 +37,34 @@ class Ranks:
         self._device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
     def sum(self, values: Any) -> Floats:
-        """Elementwise, over the ranks."""
+        """Element-wise sum over the ranks."""
         return self._reduced(values, self._dist.ReduceOp.SUM)
 
     def maximum(self, values: Any) -> Floats:
-        """Elementwise, over the ranks."""
+        """Element-wise maximum over the ranks."""
         return self._reduced(values, self._dist.ReduceOp.MAX)
 
     def join(self, rows: Floats) -> Floats:
-        """All ranks' rows [n of the rank, ...], in the order of the ranks."""
+        """Gather all ranks' rows [n of the rank, ...], in rank order."""
         counts = [len(part) for part in self._objects(np.empty(len(rows), dtype=np.int8))]
         every = np.zeros((sum(counts), *rows.shape[1:]))
         start = sum(counts[: self.rank])
         every[start : start + len(rows)] = rows
-        return self.sum(every)  # zeros elsewhere: a gather of uneven parts
+        return self.sum(every)  # zeros elsewhere: a gather of uneven shards
 
     def union(self, labels: Any) -> Any:
-        """All ranks' labels, sorted."""
+        """Sorted union of all ranks' labels."""
         return np.unique(np.concatenate(self._objects(labels)))
 
     def explore(self, polish: Polish, penalty: Penalty) -> Floats:
-        """ADMM by consensus over the columns worked on; `oases_svm.solver.Explore`."""
+        """Consensus ADMM over the working columns; `oases_svm.solver.Explore`."""
         design = polish.design
         assert isinstance(design, SharedDesign)
         columns = polish.columns
         scale = np.maximum(design.scale[columns], least_scale(penalty))
         change = scale / design.scale[columns]
         own = slice(design.start, design.start + design.owned)
-        # The intercept is one more column, which has no penalty.
+        # The intercept is an additional column without penalty.
         h = np.column_stack([polish.block[own] / change, design.labels[own]])
         return self._agreed(h, design, own, (penalty, scale), polish)[:-1] / change
 
@@ -80,7 +80,7 @@ class Ranks:
         xi: Floats = np.ones(len(c))
         s: Floats = np.zeros(len(c))
         for step in range(1, _STEPS + 1):
-            # Of all ranks' rows: what a rank has of its own would let them end at different steps.
+            # Over all ranks' rows: local residuals would stop ranks at different steps.
             if not polish.budget.spend(2.0 * design.rows * h.shape[1]):
                 break
             target = s + 1 - xi - v
@@ -115,7 +115,7 @@ class Ranks:
 
 
 class SharedDesign(Design):
-    """A design whose x is a part of the rows; labels, weights, columns and margins are of all ranks' rows."""
+    """Design whose x is a shard of the rows; labels, weights, columns and margins are of all ranks' rows."""
 
     def __init__(
         self, x: Any, labels: Floats, weights: Floats, intercept: bool, ranks: Ranks, moments: Any = None
@@ -127,23 +127,23 @@ class SharedDesign(Design):
         super().__init__(x, ranks.join(labels), ranks.join(weights), intercept, self.own.moments)
 
     def raw_columns(self, indices: Any) -> Floats:
-        """Of all ranks' rows."""
+        """Columns of all ranks' rows."""
         return self.ranks.join(self.own.raw_columns(indices))
 
     def columns(self, indices: Any) -> Floats:
-        """Of all ranks' rows."""
+        """Columns of all ranks' rows."""
         return np.asfortranarray(self.ranks.join(self.own.columns(indices)))
 
     def correlate(self, multipliers: Floats) -> Floats:
-        """With the multipliers of all ranks' rows."""
+        """Correlations with the multipliers of all ranks' rows."""
         return self.ranks.sum(self.own.correlate(self._part(multipliers)))
 
     def force(self, multipliers: Floats) -> Floats:
-        """With the multipliers of all ranks' rows."""
+        """Force of the multipliers of all ranks' rows."""
         return self.ranks.sum(self.own.force(self._part(multipliers)))
 
     def margins(self, w: Floats, b: float) -> Floats:
-        """Of all ranks' rows."""
+        """Margins of all ranks' rows."""
         return self.ranks.join(self.own.margins(w, b))
 
     def _part(self, multipliers: Floats) -> Floats:
@@ -151,7 +151,7 @@ class SharedDesign(Design):
 
 
 def _moments(x: Any, weights: Floats, intercept: bool, ranks: Ranks) -> tuple[Floats, Floats, Any]:
-    """Centre, scale and use of the columns of all ranks' rows."""
+    """Centre, scale and usability of the columns over all ranks' rows."""
     d = x.shape[1]
     mean = ranks.sum(np.asarray(x.T @ weights).ravel()) if intercept else np.zeros(d)
     largest, squares = spread_about(x, weights, mean, ranks.maximum)

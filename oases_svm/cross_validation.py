@@ -1,4 +1,4 @@
-"""The classifier whose lambda is chosen, by cross-validation or an information criterion."""
+"""Classifier that chooses lambda by cross-validation or an information criterion."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from oases_svm.problems import Problems
 
 
 class NonconvexSVCCV(LinearClassifier):
-    """NonconvexSVC with the lambda of best accuracy on held-out folds, or of least BIC.
+    """NonconvexSVC with the lambda of the best accuracy on held-out folds, or of the lowest BIC.
 
     Parameters
     ----------
     penalty, theta, fit_intercept, max_iter, tol, class_weight :
-        As of NonconvexSVC.
+        See NonconvexSVC.
     lams : array or None
-        The lambdas to choose from; None for n_lambdas of them, from the least with w = 0 down to eps of it.
+        Candidate lambdas; None for n_lambdas of them, from the smallest with w = 0 down to eps times it.
     n_lambdas, eps :
         See lams.
     cv : int, splitter, iterable or None
-        As everywhere in scikit-learn; None for five stratified folds.
+        As in scikit-learn; None for five stratified folds.
     criterion : {"cv", "bic"}
-        Of equal ones, the solution of fewest non-zeros is taken, and of these that of the largest lambda.
+        Ties go to the solution with the fewest non-zeros, then to the largest lambda.
     search : bool or None
-        As of NonconvexSVC; None to choose that, too.
+        See NonconvexSVC; None to choose it, too.
 
     Attributes
     ----------
-    lam_, search_ : the lambda and the kind of solution chosen
-    lams_ : all of them, falling, [L]
-    scores_ : accuracy by fold, [folds, L]; of "bic": the criterion with the opposite sign, [1, L]
+    lam_, search_ : chosen lambda and kind of solution
+    lams_ : all lambdas, decreasing, [L]
+    scores_ : accuracy by fold, [folds, L]; for "bic" the negated criterion, [1, L]
     path_ : the `oases.svm.Path` of all data
-    coef_ and the rest : as of NonconvexSVC, the solution of path_ with lam_
+    coef_ and others : as in NonconvexSVC, of the solution of path_ with lam_
 
-    scores_ and path_ are of the kind of solution chosen.
+    scores_ and path_ are of the chosen kind of solution.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class NonconvexSVCCV(LinearClassifier):
         self.search = search
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> NonconvexSVCCV:
-        """Choose lambda and fit; arguments as of NonconvexSVC."""
+        """Choose lambda and fit; arguments as in NonconvexSVC."""
         if self.criterion not in ("cv", "bic"):
             raise ValueError(f"criterion={self.criterion!r} is unknown; known are 'cv', 'bic'")
         check_steps(self.max_iter, self.tol)
@@ -104,10 +104,10 @@ class NonconvexSVCCV(LinearClassifier):
     def _scored(
         self, penalty: Penalty, lams: Any, paths: dict[bool, Path], X: Any, y: Any, sample_weight: Any
     ) -> dict[bool, Any]:
-        """Weighted accuracy of each fold's path on what the fold leaves out: [folds, L], by kind.
+        """Weighted accuracy of each fold's path on its held-out data: [folds, L], by kind of solution.
 
-        Where all coefficients of a path of all data are zero, those of the folds are, too: else what is scored there
-        would be another thing than what is to be chosen.
+        If all coefficients of the path of all data are zero, those of the folds are set to zero, too; otherwise the
+        score would be of another solution than the one to choose.
         """
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, reset=False)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64)
@@ -129,4 +129,4 @@ class NonconvexSVCCV(LinearClassifier):
 
 
 class _Fold(LinearClassifier):
-    """What the data of a fold are validated for, so that the classifier keeps the names of its own."""
+    """Validation settings of a fold's data, so that the classifier keeps its own feature names."""

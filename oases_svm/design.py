@@ -1,8 +1,8 @@
-"""The data of one binary problem as the solvers see it: y_i x_i, centred and scaled, dense or sparse.
+"""Data of one binary problem for the solvers: y_i x_i, centred and scaled, dense or sparse.
 
 Coefficients are found for columns (x_j - centre_j) / scale_j of mean square 1, which conditions the linear algebra
-and changes nothing else: the penalty is taken of the coefficients of x_j itself, and the intercept, which has no
-penalty, absorbs the centres. Without an intercept nothing is centred.
+only: the penalty applies to the coefficients of x_j itself, and the unpenalised intercept absorbs the centres.
+Without an intercept nothing is centred.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from scipy import sparse
 from oases_svm.penalties import Floats
 
 _CONSTANT = 1e-10
-"""Of a column's largest entry: a spread below it is rounding, and the column constant."""
+"""Fraction of a column's largest entry below which its spread is rounding and the column constant."""
 
 _BLOCK = 256
 
 
 class Design:
-    """Columns on demand.
+    """Columns computed on demand.
 
-    x [n, d], float, dense or sparse; labels [n] of -1 and 1; weights [n] > 0 that sum to 1, over all ranks where x is
-    a part of the rows. moments: those of another design of this x and these weights. keys [n]: numbers that order the
-    rows wherever they stand; None for their places.
+    x [n, d], float, dense or sparse; labels [n] of -1 and 1; weights [n] > 0 that sum to 1, over all ranks if x is
+    a shard of the rows. moments: those of another design with this x and these weights. keys [n]: numbers that
+    order the rows independently of their positions; None for the positions.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Design:
 
     @property
     def rows(self) -> int:
-        """How many rows `columns` and `correlate` deal with."""
+        """Number of rows of `columns` and `correlate`."""
         return len(self.labels)
 
     def raw_columns(self, indices: Any) -> Floats:
@@ -53,7 +53,7 @@ class Design:
         return np.asarray(picked * self.labels[:, None])
 
     def columns(self, indices: Any) -> Floats:
-        """y_i (x_ij - centre_j) / scale_j for these j: [n, len(indices)], in Fortran's order."""
+        """y_i (x_ij - centre_j) / scale_j for these j: [n, len(indices)], column-major."""
         picked = self.x[:, indices]
         picked = picked.toarray(order="F") if sparse.issparse(picked) else np.array(picked, dtype=float, order="F")
         picked -= self.center[indices]
@@ -68,24 +68,24 @@ class Design:
         return np.where(self.usable, (total - self.center * signed.sum()) / self.scale, 0.0)
 
     def force(self, multipliers: Floats) -> Floats:
-        """sum_i multipliers_i y_i x_ij for every j, of the columns as they were given: [d]."""
+        """sum_i multipliers_i y_i x_ij for every j, of the given columns: [d]."""
         return np.asarray(self.x.T @ (multipliers * self.labels)).ravel()
 
     def margins(self, w: Floats, b: float) -> Floats:
-        """y_i (x_i'w + b), of the columns as they were given: [n]."""
+        """y_i (x_i'w + b), of the given columns: [n]."""
         support = np.flatnonzero(w)
         picked = self.x if 4 * len(support) > self.features else self.x[:, support]
         w = w if picked is self.x else w[support]
         return np.asarray(self.labels * (np.asarray(picked @ w).ravel() + b))
 
     def _moments(self) -> tuple[Floats, Floats, Any]:
-        """Centre, scale (root mean square about it) and whether it varies, of each column."""
+        """Centre, scale (root mean square about it) and usability (not constant) of each column."""
         mean = np.asarray(self.x.T @ self.weights).ravel() if self.intercept else np.zeros(self.features)
         return moments_from(mean, *spread_about(self.x, self.weights, mean))
 
 
 def moments_from(mean: Floats, largest: Floats, squares: Floats) -> tuple[Floats, Floats, Any]:
-    """The moments of a design from the columns' means and what `spread_about` finds."""
+    """Moments of a design from the columns' means and the results of `spread_about`."""
     spread = np.sqrt(np.maximum(squares, 0.0)) * largest
     usable = (spread > _CONSTANT * largest) & (largest > 0)
     return np.where(usable, mean, 0.0), np.where(usable, spread, 1.0), usable
@@ -94,7 +94,7 @@ def moments_from(mean: Floats, largest: Floats, squares: Floats) -> tuple[Floats
 def spread_about(
     x: Any, weights: Floats, mean: Floats, over_ranks: Callable[[Floats], Floats] = np.asarray
 ) -> tuple[Floats, Floats]:
-    """Of each column: its largest |x_ij| (of all ranks), and the weighted squares about the mean in units of that."""
+    """For each column the largest |x_ij| (of all ranks), and the weighted squares about the mean in units of that."""
     if sparse.issparse(x):
         largest = over_ranks(np.asarray(np.abs(x).max(axis=0).todense()).ravel())
         safe = np.where(largest > 0, largest, 1.0)
@@ -107,7 +107,7 @@ def spread_about(
     largest = over_ranks(np.maximum(x.max(axis=0), -x.min(axis=0)))
     safe = np.where(largest > 0, largest, 1.0)
     squares = np.zeros(x.shape[1])
-    for start in range(0, len(x), _BLOCK):  # a block of rows is a small copy
+    for start in range(0, len(x), _BLOCK):  # by blocks of rows, to limit copies
         part = (x[start : start + _BLOCK] - mean) / safe
         squares += weights[start : start + _BLOCK] @ np.square(part, out=part)
     return largest, squares

@@ -1,4 +1,4 @@
-"""The classifier, with the manners of scikit-learn."""
+"""Classifier with the scikit-learn estimator API."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MAX_ITER = 1_000_000
 
 
 class LinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """What follows from `coef_`, `intercept_` and `classes_`."""
+    """Methods that depend on `coef_`, `intercept_` and `classes_` only."""
 
     def decision_function(self, X: Any) -> Any:
-        """Distances to the hyperplanes, in units of the margin: [n] of two classes, [n, classes] of more."""
+        """Signed distances to the hyperplanes, in units of the margin: [n] for two classes, else [n, classes]."""
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse=("csr", "csc"), dtype=np.float64, reset=False)
         scores = safe_sparse_dot(X, self.coef_.T, dense_output=True) + self.intercept_
         return scores.ravel() if len(self.classes_) == 2 else scores
 
     def predict(self, X: Any) -> Any:
-        """The class of each row."""
+        """Predicted class of each row."""
         scores = self.decision_function(X)
         return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)]
 
@@ -39,7 +39,7 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _keep(self, found: list[Solution], tol: float, multipliers: list[Any]) -> None:
-        """Set the attributes of a fit, and warn where it did not converge."""
+        """Set the attributes of a fit, and warn if it did not converge."""
         self.coef_ = np.stack([solution.w for solution in found])
         self.intercept_ = np.array([solution.b for solution in found])
         self.multipliers_ = np.stack(multipliers)
@@ -59,43 +59,43 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 class NonconvexSVC(LinearClassifier):
-    """Linear support vector classifier: mean hinge loss + sum_j p(w_j), the intercept without penalty.
+    """Linear support vector classifier: mean hinge loss + sum_j p(w_j), with an unpenalised intercept.
 
     Parameters
     ----------
     penalty : {"scad", "mcp", "lsp", "capped_l1", "l1"}
-        p; see `oases.svm.Penalty` for the formulas.
+        Penalty p; see `oases.svm.Penalty` for the formulas.
     lam : float
-        Its strength; 0 for none.
+        Strength of the penalty; 0 for none.
     theta : float or None
-        Its shape; None for 3.7 (scad, must be above 2), 3 (mcp), 0.1 (lsp), 0.5 (capped_l1). l1 ignores it.
+        Shape of the penalty; None for 3.7 (scad, above 2), 3 (mcp), 0.1 (lsp), 0.5 (capped_l1). l1 ignores it.
     fit_intercept : bool
-        Whether there is an intercept.
+        Whether to fit an intercept.
     max_iter : int
-        Steps of all parts of the solver together, for each binary problem.
+        Maximum steps of all parts of the solver together, per binary problem.
     tol : float
-        Residuals above it are warned of.
+        Residuals above it raise a ConvergenceWarning.
     class_weight : dict, "balanced" or None
-        Factors of the samples' weights by class.
+        Factors of the sample weights by class.
     warm_start : bool
-        Begin at the last coefficients, too.
+        Also start from the last coefficients.
     search : bool
-        Of a nonconvex penalty, the lowest of several stationary points; False for the one that reweighted linear
-        programmes come to from zero, which is found sooner.
+        For a nonconvex penalty, search for the lowest of several stationary points; False for the one that reweighted
+        linear programs reach from zero, which is faster.
     polish : bool
-        False for the alternating direction method alone, as published: it ends with both residuals, relative ones,
-        below tol, but without multipliers that prove it. With lsp and capped_l1 it may not settle, and warns.
+        False for ADMM alone, as published: it stops with both relative residuals below tol, but without certifying
+        multipliers. With lsp and capped_l1 it may not converge, and warns.
     process_group : torch.distributed.ProcessGroup or None
-        Of ranks that have some of the rows each; every rank calls fit and gets the same result.
+        Group of ranks that have some of the rows each; every rank calls fit and gets the same result.
 
     Attributes
     ----------
-    coef_ : [1, d], or [classes, d] of one problem for each class against the rest
+    coef_ : [1, d], or [classes, d] for one-vs-rest
     intercept_ : [1] or [classes]
-    classes_ : the labels, sorted
-    objective_ : the minimum found; one for each class where there are more than two
+    classes_ : sorted labels
+    objective_ : minimum found; one per class if there are more than two
     primal_residual_, dual_residual_ : see `oases_svm.solver.residuals`; the largest of all problems
-    multipliers_ : [1 or classes, n], of the rows, which prove that the point is stationary
+    multipliers_ : [1 or classes, n], of the rows, which certify stationarity
     n_iter_ : steps taken; the largest number of all problems
     """
 
@@ -127,7 +127,7 @@ class NonconvexSVC(LinearClassifier):
         self.process_group = process_group
 
     def __sklearn_clone__(self) -> NonconvexSVC:
-        """With the same process group, which cannot be copied."""
+        """Clone with the same process group, which cannot be copied."""
         group, self.process_group = self.process_group, None
         try:
             twin: NonconvexSVC = super().__sklearn_clone__()
@@ -137,13 +137,13 @@ class NonconvexSVC(LinearClassifier):
         return twin
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> NonconvexSVC:
-        """Fit to X [n, d], dense or sparse, labels y [n] of any kind and weights [n] of the samples."""
+        """Fit to X [n, d], dense or sparse, labels y [n] of any kind and sample weights [n]."""
         penalty = Penalty(self.penalty, self.lam, self.theta)
         check_steps(self.max_iter, self.tol)
         ranks = explore = None
         if self.process_group is not None:
             if not self.polish:
-                raise ValueError("polish=False is not known to a process group; leave out process_group")
+                raise ValueError("polish=False does not support a process group; leave out process_group")
             from oases_svm.consensus import Ranks
 
             ranks = Ranks(self.process_group)
@@ -152,7 +152,7 @@ class NonconvexSVC(LinearClassifier):
         problems = Problems(self, X, y, sample_weight, self.class_weight, self.fit_intercept, ranks)
         self.classes_ = problems.classes
         if last is not None and last.shape != (len(problems), problems.features):
-            last = None  # of other data: nothing to begin at
+            last = None  # of other data: no warm start
         found = []
         for i, design in enumerate(problems.designs()):
             start = None if last is None else last[i]
@@ -165,7 +165,7 @@ class NonconvexSVC(LinearClassifier):
 
 
 def check_steps(max_iter: Any, tol: Any) -> None:
-    """ValueError for a number of steps below 1 or a tolerance that is not above 0."""
+    """Raise ValueError for fewer than 1 step or a tolerance that is not above 0."""
     if isinstance(max_iter, bool) or not isinstance(max_iter, (int, np.integer)) or max_iter < 1:
         raise ValueError(f"max_iter={max_iter!r} must be an integer of at least 1")
     if not isinstance(tol, (int, float, np.number)) or not 0 < tol < np.inf:

@@ -1,7 +1,7 @@
-"""The normal equations of the w-update: (H'CH + rho I) w = d, factorised once for each rho.
+"""Normal equations of the w-update: (H'CH + rho I) w = d, factorised once per rho.
 
-n >= d: Cholesky of d x d. n < d: Cholesky of n x n by Woodbury's identity (arXiv 1809.03655, section 3). Sparse data
-of which both are large: conjugate gradients, from the last solution on, without a factor.
+n >= d: Cholesky of d x d. n < d: Cholesky of n x n by Woodbury's identity (arXiv 1809.03655, section 3). Sparse
+data with large n and d: conjugate gradients with warm starts, without a factor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from oases_svm.design import Design
 from oases_svm.penalties import Floats
 
 FACTORISED = 3000
-"""Rows or columns of sparse data up to which a dense factor is made."""
+"""Maximum number of rows or columns of sparse data for a dense factor."""
 _RESIDUAL = 1e-10
 
 
 class Matrix(Protocol):
-    """H [n, d], seen through its products."""
+    """H [n, d] as a linear operator."""
 
     shape: tuple[int, int]
     factorised: bool
@@ -40,7 +40,7 @@ class Matrix(Protocol):
 
 
 class DenseMatrix:
-    """H as an array."""
+    """H as a dense array."""
 
     factorised = True
 
@@ -66,7 +66,7 @@ class DenseMatrix:
 
 
 class SparseMatrix:
-    """A design's columns, centred in name alone: their sparsity stays."""
+    """Columns of a design, implicitly centred to keep their sparsity."""
 
     def __init__(self, design: Design) -> None:
         self.design, self.shape = design, (design.rows, design.features)
@@ -105,7 +105,7 @@ class SparseMatrix:
 
 
 class NormalEquations:
-    """Solves them for one rho, of H and row weights C = diag(weights), all above 0."""
+    """Solver for one rho, H and row weights C = diag(weights), all above 0."""
 
     def __init__(self, matrix: Matrix, weights: Floats, rho: float) -> None:
         self.matrix, self.weights, self.rho = matrix, weights, rho
@@ -124,7 +124,7 @@ class NormalEquations:
             self._factor = linalg.cho_factor(inner, overwrite_a=True)
 
     def solve(self, right: Floats) -> Floats:
-        """The w of the right-hand side d."""
+        """Solution w for the right-hand side d."""
         if self._factor is None:
             return self._iterate(right)
         if not self.wide:
@@ -133,7 +133,7 @@ class NormalEquations:
         return (right - self.matrix.correlate(inner)) / self.rho
 
     def _iterate(self, right: Floats) -> Floats:
-        """By conjugate gradients; RuntimeError where they do not get there."""
+        """Solve by conjugate gradients. Raises RuntimeError if they do not converge."""
         d = len(right)
 
         def product(w: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Solutions for falling lambda, each begun at the one before; their information criterion and picture."""
+"""Regularisation paths: solutions for decreasing lambda with warm starts, their information criterion and plot."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from oases_svm.vertex import Budget
 
 _COLUMNS = 10
 _SMALL_CONVEX, _SMALL_SEARCHED, _SEARCHED = 1e9, 5e8, 0.3
-"""Products of numbers that an l1 solution and all searches may take at least; searches by the work before them."""
+"""Minimum budgets, in multiplications, of an l1 solution and of all searches; the latter also in units of earlier
+work.
+"""
 _NEAR = 1e-9
 _FAR, _MISSED = 1.1, 3
 
 
 @dataclass
 class Path:
-    """Of L lambdas, falling, and one binary problem (two classes) or one for each class.
+    """Solutions for L decreasing lambdas and one binary problem (two classes) or one per class.
 
     lams [L]; coefs [problems, d, L]; intercepts, objectives, residuals (the larger of both) and bic [problems, L].
     bic is the sum of the slacks + log(n) non-zeros (Claeskens, Croux & Van Kerckhoven 2008, SVMIC_a).
@@ -44,12 +46,12 @@ class Path:
 
     @property
     def zeros(self) -> list[int]:
-        """How many lambdas have all coefficients zero before any other, by problem."""
+        """Number of leading lambdas with all coefficients zero, by problem."""
         return [int(np.argmax(np.append(some, True))) for some in self.nonzeros > 0]
 
     @property
     def nonzeros(self) -> Any:
-        """Coefficients that are not zero: [problems, L]."""
+        """Number of non-zero coefficients: [problems, L]."""
         return np.count_nonzero(self.coefs, axis=1)
 
     def decision_function(self, x: Any) -> Floats:
@@ -57,7 +59,7 @@ class Path:
         return np.stack([np.asarray(x @ coef) for coef in self.coefs], axis=1) + self.intercepts
 
     def predict(self, x: Any) -> Any:
-        """The classes by each lambda: [n, L]."""
+        """Predicted classes for each lambda: [n, L]."""
         scores = self.decision_function(x)
         return self.classes[(scores[:, 0] > 0).astype(int) if len(self.classes) == 2 else scores.argmax(axis=1)]
 
@@ -67,12 +69,12 @@ def svc_path(
     n_lambdas: int = 50, eps: float = 1e-2, fit_intercept: bool = True, sample_weight: Any = None,
     class_weight: Any = None, search: bool = True, max_iter: int = MAX_ITER,
 ) -> Path:  # fmt: skip
-    """Stationary points for falling lambda.
+    """Compute stationary points for decreasing lambda.
 
-    Of a nonconvex penalty each is the lowest of several, which solutions of other lambdas lead to; without search the
-    one that reweighting from the l1 solution comes to.
-    lams: in any order; None for n_lambdas of them, evenly spread in logarithm, from the least lambda with w = 0 down
-    to eps of it. max_iter: steps for each lambda. The parameters are otherwise those of NonconvexSVC.
+    For a nonconvex penalty each is the lowest of several, reached from solutions of other lambdas; without search
+    the one that reweighting reaches from the l1 solution. lams: in any order; None for n_lambdas of them,
+    logarithmically spaced, from the smallest lambda with w = 0 down to eps times it. max_iter: maximum steps per
+    lambda. Other parameters as in NonconvexSVC.
     """
     problems = Problems(BaseEstimator(), X, y, sample_weight, class_weight, fit_intercept)
     of_name = Penalty(penalty, 0.0, theta)
@@ -80,7 +82,7 @@ def svc_path(
 
 
 def grid(problems: Problems, penalty: Penalty, lams: Any, n_lambdas: int, eps: float) -> Floats:
-    """The lambdas of a path, falling; see svc_path."""
+    """Lambdas of a path, decreasing; see svc_path."""
     if lams is not None:
         falling = np.sort(np.asarray(lams, dtype=float).ravel())[::-1].copy()
         if len(falling) == 0:
@@ -97,11 +99,11 @@ def grid(problems: Problems, penalty: Penalty, lams: Any, n_lambdas: int, eps: f
 def path_of(
     problems: Problems, penalty: Penalty, falling: Floats, max_iter: int, search: bool, zeros: Sequence[int] = ()
 ) -> Path:
-    """The path of problems that are validated; the lambda of `penalty` does not matter.
+    """Path of validated problems; the lambda of `penalty` is ignored.
 
-    zeros: with how many of the first lambdas all coefficients are to be zero, whatever is lower, by problem.
+    zeros: number of leading lambdas whose coefficients are all set to zero, by problem.
     """
-    of_lambda = [replace(penalty, lam=float(lam)) for lam in falling]  # every one is checked before any is solved
+    of_lambda = [replace(penalty, lam=float(lam)) for lam in falling]  # checks all before solving any
     zeros = zeros if len(zeros) == len(problems) else [0] * len(problems)
     found = [
         list(_solutions(design, of_lambda, max_iter, search, zero))
@@ -126,7 +128,7 @@ def _solutions(design: Design, falling: list[Penalty], max_iter: int, search: bo
 
 
 def _reweighted(design: Design, falling: list[Penalty], budget: Budget) -> tuple[list[Point], list[int]]:
-    """Each from the l1 solution."""
+    """Solve for each lambda from the l1 solution."""
     polish, convex = Polish(design, budget), _Convex(design, budget)
     points, steps = [], []
     for at in falling:
@@ -137,15 +139,16 @@ def _reweighted(design: Design, falling: list[Penalty], budget: Budget) -> tuple
 
 
 def _points(design: Design, falling: list[Penalty], budget: Budget) -> tuple[list[Point], list[int]]:
-    """Down, each from the one before and, of a nonconvex penalty, from the l1 solution; then, of that, up and down.
+    """Solve downwards with warm starts and, for a nonconvex penalty, also from l1 solutions; then upwards and down
+    again.
 
-    On the way up a solution of the next lambda may be a better start, and on the way down again one that was found by
-    changing single coefficients.
+    On the way up the solution of the next lambda may be a better start, and on the way down again one that was
+    found by changing single coefficients.
     """
     polish = Polish(design, budget)
     convex = _Convex(design, budget) if falling[0].name != "l1" else None
-    missed = 0  # times on end that these were far above
-    others = 0.0  # work of the starts at l1 solutions, which is to be no more than that of the rest
+    missed = 0  # consecutive starts at l1 solutions that were far above
+    others = 0.0  # work of starts at l1 solutions, limited to that of the rest
     points: list[Point] = []
     steps: list[int] = []
     w: Floats = np.zeros(design.features)
@@ -174,9 +177,10 @@ def _points(design: Design, falling: list[Penalty], budget: Budget) -> tuple[lis
 def _pass_on(
     polish: Polish, falling: list[Penalty], points: list[Point], steps: list[int], order: Sequence[int], search: float
 ) -> None:
-    """Each begun at the one before in this order, where that is lower; where it has not that support, searched.
+    """Warm-start each lambda from the previous one in this order and keep it if lower; search if its support is
+    new.
 
-    Zero stays, where it is stationary: a path begins with it.
+    Zero is kept where it is stationary: a path begins with it.
     """
     last: Floats | None = None
     for k in order:
@@ -192,7 +196,7 @@ def _pass_on(
 
 
 class _Convex:
-    """The path of the l1 problem, at which reweighted linear programmes begin."""
+    """Path of the l1 problem, from which reweighted linear programs start."""
 
     def __init__(self, design: Design, budget: Budget) -> None:
         self._polish = Polish(design, budget)
@@ -200,7 +204,7 @@ class _Convex:
         self._ended = False
 
     def next(self, penalty: Penalty) -> Floats | None:
-        """Its coefficients for the slope at zero of this penalty; None from where the budget ends on."""
+        """Coefficients for the penalty's slope at zero; None once the budget is spent."""
         at = replace(penalty, name="l1", lam=penalty.slope_at_zero)
         if not self._ended:
             point = self._polish.descend(at, self._w, priced=False)
@@ -209,11 +213,11 @@ class _Convex:
 
 
 def largest_lambda(design: Design, penalty: Penalty) -> float:
-    """The least lambda with which w = 0 is stationary: on from it the answer is all-zero.
+    """Smallest lambda for which w = 0 is stationary: from it on the solution is zero.
 
-    The multipliers that go with w = 0 are not unique: the heavier class, on the margin, has any in [0, c_i] with the
-    right sum. Those of least max_j |sum_i alpha_i y_i x_ij| are found by a linear programme over the columns that
-    matter.
+    The multipliers for w = 0 are not unique: rows of the heavier class, on the margin, have any in [0, c_i] with
+    the right sum. Those with the least max_j |sum_i alpha_i y_i x_ij| are found by a linear program over the
+    columns that matter.
     """
     for_slope = replace(penalty, lam=1.0).slope_at_zero
     alpha = multipliers_at_zero(design)
@@ -235,7 +239,7 @@ def largest_lambda(design: Design, penalty: Penalty) -> float:
         unit = np.abs(fixed[columns]).max() or largest
         h = design.raw_columns(columns)[loose].T / unit
         least = np.concatenate([h, -h]), np.concatenate([-fixed[columns], fixed[columns]]) / unit
-        # Shares of c_i in [0, 1], and the bound that is minimised.
+        # Fractions of c_i in [0, 1], and the bound to minimise.
         matrix = np.column_stack([least[0] * c[loose], -np.ones(2 * len(columns))])
         found = linprog(
             np.append(np.zeros(loose.sum()), 1.0), A_ub=matrix, b_ub=least[1],
@@ -250,7 +254,7 @@ def largest_lambda(design: Design, penalty: Penalty) -> float:
 
 
 def plot_path(path: Path, ax: Any = None, problem: int = 0) -> Any:
-    """Draw the coefficients of one problem over lambda, which falls to the right; returns matplotlib's axes."""
+    """Plot the coefficients of one problem over lambda, decreasing to the right; returns matplotlib's axes."""
     if ax is None:
         import matplotlib.pyplot as plt
 

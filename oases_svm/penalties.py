@@ -1,4 +1,4 @@
-"""Penalties that keep large coefficients as they are: values, slopes, subdifferentials and exact proximal maps.
+"""Penalties with little or no shrinkage of large coefficients: values, slopes, subdifferentials, proximal maps.
 
 With a = |w|, p is
     l1         lambda a
@@ -7,7 +7,7 @@ With a = |w|, p is
     mcp        lambda a - a^2 / (2 theta) up to theta lambda; theta lambda^2 / 2 beyond; theta > 0
     lsp        lambda log(1 + a / theta); theta > 0
     capped_l1  lambda min(a, theta); theta > 0
-(Guan et al., arXiv 1809.03655, section 2). The proximal maps here hold for every step size, not for 1 alone.
+(Guan et al., arXiv 1809.03655, section 2). The proximal maps are valid for every step size, not for 1 alone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 THETAS = {"scad": 3.7, "mcp": 3.0, "lsp": 0.1, "capped_l1": 0.5, "l1": 1.0}
-"""The theta of each penalty where none is given; l1 has none and ignores it."""
+"""Default theta of each penalty; l1 has none and ignores it."""
 _ABOVE = {"scad": 2.0, "mcp": 0.0, "lsp": 0.0, "capped_l1": 0.0}
 
 
 @dataclass(frozen=True)
 class Penalty:
-    """One penalty with its parameters. ValueError for an unknown name, a theta out of range or a negative lambda."""
+    """Penalty with its parameters. Raises ValueError for an unknown name, theta out of range or negative lambda."""
 
     name: str
     lam: float
@@ -51,13 +51,15 @@ class Penalty:
 
     @property
     def shape(self) -> float:
-        """The theta in force."""
+        """The theta in use."""
         assert self.theta is not None
         return self.theta
 
     @property
     def modulus(self) -> float:
-        """Of weak convexity: p(w) + modulus w^2 / 2 is convex. Infinite for capped_l1, whose kink no square bends."""
+        """Modulus of weak convexity: p(w) + modulus w^2 / 2 is convex. Infinite for capped_l1, which has a concave
+        kink.
+        """
         if self.lam == 0:
             return 0.0
         theta = self.shape
@@ -71,24 +73,24 @@ class Penalty:
 
     @property
     def slope_at_zero(self) -> float:
-        """The right derivative at 0: what a coefficient must earn to leave zero."""
+        """Right derivative at 0: a zero coefficient needs a larger correlation to become nonzero."""
         return self.lam / self.shape if self.name == "lsp" else self.lam
 
     @property
     def flat_from(self) -> float:
-        """|w| from which p is constant; infinite where it never is."""
+        """|w| from which p is constant; infinite if it never is."""
         theta = self.shape
         known = {"scad": theta * self.lam, "mcp": theta * self.lam, "capped_l1": theta}
         return known.get(self.name, np.inf) if self.lam else 0.0
 
     def flattened(self, w: Any) -> Floats:
-        """w with the coefficients that are not zero where p is flat, if it is anywhere: free of the penalty there."""
+        """w without the nonzero coefficients in the flat part of p, which are free of the penalty there."""
         w = np.asarray(w, dtype=float)
         end = self.flat_from
         return w if not np.isfinite(end) else np.where(w == 0, 0.0, np.copysign(np.maximum(np.abs(w), end), w))
 
     def values(self, w: Any) -> Floats:
-        """p, elementwise."""
+        """p, element-wise."""
         a, lam, theta = np.abs(np.asarray(w, dtype=float)), self.lam, self.shape
         if self.name == "l1":
             return np.asarray(lam * a)
@@ -106,7 +108,7 @@ class Penalty:
         return float(self.values(w).sum())
 
     def slopes(self, w: Any) -> Floats:
-        """The derivative of p in a = |w|, from the right where there are two: weights of the linearised penalty."""
+        """Derivative of p in a = |w| (from the right at kinks): weights of the linearised penalty."""
         a, lam, theta = np.abs(np.asarray(w, dtype=float)), self.lam, self.shape
         if self.name == "l1":
             return np.full_like(a, lam)
@@ -119,7 +121,7 @@ class Penalty:
         return np.asarray(np.where(a <= lam, lam, np.maximum(theta * lam - a, 0.0) / (theta - 1)))
 
     def subdifferential(self, w: Any) -> tuple[Floats, Floats]:
-        """Least and greatest element of p's subdifferential (Clarke's), elementwise."""
+        """Bounds of p's Clarke subdifferential, element-wise."""
         w = np.asarray(w, dtype=float)
         slope = self.slopes(w)
         low, high = np.sign(w) * slope, np.sign(w) * slope
@@ -132,14 +134,14 @@ class Penalty:
         return low, high
 
     def prox(self, v: Any, rho: Any) -> Floats:
-        """The x of least rho/2 (x - v)^2 + p(x), elementwise; rho > 0, a number or one for each v.
+        """Proximal map: the x that minimises rho/2 (x - v)^2 + p(x), element-wise; rho > 0, a number or one per v.
 
-        Every stationary point and every end of a piece is tried, so it is exact where the sum is not convex too
-        (rho at or below `modulus`). Of two minima the smaller in size is taken.
+        Exact also where the sum is not convex (rho at or below `modulus`), because every stationary point and every
+        end of a piece is tried. Of two minima the smaller in size is returned.
         """
         v, rho = np.broadcast_arrays(np.asarray(v, dtype=float), np.asarray(rho, dtype=float))
         u = np.abs(v)
-        # The limit of a division by zero is caught by the clips, and a candidate that is not finite by where.
+        # Clips handle the limit of a division by zero, and `where` removes candidates that are not finite.
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             candidates = np.stack([np.zeros_like(u), *self._candidates(u, rho)])
             candidates = np.where(np.isfinite(candidates), np.maximum(candidates, 0.0), 0.0)
@@ -149,7 +151,7 @@ class Penalty:
         return np.asarray(np.where(np.signbit(v), -best, best) + 0.0)
 
     def _candidates(self, u: Floats, rho: Floats) -> list[Floats]:
-        """Where the minimum over x >= 0 may be, besides 0, for u >= 0."""
+        """Candidates for the minimum over x >= 0 besides 0, for u >= 0."""
         lam, theta = self.lam, self.shape
         soft = u - lam / rho
         if self.name == "l1":
@@ -157,7 +159,7 @@ class Penalty:
         if self.name == "capped_l1":
             return [np.clip(soft, 0.0, theta), np.maximum(u, theta)]
         if self.name == "lsp":
-            root = np.sqrt((u - theta) ** 2 - 4 * (lam / rho - u * theta))  # not a number where there is none
+            root = np.sqrt((u - theta) ** 2 - 4 * (lam / rho - u * theta))  # nan if there is none
             return [0.5 * (u - theta - root), 0.5 * (u - theta + root)]
         end = np.full_like(u, theta * lam)
         if self.name == "mcp":

@@ -1,9 +1,9 @@
-"""Descent to a certified stationary point: linear programmes over the columns that matter, from vertex to vertex.
+"""Descent to a certified stationary point by linear programs over the working columns, from vertex to vertex.
 
-p is concave in |w|, so its linearisation at w is above it and touches it there: the minimum of hinge loss plus
-linearised penalty is no worse than w (local linear approximation, Zou & Li 2008). Where it is w itself, w is
-stationary, and the multipliers of the last programme prove it. Columns whose coefficient would stay at zero are left
-out of the programmes and priced afterwards (column generation, as Dedieu, Mazumder & Wang 2022 do for l1).
+p is concave in |w|, so its linearisation at w majorises it: the minimum of hinge loss plus linearised penalty is no
+worse than w (local linear approximation, Zou & Li 2008). If it is w itself, w is stationary, and the multipliers of
+the last program prove it. Columns whose coefficient would stay at zero are left out of the programs and priced
+afterwards (column generation, as Dedieu, Mazumder & Wang 2022 do for l1).
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from oases_svm.penalties import Floats, Penalty
 from oases_svm.vertex import Budget, Vertex
 
 ALL_COLUMNS = 200
-"""Columns up to which all of them are worked on from the start."""
+"""Number of columns up to which all are working columns from the start."""
 _ADDED = 20
 _PIVOTS = 100
-"""Between two looks at the columns left out."""
+"""Steps between two pricings of the columns left out."""
 _ZERO = 1e-10
-"""A coefficient of a column of mean square 1 below it is rounding."""
+"""Coefficient below which a column of mean square 1 counts as zero: rounding."""
 _VIOLATED = 1e-9
 _BESIDES = 3e5
-"""What a programme costs besides its pivots, in products of numbers."""
+"""Cost of a program besides its pivots, in multiplications."""
 _TIE, _TIE_MOST = 1e-6, 1e-8
 _SAME = 1e-14
-"""Objectives, which are at most about 1, that differ by less are one."""
+"""Difference below which objectives, which are at most about 1, count as equal."""
 
 
 @dataclass
 class Point:
     """Coefficients [d] and intercept in the user's units, multipliers [n], objective.
 
-    settled: whether it is stationary, not where a budget ended.
+    settled: whether it is stationary, rather than the end of a budget.
     """
 
     w: Floats
@@ -49,7 +49,7 @@ class Point:
 
 
 class Polish:
-    """A vertex of one problem and the columns that are worked on."""
+    """Vertex of one problem, and its working columns."""
 
     def __init__(self, design: Design, budget: Budget) -> None:
         self.design, self.budget = design, budget
@@ -71,13 +71,13 @@ class Polish:
 
     @property
     def block(self) -> Floats:
-        """The columns worked on, scaled, without the intercept's: [n, m]."""
+        """Scaled working columns, without the intercept's: [n, m]."""
         return self.vertex.h[:, self._free :]
 
     def descend(self, penalty: Penalty, start: Floats | None = None, *, priced: bool = True) -> Point:
-        """Walk down from w = start [d], zeros where None, to a stationary point.
+        """Descend from w = start [d], or zeros, to a stationary point.
 
-        With priced, every programme is solved over all columns, else the last ones alone.
+        priced: solve every program over all columns instead of the last ones alone.
         """
         reference = np.zeros(self.design.features) if start is None else start
         best: Point | None = None
@@ -86,9 +86,9 @@ class Polish:
             if not self._minimise(penalty, reference, priced):
                 break
             point = self._point(penalty)
-            # That no pivot was taken proves the point only where the programme was that of its own slopes.
+            # Without a pivot the point is only proven stationary if the program was that of its own slopes.
             settled = self.budget.used == used and (best is not None or np.array_equal(point.w, reference))
-            # Of an objective that is no lower but for rounding, the later point is the one the multipliers prove.
+            # At equal objectives up to rounding, the later point is the one the multipliers prove.
             stuck = best is not None and point.objective >= best.objective - _SAME
             if best is None or point.objective <= best.objective + _SAME or settled:
                 best = point
@@ -101,11 +101,11 @@ class Polish:
         return replace(point if best is None or point.objective < best.objective else best, settled=False)
 
     def move(self, w: Floats) -> None:
-        """Have these columns among those that are worked on."""
+        """Add these columns to the working columns."""
         self._add(np.flatnonzero((w != 0) & ~self.worked_on))
 
     def _minimise(self, penalty: Penalty, reference: Floats, priced: bool) -> bool:
-        """The linear programme of the penalty linearised at the reference."""
+        """Solve the linear program of the penalty linearised at the reference."""
         self.move(reference)
         self.budget.work += _BESIDES
         while True:
@@ -120,7 +120,7 @@ class Polish:
                 return True
 
     def _price(self, penalty: Penalty) -> int:
-        """Add columns whose coefficient wants to leave zero; how many."""
+        """Add columns whose coefficient would leave zero; returns their number."""
         if self._all_columns:
             return 0
         _, multipliers = self.vertex.solution()
@@ -152,20 +152,21 @@ class Polish:
 
 
 def _tie(penalty: Penalty) -> float:
-    """A slope that decides between minima where p is flat: of rows told apart without loss all multiples are minima.
+    """Slope that decides between minima where p is flat: if rows are separated without loss, all multiples are
+    minima.
 
-    The least are taken. It is far below what residuals are to be.
+    The smallest is chosen. The slope is far below the tolerance of residuals.
     """
     return min(_TIE * penalty.slope_at_zero, _TIE_MOST) if penalty.lam else _TIE_MOST
 
 
 def lower(best: Point, found: Point) -> Point:
-    """The lower of two, the first where they are about the same or the second is not stationary."""
+    """The lower of two points; the first if they are about equal or the second is not stationary."""
     return found if found.settled and found.objective < best.objective * (1 - 1e-12) else best
 
 
 def multipliers_at_zero(design: Design) -> Floats:
-    """Multipliers that go with w = 0 and the intercept best for it: the lighter class whole, the heavier in part."""
+    """Multipliers of w = 0 with its best intercept: full for the lighter class, partial for the heavier."""
     c, y = design.weights, design.labels
     if not design.intercept:
         return c.copy()
@@ -175,7 +176,7 @@ def multipliers_at_zero(design: Design) -> Floats:
 
 
 def zero_is_stationary(design: Design, penalty: Penalty) -> Point | None:
-    """The all-zero answer where these multipliers prove it, at the cost of one look at the data; else None."""
+    """The zero solution if these multipliers prove it, at the cost of one pass over the data; else None."""
     force = np.abs(design.force(multipliers_at_zero(design))).max(initial=0.0)
     if force > penalty.slope_at_zero:
         return None
@@ -183,7 +184,7 @@ def zero_is_stationary(design: Design, penalty: Penalty) -> Point | None:
 
 
 def point_at_zero(design: Design) -> Point:
-    """w = 0 with the intercept best for it."""
+    """w = 0 with its best intercept."""
     c, y = design.weights, design.labels
     positive, negative = c[y > 0].sum(), c[y < 0].sum()
     b = 0.0 if not design.intercept else 1.0 if positive >= negative else -1.0
@@ -194,20 +195,20 @@ def point_at_zero(design: Design) -> Point:
 _TRIED = 1000
 _ALIKE = 9
 _LIKE = 0.2
-"""The least correlation of columns one of which is tried for the other."""
+"""Minimum correlation of columns of which one is tried in place of the other."""
 _BETTER = 1e-9
 
 
 def improved(polish: Polish, penalty: Penalty, best: Point) -> Point:
-    """Descend with one coefficient set to zero, or given to a column like its own, as long as that helps.
+    """Descend with one coefficient set to zero, or moved to a similar column, as long as that helps.
 
-    The smallest first; while the budget of `polish` allows.
+    Smallest coefficients first, while the budget of `polish` allows.
     """
     tries, helped = 0, True
     while helped:
         helped = False
         for j in np.argsort(np.abs(best.w) * polish.design.scale):
-            if best.w[j] == 0:  # or no longer another
+            if best.w[j] == 0:  # or has become zero
                 continue
             for start in _without(polish.design, best.w, int(j)):
                 if tries == _TRIED or not polish.budget.left:
@@ -221,7 +222,7 @@ def improved(polish: Polish, penalty: Penalty, best: Point) -> Point:
 
 
 def _without(design: Design, w: Floats, j: int) -> Iterator[Floats]:
-    """w without its coefficient j, then with that moved to each of the columns most like column j."""
+    """w without its coefficient j, then with it moved to each of the columns most similar to column j."""
     start = w.copy()
     start[j] = 0.0
     yield start

@@ -1,4 +1,4 @@
-"""From what a user gives to binary problems: validation, classes, weights, one design for each class."""
+"""Conversion of user data to binary problems: validation, classes, weights, one design per class."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from oases_svm.design import Design
 from oases_svm.penalties import Floats
 
 _SORTED = 2_000_000
-"""Entries up to which the rows are sorted."""
+"""Maximum number of entries for which rows are sorted."""
 _BLOCK = 256
 
 
 class Problems:
-    """The rows that count (of a weight above 0), their classes and weights, which sum to 1.
+    """Rows with positive weight, their classes and weights, which sum to 1.
 
-    ranks: of a process group, each of which has some of the rows; `oases_svm.consensus.Ranks`.
+    ranks: of a process group whose ranks have some of the rows each; `oases_svm.consensus.Ranks`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Problems:
         present = np.unique(codes)
         if class_weight is not None:
             if ranks is not None and class_weight == "balanced":
-                raise ValueError("class_weight='balanced' is not known to a process group; give a dict of weights")
+                raise ValueError("class_weight='balanced' does not support a process group; give a dict of weights")
             of_class = np.ones(len(self.classes))
             of_class[present] = compute_class_weight(class_weight, classes=self.classes[present], y=y)
             weights = weights * of_class[codes]
@@ -69,20 +69,20 @@ class Problems:
         if ranks is None:
             self._merge()
         self._intercept, self._ranks = intercept, ranks
-        self._moments: Any = None  # of the columns, which all designs share
+        self._moments: Any = None  # of the columns, shared by all designs
         masses = np.bincount(self._codes, weights=self._weights, minlength=len(self.classes))
         masses = masses if ranks is None else ranks.sum(masses)
         if np.count_nonzero(masses) < 2:
             raise ValueError(
                 f"{type(estimator).__name__} needs samples of at least 2 classes, but all weight is on one class: "
-                f"{self.classes[masses.argmax()]}; one class cannot be told from none"
+                f"{self.classes[masses.argmax()]}; a classifier needs two"
             )
 
     def __len__(self) -> int:
         return 1 if len(self.classes) == 2 else len(self.classes)
 
     def designs(self) -> Iterator[Design]:
-        """One for the second of two classes against the first, or one for each class against the rest."""
+        """One design for the second of two classes against the first, or one per class against the rest."""
         for positive in [1] if len(self.classes) == 2 else range(len(self.classes)):
             labels = np.where(self._codes == positive, 1.0, -1.0)
             if self._ranks is None:
@@ -95,7 +95,7 @@ class Problems:
             yield design
 
     def spread(self, multipliers: Floats) -> Floats:
-        """Multipliers of the rows that count as multipliers of all rows; over ranks they are of all ranks' rows."""
+        """Expand multipliers of the rows with positive weight to all rows; with ranks, of all ranks' rows."""
         if self._ranks is not None:
             return multipliers
         every = np.zeros(self.samples)
@@ -103,10 +103,10 @@ class Problems:
         return every
 
     def _merge(self) -> None:
-        """Make equal rows of a class one of their weights' sum.
+        """Merge duplicate rows of a class, summing their weights.
 
-        So a weight of 2 and a row given twice are the same problem to the last bit of the way, not of the minimum
-        alone: of several stationary points the same one is found. For that small data is sorted, too.
+        So a weight of 2 and a duplicated row are the same problem in every bit, not only at the minimum: of several
+        stationary points the same one is found. For that, small data is also sorted.
         """
         order = np.lexsort((self._codes, self._keys))
         keys, codes = self._keys[order], self._codes[order]
@@ -130,11 +130,11 @@ class Problems:
 
 
 def _keys(x: Any) -> Floats:
-    """A number for each row: equal of equal rows, wherever they stand, and of hardly any others."""
+    """Hash of each row: equal for equal rows, independent of their positions, and rarely equal otherwise."""
     direction = np.random.default_rng(1).standard_normal(x.shape[1])
     if sparse.issparse(x):
         return np.asarray(x.tocsr() @ direction)
     keys = np.empty(len(x))
-    for start in range(0, len(x), _BLOCK):  # a product of matrices would round by the row's place
+    for start in range(0, len(x), _BLOCK):  # by blocks: a matrix product would round depending on the row's position
         keys[start : start + _BLOCK] = (x[start : start + _BLOCK] * direction).sum(axis=1)
     return keys

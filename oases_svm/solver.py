@@ -1,9 +1,8 @@
-"""One binary problem: starts for the descent, of which the lowest stationary point is taken.
+"""Solver of one binary problem: several starts of the descent, of which the lowest stationary point is returned.
 
 A nonconvex penalty has many stationary points. Solutions of larger lambda lead down to one, those of smaller lambda
-back up to another, ADMM to a third. The descent from zero is that of reweighted linear programmes: where it does not
-take much longer than the rest, the answer is not above theirs.
-
+back up to another, ADMM to a third. The descent from zero is that of reweighted linear programs: unless it takes
+much longer than the rest, the result is not above theirs.
 With multipliers alpha_i in c_i times the subdifferential of the hinge, a stationary point has
     sum_i alpha_i y_i x_ij  in the subdifferential of p at w_j, for every j,    and    sum_i alpha_i y_i = 0.
 """
@@ -25,17 +24,17 @@ from oases_svm.polish import Point, Polish, improved, lower, multipliers_at_zero
 from oases_svm.vertex import Budget
 
 _INSIDE = 1e-9
-"""Of c_i: a multiplier nearer to 0 or c_i than that is there."""
+"""Fraction of c_i within which a multiplier counts as 0 or c_i."""
 
 
 def residuals(
     design: Design, margin: Floats, w: Floats, multipliers: Floats, penalty: Penalty
 ) -> tuple[float, float]:
-    """(primal, dual), each the largest violation, of coefficients w with these margins [n].
+    """(primal, dual): the largest violations of optimality by coefficients w with these margins [n].
 
-    Primal, in units of the margin: a row whose multiplier is below c_i must not be inside the margin, one whose
-    multiplier is above 0 not outside. Dual, in units of the penalty's slope: the distance to the subdifferential at
-    any coordinate, and |sum alpha y| with an intercept.
+    Primal, in units of the margin: a row with a multiplier below c_i must not be inside the margin, one with a
+    multiplier above 0 not outside. Dual, in units of the penalty's slope: the largest distance to the
+    subdifferential at any coordinate, and |sum alpha y| with an intercept.
     """
     weights = design.weights
     short = np.where(multipliers < (1 - _INSIDE) * weights, 1 - margin, 0.0)
@@ -55,19 +54,19 @@ def objective(design: Design, margin: Floats, w: Floats, penalty: Penalty) -> fl
 
 
 _EXPLORED = 200
-"""Steps of ADMM that look for another stationary point; the descent makes it exact."""
+"""ADMM steps of a start for another stationary point; the descent makes it exact."""
 _ROUGH = 1e-3
 _FALL, _FALL_BELOW, _FALLS = 0.8, 0.7, 40
-"""From one lambda to the next on the way down, and below the one asked for; steps at most."""
+"""Factors of lambda from step to step on the way down, and below the given one; maximum steps."""
 _BELOW, _REWEIGHTED, _SEARCHED = 15.0, 0.3, 0.3
-"""Work of smaller lambdas, of reweighting from zero, and of the search, by the work before each."""
+"""Budgets of smaller lambdas, of reweighting from zero, and of the search, as factors of the earlier work."""
 _SMALL_BELOW, _LARGE_BELOW, _SMALL_REWEIGHTED, _SMALL_SEARCHED = 3e8, 1.6e10, 1e9, 1e8
-"""Bounds of these, in products of numbers, of which a second has about 3e9."""
+"""Bounds of these, in multiplications, about 3e9 of which take a second."""
 
 
 @dataclass
 class Solution:
-    """What a fit found. Residuals are those of `certificate.residuals`, of ADMM where nothing was polished."""
+    """Result of a fit. Residuals are those of `residuals`, or of ADMM without polish."""
 
     w: Floats
     b: float
@@ -79,18 +78,18 @@ class Solution:
 
 
 Explore = Callable[[Polish, Penalty], Floats]
-"""The coefficients, scaled, that ADMM comes to from zero over the columns worked on."""
+"""Scaled coefficients that ADMM reaches from zero over the working columns."""
 
 
 def solve(
     design: Design, penalty: Penalty, limit: int, start: Floats | None, explore: Explore | None, search: bool
 ) -> Solution:
-    """The lowest stationary point that is found, or without search the one that reweighting from zero comes to.
+    """Find the lowest stationary point, or without search the one that reweighting reaches from zero.
 
-    start: coefficients [d] to begin at besides.
+    start: additional starting coefficients [d].
     """
     budget = Budget(limit)
-    # Where the slope at zero is far above lambda, zero is stationary long before it is any good: ask the flatter l1.
+    # If the slope at zero is far above lambda, zero is stationary long before it is good: use the flatter l1.
     flatter = replace(penalty, name="l1") if penalty.slope_at_zero > penalty.lam else penalty
     zero = zero_is_stationary(design, flatter)
     if zero is not None:
@@ -121,7 +120,7 @@ def solve(
 
 
 def _followed(polish: Polish, penalty: Penalty) -> Point:
-    """From the largest lambda down, from solution to solution: few columns on the way, however small lambda is."""
+    """Follow solutions from the largest lambda down: few working columns, however small lambda is."""
     w: Floats = np.zeros(polish.design.features)
     if penalty.lam == 0:
         return polish.descend(penalty, priced=False)
@@ -133,9 +132,9 @@ def _followed(polish: Polish, penalty: Penalty) -> Point:
 
 
 def _below(polish: Polish, penalty: Penalty, w: Floats) -> Iterator[Floats]:
-    """Solutions for smaller lambda, each begun at the one before, until they change no more.
+    """Solutions for smaller lambda with warm starts, until they no longer change.
 
-    Where the penalty is flat, what they tell the rows apart by often is a lower stationary point with this lambda.
+    If the penalty is flat there, the features they use often lead to a lower stationary point with this lambda.
     """
     for step in range(1, _FALLS):
         used, size = polish.budget.used, np.count_nonzero(w)
@@ -149,7 +148,7 @@ def _below(polish: Polish, penalty: Penalty, w: Floats) -> Iterator[Floats]:
 
 
 def _explored(polish: Polish, penalty: Penalty, explore: Explore) -> Point:
-    """Where ADMM over the columns worked on leads."""
+    """Descend from the result of ADMM over the working columns."""
     w: Floats = np.zeros(polish.design.features)
     columns = polish.columns
     w[columns] = explore(polish, penalty) / polish.design.scale[columns]
@@ -157,7 +156,7 @@ def _explored(polish: Polish, penalty: Penalty, explore: Explore) -> Point:
 
 
 def _given(polish: Polish, penalty: Penalty, start: Floats | None) -> Iterator[Floats]:
-    """What the user gives, and the l1 solution with this lambda where the first programme is not that."""
+    """The user's start, and the l1 solution with this lambda unless the first program finds it."""
     if start is not None and np.any(start):
         yield start
     if penalty.slope_at_zero != penalty.lam:
@@ -165,7 +164,7 @@ def _given(polish: Polish, penalty: Penalty, start: Floats | None) -> Iterator[F
 
 
 def explore_here(polish: Polish, penalty: Penalty) -> Floats:
-    """A short run of ADMM over the columns worked on."""
+    """A short run of ADMM over the working columns."""
     design, columns = polish.design, polish.columns
     scale = np.maximum(design.scale[columns], least_scale(penalty))
     change = scale / design.scale[columns]
@@ -176,7 +175,7 @@ def explore_here(polish: Polish, penalty: Penalty) -> Floats:
 
 
 def solve_plainly(design: Design, penalty: Penalty, limit: int, tol: float, start: Floats | None) -> Solution:
-    """ADMM alone, over all columns, as published; its residuals are relative."""
+    """ADMM alone over all columns, as published; its residuals are relative."""
     budget = Budget(limit)
     scale = np.where(design.usable, np.maximum(design.scale, least_scale(penalty)), 1.0)
     scaled = Design(design.x, design.labels, design.weights, design.intercept, (design.center, scale, design.usable))
@@ -197,12 +196,12 @@ def solve_plainly(design: Design, penalty: Penalty, limit: int, tol: float, star
 
 
 def largest_lambda_bound(design: Design) -> float:
-    """A lambda from which on w = 0 is proven stationary for a penalty whose slope at zero is lambda."""
+    """A lambda from which w = 0 is proven stationary for a penalty whose slope at zero is lambda."""
     return float(np.abs(design.force(multipliers_at_zero(design))).max(initial=0.0))
 
 
 def certified(design: Design, penalty: Penalty, point: Point, iterations: int) -> Solution:
-    """A point with its residuals, after so many iterations."""
+    """Solution of a point with its residuals, after so many iterations."""
     margin = design.margins(point.w, point.b)
     primal, dual = residuals(design, margin, point.w, point.multipliers, penalty)
     value = objective(design, margin, point.w, penalty)

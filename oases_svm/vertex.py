@@ -1,14 +1,13 @@
-"""Exact minimum of a hinge loss with a weighted l1 penalty, over some columns, by walking from vertex to vertex.
+"""Exact minimum of a hinge loss with a weighted l1 penalty over some columns, by a walk between vertices.
 
     f(w) = sum_i c_i [t_i - h_i'w]_+  +  sum_j tau_j |w_j|
 
-is a linear programme, and its simplex method needs neither its 2 n + 2 d further variables nor a start by phases: a
-vertex is a set S of coefficients and as many rows E that lie on the margin, h_i'w = t_i. From each, the edge of
-steepest descent is followed over all kinks up to its minimum (a long step), where a row enters E or a coefficient
-leaves S. Ties, as of equal rows, are broken by targets t_i that differ from 1 by 1e-8; `solution` is for t = 1.
-
-A vertex stays one when weights tau or columns change: a regularisation path, the linear programmes of a nonconvex
-penalty and column generation all walk on from where they are. The walk itself is csrc/svm/walk.cpp.
+is a linear program whose simplex method needs neither the 2 n + 2 d additional variables nor a phase one: a vertex
+is a set S of coefficients and as many rows E on the margin, h_i'w = t_i. From each, the steepest edge is followed
+over all kinks to its minimum (a long step), where a row enters E or a coefficient leaves S. Ties, e.g. of equal
+rows, are broken by targets t_i that differ from 1 by 1e-8; `solution` is for t = 1.
+A vertex remains one when weights tau or columns change: a regularisation path, the linear programs of a nonconvex
+penalty and column generation all continue from it. The walk itself is csrc/svm/walk.cpp.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from oases_svm.penalties import Floats
 
 _TIES = 1e-8
 _WITHOUT_PAUSE = 1e9
-"""Products of numbers, about a third of a second of them, between two chances to interrupt."""
+"""Multiplications, about a third of a second, between two checks for interrupts."""
 
 
 @dataclass
 class Budget:
-    """Steps that may still be taken, by all parts of a fit together, and the work they are: products of numbers."""
+    """Remaining steps of all parts of a fit together, and their work in multiplications."""
 
     limit: int
     used: int = 0
@@ -41,11 +40,11 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """Steps left."""
+        """Remaining steps."""
         return self.limit - self.used if self.work <= self.allowed else 0
 
     def spend(self, work: float) -> bool:
-        """Take one; False where there is none left."""
+        """Take one step; False if none is left."""
         if not self.left:
             return False
         self.used += 1
@@ -54,7 +53,7 @@ class Budget:
 
     @contextmanager
     def within(self, work: float) -> Iterator[None]:
-        """No step after that much more work."""
+        """Limit the work of the steps inside the context."""
         before, self.allowed = self.allowed, min(self.allowed, self.work + work)
         try:
             yield
@@ -63,10 +62,10 @@ class Budget:
 
 
 class Vertex:
-    """A vertex and the way down from it.
+    """A vertex and its descent.
 
-    columns [n, m] in Fortran's order, of mean square about 1; weights c [n]. With `free` the first column is the
-    intercept's, the labels themselves. Targets follow the order of keys [n].
+    columns [n, m], column-major, of mean square about 1; weights c [n]. free: the first column is the intercept's,
+    i.e. the labels. Targets follow the order of keys [n].
     """
 
     def __init__(self, columns: Floats, weights: Floats, free: bool, keys: Any = None) -> None:
@@ -88,12 +87,12 @@ class Vertex:
         return np.asarray(self._walk.columns)
 
     def add(self, columns: Floats) -> None:
-        """Append columns [n, more], with coefficients of zero."""
+        """Append columns [n, more] with zero coefficients."""
         self._walk.add(columns)
         self._solution = None
 
     def minimise(self, tau: Floats, budget: Budget, pivots: int = sys.maxsize) -> bool:
-        """Walk to the minimum for weights tau [m] >= 0 (0 of the intercept); False where pivots or budget ended."""
+        """Walk to the minimum for weights tau [m] >= 0 (0 for the intercept); False if pivots or budget ran out."""
         self._walk.begin()
         self._solution = None
         while True:
@@ -117,7 +116,7 @@ class Vertex:
         basis, tight, inverse, matrix = walk.basis, walk.tight, walk.inverse, walk.matrix
         ones = np.ones(len(tight))
         found = inverse @ ones
-        for _ in range(2):  # of refinement
+        for _ in range(2):  # iterative refinement
             found += inverse @ (ones - matrix @ found)
         w = np.zeros(self.h.shape[1])
         w[basis] = found
@@ -127,5 +126,5 @@ class Vertex:
         return self._solution
 
     def _refresh(self, reset: bool = False) -> None:
-        """Compute inverse, coefficients and margins anew, free of what rounding has added up to."""
+        """Recompute inverse, coefficients and margins to remove accumulated rounding."""
         self._walk.refresh(np.linalg.inv(self._walk.matrix), reset)

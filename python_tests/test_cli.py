@@ -119,7 +119,7 @@ def test_a_schedule_text_with_a_mistake_names_line_and_column(capsys, tmp_path):
     path.write_bytes(b"\xff\xfe")
     assert "is not UTF-8 text" in fails(capsys, "train", "--schedule", str(path))
     path.write_text(text)
-    assert "is for 8 blocks, and there are 4" in fails(capsys, "train", "--layers", "2", "--schedule", str(path))
+    assert "is for 8 blocks, but 4 are required" in fails(capsys, "train", "--layers", "2", "--schedule", str(path))
 
 
 def test_a_link_that_cannot_be_had(capsys, monkeypatch):

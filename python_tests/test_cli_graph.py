@@ -107,9 +107,9 @@ def test_without_transformers_the_remedy_is_named(config, capsys, monkeypatch):
     ("changes", "said"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096, got 1000000000"),
-        ({"num_hidden_layers": "x"}, "its configuration is refused"),
+        ({"num_hidden_layers": "x"}, "invalid configuration"),
         ({"num_attention_heads": 7}, "llama"),
-        ({"architectures": ["EvilForCausalLM"]}, "['EvilForCausalLM'] are none that can be built; known are"),
+        ({"architectures": ["EvilForCausalLM"]}, "['EvilForCausalLM'] are not supported; known are"),
         ({"model_type": None}, "model_type None"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_configuration_that_cannot_be_is_refused(config, capsys, changes, said
         (["--objective", "published"], "oases_objective.py in the source tree; leave it out"),
         (["--balance", "time"], "give --stages N"),
         (["--stages", "0"], "--stages must be at least 1, got 0"),
-        (["--stages", "99"], "99 stages cannot be cut"),
+        (["--stages", "99"], "99 stages are more than"),
         (["--stages", "2", "--balance", "speed"], "'speed'"),
         (["--sequence", "65"], "sequence 65 is longer than the 64 positions"),
         (["--sequence", "0"], "--sequence must be at least 1"),
@@ -140,12 +140,17 @@ def test_mistakes_are_named(config, capsys, options, said):
 
 def test_files_that_are_no_graph(tmp_path, capsys):
     path = tmp_path / "some.json"
-    for text, said in (("{", "is not JSON"), ("[]", "no JSON object"), ("\0", "is not JSON"), ("{}", "model_type")):
+    for text, said in (
+        ("{", "is not JSON"),
+        ("[]", "a JSON object"),
+        ("\0", "is not JSON"),
+        ("{}", "model_type"),
+    ):
         path.write_text(text)
         assert said in fails(capsys, "plan", "--graph", str(path))
     path.write_bytes(b"\xff")
     assert "is not JSON" in fails(capsys, "plan", "--graph", str(path))
-    assert "is no file" in fails(capsys, "plan", "--graph", str(tmp_path))
+    assert "is not a file" in fails(capsys, "plan", "--graph", str(tmp_path))
     path.write_text(json.dumps({"format": "oases graph", "version": 1, "name": 3}))
     assert "name must be a string" in fails(capsys, "plan", "--graph", str(path))
     path.write_text(json.dumps({"format": "oases graph", "version": 1}))

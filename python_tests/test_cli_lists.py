@@ -72,7 +72,7 @@ def test_what_cannot_be_simulated(capsys, tmp_path):
     assert "leave out --cluster" in with_file(whole, "--cluster", "4x3090")
     assert "sets recomputation; leave it out" in with_file(whole, "--recompute", "full")
     experts = format_schedule(LISTS["experts"])
-    assert "line 1: it is for 3 blocks, and there are 4" in with_file(experts, "--blocks", "4")
+    assert "line 1: it is for 3 blocks, but 4 are required" in with_file(experts, "--blocks", "4")
     assert "takes none or full" in fails(capsys, "simulate", "--schedule", "plain", "--recompute", "2")
     assert "--blocks must be at least 1" in fails(capsys, "simulate", "--schedule", "plain", "--blocks", "0")
     assert "'nosuch' is unknown; known are sync" in fails(capsys, "simulate", "--schedule", "nosuch")
@@ -97,5 +97,5 @@ def test_a_pipeline_of_a_file_is_a_strategy_by_hand(capsys, tmp_path):
     path.write_text(format_schedule(generate_pipeline("zb_h1", 2, 4)))
     error = fails(capsys, "simulate", *GIVEN, "--pipeline", str(path))
     assert "--pipeline: schedule file" in error
-    assert "line 1: it is for 4 micro-batches, and there are 3" in error
+    assert "line 1: it is for 4 micro-batches, but 3 are required" in error
     assert "'nosuch' is unknown; known are gpipe" in fails(capsys, "simulate", *GIVEN, "--pipeline", "nosuch")

@@ -77,7 +77,7 @@ def blocks(page, language):
 
 
 def printed_after(page, command):
-    """What a page says that a command prints: the indented lines below it."""
+    """Output of a command as a page shows it: the indented lines below it."""
     found = re.search(rf"^    \$ {re.escape(command)}\n((?:    .*\n)+)", (ROOT / page).read_text(), re.MULTILINE)
     assert found, command
     return re.sub(r"^    ", "", found[1], flags=re.MULTILINE)

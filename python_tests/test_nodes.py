@@ -184,7 +184,7 @@ def test_nothing_is_left(when, how, tmp_path):
 
 
 def test_mistakes(monkeypatch):
-    with pytest.raises(UsageError, match=r"4 ranks .* --nodes 3; counts that do: 1, 2, 4"):
+    with pytest.raises(UsageError, match=r"4 ranks .* --nodes 3; valid node counts: 1, 2, 4"):
         Nodes(3, LINK).ranks_per_node(4)
     with pytest.raises(UsageError, match=r"--nodes must be between 1 and 250, got 251"):
         Nodes(251, LINK).ranks_per_node(251)

@@ -84,7 +84,7 @@ def test_one_process_for_all_ranks_and_more_shapes_in_one_file(tmp_path, capfd):
     profile(*command, "--degrees", "1,2", "--name", "mine")
     first = read_hardware(path)
     assert {block.tp for block in first.blocks} == {1, 2}
-    assert "One process stood for all ranks" in first.about
+    assert "One process represented all ranks" in first.about
     profile(*command, "--sequence", "32", "--degrees", "2", "--append")
     both = read_hardware(path)
     assert len(both.blocks) == len(first.blocks) + 4
@@ -126,7 +126,7 @@ def test_ranks_of_one_node(two_ranks):
     assert first.ranks_per_node == 2
     assert first.node == first.cluster
     assert {sample.collective for sample in first.node.samples} >= {"send", "all_reduce"}
-    assert "the link between nodes was not measured" in first.about
+    assert "the inter-node link was not measured" in first.about
     assert first.node.bytes_per_second == pytest.approx(LINK.bytes_per_second)
     assert first.node.startup_seconds == pytest.approx(LINK.startup_seconds)
     assert "busy" not in first.about.partition("Other programs")[0]
@@ -166,7 +166,7 @@ def test_noise_is_measured_again_by_all_ranks(two_ranks, noisy_tries, victims):
 
 @pytest.mark.parametrize("victims", [(0, 1), (1,)])
 def test_a_link_whose_times_never_grow_is_refused_by_all_ranks(two_ranks, victims):
-    why = "the samples do not grow with their bytes, so no bandwidth can be found; measure larger ones"
+    why = "the samples do not grow with their bytes, so no bandwidth can be fitted; measure larger ones"
     for asked, found in two_ranks.run(found_after, TRIES, victims):
         assert asked == list(range(TRIES))
         assert found == f"links, measured {TRIES} times: {why}, with a larger --batch"
@@ -257,7 +257,7 @@ def test_sizes_and_degrees():
         (["--iterations", "0"], ["iterations", "got 0"]),
         (["--append"], ["--append needs --json"]),
         (["--convert", "/nowhere"], ["--convert needs --json"]),
-        (["--convert", "/nowhere", "--json", "x.json"], ["'/nowhere' is no file"]),
+        (["--convert", "/nowhere", "--json", "x.json"], ["'/nowhere' is not a file"]),
         (["--json", "/dev/null/x.json"], ["a file is in the way"]),
     ],
     ids=" ".join,

@@ -1,5 +1,4 @@
-// Products of small dense matrices, four vectors at a time. The compiler makes vector instructions of these
-// loops.
+// Products of small dense matrices, four vectors at a time, in loops that the compiler vectorises.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +7,7 @@
 namespace oases::svm {
 
 inline double dot(const double* a, const double* b, int64_t n) {
-  double sum[8] = {};  // eight sums: one alone would wait for itself at every step
+  double sum[8] = {};  // eight sums: a single one is a dependency chain
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
     for (int lane = 0; lane < 8; ++lane) sum[lane] += a[i + lane] * b[i + lane];
@@ -21,7 +20,7 @@ inline void add_scaled(double* __restrict out, double factor, const double* __re
   for (int64_t i = 0; i < n; ++i) out[i] += factor * a[i];
 }
 
-// out [n] += sum_k factors[k] vector(k) [n]. In pieces that stay in the cache while all vectors are added.
+// out [n] += sum_k factors[k] vector(k) [n], in blocks that stay in the cache while all vectors are added.
 template <typename Vector>
 void add_combination(double* __restrict out, const double* factors, int64_t count, int64_t n, Vector vector) {
   constexpr int64_t kPiece = 2048;

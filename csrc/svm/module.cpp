@@ -1,5 +1,5 @@
-// `oases._svm`: what oases_svm/vertex.py is made of. It links to nothing of torch, which oases.svm does
-// without.
+// `oases._svm`, the extension of oases_svm/vertex.py. It does not link to torch, which
+// oases.svm does not need.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -32,7 +32,7 @@ Walk make(const Columns& columns, const Vector& weights, const Vector& targets) 
   return Walk(columns.data(), columns.shape(0), columns.shape(1), weights.data(), targets.data());
 }
 
-// [n, m] without a copy; it keeps the memory alive.
+// [n, m] without a copy; keeps the memory alive.
 py::array columns_of(const Walk& walk) {
   auto* owner = new std::shared_ptr<double[]>(walk.store());
   py::capsule free(owner, [](void* pointer) { delete static_cast<std::shared_ptr<double[]>*>(pointer); });
@@ -59,10 +59,10 @@ std::tuple<Status, int64_t, double> minimise(Walk& walk, const Vector& tau, int6
   require_size("tau", tau.size(), walk.columns());
   const double* values = tau.data();
   int64_t pivots = 0;
-  double products = 0;
+  double work = 0;
   py::gil_scoped_release release;
-  const Status status = walk.minimise(values, limit, allowed, &pivots, &products);
-  return {status, pivots, products};
+  const Status status = walk.minimise(values, limit, allowed, &pivots, &work);
+  return {status, pivots, work};
 }
 
 void refresh(Walk& walk, const Vector& inverse, bool reset) {

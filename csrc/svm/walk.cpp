@@ -9,16 +9,16 @@ namespace oases::svm {
 
 namespace {
 
-constexpr double kRate = 1e-11;   // rates of change below it count as none: columns have mean square 1
-constexpr double kFlat = 1e-10;   // of the first slope; below it rounding alone is left
-constexpr double kDrift = 1e-10;  // of coefficients and inverse
-constexpr double kSlack = 1e-9;   // of its weight: a multiplier beyond its bounds by less is within them
+constexpr double kRate = 1e-11;   // rates of change below it count as 0: columns have mean square 1
+constexpr double kFlat = 1e-10;   // fraction of the first slope below which only rounding is left
+constexpr double kDrift = 1e-10;  // tolerance for coefficients and inverse
+constexpr double kSlack = 1e-9;   // fraction of its weight by which a multiplier may exceed its bounds
 constexpr int64_t kRefresh = 100, kChecked = 20;
-constexpr int64_t kPriced = 6;  // edges measured exactly in the search of the steepest one
+constexpr int64_t kPriced = 6;  // edges measured exactly in the search for the steepest one
 
 double sign_of(double value) { return value > 0 ? 1.0 : value < 0 ? -1.0 : 0.0; }
 
-// The places of the largest values above zero, at most kPriced, in the order of the places.
+// Indices of the largest positive values, at most kPriced, in ascending order.
 class Largest {
  public:
   void offer(double value, int64_t place) {
@@ -125,44 +125,44 @@ void Walk::begin() {
   for (const int64_t j : s_) sign_[j] = w_[j] != 0 ? sign_of(w_[j]) : 1.0;
 }
 
-Status Walk::minimise(const double* tau, int64_t limit, double allowed, int64_t* pivots, double* products) {
-  for (;; *products += products_of_pivot()) {
+Status Walk::minimise(const double* tau, int64_t limit, double allowed, int64_t* pivots, double* work) {
+  for (;; *work += work_of_pivot()) {
     if (since_ >= std::max(kRefresh, size()) || (since_ % kChecked == kChecked - 1 && drifted())) {
       return Status::kRefresh;
     }
     Edge edge;
     if (!find_edge(tau, &edge)) return since_ == 0 || !drifted() ? Status::kMinimum : Status::kRefresh;
-    if (*pivots == limit || *products > allowed) return Status::kLimit;
+    if (*pivots == limit || *work > allowed) return Status::kLimit;
     ++*pivots;
     if (!follow(tau, edge))
-      return fresh_ ? Status::kMinimum : Status::kRefresh;  // fresh: rounding is left to gain
+      return fresh_ ? Status::kMinimum : Status::kRefresh;  // fresh: only rounding is left
     ++since_, fresh_ = false;
   }
 }
 
-// About; what does not grow with the data counts as a few thousand.
-double Walk::products_of_pivot() const {
+// Approximate; terms that do not grow with the data count as a few thousand.
+double Walk::work_of_pivot() const {
   const double k = static_cast<double>(size()), n = static_cast<double>(n_), m = static_cast<double>(m_);
   return 5e3 + k * (n + m + 10 * k) + 10 * n + static_cast<double>(crossed_.size()) * m;
 }
 
 bool Walk::drifted() const {
   const int64_t k = size();
-  std::vector<double> tight(k), anew(k);
+  std::vector<double> tight(k), fresh_weights(k);
   for (int64_t i = 0; i < k; ++i) tight[i] = t_[e_[i]];
-  for (int64_t i = 0; i < k; ++i) anew[i] = dot(inverse_.data() + i * room_, tight.data(), k);
+  for (int64_t i = 0; i < k; ++i) fresh_weights[i] = dot(inverse_.data() + i * room_, tight.data(), k);
   for (int64_t i = 0; i < k; ++i) {
     double kept = -tight[i], computed = -tight[i];
     for (int64_t j = 0; j < k; ++j) {
       const double value = matrix(i, j);
-      kept += value * w_[s_[j]], computed += value * anew[j];
+      kept += value * w_[s_[j]], computed += value * fresh_weights[j];
     }
     if (!(std::abs(kept) <= kDrift && std::abs(computed) <= kDrift)) return true;
   }
   return false;
 }
 
-// The multipliers of the rows E.
+// Multipliers of the rows E.
 void Walk::weigh(const double* tau) {
   const int64_t k = size();
   beside_.resize(k);
@@ -171,7 +171,7 @@ void Walk::weigh(const double* tau) {
   add_combination(multipliers_.data(), beside_.data(), k, k, [&](int64_t i) { return inverse_row(i); });
 }
 
-// The edge of about steepest descent; false at a minimum.
+// Approximately steepest descending edge; false at a minimum.
 bool Walk::find_edge(const double* tau, Edge* edge) {
   weigh(tau);
   price_columns(tau, edge);
@@ -195,7 +195,7 @@ void Walk::price_columns(const double* tau, Edge* edge) {
   for (int64_t i = 0; i < k; ++i) {
     for (int64_t pick = 0; pick < count; ++pick) entries[pick * k + i] = edge_row(i)[candidates.place(pick)];
   }
-  for (int64_t i = 0; i < k; ++i) {  // the inverse is large: go through it once
+  for (int64_t i = 0; i < k; ++i) {  // the inverse is large: traverse it once
     for (int64_t pick = 0; pick < count; ++pick) {
       toward[pick * k + i] = dot(inverse_row(i), entries.data() + pick * k, k);
     }
@@ -233,7 +233,7 @@ void Walk::price_rows(Edge* edge) {
   }
 }
 
-// Where the slope along an edge bends: rows that meet the margin, coefficients that meet zero.
+// Kinks of the slope along an edge: rows that reach the margin, coefficients that reach zero.
 void Walk::find_kinks(const double* tau, const Edge& edge) {
   const int64_t k = size();
   rates_.assign(n_, 0.0);
@@ -255,7 +255,7 @@ void Walk::find_kinks(const double* tau, const Edge& edge) {
 
 void Walk::cross(int64_t row, double change) { crossed_.emplace_back(row, change); }
 
-// Along an edge to its minimum, and pivot there; false where nothing stops it, which is rounding.
+// Moves along an edge to its minimum and pivots; returns false if nothing stops it, which is rounding.
 bool Walk::follow(const double* tau, const Edge& edge) {
   find_kinks(tau, edge);
   const auto later = [](const Kink& a, const Kink& b) {
@@ -329,7 +329,7 @@ void Walk::enter_row(int64_t row, const Edge& edge) {
     }
     tight_[e_[place]] = 0;
   } else {
-    // direction is -sign times the inverse's product with the entering column
+    // direction is -sign times the inverse times the entering column
     have_room(k + 1);
     double corner = column(edge.entering)[row];
     for (int64_t i = 0; i < k; ++i) corner += edge.sign * basic[i] * edge.direction[i];
@@ -369,7 +369,7 @@ void Walk::leave_coefficient(int64_t index, const Edge& edge) {
     for (int64_t i = 0; i < k; ++i) {
       add_scaled(inverse_row(i), -inverse_row(i)[place] / pivot, beside_.data(), k);
     }
-    // The last coefficient and the last row take the places of those that left.
+    // The last coefficient and the last row take the positions of those that left.
     std::copy_n(inverse_row(last), k, inverse_row(index));
     for (int64_t i = 0; i < k; ++i) inverse_row(i)[place] = inverse_row(i)[last];
     tight_[e_[place]] = 0;

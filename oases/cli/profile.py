@@ -126,7 +126,7 @@ def _step(times: BlockTimes) -> float:
 def _flops(block: MeasuredBlock) -> float:
     """FLOP/s of the matmuls; the backward pass has twice those of the forward pass."""
     shape = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=block.dtype)
-    return 3 * sum(shape.product_flops(block.kind, block.tp, block.samples)) / _step(block.times)
+    return 3 * sum(shape.matmul_flops(block.kind, block.tp, block.samples)) / _step(block.times)
 
 
 def add(commands: Any) -> None:

@@ -1,1 +1,1 @@
-"""A model as a graph of plain data, in execution order: cut into shards and pipeline stages without the model."""
+"""Layer graphs of models as plain data, divided into shards and pipeline stages without the model."""

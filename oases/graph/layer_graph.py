@@ -1,6 +1,6 @@
-"""The graph of a whole model as plain data: its ops in execution order, what they read, compute and write.
+"""Layer graph of a whole model as plain data: ops in execution order with inputs, FLOPs and bytes.
 
-Written and read as JSON, so a model is planned where neither it nor torch is installed.
+Serialised as JSON, so that a model can be planned where neither it nor torch is installed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from oases.errors import UsageError
 
 LARGEST = 10**24
-"""Of FLOPs, bytes or features: what is beyond it was mistyped."""
+"""Upper bound of FLOPs, bytes and features; anything larger is a typing error."""
 _Made = TypeVar("_Made")
 
 
 class Record:
-    """A JSON object. Each method reads a field of one type; UsageError names the field that is not."""
+    """JSON object. Each method reads a field of one type and raises UsageError with the field's name."""
 
     def __init__(self, data: Any, where: str) -> None:
         if not isinstance(data, Mapping):
@@ -31,14 +31,14 @@ class Record:
         self._where = where
 
     def made(self, kind: type[_Made], **values: Any) -> _Made:
-        """An instance of `kind`. UsageError where the record holds a field that is none of its values."""
+        """Build an instance of `kind`. Raises UsageError for fields that are not among `values`."""
         for name in self._data:
             if name not in values:
                 raise UsageError(f"graph: {self._where} has an unknown field {name!r}; known are {', '.join(values)}")
         return kind(**values)
 
     def text(self, name: str) -> str:
-        """A string."""
+        """Read a string."""
         value = self._field(name)
         if not isinstance(value, str):
             raise self._wrong(name, "a string", value)
@@ -52,35 +52,35 @@ class Record:
         return tuple(values)
 
     def flag(self, name: str) -> bool:
-        """True or false."""
+        """Read a boolean."""
         value = self._field(name)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false", value)
         return value
 
     def count(self, name: str) -> int:
-        """A whole number of at least 0."""
+        """Read a whole number of at least 0."""
         value = self._field(name)
         if not _is_count(value):
             raise self._wrong(name, "a whole number of at least 0", value)
         return int(value)
 
     def counts(self, name: str) -> tuple[int, ...]:
-        """Whole numbers of at least 0."""
+        """Read a list of whole numbers of at least 0."""
         values = self._list(name)
         if not all(map(_is_count, values)):
             raise self._wrong(name, "a list of whole numbers of at least 0", values)
         return tuple(values)
 
     def shapes(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Lists of whole numbers of at least 0."""
+        """Read a list of shapes."""
         values = self._list(name)
         if not all(isinstance(value, list) and all(map(_is_count, value)) for value in values):
             raise self._wrong(name, "a list of shapes", values)
         return tuple(map(tuple, values))
 
     def records(self, name: str, kind: str) -> list[Record]:
-        """Objects, each a `kind` of which a mistake is told by its number."""
+        """Read a list of objects; error messages name them by `kind` and index."""
         return [Record(item, f"{kind} {number}") for number, item in enumerate(self._list(name))]
 
     def _field(self, name: str) -> Any:
@@ -110,7 +110,7 @@ def _short(value: Any) -> str:
 VERSION = 1
 FORMAT = "oases graph"
 LARGEST_FILE = 2**29
-"""Bytes of a graph's JSON; that of a model of 1000 layers has 20 MB."""
+"""Maximum size of a graph file in bytes; a model of 1000 layers takes 20 MB."""
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex64": 8, "complex128": 16, "int64": 8, "int32": 4,
     "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1, "float8_e4m3fn": 1,
@@ -123,7 +123,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter, or a buffer, under one of its names. Names of one tensor share its `identity`."""
+    """Parameter or buffer under one of its names. Names of one tensor share its `identity`."""
 
     name: str
     shape: Shape
@@ -140,7 +140,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor that the model is given."""
+    """Input tensor of the model."""
 
     name: str
     shape: Shape
@@ -149,10 +149,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One op. inputs: names of the nodes and model inputs it reads, each once; parameters: buffers among them.
+    """One op. inputs: names of the nodes and model inputs it reads, without duplicates. parameters: with buffers.
 
-    shapes, dtypes: of each of its outputs. module: the path of the module that called it, "" for the model itself.
-    flops: of the forward pass. bytes_out: what it writes, nothing where its output is a view of its input.
+    shapes, dtypes: of each output. module: path of the calling module, "" for the model itself. flops: of the
+    forward pass. bytes_out: bytes written, 0 if the output is a view of the input.
     """
 
     name: str
@@ -167,33 +167,33 @@ class Node:
 
 
 class Run:
-    """Nodes in execution order: all of a graph, or some of it."""
+    """Nodes in execution order: a whole graph or a part of it."""
 
     if TYPE_CHECKING:
 
         @property
         def nodes(self) -> tuple[Node, ...]:
-            """In execution order."""
+            """Nodes in execution order."""
 
     @property
     def flops(self) -> int:
-        """Of one forward pass."""
+        """FLOPs of one forward pass."""
         return sum(node.flops for node in self.nodes)
 
     @property
     def activation_bytes(self) -> int:
-        """Written by one forward pass."""
+        """Bytes written by one forward pass."""
         return sum(node.bytes_out for node in self.nodes)
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
-        """The paths of the modules in lists, in execution order, e.g. "model.layers.0"."""
+        """Paths of the modules in module lists, in execution order, e.g. "model.layers.0"."""
         return tuple(dict.fromkeys(layer for node in self.nodes if (layer := layer_of(node.module))))
 
 
 @dataclass(frozen=True)
 class LayerGraph(Run):
-    """A model: nodes in execution order, inputs, names of the outputs, parameters and buffers under all names."""
+    """Graph of a model: nodes in execution order, inputs, output names, and parameters under all their names."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -211,7 +211,7 @@ class LayerGraph(Run):
             where = f"graph: node {node.name!r}"
             for name in node.inputs:
                 if name not in known:
-                    raise UsageError(f"{where}: inputs: {name!r} is no model input and no node before it")
+                    raise UsageError(f"{where}: inputs: {name!r} is not a model input or an earlier node")
             for name in node.parameters:
                 if name not in self.table:
                     raise UsageError(f"{where}: parameters: {name!r} is not in the table of parameters")
@@ -219,7 +219,7 @@ class LayerGraph(Run):
             _add(known, node.name, "node")
         for name in self.outputs:
             if name not in known:
-                raise UsageError(f"graph: outputs: {name!r} is no model input and no node")
+                raise UsageError(f"graph: outputs: {name!r} is not a model input or a node")
 
     def _check_parameters(self) -> None:
         names: dict[str, str] = {}
@@ -245,12 +245,12 @@ class LayerGraph(Run):
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """The index of each node by its name."""
+        """Index of each node by its name."""
         return {node.name: index for index, node in enumerate(self.nodes)}
 
     @cached_property
     def users(self) -> dict[str, tuple[int, ...]]:
-        """The indices of the nodes that read each value, ascending; of inputs and nodes."""
+        """Indices of the nodes that read each value (input or node), ascending."""
         found: dict[str, list[int]] = {name: [] for name in self._names()}
         for index, node in enumerate(self.nodes):
             for name in node.inputs:
@@ -263,7 +263,7 @@ class LayerGraph(Run):
 
     @cached_property
     def value_bytes(self) -> dict[str, int]:
-        """Bytes of each value, views included; of inputs and nodes."""
+        """Bytes of each value (input or node), views included."""
         sizes = {each.name: prod(each.shape) * DTYPE_BYTES[each.dtype] for each in self.inputs}
         for node in self.nodes:
             pairs = zip(node.shapes, node.dtypes, strict=True)
@@ -272,7 +272,7 @@ class LayerGraph(Run):
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """The values that a gradient flows through: floating-point, and computed from a parameter."""
+        """Values with gradients: floating-point, and computed from a parameter."""
         found: set[str] = set()
         for node in self.nodes:
             reads = any(not self.table[name].buffer for name in node.parameters)
@@ -282,15 +282,15 @@ class LayerGraph(Run):
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, tied ones once, buffers not."""
+        """Elements of all parameters, tied ones once, without buffers."""
         return sum({each.identity: each.size for each in self.parameters if not each.buffer}.values())
 
     def to_json(self) -> str:
-        """The graph as JSON that `from_json` reads back."""
+        """Serialise the graph as JSON for `from_json`."""
         return "".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        """A node a line, so that a person and a diff can read it."""
+        """Lines of the JSON text, one node per line for readable diffs."""
         yield f'{{"format": "{FORMAT}", "version": {VERSION}, "name": {json.dumps(self.name)}'
         for field in ("inputs", "parameters", "nodes"):
             lines = (f"\n {json.dumps(asdict(each))}" for each in getattr(self, field))
@@ -299,7 +299,7 @@ class LayerGraph(Run):
 
     @staticmethod
     def from_json(text: str) -> LayerGraph:
-        """Read a graph. UsageError names the field that is missing, unknown or of another type."""
+        """Parse a graph. Raises UsageError naming the field that is missing, unknown or of the wrong type."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -307,7 +307,7 @@ class LayerGraph(Run):
                 f"graph: not JSON: {error}; write one with: oases plan --graph MODEL --json FILE"
             ) from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise UsageError(f"graph: this is no {FORMAT}; write one with: oases plan --graph MODEL --json FILE")
+            raise UsageError(f"graph: this is not an {FORMAT}; write one with: oases plan --graph MODEL --json FILE")
         if data.get("version") != VERSION:
             raise UsageError(f"graph: version {data.get('version')!r} is unknown; this oases reads version {VERSION}")
         body = Record({key: value for key, value in data.items() if key not in ("format", "version")}, "graph")
@@ -339,16 +339,16 @@ class LayerGraph(Run):
 
 
 def layer_of(module: str) -> str | None:
-    """The first module in a list on a module's path: "model.layers.3" of "model.layers.3.mlp.act"; None without."""
+    """First module in a module list on a path: "model.layers.3" of "model.layers.3.mlp.act"; None without one."""
     match = _LAYER.match(module)
     return match[0] if match else None
 
 
 def read_graph(path: str | Path) -> LayerGraph:
-    """The graph in a file. UsageError where it cannot be read or is none."""
+    """Read a graph file. Raises UsageError for a file that cannot be read or is not a graph."""
     target = Path(path)
-    if target.exists() and not target.is_file():  # a pipe or a device may never end
-        raise UsageError(f"graph {str(path)!r} is no file; write one with: oases plan --graph MODEL --json FILE")
+    if target.exists() and not target.is_file():  # reading a pipe or a device may block
+        raise UsageError(f"graph {str(path)!r} is not a file; write one with: oases plan --graph MODEL --json FILE")
     try:
         if target.stat().st_size > LARGEST_FILE:
             raise UsageError(f"graph {str(path)!r} has over {LARGEST_FILE} bytes, more than any model's graph")
@@ -361,7 +361,7 @@ def read_graph(path: str | Path) -> LayerGraph:
 
 def _add(known: dict[str, str], name: str, kind: str) -> None:
     if name in known:
-        raise UsageError(f"graph: {kind} {name!r}: there is another {known[name]} of this name")
+        raise UsageError(f"graph: {kind} {name!r}: duplicate name of a {known[name]}")
     known[name] = kind
 
 

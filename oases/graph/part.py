@@ -1,8 +1,8 @@
-"""A run of consecutive nodes of a graph, and the values that cross from one run into later ones.
+"""Parts of a graph: consecutive nodes, and the values that cross between them.
 
-A shard hands one value to the next. Merak cuts where a shard is over its target and merges shards back that a value
-skips over. Here a shard that is over its target goes on to the next place that only one value crosses: what would be
-merged is never cut, and no shard is larger than merging makes it.
+A shard passes a single value to the next. Merak cuts where a shard exceeds its target and then merges shards that a
+value skips over. Here a shard that exceeds its target extends to the next border that a single value crosses, so
+nothing has to be merged and no shard is larger than after merging.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from oases.errors import UsageError
 from oases.graph.layer_graph import LayerGraph, Node, Parameter, Run
 
 MANY_USERS = 5
-"""Of a value with more users than this: it travels along, as masks and position ids do."""
+"""Users above which a value may cross any border, as masks and position ids do."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value that crosses a border. along: beside the one it is cut at. trained: its gradient comes back."""
+    """Value that crosses a border. along: in addition to the one it is cut at. trained: its gradient is sent back."""
 
     name: str
     num_bytes: int
@@ -31,7 +31,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Part(Run):
-    """Nodes `start` up to `stop` of a graph."""
+    """Nodes from `start` up to `stop` of a graph."""
 
     graph: LayerGraph = field(repr=False, compare=False)
     start: int
@@ -39,12 +39,12 @@ class Part(Run):
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """In execution order."""
+        """Nodes in execution order."""
         return self.graph.nodes[self.start : self.stop]
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Parameters that its nodes read, each tensor once, under the name it is first read by; no buffers."""
+        """Parameters that its nodes read, each tensor once under its first name, without buffers."""
         found: dict[int, Parameter] = {}
         for node in self.nodes:
             for each in (self.graph.table[name] for name in node.parameters):
@@ -59,26 +59,26 @@ class Part(Run):
 
     @cached_property
     def embedding(self) -> bool:
-        """Whether it looks rows up in a parameter."""
+        """Whether it contains an embedding lookup."""
         return any(is_embedding(self.graph, node) for node in self.nodes)
 
 
 def is_embedding(graph: LayerGraph, node: Node) -> bool:
-    """Whether a node looks rows up in a parameter."""
+    """Whether a node is a lookup in a parameter."""
     looks_up = node.op in ("aten.embedding", "aten.embedding_bag")
     return looks_up and any(not graph.table[name].buffer for name in node.parameters)
 
 
 def last_uses(graph: LayerGraph) -> dict[str, int]:
-    """The index of the last node that reads each value; that of its own node where none does."""
+    """Index of the last node that reads each value; its own index if none does."""
     return {name: users[-1] if users else graph.place.get(name, 0) for name, users in graph.users.items()}
 
 
 def travels(graph: LayerGraph) -> frozenset[str]:
-    """The values that may cross any border, and so are no reason not to cut.
+    """Values that may cross any border and do not prevent a cut there.
 
-    Model inputs, what is computed of them and of no parameter (masks, position ids, rotations), and what has more
-    than MANY_USERS users (the encoder's output in the decoder, position biases).
+    Model inputs, values computed from them without parameters (masks, position ids, rotations), and values with
+    more than MANY_USERS users (the encoder's output in the decoder, position biases).
     """
     many = (name for name, users in graph.users.items() if len(users) > MANY_USERS)
     free = set(many) | {each.name for each in graph.inputs}
@@ -92,9 +92,9 @@ def travels(graph: LayerGraph) -> frozenset[str]:
 
 
 def crossing(graph: LayerGraph, borders: Sequence[int]) -> list[tuple[Value, ...]]:
-    """The values that cross each border, given as the index of the first node behind it.
+    """Values that cross each border, given as the index of the first node after it.
 
-    A model input crosses from the part that uses it first to the later ones that do.
+    A model input crosses from the first part that uses it to later ones that do.
     """
     free, last = travels(graph), last_uses(graph)
     values = [
@@ -111,10 +111,10 @@ def crossing(graph: LayerGraph, borders: Sequence[int]) -> list[tuple[Value, ...
 
 
 def shards(graph: LayerGraph, count: int | None = None) -> tuple[Part, ...]:
-    """The shards of a graph, in order; together they hold each node once.
+    """Shards of a graph, in order; together they hold each node once.
 
-    The target is the parameters that are no embedding's, divided by `count`: None takes 2 L + 4 of L layers. An
-    embedding is a shard of its own. Values that travel along (`travels`) may cross anywhere.
+    Their target size is the non-embedding parameters divided by `count`, by default 2 L + 4 for L layers. An
+    embedding is a shard of its own. Values in `travels` may cross anywhere.
     """
     if count is None:
         count = 2 * len(graph.layers) + 4
@@ -141,11 +141,11 @@ def shards(graph: LayerGraph, count: int | None = None) -> tuple[Part, ...]:
 
 
 def units(graph: LayerGraph) -> tuple[Part, ...]:
-    """The finest shards there are: each reads parameters and hands on one value, the first smallest it can."""
+    """Finest possible shards: each reads parameters and passes on one value."""
     if not graph.nodes:
         return ()
     reads = [any(not graph.table[name].buffer for name in node.parameters) for node in graph.nodes]
-    ahead = list(accumulate(reads, initial=0))  # of each border, how many nodes before it read parameters
+    ahead = list(accumulate(reads, initial=0))  # by border: nodes before it that read parameters
     best: dict[int, tuple[int, int]] = {}
     for border, num_bytes in clean_borders(graph).items():
         if 0 < ahead[border] < ahead[-1]:
@@ -157,9 +157,9 @@ def units(graph: LayerGraph) -> tuple[Part, ...]:
 
 
 def clean_borders(graph: LayerGraph) -> dict[int, int]:
-    """Where a graph may be cut: the index of the first node behind it -> bytes of the value that crosses.
+    """Borders at which a graph may be cut: index of the first node after it -> bytes of the value that crosses.
 
-    There at most one value crosses, but for those that travel along.
+    At most one value crosses there, apart from those in `travels`.
     """
     last, free = last_uses(graph), travels(graph)
     ends: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The sizes that the planner needs, read off a graph that is one stack of equal transformer layers."""
+"""ModelShape of a graph that is a single stack of equal transformer layers."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ _ATTENTION = ("aten.scaled_dot_product_attention", "aten.softmax", "aten._softma
 
 
 def shape_of_graph(graph: LayerGraph) -> ModelShape:
-    """The ModelShape of a graph. UsageError names what does not fit where it is no stack of equal transformer layers.
+    """Derive a ModelShape. Raises UsageError, naming what does not fit, for other models.
 
-    Exact are the matrices of the layers and the FLOPs of their products and of attention, under grouped queries and
-    gated MLPs too, and whether the head is tied. Approximated, each by well under 1 % of a large model: biases, norms
-    and positions are counted as a GPT has them, and layers in front of the head (BERT's) are left out. Activations
-    are those that a GPT's ops keep: what rotations of queries and keys keep besides, and norms written op by op, is
-    not counted.
+    Exact: the layers' matrices, the FLOPs of matmuls and attention (with GQA and gated MLPs), and whether the head
+    is tied. Approximate, each by well under 1 % of a large model: biases, norms and positions are counted as in a
+    GPT, and layers before the head (BERT) are left out. Activations are those that a GPT's ops keep; additional
+    ones of rotary embeddings and of unfused norms are not counted.
     """
     layers = _layers(graph)
     first = next(iter(layers.values()))
     width, length, vocabulary, table = _embedding(graph)
     if first[-1].shapes[0][-1:] != (width,):
-        raise _unfit(graph, f"its embedding has {width} features, its layers make {first[-1].shapes[0][-1:]}")
+        raise _unfit(graph, f"its embedding has {width} features, its layers have {first[-1].shapes[0][-1:]}")
     heads, head_size, attention, mlp = _parts(graph, next(iter(layers)), first)
     kv_heads = (_elements(attention) / width / head_size - 2 * heads) / 2
     if kv_heads < 1 or kv_heads != int(kv_heads) or heads % kv_heads:
         raise _unfit(
             graph,
-            f"the products of its attention, {_shapes(attention)}, are no queries, keys, values and output of "
+            f"the matmuls of its attention, {_shapes(attention)}, are not queries, keys, values and output of "
             f"{heads} heads of {head_size}",
         )
     intermediate = mlp[-1].size // width if mlp else 0
-    products = _elements(mlp) / width / intermediate if intermediate else 0
-    if products not in (2, 3):
-        raise _unfit(graph, f"the products of its MLP, {_shapes(mlp)}, are no two, or three of a gated one")
+    matmuls = _elements(mlp) / width / intermediate if intermediate else 0
+    if matmuls not in (2, 3):
+        raise _unfit(graph, f"the matmuls of its MLP, {_shapes(mlp)}, are not two, or three of a gated MLP")
     return ModelShape(
         hidden=width, layers=len(layers), heads=heads, sequence=length, vocabulary=vocabulary,
         dtype=table.dtype, name=graph.name, head_size=0 if heads * head_size == width else head_size,
         kv_heads=0 if kv_heads == heads else int(kv_heads),
-        intermediate=0 if intermediate == 4 * width else intermediate, gated=products == 3,
+        intermediate=0 if intermediate == 4 * width else intermediate, gated=matmuls == 3,
         tied=_tied(graph, table),
     )  # fmt: skip
 
 
 def _layers(graph: LayerGraph) -> dict[str, list[Node]]:
-    """The nodes of each layer. All are of one list, and alike in parameters and FLOPs."""
+    """Nodes of each layer. All layers are in one module list and equal in parameters and FLOPs."""
     layers: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if layer := layer_of(node.module):
@@ -64,12 +63,12 @@ def _layers(graph: LayerGraph) -> dict[str, list[Node]]:
     (first, kind), *others = kinds.items()
     odd = next((layer for layer, other in others if other != kind), None)
     if odd is not None:
-        raise _unfit(graph, f"its layers {first} and {odd} have other parameters or FLOPs")
+        raise _unfit(graph, f"its layers {first} and {odd} differ in parameters or FLOPs")
     return layers
 
 
 def _embedding(graph: LayerGraph) -> tuple[int, int, int, Parameter]:
-    """Width, tokens per sample, vocabulary and table of the largest embedding of what the model is given."""
+    """Width, tokens per sample, vocabulary and table of the largest embedding of a model input."""
     given = {each.name for each in graph.inputs}
     found = []
     for node in graph.nodes:
@@ -78,19 +77,19 @@ def _embedding(graph: LayerGraph) -> tuple[int, int, int, Parameter]:
         elif not node.bytes_out and len(node.inputs) == 1 and node.inputs[0] in given:
             given.add(node.name)  # a view of an input
     if not found:
-        raise _unfit(graph, "it has no embedding of tokens")
+        raise _unfit(graph, "it has no token embedding")
     table, node = max(found, key=lambda each: each[0].size)
     return table.shape[1], node.shapes[0][1], table.shape[0], table
 
 
 def _parts(graph: LayerGraph, layer: str, nodes: Sequence[Node]) -> tuple[int, int, list[Parameter], list[Parameter]]:
-    """Heads, features of a head, and the matrices of a layer's attention and of its MLP.
+    """Heads, features per head, and the matrices of a layer's attention and MLP.
 
-    Attention ends with the first product behind it that reads a matrix; what follows is the MLP.
+    Attention ends with the first matmul after it that reads a matrix; the MLP follows.
     """
     places = [at for at, node in enumerate(nodes) if node.op in _ATTENTION and len(node.shapes[0]) == 4]
     if len(places) != 1:
-        raise _unfit(graph, f"its layer {layer} has {len(places)} attentions over heads, one is needed")
+        raise _unfit(graph, f"its layer {layer} has {len(places)} attention ops, but exactly one is required")
     place = places[0]
     behind = [node for node in nodes[place:] if node.flops]
     large = [each.name for each in _matrices(graph, nodes) if len(each.shape) > 2]
@@ -102,7 +101,7 @@ def _parts(graph: LayerGraph, layer: str, nodes: Sequence[Node]) -> tuple[int, i
 
 
 def _tied(graph: LayerGraph, table: Parameter) -> bool:
-    """Whether no product outside of the layers has a table of its own, of the embedding's size."""
+    """Whether no matmul outside the layers reads another table of the embedding's size."""
     ends = [node for node in graph.nodes if node.flops and not layer_of(node.module)]
     return all(
         each.identity == table.identity or each.size != table.size
@@ -131,6 +130,6 @@ def _shapes(matrices: Sequence[Parameter]) -> str:
 
 def _unfit(graph: LayerGraph, why: str) -> UsageError:
     return UsageError(
-        f"{graph.name} is no stack of equal transformer layers, which the planner needs: {why}; give its sizes as a "
-        "ModelShape, or cut its graph into stages with oases.graph.stages.split"
+        f"{graph.name} is not a stack of equal transformer layers, which the planner needs: {why}; give its sizes as "
+        "a ModelShape, or cut its graph into stages with oases.graph.stages.split"
     )

@@ -1,4 +1,4 @@
-"""Cuts a graph into pipeline stages: runs of shards of which the costliest costs as little as can be."""
+"""Division of a graph into pipeline stages: consecutive shards with the smallest maximum cost."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BALANCES = ("time", "parameters", "uniform")
 
 @dataclass(frozen=True)
 class Stage(Part):
-    """A pipeline stage. cost: what it was balanced by.
+    """Pipeline stage. cost: the cost that was balanced.
 
-    receives, sends: values that cross from the stage before it and to the one behind it, what only passes through
-    among them. loads: model inputs that it is the first to use. returns: outputs of the model that it makes.
+    receives, sends: values from the previous stage and to the next one, including those passed through. loads:
+    model inputs that it uses first. returns: model outputs that it computes.
     """
 
     number: int
@@ -35,7 +35,7 @@ class Stage(Part):
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that several stages hold: its gradient has to be summed over them. names: all of its names."""
+    """Parameter on several stages, whose gradient must be summed over them. names: all of its names."""
 
     identity: int
     names: tuple[str, ...]
@@ -50,19 +50,19 @@ def split(
     balance: str | Sequence[str] = "time",
     hardware: Hardware | None = None,
 ) -> tuple[Stage, ...]:
-    """Consecutive stages of a graph, or of the shards it was cut into.
+    """Divide a graph, or its shards, into consecutive pipeline stages.
 
-    balance: what the largest stage has as little of as can be: "time" (seconds by the rates of `hardware`; FLOPs
-    without it), "parameters" (a tied one counts in every shard that reads it) or "uniform" (layers); or the module or
-    node that each stage but the first begins with. Raises UsageError for more stages than there are places to cut.
+    balance: cost whose maximum over stages is minimised: "time" (seconds by the rates of `hardware`, FLOPs without
+    it), "parameters" (a tied one counts in every shard that reads it) or "uniform" (layers); or the module or node
+    that each stage after the first begins with. Raises UsageError for more stages than there are borders.
     """
     graph, parts = _taken(model)
     if stages < 1:
         raise UsageError(f"stages must be at least 1, got {stages}")
     if stages > len(parts):
         raise UsageError(
-            f"{stages} stages cannot be cut from {graph.name}, which falls into {len(parts)} parts that hand one "
-            f"value on; give at most {len(parts)}"
+            f"{stages} stages are more than {graph.name} allows: it has {len(parts)} parts that pass on one "
+            f"value; give at most {len(parts)}"
         )
     by = "time" if not isinstance(balance, str) else balance
     costs = _costs(parts, by, hardware)
@@ -84,7 +84,7 @@ def split(
 
 
 def shared_parameters(stages: Sequence[Stage]) -> tuple[SharedParameter, ...]:
-    """Parameters that several stages read, under one name or, tied, under several."""
+    """Parameters that several stages read, under one name or, if tied, several."""
     where: dict[int, list[int]] = {}
     for stage in stages:
         for each in stage.parameters:
@@ -100,9 +100,10 @@ def shared_parameters(stages: Sequence[Stage]) -> tuple[SharedParameter, ...]:
 
 
 def balanced(costs: Sequence[float], count: int) -> list[int]:
-    """Where runs begin, the first left out, if costs are cut into `count` runs and the largest sum is least.
+    """Start indices of the runs after the first when costs are divided into `count` runs with the smallest maximum
+    sum.
 
-    A run has at least one cost. Of cuts that are as good, one whose earlier runs are small too.
+    Every run has at least one cost. Of equal divisions, one with small earlier runs.
     """
     ahead = list(accumulate(costs, initial=0.0))
     size = len(costs)
@@ -111,7 +112,7 @@ def balanced(costs: Sequence[float], count: int) -> list[int]:
     for runs in range(2, count + 1):
         earlier, best, chosen = best, [float("inf")] * (size + 1), [0] * (size + 1)
         for end in range(runs, size + 1):
-            # With the last run's begin the earlier ones grow and it shrinks: the least is where they meet.
+            # Earlier runs grow with the start of the last run, which shrinks: the minimum is where they meet.
             growing = partial(_difference, earlier, ahead, end)
             meet = bisect_left(range(runs - 1, end), 0.0, key=growing)
             for at in range(max(runs - 1, runs - 2 + meet), min(end, runs + meet)):
@@ -127,14 +128,14 @@ def balanced(costs: Sequence[float], count: int) -> list[int]:
 
 
 def _difference(earlier: Sequence[float], ahead: Sequence[float], end: int, at: int) -> float:
-    """Of the largest earlier run and the last one, from `at` to `end`."""
+    """Difference between the largest earlier run and the last one, from `at` to `end`."""
     return earlier[at] - (ahead[end] - ahead[at])
 
 
 def node_seconds(graph: LayerGraph, device: Device) -> Callable[[Node], float]:
-    """Seconds of a node's forward pass alone: by FLOPs or by the bytes it moves, whichever takes longer.
+    """Seconds of a node's forward pass alone: the larger of FLOPs and bytes moved over the device's rates.
 
-    A view takes none. An embedding reads the rows it looks up, as many bytes as it writes.
+    A view takes no time. An embedding reads as many bytes as it writes.
     """
 
     def seconds(node: Node) -> float:
@@ -155,11 +156,11 @@ def _taken(model: LayerGraph | Sequence[Part]) -> tuple[LayerGraph, Sequence[Par
     if isinstance(model, LayerGraph):
         return model, units(model)
     if not model:
-        raise UsageError("no shards are given; cut them from a graph with shards(graph)")
+        raise UsageError("no shards given; create them with shards(graph)")
     graph = model[0].graph
     ends = [0, *(part.stop for part in model)]
     if ends[:-1] != [part.start for part in model] or ends[-1] != len(graph.nodes):
-        raise UsageError("the shards are not those of a whole graph, in order; cut them with shards(graph)")
+        raise UsageError("the shards are not those of a whole graph in order; create them with shards(graph)")
     return graph, model
 
 
@@ -185,7 +186,7 @@ def _cost(stage: Part, parts: Sequence[Part], costs: Sequence[float], by: str, h
 
 
 def _asked(graph: LayerGraph, begins: Sequence[str], stages: int) -> list[int]:
-    """The borders before the modules or nodes that stages are to begin with."""
+    """Borders before the modules or nodes that stages begin with."""
     if len(begins) != stages - 1:
         raise UsageError(f"{stages} stages begin at {stages - 1} borders, got {len(begins)}: {', '.join(begins)}")
     clean = clean_borders(graph)
@@ -196,17 +197,15 @@ def _asked(graph: LayerGraph, begins: Sequence[str], stages: int) -> list[int]:
             inside = (i for i, n in enumerate(graph.nodes) if n.module == begin or n.module.startswith(f"{begin}."))
             border = next(inside, -1)
         if border < 0:
-            raise UsageError(
-                f"balance: {begin!r} is no node and no module of {graph.name}, nor {', '.join(BALANCES)}"
-            )
+            raise UsageError(f"balance: {begin!r} is not a node or module of {graph.name}, nor {', '.join(BALANCES)}")
         if border not in clean:
             others = [each for each in clean if each < border]
             node = graph.nodes[max(others)].name if others else None
             raise UsageError(
-                f"balance: no stage can begin with {begin!r}, as more than one value crosses there"
+                f"balance: a stage cannot begin with {begin!r}, because more than one value crosses there"
                 + (f"; the nearest place before it is the node {node!r}" if node else "")
             )
         if border <= (borders[-1] if borders else 0):
-            raise UsageError(f"balance: {begin!r} is not behind where the stage before it begins; give them in order")
+            raise UsageError(f"balance: {begin!r} is not after the start of the previous stage; give them in order")
         borders.append(border)
     return borders

@@ -1,8 +1,8 @@
-"""Fused kernels for what lies between the products, on CUDA and on the CPU, each a differentiable torch.library op.
+"""Fused kernels for the ops between matmuls, on CUDA and CPU, each a differentiable torch.library op.
 
-The work is done by `csrc/*.cu` and `csrc/*_cpu.cpp`, which compute the same. Imported by their module's name are the
-kernels on tables and index lists: `permute` (rows to experts and back), `sparse` (sketches and bitmaps of gradients).
-A function that makes the host wait for the device says so; the others do not.
+Implemented in `csrc/*.cu` and `csrc/*_cpu.cpp`, which compute the same. The modules `permute` (rows to experts and
+back) and `sparse` (sketches and bitmaps of gradients) are imported by name. Functions that synchronise with the
+device say so; the others do not.
 """
 
 from oases.kernels.activation import bias_gelu, swiglu

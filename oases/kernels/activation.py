@@ -13,10 +13,10 @@ Approximate = Literal["tanh", "none"]
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "tanh") -> Tensor:
-    """gelu(x + bias), as `torch.nn.functional.gelu(x + bias, approximate=approximate)`; "none" is the exact one, erf.
+    """gelu(x + bias), as `torch.nn.functional.gelu(x + bias, approximate=approximate)`; "none" is exact (erf).
 
     x: [..., n]. bias: [n]. float32, float16 or bfloat16, of one dtype and device; arithmetic and sums are float32.
-    Returns [..., n], contiguous. Raises RuntimeError, naming the value, where dtypes, devices or shapes differ.
+    Returns [..., n], contiguous. Raises RuntimeError for differing dtypes, devices or shapes.
     """
     return torch.ops.oases.bias_gelu(x, bias, approximate)
 
@@ -25,7 +25,7 @@ def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up, where gate and up are the first and second half of the last dimension.
 
     x: [..., 2 n], float32, float16 or bfloat16; arithmetic is float32. Returns [..., n], contiguous. Raises
-    RuntimeError, naming the value, for another dtype or an odd last dimension.
+    RuntimeError for another dtype or an odd last dimension.
     """
     return torch.ops.oases.swiglu(x)
 

@@ -1,7 +1,7 @@
-"""The epilogue after an all-reduce in one pass over memory: bias, dropout, residual and norm.
+"""Fused bias, dropout, residual and norm after an all-reduce, in one pass over memory.
 
-Unfused, the reduced sum is read and written once per step. Here forward reads y and x and writes out and h; backward
-reads the gradients and out. Masks are not stored: Philox4x32-10 of (seed, row, column) computes them again.
+Unfused, the reduced sum is read and written once per op. Here forward reads y and x and writes out and h; backward
+reads the gradients and out. Masks are not stored: Philox4x32-10 of (seed, row, column) recomputes them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ def bias_dropout_residual_norm(
     kind: NormKind = "layer",
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """out = x + dropout(y + bias); h = norm(out) * weight + norm_bias, a layer norm or an RMS norm. Returns (out, h).
+    """out = x + dropout(y + bias); h = norm(out) * weight + norm_bias, with LayerNorm or RMSNorm. Returns (out, h).
 
     y: [..., n], the reduced sum. x: [..., n], the residual. bias, weight, norm_bias: [n]. All float32, float16 or
-    bfloat16, of one dtype and device; arithmetic and sums are float32. out and h: [..., n], contiguous.
-    p: probability of zeroing a number of y + bias; what is kept is scaled by 1 / (1 - p).
-    seed, offset: the mask of row r (all leading dimensions counted as one) is that of row offset + r under this seed,
-    so the parts of a batch that somebody cut draw the masks of the whole. A seed is for one call on one batch.
-    Raises RuntimeError, naming the value, where dtypes, devices or shapes differ, p is outside [0, 1], or kind is
-    neither "layer" nor "rms".
+    bfloat16, of one dtype and device; arithmetic and sums are float32. out and h: [..., n], contiguous. p: dropout
+    probability. seed, offset: row r (leading dimensions flattened) has the mask of row offset + r under this seed,
+    so sub-batches draw the masks of the whole batch. Use a seed for one call on one batch only. Raises RuntimeError
+    for differing dtypes, devices or shapes, p outside [0, 1], or a kind other than "layer" and "rms".
     """
     out, h, _, _ = torch.ops.oases.bias_dropout_residual_norm(
         y, x, bias, weight, norm_bias, p, seed, offset, kind, eps
@@ -48,7 +46,7 @@ def bias_dropout_residual_norm(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, bias, weight, norm_bias, p, seed, offset, kind, _ = inputs
     out, _, mean, rstd = output
-    # Most callers use both results; where one is not used its gradient is no tensor of zeros to be read.
+    # Most callers use both results; an unused one gets no zero gradient tensor that would have to be read.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(out, weight, mean, rstd)

@@ -1,7 +1,7 @@
-"""Rows of tokens to their experts and back, for layers with a mixture of experts.
+"""Permutation of token rows by expert and back, for mixture-of-experts layers.
 
-A slot is one pair of a token and one of its k experts, numbered token * k + j. Every function is deterministic, on
-CUDA too: slots keep their order within an expert, and sums are taken in the order of j.
+A slot is a (token, expert) pair, numbered token * k + j for the j-th of a token's k experts. Every function is
+deterministic, also on CUDA: slots keep their order within an expert, and sums are in the order of j.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import oases._C  # noqa: F401  (registers the ops)
 def histogram(expert_ids: Tensor, num_experts: int) -> Tensor:
     """Count the slots of each expert.
 
-    expert_ids: int64 or int32 [tokens, k]. Returns int64 [num_experts]. An id that is not in [0, num_experts) is a
-    RuntimeError that names it; to know, a CUDA call waits for the device.
+    expert_ids: int64 or int32 [tokens, k]. Returns int64 [num_experts]. Raises RuntimeError for an id outside [0,
+    num_experts); this check synchronises with a CUDA device.
     """
     return torch.ops.oases.histogram(expert_ids, num_experts)
 
 
 def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Copy the row of each token to each of its experts, grouped by expert and in the order of tokens within it.
+    """Copy each token's row to each of its experts, grouped by expert and in token order within an expert.
 
     x: float32, float16 or bfloat16 [tokens, n]; expert_ids: as for `histogram`, with its errors. Returns rows
-    [tokens * k, n], source int64 [tokens * k], the slot of each row, and counts int64 [num_experts], the rows of each
-    expert. The gradient of x is the sum over the k rows of a token, taken in fp32. A CUDA call waits for the device,
-    to check the ids; its backward pass does not.
+    [tokens * k, n], source int64 [tokens * k] (the slot of each row), and counts int64 [num_experts] (rows per
+    expert). The gradient of x is the fp32 sum over the k rows of a token. A CUDA call synchronises to check the
+    ids; its backward pass does not.
     """
     rows, source, counts = torch.ops.oases.permute(x, expert_ids, num_experts)
     return rows, source, counts
 
 
 def unpermute(rows: Tensor, source: Tensor, weights: Tensor | None, tokens: int) -> Tensor:
-    """Sum the k rows of each token, times their weights: what undoes `permute` once the experts are done.
+    """Weighted sum of the k rows of each token: the inverse of `permute` after the experts.
 
-    rows: float32, float16 or bfloat16 [tokens * k, n]; source: int64 [tokens * k], as `permute` returned it; weights:
-    [tokens, k] in float32 or the dtype of the rows, None for ones. Returns [tokens, n]; sums are taken in fp32. Rows
-    and weights have gradients. A source that leaves out a slot is a RuntimeError on CPU; on CUDA, where to know would
-    mean to wait for the device, the tokens of such slots become NaN.
+    rows: float32, float16 or bfloat16 [tokens * k, n]; source: int64 [tokens * k] from `permute`; weights: [tokens,
+    k] in float32 or the dtype of the rows, None for ones. Returns [tokens, n]; sums are fp32. Rows and weights have
+    gradients. A source without some slot is a RuntimeError on the CPU; on CUDA, where the check would synchronise,
+    the tokens of such slots become NaN.
     """
     return torch.ops.oases.unpermute(rows, source, weights, tokens)
 

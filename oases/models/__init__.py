@@ -1,4 +1,4 @@
-"""Demo models built of oases layers."""
+"""Example models built from oases layers."""
 
 from oases.models.gpt import GPT, GPTConfig
 from oases.models.moe_gpt import MoEGPT, MoEGPTConfig

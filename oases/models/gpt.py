@@ -1,7 +1,7 @@
-"""A GPT of overlapped parts: pre-norm, causal attention, GELU, tied embeddings.
+"""GPT with overlapped tensor parallelism: pre-norm, causal attention, GELU, tied embeddings.
 
-Every weight is drawn whole from one seed and then cut, so any tensor-parallel degree starts from the same model.
-Shapes: B batch, S sequence, H hidden, V vocabulary, t tensor-parallel degree.
+Every weight is initialised whole from one seed and then sharded, so any tensor-parallel degree starts from the same
+model. Shapes: B batch, S sequence, H hidden, V vocabulary, t tensor-parallel degree.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _linear(config: GPTConfig, generator: torch.Generator, inputs: int, outputs:
 
 
 class Attention(nn.Module):
-    """Norm, fused QKV (heads cut over the ranks), causal attention, row-parallel projection."""
+    """Norm, fused column-parallel QKV (sharded by head), causal attention, row-parallel projection."""
 
     def __init__(self, config: GPTConfig, generator: torch.Generator, group: ProcessGroup | None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.local_heads = shard_size("heads", config.heads, group)
         self.head_width = h // config.heads
         self.norm = nn.LayerNorm(h)
-        # Rows of the weight are ordered head by head, q, k and v together, so a slice of rows is whole heads.
+        # Rows of the weight are ordered by head, q, k and v together, so a slice of rows holds whole heads.
         self.qkv = OverlappedColumnLinear.from_linear(_linear(config, generator, h, 3 * h, 1), process_group=group)
         scale = (2 * config.layers) ** -0.5
         self.projection = OverlappedRowLinear.from_linear(
@@ -70,19 +70,19 @@ class Attention(nn.Module):
         )
 
     def prepare(self, x_BSH: Tensor) -> Tensor:
-        """The norm, which may run on a part of the sequence."""
+        """Norm, which may run on a shard of the sequence."""
         return self.norm(x_BSH)
 
     def product(self, h_BSH: Tensor) -> Tensor:
-        """[B, S, H] -> this rank's share of the projection, [B, S, H]."""
+        """[B, S, H] -> this rank's partial sum of the projection, [B, S, H]."""
         return self.projection.partial(self._attend(self.qkv.partial(h_BSH)))
 
     def partial(self, x_BSH: Tensor) -> Tensor:
-        """Norm and products."""
+        """Norm and matmuls, up to the partial sum."""
         return self.product(self.prepare(x_BSH))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H], whole on every rank -> the block's output; for who overlaps its sums with nothing else."""
+        """[B, S, H], replicated -> the block's output, with an exposed all-reduce."""
         return x_BSH + self.projection(self._attend(self.qkv(self.prepare(x_BSH))))
 
     def _attend(self, qkv: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
     def combine(self, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
-        """Residual and bias, after the all-reduce."""
+        """Bias and residual, after the all-reduce."""
         return x_BSH + (y_BSH + self.projection.bias)
 
 
@@ -109,46 +109,46 @@ class Mlp(nn.Module):
         self.down = OverlappedRowLinear.from_linear(_linear(config, generator, 4 * h, h, scale), process_group=group)
 
     def prepare(self, x_BSH: Tensor) -> Tensor:
-        """The norm, which may run on a part of the sequence."""
+        """Norm, which may run on a shard of the sequence."""
         return self.norm(x_BSH)
 
     def product(self, h_BSH: Tensor) -> Tensor:
-        """[B, S, H] -> this rank's share of the down projection, [B, S, H]."""
+        """[B, S, H] -> this rank's partial sum of the down projection, [B, S, H]."""
         return self.down.partial(F.gelu(self.up.partial(h_BSH), approximate="tanh"))
 
     def partial(self, x_BSH: Tensor) -> Tensor:
-        """Norm and products."""
+        """Norm and matmuls, up to the partial sum."""
         return self.product(self.prepare(x_BSH))
 
     def combine(self, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
-        """Residual and bias, after the all-reduce."""
+        """Bias and residual, after the all-reduce."""
         return x_BSH + (y_BSH + self.down.bias)
 
 
 def transformer_blocks(config: GPTConfig, group: ProcessGroup | None) -> list[nn.Module]:
-    """The 2 x layers blocks of an OverlappedStack, the same on every tensor-parallel degree."""
+    """The 2 x layers blocks of an OverlappedStack, equal for every tensor-parallel degree."""
     maker = block_maker(config)
     return [maker(index, group) for index in range(2 * config.layers)]
 
 
 def block_maker(config: GPTConfig) -> BlockMaker:
-    """What makes those blocks one by one, each cut over a group of its own; weights are drawn in their order."""
+    """Factory of those blocks, each sharded over its own group; weights are drawn in order of the blocks."""
     generator = torch.Generator().manual_seed(config.seed)
     return in_order(lambda index, group: (Attention, Mlp)[index % 2](config, generator, group))
 
 
 def in_order(draw: BlockMaker) -> BlockMaker:
-    """Have blocks drawn from the first one on, whichever are asked for.
+    """Draw blocks from the first one on, whichever are requested.
 
-    Those that are left out are drawn all the same, and let go, so that those behind them have the weights that they
-    have in the whole model. ValueError for a block in front of one that was made.
+    Skipped blocks are drawn too and freed, so that later ones have the weights of the whole model. Raises
+    ValueError for a block before one that was already created.
     """
     drawn = 0
 
     def make(index: int, group: ProcessGroup | None) -> nn.Module:
         nonlocal drawn
         if index < drawn:
-            raise ValueError(f"block {index} was asked for after block {drawn - 1}; ask for blocks in their order")
+            raise ValueError(f"block {index} was requested after block {drawn - 1}; request blocks in order")
         while drawn <= index:
             block = draw(drawn, group)
             drawn += 1
@@ -158,7 +158,7 @@ def in_order(draw: BlockMaker) -> BlockMaker:
 
 
 def plan_of_one_stage(config: GPTConfig, ranks: int, tp: int, experts: Experts | None = None) -> Plan:
-    """The plan of a model that is built by itself: one stage, one degree; how it runs is its stack's to say."""
+    """Plan of one stage and one degree for a model built without a plan; its stack's options decide how it runs."""
     for name in ("heads", "hidden", "vocabulary"):
         if getattr(config, name) % tp:
             fits = ", ".join(str(t) for t in range(1, 65) if getattr(config, name) % t == 0)
@@ -172,12 +172,12 @@ def plan_of_one_stage(config: GPTConfig, ranks: int, tp: int, experts: Experts |
 
 
 class Decoder(HoldsGroup, nn.Module):
-    """What is around the blocks of a decoder: embedding, positions, norm, head and loss. `stack` runs the blocks.
+    """Decoder without its blocks: embedding, positions, norm, head and loss. `stack` runs the blocks.
 
-    Embedding and head have the degree of the plan's first segment. Of several stages the model has this rank's: the
-    embedding on the first, norm and head on the last, the tied table on both. Names and weights are those of the
-    whole model. Inputs and the loss are those of this rank's share of the samples (`mesh.replica(degree)`).
-    UsageError where the plan is of a model of other sizes.
+    Embedding and head have the degree of the plan's first segment. With several stages the model is this rank's
+    part: the embedding on the first, norm and head on the last, the tied table on both. Names and weights are those
+    of the whole model. Inputs and loss are those of this rank's share of the samples (`mesh.replica(degree)`).
+    Raises UsageError for a plan of another model size.
     """
 
     stack: PlannedStack
@@ -190,7 +190,7 @@ class Decoder(HoldsGroup, nn.Module):
         around = plan.stages[0 if self.is_first or self.is_last else mesh.stage]
         self.process_group = mesh.tensor(around.segments[0].tp)
         self.ends: FsdpUnit | None = None
-        """The weights of embedding, norm and head, where they are sharded."""
+        """FSDP unit of embedding, norm and head, if they are sharded."""
         generator = torch.Generator().manual_seed(config.seed + 1)
         table = torch.empty(config.vocabulary, config.hidden).normal_(std=0.02, generator=generator)
         positions = torch.empty(config.sequence, config.hidden).normal_(std=0.02, generator=generator)
@@ -205,19 +205,19 @@ class Decoder(HoldsGroup, nn.Module):
         self.norm = nn.LayerNorm(config.hidden) if self.is_last else None
 
     def at_call(self, number: int) -> None:
-        """The next pass has this number in the whole training: what it draws at random follows from that."""
+        """Set the number of the next pass in the whole training, from which random numbers are derived."""
         self.stack.at_call(number)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Tokens, the same on a replica's ranks -> logits of this rank's part of the vocabulary, [B, S, V/t]."""
+        """Tokens, equal on a replica's ranks -> logits of this rank's shard of the vocabulary, [B, S, V/t]."""
         return self._logits(tokens_BS)
 
     def _logits(self, tokens_BS: Tensor) -> Tensor:
-        # Apart from forward(), which FSDP2's hooks surround where weights are sharded.
+        # Not in forward(): FSDP2's hooks surround it if weights are sharded.
         return self.head(self.stack(self.embed(tokens_BS)))
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
-        """Tokens -> the first block's input, [B, S, H]. ValueError for a sequence longer than the model's."""
+        """Tokens -> the first block's input, [B, S, H]. Raises ValueError for too long a sequence."""
         length = tokens_BS.shape[1]
         if length > self.config.sequence:
             raise ValueError(f"a sequence of {length} tokens exceeds the model's {self.config.sequence}")
@@ -228,9 +228,9 @@ class Decoder(HoldsGroup, nn.Module):
         return embedded
 
     def head(self, x_BSH: Tensor) -> Tensor:
-        """The last block's output -> logits, [B, S, V/t], of the samples of a replica of the head's degree."""
+        """The last block's output -> logits, [B, S, V/t], for the samples of a replica of the head's degree."""
         if self.embedding is None or self.norm is None:
-            raise RuntimeError("this stage has no head; only the last one makes logits")
+            raise RuntimeError("this stage has no head; only the last one computes logits")
         x_BSH = reshard(x_BSH, self.stack.last_degree, self.tensor_parallel, self.mesh)
         with self._gathered():
             x_BSH = self.norm(x_BSH)
@@ -242,7 +242,7 @@ class Decoder(HoldsGroup, nn.Module):
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Around what reads the weights of embedding, norm and head; without gradients nobody needs them after."""
+        """Context in which embedding, norm and head are gathered; without gradients they are freed on exit."""
         if self.ends is not None:
             self.ends.gather()
         yield
@@ -250,19 +250,19 @@ class Decoder(HoldsGroup, nn.Module):
             self.ends.release()
 
     def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token, the same on every rank of a replica."""
+        """Mean cross-entropy in nats per token, equal on every rank of a replica."""
         return parallel_cross_entropy(self._logits(tokens_BS), targets_BS, process_group=self.process_group)
 
     @property
     def tied(self) -> nn.Parameter | None:
-        """The table where it is on two stages: its gradient is the sum of both, its square counts once."""
+        """The tied table if it is on two stages: its gradient is summed over both, its norm counts once."""
         return None if self.embedding is None or self.is_first == self.is_last else self.embedding.weight
 
     def shard_weights(self) -> ShardedGradientAverager:
-        """Have the ranks of `parts` hold a shard of every weight (`oases.parallel.fsdp`).
+        """Shard every weight over the data-parallel ranks of `parts` (`oases.parallel.fsdp`).
 
-        The model is to be where it stays. Embedding, norm and head stay whole from their first use in a step until
-        its averages, as a root of FSDP2 does.
+        Call it after moving the model to its device. Embedding, norm and head stay gathered from their first use in
+        a step until their gradients are averaged, like the root module of FSDP2.
         """
         mesh, units = self.mesh, self.stack.shard_weights()
         own = [*self.parameters(recurse=False), *([] if self.embedding is None else self.embedding.parameters())]
@@ -277,10 +277,10 @@ class Decoder(HoldsGroup, nn.Module):
     def run_part(
         self, part: int, x_BSH: Tensor | None, tokens_BS: Tensor, targets_BS: Tensor, context: Context
     ) -> Tensor:
-        """One part of the model: its output, of the last part the loss.
+        """Run one model part: returns its output, or the loss for the last part.
 
-        part: counted over the model. x_BSH: the output of the part before; None for the first, which reads the
-        tokens. The last one reads the targets. context: that of its stacks' calls.
+        part: number of the part in the model. x_BSH: output of the previous part; None for the first, which reads
+        the tokens. targets_BS: read by the last part. context: passed to its stacks.
         """
         x_BSH = self.embed(tokens_BS) if x_BSH is None else x_BSH
         y = self.stack.run(x_BSH, part // self.mesh.num_stages, context)
@@ -289,9 +289,9 @@ class Decoder(HoldsGroup, nn.Module):
         return y
 
     def parts(self) -> Iterator[tuple[list[nn.Parameter], ProcessGroup | None]]:
-        """Parameters and their data-parallel group, in the order of the forward pass, for GradientAverager."""
+        """Parameters and their data-parallel group, in order of the forward pass, for GradientAverager."""
         data = self.mesh.data(self.tensor_parallel)
-        # On one stage the table comes first although the head uses it too: its gradient is whole when the
+        # On one stage the table comes first although the head uses it too: its gradient is complete when the
         # embedding's is.
         table = [] if self.embedding is None else [self.embedding.weight]
         if self.positions is not None:
@@ -302,11 +302,11 @@ class Decoder(HoldsGroup, nn.Module):
 
 
 class GPT(Decoder):
-    """Decoder-only language model over tokens of one vocabulary.
+    """Decoder-only language model.
 
     process_group: the tensor-parallel group; with a plan, all ranks of the run. stack_options: those of
-    OverlappedStack. plan: has the blocks run as it says, in the groups of `mesh` (`Mesh.of`), which are made where
-    none are given, and the plan is checked then.
+    OverlappedStack. plan: defines how the blocks run, in the groups of `mesh` (`Mesh.of`), which are created (and
+    the plan checked) if none are given.
     """
 
     def __init__(
@@ -333,4 +333,4 @@ def _require_sizes(config: GPTConfig, plan: Plan) -> None:
     for name in ("vocabulary", "hidden", "layers", "heads", "sequence"):
         ours, theirs = getattr(config, name), getattr(plan.model, name)
         if ours != theirs:
-            raise UsageError(f"plan: it is for a model of {name} {theirs}, this model has {name} {ours}")
+            raise UsageError(f"plan: it is for {name} {theirs}, but the model has {name} {ours}")

@@ -1,8 +1,8 @@
-"""A GPT whose perceptrons are mixtures of experts, spread over all ranks of a run; attention as in `GPT`.
+"""GPT with mixtures of experts in place of MLPs, sharded across all ranks of a run; attention as in `GPT`.
 
-A run is N ranks: N / t replicas of t tensor-parallel ranks each. A replica has its own share of the samples, and
-each of its ranks sends its share of the replica's tokens to the experts. Weights are drawn from one seed, whatever N
-and t.
+A run has N ranks: N / t replicas of t tensor-parallel ranks each. A replica has its own share of the samples, and
+each of its ranks dispatches its share of the replica's tokens to the experts. Weights are drawn from one seed,
+independently of N and t.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from oases.schedule.experts import resolve_experts
 
 @dataclass(frozen=True)
 class MoEGPTConfig(GPTConfig):
-    """Sizes of a GPT with experts. The run's ranks must divide `experts`.
+    """Sizes of a GPT with experts. `experts` must be divisible by the number of ranks.
 
-    top_k: experts of a token. expert_hidden: width inside of an expert, 0 for 4 x hidden. shared_hidden: of an expert
-    for every token, 0 for none. gate: of the router, "softmax" or "sigmoid".
+    top_k: experts per token. expert_hidden: width of an expert, 0 for 4 x hidden. shared_hidden: width of the
+    shared expert, 0 for none. gate: of the router, "softmax" or "sigmoid".
     """
 
     experts: int = 8
@@ -42,12 +42,12 @@ class MoEGPTConfig(GPTConfig):
 
     @property
     def intermediate(self) -> int:
-        """Width inside of an expert."""
+        """Width of an expert."""
         return self.expert_hidden or 4 * self.hidden
 
 
 class MoEBlock(nn.Module):
-    """A layer for an `ExpertStack`: attention, norm, experts, with residuals."""
+    """Layer of an `ExpertStack`: attention, norm, experts, with residuals."""
 
     def __init__(self, attention: Attention, experts: OverlappedMoE) -> None:
         super().__init__()
@@ -56,19 +56,19 @@ class MoEBlock(nn.Module):
         self.experts = experts
 
     def before(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention, and what the experts read of it."""
+        """Attention, and the normed input of the experts."""
         x_BSH = self.attention(x_BSH)
         return x_BSH, self.norm(x_BSH)
 
     def after(self, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
-        """The residual."""
+        """Residual."""
         return x_BSH + y_BSH
 
 
 class ExpertChain(PlannedStack):
-    """The layers of a stage, each segment an `ExpertStack`; its two blocks of a plan, attention and MLP, are one.
+    """Layers of a stage, each segment an `ExpertStack`; the plan's two blocks, attention and MLP, form one layer.
 
-    options: those of ExpertStack, in place of what the plan says.
+    options: those of ExpertStack, overriding the plan's.
     """
 
     def _numbers(self, first: int, segment: Segment) -> range:
@@ -78,24 +78,24 @@ class ExpertChain(PlannedStack):
         if isinstance(options["schedule"], str):
             again = options.get("recompute", segment.recomputed_layers > 0)
             options = options | {"schedule": resolve_experts(options["schedule"], len(blocks), again)}
-        # At home an expert has the gradient of the sum of the replicas' losses.
+        # An expert's gradient on its owner rank is that of the sum of the replicas' losses.
         return ExpertStack(blocks, gradient_scale=1 / self.mesh.replicas(segment.tp), **options)
 
     def _unshared(self, block: Any) -> list[nn.Parameter]:
         return list(block.experts.experts.parameters())
 
     def at_call(self, number: int) -> None:
-        """Nothing here is drawn at random in a pass."""
+        """Does nothing: no random numbers are drawn in a pass."""
 
 
 class MoEGPT(Decoder):
-    """Decoder-only language model; each layer is attention and a mixture of experts, run by an `ExpertStack`.
+    """Decoder-only language model whose layers are attention and a mixture of experts, run by an `ExpertStack`.
 
-    process_group: all ranks of the run, None is the default group; the experts are spread over those of a stage.
-    plan: with experts, says their sizes, schedule and options, as config does of the model's. Without one: mesh, of
-    one stage with one tensor-parallel degree, made here, for a degree of 1, where none is given; schedule, recompute:
-    of the stack. expert_options: those of `OverlappedMoE`, in place of the plan's.
-    Gradients, averaged over `parts`, are those of the mean of the replicas' losses. UsageError for what cannot work.
+    process_group: all ranks of the run, None for the default group; experts are sharded across those of a stage.
+    plan: with experts, defines their sizes, schedule and options, as config does for the model. Without a plan:
+    mesh, of one stage with one tensor-parallel degree, created with degree 1 if not given; schedule, recompute: of
+    the stack. expert_options: those of `OverlappedMoE`, overriding the plan's. Gradients averaged over `parts` are
+    those of the mean of the replicas' losses. Raises UsageError for unsupported combinations.
     """
 
     def __init__(
@@ -129,27 +129,28 @@ class MoEGPT(Decoder):
 
     @property
     def layers(self) -> list[OverlappedMoE]:
-        """The mixtures of experts, from the first layer's on."""
+        """Mixtures of experts, in order of the layers."""
         return [cast(MoEBlock, block).experts for block in self.stack.blocks]
 
     def layers_of(self, part: int) -> dict[int, OverlappedMoE]:
-        """Those of a part of the model that is run here, by their numbers."""
+        """Mixtures of experts of a model part on this rank, by layer number."""
         chunk = self.stack.chunks[part // self.mesh.num_stages]
         first, blocks = chunk.first_block, sum(segment.num_blocks for segment in chunk.segments)
         numbers = range(first // 2, (first + blocks) // 2)
         return {number: cast(MoEBlock, self.stack.blocks[number]).experts for number in numbers}
 
     def settle(self) -> None:
-        """Move the routers' biases by the demand since they were last moved, as the next pass would. All ranks.
+        """Update the routers' biases by the demand since their last update, as the next pass would. Collective: all
+        ranks.
 
-        What each rank has counted by itself is then in what all have, and so in a checkpoint.
+        What each rank has counted locally is then in the biases, and so in a checkpoint.
         """
         for layer in self.layers:
             layer.router.update_bias(layer.process_group)
 
 
 def _options_of(experts: Experts) -> dict[str, Any]:
-    """What a plan says of every `OverlappedMoE`, beside its sizes."""
+    """Options of every `OverlappedMoE` in a plan, besides its sizes."""
     return {
         "placement": experts.placement, "balance_weight": experts.balance_weight, "z_weight": experts.z_weight,
         "bias_update_rate": experts.bias_update_rate, "capacity_factor": experts.capacity_factor or None,
@@ -158,9 +159,9 @@ def _options_of(experts: Experts) -> dict[str, Any]:
 
 
 def _layer_maker(config: MoEGPTConfig, options: Mapping[str, Any]) -> BlockMaker:
-    """What makes the layers one by one, each one's attention cut over a group of its own."""
+    """Factory of the layers, each with its attention sharded over its own group."""
     generator = torch.Generator().manual_seed(config.seed)
-    with torch.random.fork_rng(devices=[]):  # experts are drawn by torch's own
+    with torch.random.fork_rng(devices=[]):  # experts are initialised from torch's global generator
         torch.manual_seed(config.seed)
         state = torch.get_rng_state()
 
@@ -175,7 +176,7 @@ def _layer_maker(config: MoEGPTConfig, options: Mapping[str, Any]) -> BlockMaker
                 shared_intermediate=config.shared_hidden, name=f"experts of layer {number}", **options,
             )  # fmt: skip
             state = torch.get_rng_state()
-        experts.experts.down.mul_((2 * config.layers) ** -0.5)  # as the dense GPT's last products
+        experts.experts.down.mul_((2 * config.layers) ** -0.5)  # as the dense GPT's output projections
         return MoEBlock(attention, experts)
 
     return in_order(draw)

@@ -1,4 +1,4 @@
-"""Finds the fastest way to train a model on a cluster. Imports no torch."""
+"""Planner: searches for the fastest parallelisation of a model on a cluster. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def plan(
     budget: int | None = None,
     space: Space | None = None,
 ) -> Plan:
-    """The fastest plan that fits, with what is predicted of it.
+    """Search for the fastest plan that fits the memory and return it with its prediction.
 
-    model: a ModelShape, the name of one ("gpt-1.3b"), anything with hidden, layers, heads and sequence, such as a
-    GPTConfig, a LayerGraph, or a model of transformers, which is traced; `shape_of_graph` says what is approximated
-    of these two. global_batch: samples of one optimizer step. sequence: tokens per sample, in place of the model's.
-    budget: bytes that a rank may fill. Raises NoPlanError, which says what would fit, and UsageError.
+    model: a ModelShape, a name ("gpt-1.3b"), an object with hidden, layers, heads and sequence such as a GPTConfig,
+    a LayerGraph, or a transformers model, which is traced; `shape_of_graph` documents the approximations for the
+    last two. global_batch: samples per optimizer step. sequence: tokens per sample, instead of the model's. budget:
+    bytes of memory per rank. Raises UsageError, and NoPlanError, which names changes that would fit.
     """
     shape = shape_of(model, sequence)
     if sequence is not None:
@@ -49,7 +49,7 @@ def plan(
 
 
 def shape_of(model: Any, sequence: int | None = None) -> ModelShape:
-    """The sizes of a model given in any way that `plan` takes. sequence: tokens per sample, where it is traced."""
+    """ModelShape of any model that `plan` takes. sequence: tokens per sample for tracing."""
     if isinstance(model, ModelShape):
         return model
     if isinstance(model, LayerGraph):

@@ -1,4 +1,4 @@
-"""A chain of blocks to plan: for each node its possible states, with what they cost, weigh, and pay at a change."""
+"""Chain of blocks to plan: for each node its possible states, with costs, weights and transition costs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Nodes in a row, each to be given one of its states.
+    """Sequence of nodes, each of which is assigned one of its states.
 
-    states: by node. costs: seconds of each state, by node. weights: bytes, likewise. edges: for each pair of
-    neighbours a matrix of seconds, states of the first by states of the second; inf forbids the pair. capacity:
-    bytes that the weights of the chosen states may sum up to; None where they do not matter.
+    states: by node. costs: seconds of each state, by node. weights: bytes of each state, by node. edges: for each
+    pair of adjacent nodes a matrix of seconds, states of the first by states of the second; inf forbids a pair.
+    capacity: maximum total bytes; None for no limit.
     """
 
     states: tuple[tuple[Hashable, ...], ...]
@@ -57,10 +57,10 @@ class Chain:
         edge_cost: Callable[[int, Any, Any], float],
         capacity: float | None = None,
     ) -> Chain:
-        """The chain of these functions.
+        """Build a chain from functions.
 
-        states: of each node. node_cost: seconds of (node, state). weight: bytes, whole, likewise. edge_cost: seconds
-        of (node, its state, state of the node after it); inf forbids the pair.
+        states: of each node. node_cost: seconds of (node, state). weight: whole bytes of (node, state). edge_cost:
+        seconds of (node, its state, state of the next node); inf forbids the pair.
         """
         by_node = tuple(map(tuple, states))
         return Chain(
@@ -75,7 +75,7 @@ class Chain:
         )
 
     def cost_of(self, places: Sequence[int]) -> float:
-        """Seconds of a choice, given as the place of each node's state."""
+        """Seconds of a choice, given as the index of each node's state."""
         nodes = sum(float(cost[place]) for cost, place in zip(self.costs, places, strict=True))
         return nodes + sum(float(self.edges[i][pair]) for i, pair in enumerate(pairwise(places)))
 
@@ -86,7 +86,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class DenseChain:
-    """A chain as three arrays, padded with states of infinite cost: costs and weights NS, edges NSS."""
+    """Chain as three arrays, padded with states of infinite cost: costs and weights NS, edges NSS."""
 
     costs: Array
     weights: Array
@@ -94,7 +94,7 @@ class DenseChain:
 
     @staticmethod
     def of(chain: Chain) -> DenseChain:
-        """A chain's arrays, without the states that need not be looked at."""
+        """Convert a chain to arrays, without dominated states."""
         nodes, most = len(chain.states), max(map(len, chain.states))
         costs, weights = np.full((nodes, most), np.inf), np.zeros((nodes, most))
         edges = np.full((nodes - 1, most, most), np.inf)
@@ -105,7 +105,7 @@ class DenseChain:
         return DenseChain(costs, weights, edges).undominated()
 
     def undominated(self) -> DenseChain:
-        """Without states that another of their node replaces: no dearer, no heavier, no edge dearer."""
+        """Remove dominated states: another state of the node has no larger cost, weight or edge cost."""
         costs = self.costs.copy()
         edges = self.edges.copy()
         for i, (cost, weight) in enumerate(zip(costs, self.weights, strict=True)):
@@ -114,7 +114,7 @@ class DenseChain:
                 better &= (edges[i - 1][:, :, None] <= edges[i - 1][:, None, :]).all(0)
             if i < len(edges):
                 better &= (edges[i][:, None, :] <= edges[i][None, :, :]).all(2)
-            gone = (better & (np.triu(better, 1) | ~better.T)).any(0)  # of equals the first stays
+            gone = (better & (np.triu(better, 1) | ~better.T)).any(0)  # of equal states the first is kept
             costs[i, gone] = np.inf
             if i > 0:
                 edges[i - 1][:, gone] = np.inf
@@ -123,26 +123,26 @@ class DenseChain:
         return DenseChain(costs, self.weights, edges)
 
     def reversed(self) -> DenseChain:
-        """The same chain from its other end."""
+        """The chain in reverse order."""
         return DenseChain(self.costs[::-1], self.weights[::-1], self.edges[::-1].transpose(0, 2, 1))
 
 
 _LAYERS = (2, 4)
-"""Of the stacks whose difference says what one more layer takes."""
+"""Numbers of layers of the two simulated stacks whose difference is the time per layer."""
 
 
 @dataclass(frozen=True)
 class StackTiming:
-    """The fastest way to run a stack of one degree: seconds of one more layer, and besides, of forward + backward."""
+    """Fastest way to run a stack of one degree: seconds per additional layer and constant seconds, both passes."""
 
     schedule: str
     sub_batches: int
     layer_seconds: float
-    besides_seconds: float
+    fixed_seconds: float
 
 
 class StackTimings:
-    """Finds and remembers the fastest way for every degree, number of samples and choice of recomputation."""
+    """Cache of the fastest schedule for every degree, number of samples and recomputation."""
 
     def __init__(self, model: ModelShape, hardware: Hardware, space: Space) -> None:
         self.model = model
@@ -150,13 +150,13 @@ class StackTimings:
         self.space = space
         self._fastest: dict[tuple[int, float, bool], StackTiming] = {}
 
-    def fastest(self, tp: int, samples: float, *, again: bool) -> StackTiming:
-        """For a stack of degree `tp` on `samples` samples, computed `again` in the backward pass or not."""
-        key = (tp, samples, again)
+    def fastest(self, tp: int, samples: float, *, recompute: bool) -> StackTiming:
+        """For a stack of degree `tp` on `samples` samples, with recomputation or without."""
+        key = (tp, samples, recompute)
         if key not in self._fastest:
             timings = [self._simulated(key, name, count) for name, count in self.ways(tp, samples)]
             self._fastest[key] = min(
-                timings, key=lambda each: each.layer_seconds + each.besides_seconds / self.model.layers
+                timings, key=lambda each: each.layer_seconds + each.fixed_seconds / self.model.layers
             )
         return self._fastest[key]
 
@@ -175,8 +175,8 @@ class StackTimings:
         return StackTiming(name, sub_batches, layer, short - _LAYERS[0] * layer)
 
     def _stack_seconds(self, key: tuple[int, float, bool], name: str, sub_batches: int, layers: int) -> float:
-        tp, samples, again = key
-        schedule = generated(name, 2 * layers, sub_batches, "full" if again else "none")
+        tp, samples, recompute = key
+        schedule = generated(name, 2 * layers, sub_batches, "full" if recompute else "none")
         kinds = [self.model.kind_of(b) for b in range(2 * layers)]
         costs = stack_costs(self.hardware, self.model, kinds, tp, samples, schedule)
         return run(program_of(schedule, costs)).total_seconds

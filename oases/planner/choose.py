@@ -1,4 +1,4 @@
-"""Chooses a plan: searches every setting, improves the best in small steps, ranks them, or says what would fit."""
+"""Choice of a plan: search every setting, refine the best by local search, rank, or report changes that would fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oases.simulator.quantities import bytes_text, count_text
 
 
 def neighbours(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
-    """Each plan that can be, in a fixed order; some more than once."""
+    """Plans one step from a plan, in a fixed order; some more than once."""
     for number, stage in enumerate(plan.stages):
         for segments in _changed(list(stage.segments), search):
             yield from _possible(plan, {number: segments})
@@ -30,20 +30,20 @@ def neighbours(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
 
 
 def _possible(plan: Plan, changed: Mapping[int, Sequence[Segment]]) -> Iterator[Plan]:
-    """The plan with other segments on these stages, if that is one that can be executed."""
+    """The plan with other segments on these stages, if it can be executed."""
     stages = list(plan.stages)
     for number, segments in changed.items():
         stages[number] = Stage(tuple(segments))
     try:
         found = replace(plan, stages=tuple(stages), prediction=None)
-    except UsageError:  # more sub-batches than samples, or no block left: no plan
+    except UsageError:  # e.g. more sub-batches than samples, or an empty segment
         return
     if found.hands_on and not any(part.first_block % 2 for part in found.parts):
         yield found
 
 
 def _across(one: list[Segment], other: list[Segment]) -> Iterator[tuple[list[Segment], list[Segment]]]:
-    """A layer handed from a stage to the next, or back."""
+    """Move a layer from a stage to the next, or back."""
     for step in (-2, 2):
         last, first = _moved([one[-1], other[0]], 0, step)
         if last is not one[-1]:
@@ -65,7 +65,7 @@ def _changed(segments: list[Segment], search: SettingSearch) -> Iterator[list[Se
             for step in (-2, -1, 1, 2):
                 yield _moved(segments, at, step)
         for first in range(1, segment.num_blocks):
-            # One block of another degree at either end, and beyond it what the search found.
+            # One block of another degree at either end, then the degree that the search found.
             if first in (1, 2, segment.num_blocks - 2, segment.num_blocks - 1):
                 yield from _split(segments, at, first, search)
 
@@ -75,7 +75,7 @@ def _with(segments: list[Segment], at: int, segment: Segment) -> list[Segment]:
 
 
 def _merged(segments: list[Segment]) -> list[Segment]:
-    """Neighbours of one degree are one segment."""
+    """Merge adjacent segments of one degree."""
     merged = segments[:1]
     for segment in segments[1:]:
         last = merged[-1]
@@ -117,11 +117,13 @@ def _split(segments: list[Segment], at: int, first: int, search: SettingSearch) 
 
 
 class NoPlanError(UsageError):
-    """No plan fits the memory. The message says which smallest change makes one fit."""
+    """Error for a model that no plan fits in memory. The message names the smallest changes that would make one
+    fit.
+    """
 
 
 def refusal(timings: StackTimings, world: int, global_batch: int, capacity: int) -> str:
-    """Why nothing fits, and the smallest single changes that make something fit."""
+    """Message of NoPlanError, with the smallest single changes that would make a plan fit."""
     model, least = timings.model, _least_bytes(timings, world, global_batch, capacity)
     others = {
         "recomputation (leave out --no-recompute)": (model, replace(timings.space, recompute=True)),
@@ -155,7 +157,7 @@ def refusal(timings: StackTimings, world: int, global_batch: int, capacity: int)
 
 def _least_bytes(timings: StackTimings, world: int, global_batch: int, capacity: int) -> float:
     space = timings.space
-    if "one_f_one_b" in space.pipelines:  # none holds less
+    if "one_f_one_b" in space.pipelines:  # the pipeline with the least memory
         space = replace(space, pipelines=("one_f_one_b",))
     try:
         options = list(settings(timings.model, timings.hardware, world, global_batch, space))
@@ -168,15 +170,15 @@ def _least_bytes(timings: StackTimings, world: int, global_batch: int, capacity:
 
 
 IMPROVED = 2
-"""How many of the best plans are improved in small steps."""
+"""Number of best plans that are refined by local search."""
 STEPS = 3000
-"""Small steps that are tried, divided by the model's blocks: a step of a large model gains little and takes long."""
+"""Local search steps times the model's blocks: a step of a large model gains little and takes long."""
 OVER = 1.0
-"""Power of its share of the memory by which a plan that does not fit is put back."""
+"""Exponent of the memory excess by which a plan that does not fit is ranked lower."""
 BORDER = 0.004
-"""Share of a step that a change of degree must save, so that noise in the profile does not cut the model up."""
+"""Minimum relative gain of a change of degree, so that noise in the profile does not fragment the model."""
 PRUNED = 1.1
-"""Settings that take more than this many times the best plan's time at the very least are left out."""
+"""Settings whose lower bound exceeds this multiple of the best plan's time are pruned."""
 
 
 def rank_plans(
@@ -190,11 +192,11 @@ def rank_plans(
     predictor: Predictor | None = None,
     on_setting: Callable[[int, int], None] | None = None,
 ) -> list[Plan]:
-    """Plans with their predictions, the fastest first; every one fits.
+    """Plans that fit in memory with their predictions, fastest first.
 
-    world: ranks. global_batch: samples of one optimizer step. budget: bytes that a rank may fill; None takes the
-    usable share of the device. on_setting(done, total): called as the search goes on. Raises NoPlanError where
-    nothing fits, UsageError where nothing divides.
+    world: ranks. global_batch: samples per optimizer step. budget: bytes of memory per rank; None takes the usable
+    share of the device. on_setting(done, total): progress callback. Raises NoPlanError if nothing fits, UsageError
+    if nothing divides.
     """
     space = space or Space()
     predictor = predictor or Predictor(hardware)
@@ -231,7 +233,7 @@ def rank_plans(
 
 
 def ranked(found: dict[Plan, Plan]) -> list[Plan]:
-    """By predicted time of a step; every border between degrees has to pay for itself."""
+    """Sort by predicted step time, with the minimum gain per change of degree."""
     return sorted(found.values(), key=_cost)
 
 
@@ -251,10 +253,9 @@ def _setting_of(plan: Plan) -> Setting:
 
 
 def _improved(plan: Plan, search: SettingSearch, predictor: Predictor, capacity: int) -> Plan:
-    """The best plan that single steps lead to: borders moved, schedules and degrees of segments changed.
+    """Best plan reached by local search: borders moved, schedules and degrees of segments changed.
 
-    Steps go on from the best plan that has not been left yet, from one that does not fit as well: what makes it fit
-    may be the next step.
+    Continues from the best unvisited plan, even from one that does not fit: the next step may make it fit.
     """
     best, tried = plan, {replace(plan, prediction=None)}
     ahead = [(0.0, 0, plan)]

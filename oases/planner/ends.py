@@ -1,6 +1,6 @@
-"""What the first and the last stage do besides their blocks: embedding, head and loss.
+"""Embedding, head and loss: the work of the first and last stage besides their blocks.
 
-Both have the degree of the plan's first segment.
+They have the tensor-parallel degree of the plan's first segment.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from oases.simulator.program import Compute, Instruction, Start, Wait
 
 
 def exposed(name: str, link: str, seconds: float) -> Iterator[Instruction]:
-    """A collective that is waited for at once; nothing where it takes no time."""
+    """An exposed collective: started and waited for at once; empty if it takes no time."""
     if seconds:
         yield Start(name, link, seconds)
         yield Wait(name)
 
 
 def embedding(hardware: Hardware, model: ModelShape, tp: int, samples: float, prefix: str) -> Iterator[Instruction]:
-    """The forward pass of the embedding on one of `tp` ranks, for `samples` samples."""
+    """Forward pass of the embedding on one of `tp` ranks, for `samples` samples."""
     unit = model.unit_bytes(samples)
     table = model.vocabulary * model.hidden * model.element_bytes
     yield Compute(f"{prefix}embedding", 3 * unit / hardware.device.bytes_per_second)
@@ -32,12 +32,12 @@ def embedding(hardware: Hardware, model: ModelShape, tp: int, samples: float, pr
 def head(
     hardware: Hardware, model: ModelShape, tp: int, samples: float, prefix: str, *, backward: bool
 ) -> Iterator[Instruction]:
-    """Logits and loss, or their backward pass: two products and the sum of the input's gradient."""
+    """Logits and loss, or their backward pass: two matmuls and the all-reduce of the input gradient."""
     name = f"{prefix}head {'backward' if backward else 'forward'}"
     flops = 2.0 * samples * model.sequence * model.hidden * model.vocabulary / tp
     held = head_bytes(model, tp, samples)
-    products = 2 if backward else 1
-    seconds = products * flops / hardware.device.rate(model.dtype) + held / hardware.device.bytes_per_second
+    matmuls = 2 if backward else 1
+    seconds = matmuls * flops / hardware.device.rate(model.dtype) + held / hardware.device.bytes_per_second
     yield Compute(name, seconds, *((0, held) if backward else (held, 0)))
     if backward:
         seconds = hardware.collective_seconds("all_reduce", tp, model.unit_bytes(samples))
@@ -45,7 +45,7 @@ def head(
 
 
 def ends_seconds(hardware: Hardware, model: ModelShape, tp: int, samples: float) -> tuple[float, float]:
-    """Seconds that a micro-batch takes besides the blocks: on the first stage, and on the last."""
+    """Seconds of a micro-batch outside the blocks: on the first stage, and on the last."""
     last = [op for late in (False, True) for op in head(hardware, model, tp, samples, "", backward=late)]
     return _seconds(embedding(hardware, model, tp, samples, "")), _seconds(last)
 

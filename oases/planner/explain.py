@@ -1,4 +1,4 @@
-"""Why a plan was chosen: the best of its rivals of other kinds, and where each loses."""
+"""Explanation of a plan: its best rivals of other kinds, and where each loses time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from oases.simulator.timeline import Timeline
 
 @dataclass(frozen=True)
 class Rival:
-    """A plan beside the chosen one. kind: what is different about it. fits: whether its memory is there."""
+    """Alternative to the chosen plan. kind: how it differs. fits: whether it fits in memory."""
 
     kind: str
     plan: Plan
     fits: bool = True
 
     def loses(self, chosen: Plan) -> str:
-        """Where its time goes, in words."""
+        """Description of where its additional time goes."""
         mine, best = self.plan.prediction, chosen.prediction
         assert mine is not None
         assert best is not None
@@ -49,10 +49,9 @@ def _compute(plan: Plan) -> float:
 
 
 def rivals(plans: Sequence[Plan], predictor: Predictor, capacity: int) -> list[Rival]:
-    """The best plan of every other kind among `plans`, which are ranked: other degrees, micro-batches, pipelines.
+    """Best plan of every other kind among the ranked `plans`: other degrees, micro-batches, pipelines.
 
-    Beside them the chosen plan itself with synchronous tensor parallelism, with nothing computed again, and with
-    everything.
+    Also the chosen plan with synchronous tensor parallelism, without recomputation, and with full recomputation.
     """
     chosen = plans[0]
     kinds: dict[str, Rival] = {}
@@ -98,7 +97,9 @@ def _kind(plan: Plan, chosen: Plan) -> str:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of a plan with a prediction. exposed, bubble: shares of the step. utilisation: None without a known peak."""
+    """Throughput of a predicted plan. exposed, bubble: fractions of the step. utilisation: None without a known
+    peak.
+    """
 
     step_seconds: float
     samples_per_second: float
@@ -109,7 +110,7 @@ class Throughput:
 
 
 def throughput(plan: Plan, hardware: Hardware) -> Throughput:
-    """What the prediction of `plan` on `hardware` comes to."""
+    """Throughput of `plan` on `hardware` from its prediction."""
     found = plan.prediction
     assert found is not None, "the plan has no prediction"
     step = found.step_seconds
@@ -123,13 +124,13 @@ def throughput(plan: Plan, hardware: Hardware) -> Throughput:
 
 
 _OPS = 10
-"""Spans of one block and one sub-batch, both passes, about."""
+"""Approximate number of spans of one block and one sub-batch, both passes."""
 _PASSES = 6
-"""Spans of one micro-batch on one stage, both passes as pieces, with messages and waits."""
+"""Spans of one micro-batch on one stage if each pass is one span, with messages and waits."""
 
 
 def excerpt(predictor: Predictor, plan: Plan, most_spans: int) -> tuple[Timeline, str]:
-    """A timeline of about `most_spans` spans at most, and in words what was left out; "" where nothing was."""
+    """A timeline of about `most_spans` spans at most, and a note on what was left out ("" for nothing)."""
     if _every_op(plan) <= most_spans:
         return predictor.timeline(plan, every_op=True), ""
     if len(plan.stages) == 1:
@@ -138,7 +139,7 @@ def excerpt(predictor: Predictor, plan: Plan, most_spans: int) -> tuple[Timeline
     last = sum(_of_stage(plan, number) for number in range(len(plan.stages))) // 2
     shown = _fitting(plan, max(0, most_spans - last) // (_PASSES * len(plan.stages)))
     pieces = shown.micro_batches > 1 and _every_op(shown) > LARGEST_PROGRAM
-    how = "passes are drawn as one piece each, all but the last backward pass" if pieces else ""
+    how = "each pass but the last backward pass is drawn as one span" if pieces else ""
     return predictor.timeline(shown), "; ".join(filter(None, [_left_out(plan, shown), how]))
 
 
@@ -151,7 +152,7 @@ def _every_op(plan: Plan) -> int:
 
 
 def _fitting(plan: Plan, micro_batches: int) -> Plan:
-    """The plan with so many micro-batches at most, of the same size, and two at least."""
+    """The plan with at least two and at most so many micro-batches of the same size."""
     count = min(plan.micro_batches, max(2, micro_batches))
     samples = plan.global_batch // plan.micro_batches
     return replace(plan, micro_batches=count, global_batch=count * samples, prediction=None)

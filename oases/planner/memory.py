@@ -1,4 +1,4 @@
-"""Memory of a rank: parameters, gradients, optimizer state, kept activations, and what is in flight."""
+"""Memory model of a rank: parameters, gradients, optimizer state, kept activations and in-flight tensors."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from oases.plans.shape import KINDS, BlockKind, ModelShape
 from oases.simulator.hardware import Hardware
 
 USABLE = 0.92
-"""Share of a device's memory that a plan may fill; the rest is the runtime's, the allocator's and the libraries'."""
+"""Fraction of a device's memory that a plan may use; the rest is for the runtime, the allocator and libraries."""
 
 
 def head_bytes(model: ModelShape, tp: int, samples: float) -> int:
-    """Logits, their softmax in fp32 and the gradient, on one of `tp` ranks."""
+    """Bytes of logits, their fp32 softmax and their gradient on one of `tp` ranks."""
     return round(samples * model.sequence * model.vocabulary / tp * (2 * model.element_bytes + 4))
 
 
 def kept_bytes(model: ModelShape, kind: BlockKind, tp: int, samples: float, *, recomputed: bool) -> int:
-    """Activations that a block keeps for its backward pass, for all samples of a micro-batch."""
+    """Bytes of activations that a block keeps for its backward pass, for all samples of a micro-batch."""
     return model.unit_bytes(samples) if recomputed else model.kept_bytes(kind, tp, samples)
 
 
 def in_flight_bytes(model: ModelShape, tp: int, samples: float, sub_batches: int) -> int:
-    """Beside what is kept: partial sums and gradients on the wire, and one block computed again."""
+    """Bytes besides kept activations: partial sums and gradients in flight, and one recomputed block."""
     part = samples / sub_batches
     largest = max(model.kept_bytes(kind, tp, part) for kind in KINDS)
     return 2 * model.unit_bytes(samples) + largest
 
 
 def stage_parameters(plan: Plan, number: int) -> list[tuple[int, int]]:
-    """(parameters on one rank, replicas of them) of each segment of a stage, and of embeddings."""
+    """(parameters per rank, replicas) of each segment of a stage and of the embeddings."""
     model, parts = plan.model, []
     for part in plan.parts_of(number):
         block = part.first_block
@@ -49,9 +49,9 @@ def embedding_segment(plan: Plan) -> Segment:
 
 
 def stage_state_bytes(plan: Plan, number: int) -> int:
-    """Bytes that a rank of a stage holds all the time; with fsdp also the whole weights that it computes with.
+    """Bytes that a rank of a stage always holds; with fsdp also the gathered weights in use.
 
-    Those are two blocks', one being gathered ahead, and the embedding's.
+    Those are the weights of two blocks, one of them prefetched, and the embedding.
     """
     sizes = stage_parameters(plan, number)
     states = sum(plan.model.state_bytes(count, replicas, zero=plan.zero, fsdp=plan.fsdp) for count, replicas in sizes)
@@ -65,5 +65,5 @@ def stage_state_bytes(plan: Plan, number: int) -> int:
 
 
 def usable_bytes(hardware: Hardware, budget: int | None = None) -> int:
-    """What a plan may fill: the budget as it is given, or the usable share of the device."""
+    """Bytes that a plan may use: the budget, or the usable fraction of the device."""
     return budget if budget is not None else int(USABLE * hardware.device.memory_bytes)

@@ -1,13 +1,12 @@
-"""The mixed-integer programme of a plan: one state for each node of a chain, at the least cost, under one capacity.
+"""Mixed-integer linear program of a plan: one state per node of a chain, at minimum cost, under a memory capacity.
 
-Without a capacity that binds it is a shortest path. Under one it is a shortest path with a resource: a Lagrange
-multiplier on the weight gives a lower bound, crossings of the paths it meets give a first answer, and what lies
-between is closed by Pareto labels, which do not mind that the blocks of a transformer are all alike. Where there
-would be too many labels, HiGHS solves the programme written as a flow (Alpa's one-hot states and edge variables,
-arXiv 2201.12023, as in the Oases paper, arXiv 2305.16121, section 4).
-
-What flows in along a node's edges is its state variable, and so is what flows out: without the capacity the vertices
-of this polytope are paths, so the relaxation is as tight as the Lagrangian bound.
+Without a binding capacity it is a shortest path. Under one it is a resource-constrained shortest path: a Lagrange
+multiplier on the weight gives a lower bound, combinations of the paths that it finds give a first solution, and
+Pareto labels close the gap, which handles the identical blocks of a transformer well. If there are too many labels,
+HiGHS solves the program written as a flow (Alpa's one-hot states and edge variables, arXiv 2201.12023, as in the
+Oases paper, arXiv 2305.16121, section 4).
+The flow into a node's state equals its state variable, and so does the flow out of it: without the capacity the
+vertices of this polytope are paths, so the relaxation is as tight as the Lagrangian bound.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from oases.errors import UsageError
 from oases.planner.block_chain import Array, Chain, DenseChain
 
 TOLERANCE = 2e-6
-"""By how much HiGHS may overstep a row, relatively, with room to spare."""
+"""Relative tolerance by which HiGHS may violate a row, with a margin."""
 LEAST_GAP = 1e-6
-"""Relative gap that its arithmetic can vouch for."""
+"""Smallest relative gap that HiGHS can prove in double precision."""
 
 
 def solve_flow(
     chain: DenseChain, capacity: float, gap: float, time_limit: float
 ) -> tuple[list[int] | None, float, float]:
-    """Places, cost and a lower bound; no places where nothing was found within the capacity.
+    """Places, cost and a lower bound; no places if nothing was found within the capacity.
 
     capacity: finite. time_limit: in seconds.
     """
     places, cost, bound = _solve(chain, capacity, capacity, gap, time_limit)
-    if places is None and cost < np.inf:  # its answer oversteps the capacity by the solver's tolerance
+    if places is None and cost < np.inf:  # the solution violates the capacity within the solver's tolerance
         limit = capacity - TOLERANCE * max(1.0, abs(capacity))
         places, cost, _ = _solve(chain, capacity, limit, gap, time_limit)
     return places, cost, bound
@@ -46,7 +45,7 @@ def solve_flow(
 def _solve(
     chain: DenseChain, capacity: float, limit: float, gap: float, time_limit: float
 ) -> tuple[list[int] | None, float, float]:
-    # Here, for the ranks of a run read plans and solve none.
+    # Imported here: ranks of a training run read plans but solve none, and need no scipy.
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array, csr_array, eye_array, hstack, vstack
 
@@ -58,7 +57,7 @@ def _solve(
     size, ones, edge = (len(node), len(at)), np.ones(len(at)), np.arange(len(at))
     leave = hstack([eye_array(size[0]), -coo_array((ones, (number[at, a], edge)), size)], format="csr")
     enter = hstack([eye_array(size[0]), -coo_array((ones, (number[at + 1, b], edge)), size)], format="csr")
-    one = np.concatenate([node == 0, np.zeros(len(at))])  # the flow carries it through the chain
+    one = np.concatenate([node == 0, np.zeros(len(at))])  # conservation carries the unit flow through the chain
     scale = max(1.0, abs(capacity))
     weigh = np.concatenate([chain.weights[node, state] / scale, np.zeros(len(at))])
     conserved = [leave[node < nodes - 1], enter[node > 0]]
@@ -90,23 +89,23 @@ def _solve(
 
 
 GAP = 1e-9
-"""Relative distance of cost and bound at which an answer counts as the optimum: rounding."""
+"""Relative gap between cost and bound at which a solution counts as optimal: rounding."""
 MAX_LABELS = 20_000
-"""Labels of one node beyond which HiGHS takes over."""
+"""Labels per node beyond which HiGHS takes over."""
 ROUNDING = 1e-12
-"""Relative: what sums of the same numbers in another order may differ by."""
+"""Relative error of sums of the same numbers in another order."""
 
 
 class InfeasibleError(UsageError):
-    """No choice of states stays within the capacity.
+    """Error for a chain without a choice of states within the capacity.
 
-    smallest_weight: bytes of the lightest choice; infinite where forbidden edges leave none.
+    smallest_weight: bytes of the lightest choice; infinite if forbidden edges leave none.
     """
 
     def __init__(self, smallest_weight: float, capacity: float | None) -> None:
         self.smallest_weight = smallest_weight
         if smallest_weight == np.inf:
-            super().__init__("the chain has no path: its forbidden edges leave no choice of states")
+            super().__init__("the chain has no path: forbidden edges exclude every choice of states")
         else:
             super().__init__(
                 f"the lightest choice of states weighs {smallest_weight:.0f} bytes, the capacity is {capacity:.0f}: "
@@ -116,9 +115,9 @@ class InfeasibleError(UsageError):
 
 @dataclass(frozen=True)
 class Solution:
-    """The best choice. states, places: of each node. cost: seconds. weight: bytes. bound: no choice costs less.
+    """Optimal choice. states, places: by node. cost: seconds. weight: bytes. bound: lower bound of the cost.
 
-    binds: the capacity forbids a cheaper choice. method: what closed the gap. seconds: that solving took.
+    binds: the capacity excludes a cheaper choice. method: what closed the gap. seconds: solve time.
     """
 
     states: tuple[Hashable, ...]
@@ -132,15 +131,15 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """Relative distance of the cost from the bound: the most by which it may miss the optimum."""
+        """Relative gap between cost and bound."""
         return max(0.0, self.cost - self.bound) / max(abs(self.cost), 1e-300)
 
 
 def solve(chain: Chain, gap: float = GAP, max_labels: int = MAX_LABELS, time_limit: float = 60.0) -> Solution:
-    """The choice of the least cost within the capacity; the cost is within `gap` of the optimum, relatively.
+    """Find the cheapest choice within the capacity, optimal up to the relative `gap`. Raises InfeasibleError.
 
-    max_labels: of one node; 0 leaves what the bounds do not decide to HiGHS. time_limit: seconds for HiGHS; where it
-    is reached, `Solution.gap` says what is proven (HiGHS proves no less than 1e-6). Raises InfeasibleError.
+    max_labels: per node; 0 leaves what the bounds do not decide to HiGHS. time_limit: seconds for HiGHS; if it is
+    reached, `Solution.gap` is the proven gap (HiGHS proves no less than 1e-6).
     """
     started = perf_counter()
     search = _Search(DenseChain.of(chain), chain.capacity, gap)
@@ -160,10 +159,10 @@ def solve(chain: Chain, gap: float = GAP, max_labels: int = MAX_LABELS, time_lim
 
 
 class _Ways:
-    """The best way on from every state to the chain's end, for cost + multiplier x weight; all arrays are NS.
+    """Shortest paths from every state to the chain's end, for cost + multiplier x weight; all arrays are NS.
 
-    value: of the way from a state on, itself included; cost and weight of that way. A multiplier of inf looks at the
-    weight alone.
+    value: length of the path from a state, itself included. cost, weight: of that path. A multiplier of inf
+    minimises the weight alone.
     """
 
     def __init__(self, chain: DenseChain, multiplier: float) -> None:
@@ -187,11 +186,11 @@ class _Ways:
 
     @property
     def best(self) -> int:
-        """The first state of the best path."""
+        """First state of the best path."""
         return int(self.value[0].argmin())
 
     def path(self, node: int, state: int) -> list[int]:
-        """States from `node` on."""
+        """States of the path from `node` on."""
         found = [state]
         for following in self._next[node:-1]:
             found.append(int(following[found[-1]]))
@@ -199,12 +198,12 @@ class _Ways:
 
     @cached_property
     def reversed(self) -> _Ways:
-        """The best ways to every state from the chain's start; rows count nodes from the end."""
+        """Shortest paths from the chain's start to every state; rows count nodes from the end."""
         return _Ways(self._chain.reversed(), self.multiplier)
 
 
 class _Search:
-    """The best choice found, a bound below all, and what is left to decide in between."""
+    """Search state: the best choice found, a lower bound, and the undecided rest."""
 
     def __init__(self, chain: DenseChain, capacity: float | None, gap: float) -> None:
         self.chain = chain
@@ -217,17 +216,19 @@ class _Search:
 
     @property
     def target(self) -> float:
-        """What costs this much or more is not worth finding."""
+        """Cost below which a choice is still worth finding."""
         return self.cost - 0.5 * self._gap * abs(self.cost) if self.cost < np.inf else np.inf
 
     def take(self, places: Sequence[int] | None, cost: float, bound: float) -> None:
-        """Note a choice, if it is better, and a bound on all that are not decided yet."""
+        """Record a choice if it is better, and a bound on all undecided ones."""
         if places is not None and cost < self.cost:
             self.best, self.cost = tuple(places), cost
         self.bound = max(self.bound, min(bound, self.target))
 
     def bounds(self) -> str | None:
-        """The dual bound, and the best crossing of two of its paths. The method's name if that is the optimum."""
+        """Compute the dual bound and the best combination of two of its paths. Returns a method's name if that is
+        optimal.
+        """
         cheapest, lightest = _Ways(self.chain, 0.0), _Ways(self.chain, np.inf)
         least = float(lightest.value[0].min())
         if least > self.capacity or least == np.inf:
@@ -238,7 +239,7 @@ class _Search:
         if self._note(cheapest):
             return "shortest path"
         self._note(lightest)
-        while True:  # the multiplier at which the two paths are worth the same; ends as the hull's corners run out
+        while True:  # multiplier at which both paths are equal; finite: the hull has finitely many vertices
             a, b = heavy.best, light.best
             rise, width = light.cost[0, b] - heavy.cost[0, a], heavy.weight[0, a] - light.weight[0, b]
             multiplier = float(max(0.0, rise) / width)
@@ -262,7 +263,7 @@ class _Search:
         return fits
 
     def _cross(self) -> None:
-        """Begin as one path does and go on as another: the best such pair at every edge."""
+        """Best path that starts as one path and continues as another, over all edges."""
         edges = self.chain.edges
         for before in [ways.reversed for ways in self._ways]:
             cost = before.cost[:0:-1, :, None] + edges
@@ -276,7 +277,7 @@ class _Search:
                     self.take([*start, *after.path(i + 1, b)], float(total[i, a, b]), -np.inf)
 
     def undecided(self) -> DenseChain:
-        """The chain without the edges that no choice better than the best one found can use."""
+        """The chain without edges that no better choice can use."""
         edges = self.chain.edges.copy()
         for ways in self._ways:
             through = ways.reversed.value[:0:-1, :, None] + ways.value[1:, None, :]
@@ -287,14 +288,13 @@ class _Search:
         return DenseChain(self.chain.costs, self.chain.weights, edges)
 
     def labels(self, most: int) -> bool:
-        """Go through the nodes with all beginnings that are not worse in cost and weight than another one.
-
-        Beginnings that cannot become better than the best choice are left out. False if a node has more than `most`.
+        """Extend all Pareto-optimal prefixes (labels) node by node, pruned by the best choice. Returns False above
+        `most`.
         """
         chain = self.undecided()
         first = np.flatnonzero(np.isfinite(chain.costs[0]))
         cost, weight, state = chain.costs[0, first], chain.weights[0, first], first
-        kept: list[tuple[Array, Array]] = []  # by node: states of its labels, and the labels they come from
+        kept: list[tuple[Array, Array]] = []  # by node: states of its labels, and their parents
         parent = np.zeros_like(first)
         for i in range(len(chain.costs)):
             if i > 0:
@@ -309,7 +309,7 @@ class _Search:
         return True
 
     def _extended(self, chain: DenseChain, i: int, cost: Array, weight: Array, state: Array) -> tuple[Array, ...]:
-        """The labels of node i that grow out of those of the node before: cost, weight, state and parent."""
+        """Labels of node i that extend those of the previous node: cost, weight, state and parent."""
         found: list[tuple[Array, ...]] = []
         for b in np.flatnonzero(np.isfinite(chain.costs[i])):
             costs = cost + chain.edges[i - 1][state, b] + chain.costs[i, b]
@@ -332,7 +332,7 @@ class _Search:
         return tuple(map(np.concatenate, zip(*found, strict=True))) if found else (np.empty(0),) * 4
 
     def _complete(self, i: int, cost: Array, weight: Array, kept: list[tuple[Array, Array]]) -> None:
-        """Try every label of node i with each way on from its state."""
+        """Complete every label of node i with the shortest paths from its state."""
         state = kept[-1][0]
         for ways in self._ways:
             own_cost, own_weight = self.chain.costs[i, state], self.chain.weights[i, state]

@@ -1,7 +1,8 @@
-"""The passes of a plan's stage as instructions, with its resharding, the sums of its gradients and its optimizer.
+"""Passes of a pipeline stage as instructions, with resharding, gradient all-reduces and the optimizer.
 
-Gradients of a block are summed over its replicas once the stage's last pass has made them, under what that pass
-computes for the blocks below; those of a part whose last pass was earlier, from the beginning of the stage's.
+A block's gradients are all-reduced over its replicas once the stage's last pass has computed them, under the
+remaining compute of that pass; those of a model part whose last pass was earlier start at the beginning of the last
+pass.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from oases.simulator.lowering import StagePasses, lower
 from oases.simulator.program import Compute, Contention, Instruction, Start, Wait
 
 _ADAM_BYTES = 28
-"""Moved per fp32 parameter by the optimizer: reads weight, gradient and two moments, writes all but the gradient."""
+"""Bytes moved per fp32 parameter by Adam: reads weight, gradient and two moments, writes all but the gradient."""
 _ROUNDING_BYTES = 6
-"""Moved besides per parameter of half the width: reads its master, writes it."""
+"""Additional bytes moved per 16-bit parameter: reads and writes its fp32 master weight."""
 _AT_THE_END = (-1, -1)
-"""In the place of a (segment, block): behind the whole backward pass."""
+"""Key for buckets that start after the whole backward pass, in place of a (segment, block)."""
 
 GradientSums = Mapping[tuple[int, int], Sequence[Instruction]]
-"""Buckets of gradients and what starts their sums, by the (segment, block) whose gradients fill each."""
+"""Instructions that start the all-reduces of gradient buckets, by the (segment, block) that fills the bucket."""
 Tagged = tuple[tuple[Instruction, Op | None], ...]
-"""Instructions, each with the op that it comes from, if it comes from one."""
+"""Instructions, each with the op it comes from, or None."""
 
 
 def _buckets(lane: Sequence[tuple[tuple[int, int], int]]) -> Iterator[tuple[tuple[int, int], int]]:
@@ -50,10 +51,10 @@ def _buckets(lane: Sequence[tuple[tuple[int, int], int]]) -> Iterator[tuple[tupl
 
 @dataclass(frozen=True)
 class Lowered:
-    """The instructions of a segment's passes. recompute: what of the backward pass can be done ahead of time.
+    """Instructions of a segment's passes.
 
-    backward: all of it but `weights`, the weight gradients where they are a pass of their own: the ops W of
-    the segment's list. Of a list without W, the backward pass computes them.
+    recompute: the part of the backward pass that can run early. backward: all of it except `weights`, the W ops of
+    the segment's schedule if they are passes of their own; without W, the backward pass computes them.
     """
 
     forward: tuple[Instruction, ...]
@@ -65,7 +66,7 @@ class Lowered:
         hardware: Hardware, model: ModelShape, segment: Segment, first: int, samples: float, prefix: str,
         weights_apart: bool,
     ) -> Lowered:  # fmt: skip
-        """first: the number of the segment's first block, of which only its kind matters."""
+        """Lower a segment. first: number of its first block, which determines the kinds of its blocks."""
         schedule = segment.generated()
         kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
         costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule)
@@ -80,21 +81,21 @@ class Lowered:
 
     @cached_property
     def recompute(self) -> tuple[Instruction, ...]:
-        """The ops R and RC, with the collectives that carry them."""
-        return tuple(instruction for instruction, op in self.backward if _again(op))
+        """Ops R and RC, with the collectives that carry them."""
+        return tuple(instruction for instruction, op in self.backward if _recomputes(op))
 
     @cached_property
     def backward_after(self) -> Tagged:
-        """What `recompute` leaves to the backward pass."""
-        return tuple(each for each in self.backward if not _again(each[1]))
+        """The backward pass after `recompute`."""
+        return tuple(each for each in self.backward if not _recomputes(each[1]))
 
 
-def _again(op: Op | None) -> bool:
+def _recomputes(op: Op | None) -> bool:
     return op is not None and (op.of or op.kind) in ("R", "RC")
 
 
 class StageModel:
-    """The instructions of one stage of a plan.
+    """Instructions of one stage of a plan.
 
     lowered: `Lowered.of` on the hardware, cached. with_ends: include embedding, head and optimizer. distinct_names:
     put the micro-batch into instruction names.
@@ -106,7 +107,7 @@ class StageModel:
     ) -> None:  # fmt: skip
         if plan.experts is not None:
             raise UsageError(
-                f"plan: it has {plan.experts.experts} experts, and only dense models are predicted; leave out experts"
+                f"plan: it has {plan.experts.experts} experts, but only dense models are predicted; leave out experts"
             )
         self.plan = plan
         self.number = number
@@ -122,7 +123,7 @@ class StageModel:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All that the stage's passes depend on."""
+        """Cache key: everything that the stage's passes depend on."""
         plan, several = self.plan, len(self.plan.stages) > 1
         kind, part, m = self.last
         ends = self.number == 0, self.number == len(plan.stages) - 1
@@ -133,7 +134,7 @@ class StageModel:
         )  # fmt: skip
 
     def passes(self, part: Part, costs: StageCosts | None = None) -> StagePasses:
-        """Of one of the stage's parts. costs: take them, as one instruction each, but for the stage's last pass."""
+        """Passes of one model part. costs: lower each pass to one instruction, except the stage's last pass."""
         seconds = self._message_seconds(part)
         if costs is None:
             return StagePasses(
@@ -157,7 +158,7 @@ class StageModel:
         )  # fmt: skip
 
     def stage_costs(self, contention: Mapping[str, Contention]) -> StageCosts:
-        """The passes, each simulated alone. A backward pass is behind the recomputation if the last one is."""
+        """Costs of the passes, each simulated separately; after early recomputation if the last pass is."""
         made = tuple(self._part_costs(part, contention) for part in self.parts)
         kind, number, m = self.last
         part = next(part for part in self.parts if part.number == number)
@@ -179,10 +180,10 @@ class StageModel:
         forward, backward = self.forward(part, 0), self._backward(part, 0, after=False, gradients=False)
         recompute, backward_after, weights = PassCost(), PassCost(), PassCost()
         if self.early:
-            again = self._recompute(part, 0)
-            recompute = PassCost.of(contention, again, forward)
+            early = self._recompute(part, 0)
+            recompute = PassCost.of(contention, early, forward)
             after = self._backward(part, 0, after=True, gradients=False)
-            backward_after = PassCost.of(contention, after, forward + again)
+            backward_after = PassCost.of(contention, after, forward + early)
         if self.weights_apart:
             weights = PassCost.of(contention, self._weights(part, 0, gradients=False), forward + backward)
         first, then = PassCost.of(contention, forward), PassCost.of(contention, backward, forward)
@@ -191,7 +192,7 @@ class StageModel:
     def _message_seconds(self, part: Part) -> float:
         num_bytes = self.model.unit_bytes(self.plan.samples(part.last_degree))
         stride = self.plan.stage_ranks
-        # All ranks of a stage hold the same activations of their group and could each send all of them.
+        # All ranks of a tensor-parallel group hold the same activations, and any of them could send all of them.
         return self.hardware.collective_seconds("send", 2, num_bytes, stride) if len(self.plan.stages) > 1 else 0.0
 
     def _lowered(self, part: Part, index: int, m: int) -> Lowered:
@@ -208,7 +209,7 @@ class StageModel:
         return self.with_ends and part.number == len(self.plan.parts) - 1
 
     def forward(self, part: Part, m: int) -> list[Instruction]:
-        """Of one micro-batch."""
+        """Forward pass of a micro-batch."""
         own = embedding_segment(self.plan).tp
         samples, prefix = self.plan.samples(own), self._prefix(m)
         ops: list[Instruction] = []
@@ -225,25 +226,25 @@ class StageModel:
         return ops
 
     def recompute(self, part: Part, m: int) -> list[Instruction]:
-        """Of one micro-batch ahead of its backward pass; nothing of one whose backward pass does it itself."""
+        """Early recomputation of a micro-batch; empty if its backward pass recomputes."""
         return self._recompute(part, m) if (part.number, m) in self.early else []
 
     def backward(self, part: Part, m: int) -> list[Instruction]:
-        """Of one micro-batch; the stage's last one starts the sums of the gradients."""
+        """Backward pass of a micro-batch; the stage's last one starts the gradient all-reduces."""
         last = ("B", part.number, m) == self.last
         return self._backward(part, m, after=(part.number, m) in self.early, gradients=last)
 
     def weights(self, part: Part, m: int) -> list[Instruction]:
-        """The weight gradients of one micro-batch, where they are a pass of their own."""
+        """Weight gradients of a micro-batch, if they are a pass of their own."""
         return self._weights(part, m, gradients=("W", part.number, m) == self.last)
 
     def _recompute(self, part: Part, m: int) -> list[Instruction]:
-        # The first segment's R needs nothing that another makes; the last ones go backward first.
+        # R of the first segment depends on no other segment; the last segments run backward first.
         order = reversed(range(len(part.segments)))
         return [each for index in order for each in self._lowered(part, index, m).recompute]
 
     def _backward(self, part: Part, m: int, *, after: bool, gradients: bool) -> list[Instruction]:
-        """after: the recomputation has been done."""
+        """Backward pass. after: recomputation has been done."""
         starts = self._gradient_starts() if gradients else {}
         ops: list[Instruction] = list(self._of_others(part, starts))
         prefix = self._prefix(m)
@@ -267,7 +268,7 @@ class StageModel:
         return ops
 
     def finish(self) -> Iterator[Instruction]:
-        """After the last micro-batch: the sums of gradients, and the optimizer."""
+        """Instructions after the last micro-batch: remaining gradient all-reduces and the optimizer."""
         starts = self._gradient_starts()
         yield from starts.get(_AT_THE_END, ())
         for copied, start in (pair for lane in starts.values() for pair in pairwise(lane)):
@@ -286,14 +287,14 @@ class StageModel:
                 yield from exposed(f"parameters {part}", self.hardware.link_of(replicas, stride), seconds)
 
     def _of_others(self, part: Part, starts: GradientSums) -> Iterator[Instruction]:
-        """Sums of gradients that were whole before the stage's last pass."""
+        """All-reduces of gradients that were complete before the stage's last pass."""
         own = range(part.first_segment, part.first_segment + len(part.segments))
         for (index, _), lane in starts.items():
             if index >= 0 and index not in own:
                 yield from lane
 
     def _with_gradients(self, part: Part, index: int, ops: Tagged, starts: GradientSums) -> Iterator[Instruction]:
-        """A pass of a segment, with sums over the replicas started behind what makes the last of them."""
+        """Pass of a segment, with all-reduces started once their buckets are full."""
         if not starts:
             yield from (instruction for instruction, _ in ops)
             return
@@ -307,11 +308,10 @@ class StageModel:
             yield from starts.get((part.first_segment + index, behind.get(at, -1)), ())
 
     def _gradient_starts(self) -> dict[tuple[int, int], list[Instruction]]:
-        """The sums of gradients, in buckets, by the (segment, block) whose gradients fill each.
+        """All-reduces of gradients in buckets, by the (segment, block) that fills each.
 
-        Segments of one degree fill their buckets together, from the last block to the first; behind them comes the
-        embedding, in the lane of its degree. A bucket is a copy of its gradients, held until `finish`; but with fsdp
-        it takes their place.
+        Segments of one degree share buckets, from the last block to the first, followed by the embedding of that
+        degree. A bucket is a copy of its gradients, held until `finish`; with fsdp it replaces them.
         """
         lanes: dict[int, list[tuple[tuple[int, int], int]]] = {}
         for part in reversed(self.parts):
@@ -340,7 +340,7 @@ class StageModel:
         return starts
 
     def _resharded(self, name: str, before: int, after: int) -> Iterator[Instruction]:
-        """Where the degree grows, ranks gather the samples of the replicas that become one; else they keep a part."""
+        """All-gather of samples over replicas that are joined if the degree grows; otherwise ranks keep a part."""
         if after <= before:
             return
         num_bytes = self.model.unit_bytes(self.plan.samples(after))

@@ -1,6 +1,6 @@
-"""Stage-aware recomputation: how many layers of each pipeline stage the backward pass computes again.
+"""Stage-aware recomputation: number of layers that each pipeline stage recomputes.
 
-Earlier stages have more micro-batches in flight, so what fits on a later one does not fit on them.
+Earlier stages have more micro-batches in flight, so they can keep fewer activations than later ones.
 Source of the closed form: Merak (arXiv 2206.04959).
 """
 
@@ -16,14 +16,14 @@ from oases.schedule.pipeline import enough, in_flight
 from oases.simulator.quantities import bytes_text
 
 PeakBytes = Callable[[Plan, int], float]
-"""Bytes that a stage of a plan holds at its peak, as `Predictor.peak_bytes` says."""
+"""Function from plan and stage to peak bytes, such as `Predictor.peak_bytes`."""
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What each stage computes again. kind: none, full, layers (the same number everywhere), merak, or fits.
+    """Recomputation policy. kind: none, full, layers (the same number on every stage), merak, or fits.
 
-    layers: of `layers`. first_share: of `merak`, the share of the first stage's layers.
+    layers: of `layers`. first_share: of `merak`, the fraction of the first stage's layers.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Recomputation:
 
     @staticmethod
     def parse(text: str) -> Recomputation:
-        """From none, full, fits, a number of layers, or merak:SHARE; UsageError names the text."""
+        """Parse none, full, fits, a number of layers, or merak:SHARE. Raises UsageError."""
         if text in ("none", "full", "fits"):
             return Recomputation(text)
         if text.isdecimal():
@@ -42,22 +42,20 @@ class Recomputation:
             try:
                 first_share = float(share)
             except ValueError as error:
-                raise UsageError(f"recompute {text!r} has no share; give one from 0 to 1, as merak:0.8") from error
+                raise UsageError(f"recompute {text!r} needs a share from 0 to 1, e.g. merak:0.8") from error
             return Recomputation("merak", first_share=_checked(first_share))
-        raise UsageError(
-            f"recompute {text!r} is neither none, full, fits, merak:SHARE nor a number of layers of each stage"
-        )
+        raise UsageError(f"recompute {text!r} is not none, full, fits, merak:SHARE or a number of layers per stage")
 
     def shares(self, num_stages: int, pipeline: str) -> tuple[float, ...] | None:
-        """Of each stage's layers, to cut stages by; None where the memory says it."""
+        """Fraction of layers that each stage recomputes, for balancing stages; None if memory decides."""
         if self.kind == "merak":
             return merak_shares(num_stages, self.first_share, shifted=is_shifted(pipeline, num_stages))
         return {"fits": None, "full": (1.0,) * num_stages}.get(self.kind, (0.0,) * num_stages)
 
     def applied(self, plan: Plan, budget: float, peak_bytes: PeakBytes) -> Plan:
-        """The plan with so many layers recomputed on each stage. budget: bytes that a rank may fill.
+        """The plan with this policy applied to each stage. budget: bytes of memory per rank.
 
-        Raises UsageError where `fits` does not, or where a stage has fewer layers than are asked for.
+        Raises UsageError if `fits` does not fit, or if a stage has fewer layers than required.
         """
         if self.kind == "fits":
             return as_much_as_fits(plan, budget, peak_bytes)
@@ -72,7 +70,7 @@ class Recomputation:
 
 
 def is_shifted(pipeline: str, num_stages: int) -> bool:
-    """Whether the stage before the last has as many micro-batches in flight as the one before it, by its list."""
+    """Whether the stage before the last has as many micro-batches in flight as the one before it."""
     if num_stages < 3:
         return False
     many = enough(pipeline, num_stages)
@@ -81,10 +79,10 @@ def is_shifted(pipeline: str, num_stages: int) -> bool:
 
 
 def merak_shares(num_stages: int, first_share: float, *, shifted: bool = False) -> tuple[float, ...]:
-    """Merak's shares of layers that are recomputed, stage by stage, which even out what the stages keep.
+    """Merak's recomputed fraction of layers by stage, which equalises kept activations.
 
     first_share: of the first stage, from 0 to 1. With s counted from 1, r_s = 1 - (1 - r_1)(p - 1) / (p - s), at
-    least 0, and r_p = 0. shifted: the stage before the last takes the share of the one before it.
+    least 0, and r_p = 0. shifted: the stage before the last takes the fraction of the one before it.
     """
     p = num_stages
     if p < 1:
@@ -99,9 +97,9 @@ def merak_shares(num_stages: int, first_share: float, *, shifted: bool = False) 
 
 
 def as_much_as_fits(plan: Plan, budget: float, peak_bytes: PeakBytes) -> Plan:
-    """The plan in which every stage keeps the activations of as many layers as fit, and recomputes the others.
+    """The plan in which every stage keeps the activations of as many layers as fit and recomputes the rest.
 
-    budget: bytes that a rank may fill. Raises UsageError where a stage does not fit whatever it recomputes.
+    budget: bytes of memory per rank. Raises UsageError if a stage does not fit with full recomputation.
     """
     for number, stage in enumerate(plan.stages):
         least = math.inf
@@ -122,7 +120,7 @@ def as_much_as_fits(plan: Plan, budget: float, peak_bytes: PeakBytes) -> Plan:
 
 
 def recomputing(plan: Plan, number: int, layers: int) -> Plan:
-    """The plan with so many layers recomputed on one stage, its first ones. UsageError where it has fewer."""
+    """The plan that recomputes the first `layers` layers of a stage. Raises UsageError if it has fewer."""
     stage, left = plan.stages[number], layers
     if not 0 <= layers <= num_layers(stage):
         raise UsageError(
@@ -139,7 +137,7 @@ def recomputing(plan: Plan, number: int, layers: int) -> Plan:
 
 
 def num_layers(stage: Stage) -> int:
-    """Layers that a stage can recompute: each segment's pairs of blocks, an odd block counted as one."""
+    """Number of layers that a stage can recompute: pairs of blocks per segment, an odd block counted as one."""
     return sum((segment.num_blocks + 1) // 2 for segment in stage.segments)
 
 

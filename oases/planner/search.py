@@ -1,9 +1,9 @@
-"""Finds the best plan: for every setting the chain of blocks is solved as a mixed-integer programme.
+"""Search for the best plan: for every setting the chain of blocks is solved as a mixed-integer linear program.
 
-Costs of a block in a state (degree, computed again or not) come from simulated stacks: what one more layer takes, and
-what a stack takes besides. Where the degree changes there is the resharding, and one overlap ends and another begins.
-The plans that come out, and the uniform ones, are then simulated whole. `balanced` cuts
-layers into pipeline stages so that the slowest one takes as little as can be.
+The cost of a block in a state (degree, recomputed or not) comes from simulated stacks: time per additional layer
+and constant time per stack. A change of degree costs the resharding and the overlap lost at the border. The
+resulting plans and the uniform ones are then simulated as a whole. `balanced` divides layers into pipeline stages
+so that the slowest stage takes the least time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import KINDS, BlockKind
 
 State = tuple[int, bool]
-"""(degree, whether the block is computed again)."""
+"""(degree, whether the block is recomputed)."""
 
 
 class SettingSearch:
@@ -46,52 +46,52 @@ class SettingSearch:
 
     @cached_property
     def states(self) -> tuple[State, ...]:
-        """What a block may be."""
+        """Possible states of a block."""
         return tuple(
-            (tp, again) for tp in self.degrees for again in ((False, True) if self.space.recompute else (False,))
+            (tp, recomputed)
+            for tp in self.degrees
+            for recomputed in ((False, True) if self.space.recompute else (False,))
         )
 
     def timing_of(self, state: State) -> StackTiming:
-        """The fastest way to run blocks in this state."""
-        tp, again = state
-        return self._timings.fastest(tp, self.setting.samples(tp), again=again)
+        """Timing of the fastest way to run blocks in this state."""
+        tp, recomputed = state
+        return self._timings.fastest(tp, self.setting.samples(tp), recompute=recomputed)
 
     def ways(self, tp: int) -> list[tuple[str, int]]:
         """Schedules and sub-batches that a stack of this degree can run."""
         return self._timings.ways(tp, self.setting.samples(tp))
 
     def least_seconds(self) -> float:
-        """Less than any plan of this setting takes: every layer in its fastest state, stages as even as can be."""
+        """Lower bound of the step time: every layer in its fastest state, stages perfectly balanced."""
         layer = min(self.timing_of((tp, False)).layer_seconds for tp in self.degrees)
         return self._least([self.model.layers * layer / self.setting.stages] * self.setting.stages)
 
     def _least(self, stages: Sequence[float]) -> float:
-        """Less than a step takes whose stages take so long for the blocks of a micro-batch."""
+        """Lower bound of the step time, given the seconds of each stage's blocks per micro-batch."""
         setting = self.setting
-        # Passes W may fill all of the bubble that others leave.
+        # W passes may fill the whole bubble.
         fill = 0.0 if setting.has_weights else (setting.stages - 1) / setting.chunks
         return max(setting.micro_batches * max(stages), (setting.micro_batches + fill) * sum(stages) / len(stages))
 
     def _least_of(self, chosen: Sequence[tuple[State, ...]]) -> float:
-        """Less than a plan of these states takes; cheap beside simulating it."""
+        """Lower bound of the step time of a choice; cheap compared with simulating it."""
         return self._least([sum(self.timing_of(state).layer_seconds / 2 for state in states) for states in chosen])
 
     def solve(
         self, stage: int, count: int, states: tuple[State, ...], capacity: float, gradients: float,
         border: int | None = None,
     ) -> Solution:  # fmt: skip
-        """The best states of a stage's `count` blocks.
+        """Best states of a stage's `count` blocks.
 
-        gradients: share of the gradients' sums that is taken for exposed. border: the first block's degree, where
-        the stage before hands its samples on.
+        gradients: fraction of the gradient all-reduces that is assumed exposed. border: degree of the first block,
+        if the previous stage passes its samples on.
         """
-        kinds = [self.model.kind_of(b) for b in range(count)]  # stages begin with whole layers
+        kinds = [self.model.kind_of(b) for b in range(count)]  # stages hold whole layers
         by_kind = {kind: np.array([self._node_seconds(kind, state, gradients) for state in states]) for kind in KINDS}
         costs = [by_kind[kind] for kind in kinds]
-        besides = np.array(
-            [self.setting.micro_batches * self.timing_of(state).besides_seconds / 2 for state in states]
-        )
-        costs[0], costs[-1] = costs[0] + besides, costs[-1] + besides
+        fixed = np.array([self.setting.micro_batches * self.timing_of(state).fixed_seconds / 2 for state in states])
+        costs[0], costs[-1] = costs[0] + fixed, costs[-1] + fixed
         if border is not None:
             costs[0] = np.where([tp == border for tp, _ in states], costs[0], np.inf)
         heavy = {kind: np.array([self._weight(kind, state, stage) for state in states]) for kind in KINDS}
@@ -125,28 +125,28 @@ class SettingSearch:
 
     def _edge_seconds(self, one: State, other: State) -> float:
         if one[0] == other[0]:
-            # Within a segment the first layers are those computed again; the other order is the same plan.
+            # Within a segment the recomputed layers come first; the other order is the same plan.
             return np.inf if other[1] and not one[1] else 0.0
         low, high = sorted((one[0], other[0]))
         num_bytes = self.model.unit_bytes(self.setting.samples(high))
         seconds = self.hardware.collective_seconds("all_gather", high // low, num_bytes, low)
-        ends = (self.timing_of(one).besides_seconds + self.timing_of(other).besides_seconds) / 2
+        ends = (self.timing_of(one).fixed_seconds + self.timing_of(other).fixed_seconds) / 2
         return self.setting.micro_batches * (seconds + ends)
 
     def _weight(self, kind: BlockKind, state: State, stage: int) -> float:
-        """Of parameters and activations. What is recomputed ahead of time is whole for one micro-batch."""
-        tp, again = state
+        """Bytes of parameters and activations. Early recomputation holds one whole micro-batch."""
+        tp, recomputed = state
         parameters, samples = self.model.block_parameters(kind, tp), self.setting.samples(tp)
         replicas = self.setting.stage_ranks // tp
-        kept = kept_bytes(self.model, kind, tp, samples, recomputed=again)
+        kept = kept_bytes(self.model, kind, tp, samples, recomputed=recomputed)
         whole = kept_bytes(self.model, kind, tp, samples, recomputed=False)
-        # A micro-batch in flight on a part is in flight on its share of the stage's blocks.
+        # A micro-batch in flight on a model part holds that part's share of the stage's blocks.
         held = self.setting.in_flight(stage) / self.setting.chunks * kept
         held += (whole - kept) * self.setting.recomputes_early(stage) + whole * self.setting.weights_waiting(stage)
         return self.model.state_bytes(parameters, replicas, zero=self.setting.zero) + held
 
     def _once(self, state: State, stage: int) -> int:
-        """Held besides what each block holds: embedding and head, what is on the wire, a block computed again."""
+        """Bytes besides each block's: embedding and head, tensors in flight, one recomputed block."""
         tp, _ = state
         samples = self.setting.samples(tp)
         in_flight = in_flight_bytes(self.model, tp, samples, self.timing_of(state).sub_batches)
@@ -155,14 +155,14 @@ class SettingSearch:
             parameters, replicas = self.model.embedding_parameters(tp), self.setting.stage_ranks // tp
             held += self.model.state_bytes(parameters, replicas, zero=self.setting.zero)
         if stage == last:
-            # The head's logits are gone before a block is computed again.
+            # The head's logits are freed before a block is recomputed.
             held += max(0, head_bytes(self.model, tp, samples) - in_flight)
         return held
 
     def stage_blocks(self, degrees: Sequence[int], shares: Sequence[float] | None = None) -> list[int]:
-        """Blocks of each stage: whole layers, cut by the time that they take at the best of these degrees.
+        """Blocks of each stage: whole layers, balanced by their time at the best of these degrees.
 
-        shares: of each stage's layers that are computed again; None computes again what does not fit.
+        shares: fraction of each stage's layers that is recomputed; None recomputes what does not fit.
         """
         known = tuple(degrees), None if shares is None else tuple(shares)
         if known not in self._sizes:
@@ -175,21 +175,25 @@ class SettingSearch:
         found = []
         for tp in degrees:
             ends = ends_seconds(self.hardware, self.model, tp, self.setting.samples(tp))
-            besides = ends[0] * (stage == 0) + ends[1] * (stage == self.setting.stages - 1)
-            keeping, again = (self.timing_of((tp, each)).layer_seconds for each in (False, True))
+            fixed = ends[0] * (stage == 0) + ends[1] * (stage == self.setting.stages - 1)
+            keeping, recomputed = (self.timing_of((tp, each)).layer_seconds for each in (False, True))
             if shares is not None:
-                seconds = keeping + shares[stage] * (again - keeping)
-                found.append(StageLoad(seconds, seconds, besides))
+                seconds = keeping + shares[stage] * (recomputed - keeping)
+                found.append(StageLoad(seconds, seconds, fixed))
                 continue
-            kept, remade = (sum(self._weight(kind, (tp, each), stage) for kind in KINDS) for each in (False, True))
+            kept, recomputed_bytes = (
+                sum(self._weight(kind, (tp, each), stage) for kind in KINDS) for each in (False, True)
+            )
             if not self.space.recompute:
-                again, remade = keeping, kept
+                recomputed, recomputed_bytes = keeping, kept
             once = self._once((tp, False), stage)
-            found.append(StageLoad(keeping, max(keeping, again), besides, kept, remade, once, self.capacity))
+            found.append(
+                StageLoad(keeping, max(keeping, recomputed), fixed, kept, recomputed_bytes, once, self.capacity)
+            )
         return found
 
     def plan_of(self, states: tuple[tuple[State, ...], ...]) -> Plan:
-        """The plan in which each block of each stage is in the state given."""
+        """The plan in which each block of each stage has the given state."""
         setting = self.setting
         stages = tuple(
             Stage(tuple(segment for part in _parts(of_stage, setting.chunks) for segment in self._segments(part)))
@@ -203,14 +207,14 @@ class SettingSearch:
 
     def _segments(self, states: tuple[State, ...]) -> Iterator[Segment]:
         for tp, run_of_states in groupby(states, key=lambda state: state[0]):
-            again = [state[1] for state in run_of_states]
-            way = self.timing_of((tp, sum(again) * 2 > len(again)))
-            yield Segment(len(again), tp, way.schedule, way.sub_batches, (sum(again) + 1) // 2)
+            recomputed = [state[1] for state in run_of_states]
+            way = self.timing_of((tp, sum(recomputed) * 2 > len(recomputed)))
+            yield Segment(len(recomputed), tp, way.schedule, way.sub_batches, (sum(recomputed) + 1) // 2)
 
     def candidates(self, limit: float = np.inf) -> Iterator[Plan]:
-        """Plans that fit, by programmes over all states and over those of each degree alone.
+        """Plans that fit, solved over all states and over those of each degree.
 
-        Those that take more than `limit` seconds at the very least are left out.
+        Plans whose lower bound exceeds `limit` seconds are left out.
         """
         for states in self._choices():
             for gradients in (0.0, 1.0) if len(self.degrees) > 1 and len(states) > 2 else (0.5,):
@@ -219,12 +223,12 @@ class SettingSearch:
                     yield found
 
     def _choices(self) -> Iterator[tuple[State, ...]]:
-        if self.setting.chunks == 1:  # parts of one stage have as many segments: one degree sees to it
+        if self.setting.chunks == 1:  # all parts of a stage need equally many segments: one degree ensures that
             yield self.states
         yield from (tuple(state for state in self.states if state[0] == tp) for tp in self.degrees)
 
     def smallest_bytes(self) -> float:
-        """The least that any choice of states holds, on the stage that holds most."""
+        """Least bytes of any choice of states, on the stage with the most memory."""
         return self._smallest_of(self._lightest_choice)
 
     @cached_property
@@ -242,7 +246,7 @@ class SettingSearch:
         return most
 
     def peak_of_lightest(self) -> float:
-        """The simulated peak of the choice that holds the least; infinite where there is none."""
+        """Simulated peak bytes of the lightest choice; infinite if there is none."""
         states = self._lightest_choice
         try:
             chosen = self._chosen(states, 0.0, [self._smallest_of(states)] * self.setting.stages)
@@ -253,9 +257,10 @@ class SettingSearch:
         return max(plan.prediction.memory_bytes)
 
     def _fitting(self, states: tuple[State, ...], gradients: float, limit: float) -> Plan | None:
-        """A plan whose simulated peak is within the capacity; what the closed form leaves out is taken off first.
+        """A plan whose simulated peak is within the capacity, which is first reduced by what the closed form leaves
+        out.
 
-        None where there is none that could take less than `limit` seconds: less memory only takes longer.
+        None if no plan can take less than `limit` seconds: less memory only takes longer.
         """
         stages = self.setting.stages
         capacities = [float(self.capacity)] * stages
@@ -266,7 +271,7 @@ class SettingSearch:
             except _StageInfeasibleError as error:
                 if error.smallest > self.capacity or capacities[error.stage] == error.smallest:
                     return None
-                capacities[error.stage] = error.smallest  # too much was taken off: the lightest choice is left
+                capacities[error.stage] = error.smallest  # reduced too far: only the lightest choice is left
                 corrections -= stages == 1
                 continue
             corrections -= 1
@@ -286,9 +291,9 @@ class SettingSearch:
     def _chosen(
         self, states: tuple[State, ...], gradients: float, capacities: Sequence[float]
     ) -> tuple[tuple[State, ...], ...]:
-        """The states of each stage's blocks. capacities: of each stage. Raises _StageInfeasibleError."""
+        """States of each stage's blocks. capacities: by stage. Raises _StageInfeasibleError."""
         chosen: list[tuple[State, ...]] = []
-        # Of the stages between the ends, those after the one that nothing bound hold no more than it does.
+        # Stages between the ends hold no more than an earlier one that is not bound by memory.
         unbound: dict[tuple[int, int | None, bool], tuple[State, ...]] = {}
         border: int | None = None
         for stage, count in enumerate(self._blocks(states)):
@@ -313,7 +318,7 @@ def _least(loads: Sequence[StageLoad], layers: int) -> float:
 
 
 class _StageInfeasibleError(Exception):
-    """A stage for which no choice of states fits. smallest: bytes of the lightest."""
+    """Error for a stage without a feasible choice of states. smallest: bytes of the lightest."""
 
     def __init__(self, stage: int, smallest: float) -> None:
         super().__init__(stage, smallest)
@@ -329,50 +334,50 @@ def _parts(states: tuple[State, ...], chunks: int) -> Iterator[tuple[State, ...]
 
 
 def part_blocks(blocks: int, chunks: int) -> list[int]:
-    """A stage's blocks cut into its parts: whole layers, the first ones longer where they do not divide."""
+    """Divide a stage's blocks into its model parts: whole layers, the first parts longer if they do not divide."""
     layers = blocks // 2
     return [2 * (layers // chunks + (chunk < layers % chunks)) for chunk in range(chunks)]
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What a stage takes for a micro-batch, by its number of layers, if it keeps what fits and recomputes the rest.
+    """Time of a stage per micro-batch by its number of layers, keeping what fits and recomputing the rest.
 
-    layer_seconds, again_seconds: of a layer that keeps its activations, and of one that is computed again.
-    besides_seconds: embedding or head. kept_bytes, again_bytes: of such layers, with their state and all that is in
-    flight. held_bytes: besides the layers. capacity: bytes that may be filled.
+    layer_seconds, recomputed_seconds: of a layer without and with recomputation. fixed_seconds: embedding or head.
+    kept_bytes, recomputed_bytes: of such layers, with state and tensors in flight. held_bytes: besides the layers.
+    capacity: bytes of memory.
     """
 
     layer_seconds: float
-    again_seconds: float
-    besides_seconds: float = 0.0
+    recomputed_seconds: float
+    fixed_seconds: float = 0.0
     kept_bytes: float = 0.0
-    again_bytes: float = 0.0
+    recomputed_bytes: float = 0.0
     held_bytes: float = 0.0
     capacity: float = float("inf")
 
     def seconds(self, layers: int) -> float:
-        """Grows with the layers; where not even recomputation makes them fit, steeply with what is missing."""
-        free = self.capacity - self.held_bytes - layers * self.again_bytes
-        more = self.kept_bytes - self.again_bytes
+        """Seconds, increasing in layers; steep where memory does not suffice even with recomputation."""
+        free = self.capacity - self.held_bytes - layers * self.recomputed_bytes
+        more = self.kept_bytes - self.recomputed_bytes
         keeping = layers if free >= layers * more else max(0, int(free // more)) if more else 0
-        seconds = self.besides_seconds + keeping * self.layer_seconds + (layers - keeping) * self.again_seconds
+        seconds = self.fixed_seconds + keeping * self.layer_seconds + (layers - keeping) * self.recomputed_seconds
         return seconds if free >= 0 else seconds * (1 + _STEEP * -free / self.capacity)
 
 
 _STEEP = 1e3
-"""What lacks memory is avoided long before what takes time."""
+"""Penalty weight: lack of memory is worse than any time."""
 
 
 def balanced(layers: int, loads: Sequence[Callable[[int], float]], least: int = 1) -> list[int]:
-    """Layers of each stage, `least` or more, so that the largest load is as small as can be.
+    """Layers of each stage, at least `least`, with the smallest maximum load.
 
-    loads: of each stage by its layers, growing with them. Where it makes no difference the stages in the middle have
-    more: the first has more in flight, the last the head. There must be enough layers for all stages.
+    loads: of each stage by its number of layers, increasing. Ties favour the middle stages: the first has more
+    micro-batches in flight, the last the head. There must be enough layers for all stages.
     """
     counts, middle = [least] * len(loads), (len(loads) - 1) / 2
     assert layers >= sum(counts), f"{layers} layers are too few for {len(loads)} stages of {least}"
-    # To give every layer to the stage that is the least loaded with it is optimal, as loads grow.
+    # Greedy is optimal for increasing loads: give every layer to the stage with the smallest resulting load.
     heap = [(load(least + 1), abs(stage - middle), stage) for stage, load in enumerate(loads)]
     heapify(heap)
     for _ in range(layers - sum(counts)):

@@ -1,4 +1,4 @@
-"""What a search may choose from, and the settings that all blocks of a plan share."""
+"""Search space of the planner, and settings shared by all blocks of a plan."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from oases.schedule.schedule import Pass, StageReading
 from oases.simulator.hardware import Hardware
 
 MAX_STAGES = 64
-"""Pipeline stages that a search looks at."""
+"""Maximum number of pipeline stages in the search."""
 
 BEST_PIPELINES = (
     "one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1",
 )  # fmt: skip
-"""Those that can win: gpipe and pre_recompute hold as much as one of these and take as long or longer."""
+"""Pipelines that can win: gpipe and pre_recompute use as much memory as one of these and are not faster."""
 MOST_MICRO_BATCHES = 4096
-"""Of one optimizer step, unless more are asked for."""
+"""Maximum number of micro-batches per optimizer step, unless more are requested."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """Degrees, micro-batches: empty means every one that fits. recompute: whether layers may be computed again.
+    """Search space. degrees, micro_batches: empty for all that fit. recompute: whether layers may be recomputed.
 
-    pipelines: schedules of several stages, up to `max_stages`.
+    pipelines: pipeline schedules, for up to `max_stages` stages.
     """
 
     degrees: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class Space:
             raise UsageError(
                 f"pipelines: unknown {', '.join(map(repr, unknown))}; known are {', '.join(PIPELINES)}"
                 if unknown
-                else f"pipelines: there must be one to choose from; known are {', '.join(PIPELINES)}"
+                else f"pipelines: give at least one; known are {', '.join(PIPELINES)}"
             )
         for name in ("degrees", "sub_batches", "micro_batches"):
             for value in getattr(self, name):
@@ -57,14 +57,14 @@ class Space:
         for smaller, larger in pairwise(sorted(self.degrees)):
             if larger % smaller:
                 raise UsageError(
-                    f"degrees {smaller} and {larger} do not nest, so samples could not be handed on whole between "
+                    f"degrees {smaller} and {larger} do not nest, so samples cannot pass from rank to rank between "
                     "their blocks; give degrees of which one divides the next, such as 1,2,4"
                 )
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all blocks: how many stages and micro-batches, and whether the optimizer is sharded."""
+    """Settings shared by all blocks: stages, micro-batches, pipeline, and whether the optimizer is sharded."""
 
     world: int
     global_batch: int
@@ -75,7 +75,7 @@ class Setting:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one stage."""
+        """Ranks per stage."""
         return self.world // self.stages
 
     def samples(self, tp: int) -> float:
@@ -83,7 +83,7 @@ class Setting:
         return self.global_batch * tp / (self.stage_ranks * self.micro_batches)
 
     def degrees(self, model: ModelShape, hardware: Hardware, space: Space) -> list[int]:
-        """The tensor-parallel degrees that the ranks, the model, the samples and the profile allow."""
+        """Tensor-parallel degrees that the ranks, the model, the samples and the profile allow."""
         wanted = space.degrees or tuple(2**power for power in range(self.stage_ranks.bit_length()))
         return [
             tp
@@ -96,16 +96,16 @@ class Setting:
         ]
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches that a stage holds at once, of any of its parts."""
+        """Micro-batches in flight on a stage, over all its model parts."""
         return in_flight(self.pipeline, self.stages, self.micro_batches, stage)
 
     @property
     def chunks(self) -> int:
-        """Parts of the model that a stage has."""
+        """Model parts per stage."""
         return chunks_of(self.pipeline)
 
     def weights_waiting(self, stage: int) -> int:
-        """Micro-batches whose backward pass a stage has done, but not their weight gradients."""
+        """Micro-batches with deferred weight gradients on a stage."""
         return self._reading(stage).weights_waiting
 
     @property
@@ -114,7 +114,7 @@ class Setting:
         return self._reading(0).has_weights
 
     def recomputes_early(self, stage: int) -> bool:
-        """Whether a stage ever holds a whole micro-batch that it recomputed ahead of its backward pass."""
+        """Whether a stage recomputes a micro-batch before its gradient arrives."""
         return bool(self._reading(stage).early)
 
     def _reading(self, stage: int) -> StageReading:
@@ -124,7 +124,7 @@ class Setting:
 
 @lru_cache(maxsize=64)
 def only_earlier(pipeline: str) -> bool:
-    """Whether a pipeline is 1F1B where nothing is computed again: it differs in when that is done."""
+    """Whether a pipeline is 1F1B unless it recomputes: it differs in when recomputation runs."""
     if pipeline == "one_f_one_b" or chunks_of(pipeline) > 1:
         return False
 
@@ -136,13 +136,13 @@ def only_earlier(pipeline: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _too_much_in_flight(pipeline: str, num_stages: int) -> bool:
-    """Whether a stage that computes ahead of time holds more micro-batches for it than there are stages."""
+    """Whether a stage that recomputes early holds more micro-batches for it than there are stages."""
     readings = (read_stage(pipeline, num_stages, enough(pipeline, num_stages), stage) for stage in range(num_stages))
     return any(each.early and each.in_flight > num_stages for each in readings)
 
 
 def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: int, space: Space) -> Iterator[Setting]:
-    """Every setting in which some degree is possible. Raises UsageError where there is none."""
+    """Every setting with at least one possible degree. Raises UsageError if there is none."""
     stage_counts = [s for s in _divisors(world) if s <= min(space.max_stages, model.layers)]
     found = False
     for stages in stage_counts:
@@ -157,20 +157,20 @@ def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: in
                     yield setting
     if not found:
         asked = "".join(
-            f"; asked for are {what} {', '.join(map(str, values))}"
+            f"; requested are {what} {', '.join(map(str, values))}"
             for what, values in (("degrees", space.degrees), ("micro-batches", space.micro_batches))
             if values
         )
         known = [tp for tp in range(1, world + 1) if model.fits_degree(tp)]
         raise UsageError(
-            f"no way to cut {global_batch} samples and the model's {model.heads} heads over {world} ranks: degrees "
+            f"cannot divide {global_batch} samples and the model's {model.heads} heads over {world} ranks: degrees "
             f"that the model allows are {', '.join(map(str, known))}, and each replica needs a whole number of "
             f"samples{asked}; profile {hardware.name!r} holds {hardware.measured_shapes() or 'no blocks, but rates'}"
         )
 
 
 def _pipelines(model: ModelShape, stages: int, micro_batches: int, space: Space) -> Iterator[str]:
-    """Those in which so many stages and micro-batches are possible, and differ from one another."""
+    """Pipelines that are possible with these stages and micro-batches, without duplicates."""
     if stages == 1:
         yield "one_f_one_b"
         return
@@ -181,12 +181,12 @@ def _pipelines(model: ModelShape, stages: int, micro_batches: int, space: Space)
         if only_earlier(name) and not space.recompute:
             continue
         if _too_much_in_flight(name, stages):
-            continue  # last_no_recompute takes as long with less
+            continue  # last_no_recompute takes as long with less memory
         yield name
 
 
 def _micro_batches(global_batch: int) -> list[int]:
-    """Those tried where none is asked for; many small ones lose against fewer large ones long before the bound."""
+    """Micro-batch counts to try by default; many small ones lose to fewer large ones long before the bound."""
     return [d for d in range(1, min(global_batch, MOST_MICRO_BATCHES) + 1) if global_batch % d == 0]
 
 

@@ -1,4 +1,4 @@
-"""Step time against link speed, tensor-parallel degree and model size: synchronous, overlapped, and as planned."""
+"""Step time against link speed, tensor-parallel degree and model size: synchronous, overlapped and planned."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from oases.simulator.links import LinkModel
 from oases.simulator.quantities import seconds_text
 
 SPEEDS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Times as fast as the cluster's are all its links."""
+"""Factors by which the speed of all links is scaled."""
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Times as many layers as the model has; the width stays, so that measured blocks go on holding."""
+"""Factors by which the number of layers is scaled; the width stays, so that measured blocks remain valid."""
 SERIES = ("sync", "oases", "planner")
-"""The best uniform plan of each schedule, and the best of all plans."""
+"""Series: the best uniform plan of each schedule, and the best of all plans."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was found at one place of a panel: a plan in a line and its seconds, None where nothing fits."""
+    """Result at one point of a panel: a plan in one line and its seconds, None if nothing fits."""
 
     step_seconds: float | None
     plan: str
@@ -35,7 +35,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture's panel. x: where; points: by series, one for each x."""
+    """Panel of the figure. x: positions; points: by series, one for each x."""
 
     name: str
     label: str
@@ -45,7 +45,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned: as for rank_plans."""
+    """Planning problem: the arguments of rank_plans."""
 
     model: ModelShape
     hardware: Hardware
@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Tensor-parallel degrees that the model and its hardware know."""
+        """Tensor-parallel degrees that the model and the hardware support."""
         wanted = self.space.degrees or tuple(2**power for power in range(self.world.bit_length()))
         return tuple(
             tp
@@ -66,7 +66,7 @@ class Problem:
 
 
 def sweep(problem: Problem, on_point: Callable[[int, int], None] | None = None) -> list[Panel]:
-    """The three panels. on_point(done, total): called as the work goes on."""
+    """Compute the three panels. on_point(done, total): progress callback."""
     model, layers = problem.model, sorted({max(1, round(size * problem.model.layers)) for size in SIZES})
     models = [replace(model, layers=count) for count in layers]
     total, done = 3 * (len(SPEEDS) + len(problem.degrees) + len(models)), 0
@@ -88,7 +88,7 @@ def sweep(problem: Problem, on_point: Callable[[int, int], None] | None = None) 
     speeds = [replace(problem, hardware=faster(problem.hardware, speed)) for speed in SPEEDS]
     degrees = [replace(problem, space=replace(problem.space, degrees=(tp,))) for tp in problem.degrees]
     sizes = [replace(problem, model=each) for each in models]
-    free = {"planner": [problem] * len(degrees)}  # which degrees it takes is the planner's choice
+    free = {"planner": [problem] * len(degrees)}  # the planner chooses the degrees
     return [
         panel("link_speed", "speed of all links, times the cluster's", list(SPEEDS), dict.fromkeys(SERIES, speeds)),
         panel(
@@ -103,7 +103,7 @@ def sweep(problem: Problem, on_point: Callable[[int, int], None] | None = None) 
 
 
 def as_data(problem: Problem, panels: list[Panel]) -> dict[str, Any]:
-    """The numbers, as JSON can hold them."""
+    """The results as JSON data."""
     return {
         "model": asdict(problem.model), "hardware": problem.hardware.name, "world": problem.world,
         "global_batch": problem.global_batch, "panels": [asdict(panel) for panel in panels],
@@ -111,7 +111,7 @@ def as_data(problem: Problem, panels: list[Panel]) -> dict[str, Any]:
 
 
 def faster(hardware: Hardware, factor: float) -> Hardware:
-    """The same hardware with links `factor` times as fast; what starts a message takes as long as before."""
+    """The hardware with links `factor` times as fast; start-up times stay."""
 
     def link(model: LinkModel) -> LinkModel:
         samples = tuple(
@@ -125,7 +125,7 @@ def faster(hardware: Hardware, factor: float) -> Hardware:
 
 
 def _best(problem: Problem, series: str) -> Point:
-    """The best plan of a series. Each other schedule is held against the planner's plans of one degree."""
+    """Best plan of a series. Other schedules compete with the planner's uniform plans."""
     space = problem.space if series == "planner" else replace(problem.space, schedules=(series,))
     try:
         plans = rank_plans(
@@ -146,11 +146,11 @@ _STYLE = {
     "oases": ("#4C78A8", "solid", "s", "best oases plan of one degree"),
     "planner": ("#222222", "dot", "D", "planner's choice"),
 }
-"""Colour, dash, marker and words of each series."""
+"""Colour, dash, marker and label of each series."""
 
 
 def write_png(path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """Draw the panels beside each other; where nothing fits a curve has a gap."""
+    """Draw the panels side by side; a curve has a gap where nothing fits."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -187,13 +187,13 @@ def write_png(path: Path, title: str, panels: Sequence[Panel]) -> None:
 
 
 def _known(panel: Panel) -> list[float]:
-    """Seconds of all points where something fits."""
+    """Seconds of all points at which something fits."""
     points = [point for series in panel.points.values() for point in series]
     return [point.step_seconds for point in points if point.step_seconds is not None]
 
 
 def _round_values(panel: Panel, scale: float) -> list[float]:
-    """Round numbers in the range of a panel, for its vertical axis: powers of ten alone would leave it bare."""
+    """Round tick values in the range of a panel; powers of ten alone would leave the axis bare."""
     known = [scale * seconds for seconds in _known(panel)]
     low, high = min(known, default=1.0), max(known, default=1.0)
     steps = (1, 1.5, 2, 3, 5, 7) if high < 8 * low else (1, 2, 5)
@@ -210,7 +210,7 @@ def _tick(x: float) -> str:
 
 
 def write_curves(path: Path, title: str, subtitle: str, panels: Sequence[Panel]) -> None:
-    """A self-contained page: a table of all points, and the curves with each plan where the pointer is."""
+    """Write a self-contained page: a table of all points and interactive curves."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 

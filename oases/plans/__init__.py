@@ -1,1 +1,1 @@
-"""Plans and model shapes: the data that the planner writes and a run executes."""
+"""Plans and model shapes: the data that the planner writes and training executes."""

@@ -1,4 +1,4 @@
-"""The check of a plan that is about to be run, and what a run reads off it."""
+"""Checks of a plan before training, and properties of its pipeline."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from oases.schedule.experts import resolve_experts
 from oases.schedule.pipeline import resolve_pipeline
 
 _ANY_NUMBER = ("gpipe",)
-"""Pipelines that are what they are with fewer micro-batches than stages, too."""
+"""Pipelines that also work with fewer micro-batches than stages."""
 TRAINABLE = ("float32", "bfloat16")
-"""Types of weights and activations that runs train in; bfloat16 has masters in float32."""
+"""Dtypes of weights and activations that training supports; bfloat16 has float32 master weights."""
 
 
 def pipeline_of(plan: Plan) -> Schedule:
-    """What the stages of a plan do in which order; it computes again early where any segment computes again.
+    """Pipeline schedule of a plan, with early recomputation if any segment recomputes.
 
-    One stage is a pipeline of one, which has nothing to wait for: each forward pass is followed by its backward pass.
+    A plan of one stage has a pipeline of one stage, in which each backward pass follows its forward pass.
     """
-    again = any(segment.recomputed_layers for stage in plan.stages for segment in stage.segments)
+    recomputed = any(segment.recomputed_layers for stage in plan.stages for segment in stage.segments)
     stages = len(plan.stages)
     name = plan.pipeline if stages > 1 or is_text(plan.pipeline) else "one_f_one_b"
-    return resolve_pipeline(name, stages, plan.micro_batches, again)
+    return resolve_pipeline(name, stages, plan.micro_batches, recomputed)
 
 
 def degrees_of(plan: Plan, stage: int) -> set[int]:
-    """The tensor-parallel degrees on a stage; on the last one also that of the head, which is the first segment's."""
+    """Tensor-parallel degrees on a stage; on the last stage with that of the head, which is the first segment's."""
     found = {segment.tp for segment in plan.stages[stage].segments}
     return found | {plan.stages[0].segments[0].tp} if stage == len(plan.stages) - 1 else found
 
 
 def check(plan: Plan) -> None:
-    """Raise UsageError for a plan that cannot be run, ScheduleError for a schedule in it that cannot."""
+    """Raise UsageError for a plan that cannot be executed, ScheduleError for a schedule in it that cannot."""
     require_trainable(plan.model)
     stages = len(plan.stages)
     if stages > plan.model.layers:
@@ -55,7 +55,7 @@ def check(plan: Plan) -> None:
                 segment.generated()
             elif stages > 1:
                 raise UsageError(
-                    "plan: schedule 'auto' measures whole passes, which a pipeline cuts up; give a schedule's name"
+                    "plan: schedule 'auto' measures whole passes and does not work with a pipeline; name a schedule"
                 )
     for before, after in itertools.pairwise(plan.parts):
         if stages > 1 and before.last_degree != after.first_degree:
@@ -69,11 +69,10 @@ def check(plan: Plan) -> None:
 
 
 def require_trainable(model: ModelShape) -> None:
-    """Raise UsageError for a model of a type that no run trains in."""
+    """Raise UsageError for a model dtype that training does not support."""
     if model.dtype not in TRAINABLE:
         raise UsageError(
-            f"model: a plan in {model.dtype} cannot be executed, only in {', '.join(TRAINABLE)}; oases simulate "
-            "predicts it"
+            f"model: dtype {model.dtype} cannot be trained, only {', '.join(TRAINABLE)}; oases simulate predicts it"
         )
 
 
@@ -87,15 +86,15 @@ def _check_experts(plan: Plan, given: Experts) -> None:
     for part in plan.parts:
         if part.first_block % 2 or any(segment.num_blocks % 2 for segment in part.segments):
             raise UsageError(
-                f"plan: part {part.number} cuts a layer in two, and a layer with experts runs as one; give segments "
+                f"plan: part {part.number} splits a layer, but a layer with experts is one unit; give segments "
                 "of an even number of blocks"
             )
         for segment in part.segments:
             made = resolve_experts(given.expert_schedule, segment.num_blocks // 2, segment.recomputed_layers > 0)
             if given.placement != "none" and not made.copies:
                 raise UsageError(
-                    f"plan: its list of experts {made.name} moves none, and placement is {given.placement}; give "
-                    "placement none, or another list"
+                    f"plan: expert schedule {made.name} moves no experts, but placement is {given.placement}; give "
+                    "placement none, or another schedule"
                 )
 
 
@@ -105,6 +104,6 @@ def require_nested(degrees: Iterable[int]) -> None:
     for smaller, larger in itertools.pairwise(ordered):
         if larger % smaller:
             raise UsageError(
-                f"plan: segments of tp {smaller} and tp {larger} do not nest, so no rank's samples could be handed "
-                "on whole; take degrees of which one divides the next, such as powers of two"
+                f"plan: segments of tp {smaller} and tp {larger} do not nest, so samples cannot be passed "
+                "from rank to rank; give degrees of which one divides the next, such as powers of two"
             )

@@ -1,10 +1,9 @@
-"""A plan: how a model is trained on a cluster. Readable JSON with a version, and it can be executed as it stands.
+"""Plan: how a model is trained on a cluster, as versioned JSON that can be executed as it is.
 
-Ranks are numbered along tensor parallelism first, then data parallelism, then pipeline stages. In a stage of R ranks
-a segment of degree t runs R / t replicas, each on its share of the samples.
-
-With the pipeline `interleaved` a stage has two parts, stage s of p the parts s and s + p of the model, and its
-segments are those of the one and then, as many, those of the other. With any other pipeline a stage is a part.
+Ranks are numbered along tensor parallelism first, then data parallelism, then pipeline stages. In a stage of R
+ranks a segment of degree t runs R / t replicas, each on its share of the samples.
+With the pipeline `interleaved` a stage has two model parts: stage s of p has parts s and s + p. Its segments are
+those of the first part, followed by as many of the second. In any other pipeline a stage is one part.
 """
 
 from __future__ import annotations
@@ -35,14 +34,15 @@ PLANNED = tuple(PIPELINES)
 """Pipelines whose time and memory the planner predicts."""
 
 BUCKET_BYTES = 16 * 2**20
-"""Gradients of about so many bytes are summed over the replicas at once: early, and enough to use the link well."""
+"""Bucket size of the gradient all-reduce: small enough to start early, large enough to use the link well."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive blocks that a stage runs in one pass. number: over the model; first_block: the first one's number.
+    """Consecutive blocks that a stage runs in one pass.
 
-    first_segment: where its segments begin among those of its stage.
+    number: of the part in the model. first_block: number of its first block. first_segment: index of its first
+    segment in the stage.
     """
 
     number: int
@@ -52,21 +52,21 @@ class Part:
 
     @property
     def first_degree(self) -> int:
-        """Tensor-parallel degree of its first segment."""
+        """Tensor-parallel degree of the first segment."""
         return self.segments[0].tp
 
     @property
     def last_degree(self) -> int:
-        """Tensor-parallel degree of its last segment."""
+        """Tensor-parallel degree of the last segment."""
         return self.segments[-1].tp
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the simulator says of a plan. memory_bytes: at the peak, by stage.
+    """Prediction of the simulator. memory_bytes: peak memory by stage.
 
-    Exposed communication and bubble are each those of the stage with most; optimizer_seconds, its update alone, too,
-    and None in a plan that was written before it was told.
+    Exposed communication and bubble are each the maximum over the stages, and so is optimizer_seconds, which is
+    None in plans written before that field existed.
     """
 
     step_seconds: float
@@ -78,12 +78,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages, micro-batches and what is sharded; `global_batch` samples make one optimizer step.
+    """Parallelism of a training run: stages, micro-batches and sharding. `global_batch`: samples per optimizer
+    step.
 
-    zero: optimizer state is sharded over the data-parallel ranks. fsdp: so are weights and gradients; the planner
-    does not choose it, and predicts its memory but not the time of its gathers. pipeline: the pipeline's schedule,
-    the name of a generator or the text of a list for as many stages and micro-batches. experts: in the place of every
-    MLP, spread over the ranks of its stage; a segment's layers are then whole, and its own schedule is not used.
+    zero: optimizer state is sharded over the data-parallel ranks (ZeRO-1). fsdp: weights and gradients are sharded
+    too; the planner does not choose it, and predicts its memory but not the time of its all-gathers. pipeline:
+    pipeline schedule, the name of a generator or the text of a list for these stages and micro-batches. experts:
+    replaces every MLP, sharded across the ranks of its stage; segments then hold whole layers, and their own
+    schedule is not used.
     """
 
     model: ModelShape
@@ -106,7 +108,7 @@ class Plan:
             if value > LARGEST:
                 raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
         if self.zero and self.fsdp:
-            raise UsageError("plan: fsdp shards the optimizer's state, too; leave out zero")
+            raise UsageError("plan: fsdp includes zero; leave out zero")
         if self.pipeline not in PLANNED and not is_text(self.pipeline):
             raise UsageError(
                 f"plan: unknown pipeline {self.pipeline!r}; known are {', '.join(PLANNED)}, and the text of a list"
@@ -115,7 +117,7 @@ class Plan:
 
     def _check_stages(self) -> None:
         if not self.stages:
-            raise UsageError("plan: it has no stage; give at least 1")
+            raise UsageError("plan: it has no stages; give at least 1")
         blocks = sum(stage.num_blocks for stage in self.stages)
         if blocks != self.model.num_blocks:
             raise UsageError(f"plan: its stages hold {blocks} blocks, the model has {self.model.num_blocks}")
@@ -124,7 +126,7 @@ class Plan:
         for number, stage in enumerate(self.stages):
             self._check_stage(stage, f"plan: stage {number}")
         if self.fsdp and all(segment.tp == self.stage_ranks for stage in self.stages for segment in stage.segments):
-            raise UsageError(f"plan: fsdp needs replicas to shard over, and tp is {self.stage_ranks}; leave it out")
+            raise UsageError(f"plan: fsdp needs data-parallel replicas, but tp is {self.stage_ranks}; leave out fsdp")
         try:
             if is_text(self.pipeline):
                 require_sizes(self.pipeline, len(self.stages), self.micro_batches)
@@ -136,7 +138,7 @@ class Plan:
 
     def _check_stage(self, stage: Stage, where: str) -> None:
         if not stage.segments:
-            raise UsageError(f"{where} has no blocks; give each stage some, or fewer stages")
+            raise UsageError(f"{where} has no blocks; give each stage at least one, or fewer stages")
         for segment in stage.segments:
             self._check(segment, where)
 
@@ -175,7 +177,7 @@ class Plan:
             )
         if segment.sequence_parallel and (segment.tp == 1 or self.model.sequence % segment.tp):
             raise UsageError(
-                f"{where}: a sequence of {self.model.sequence} tokens cannot be cut over tp {segment.tp}; leave out "
+                f"{where}: sequence {self.model.sequence} does not divide over tp {segment.tp}; leave out "
                 "sequence_parallel there"
             )
         if segment.sub_batches < 1:
@@ -187,11 +189,11 @@ class Plan:
                 f"{self.stage_ranks // segment.tp} replicas of tp {segment.tp}"
             )
         if samples < segment.parts:
-            raise UsageError(f"{where}: {samples:g} samples cannot be cut into {segment.parts} sub-batches")
+            raise UsageError(f"{where}: {samples:g} samples do not divide into {segment.parts} sub-batches")
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Ranks per pipeline stage."""
         return self.world // len(self.stages)
 
     def samples(self, tp: int) -> float:
@@ -200,7 +202,7 @@ class Plan:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of the model in its order; stage s of p runs the parts s, s + p, ..."""
+        """Model parts in order; stage s of p has the parts s, s + p, ..."""
         count, chunks = len(self.stages), chunks_of(self.pipeline)
         found: list[Part] = []
         block = 0
@@ -213,31 +215,33 @@ class Plan:
         return tuple(found)
 
     def parts_of(self, stage: int) -> tuple[Part, ...]:
-        """The parts that a stage runs."""
+        """Model parts of a stage."""
         return self.parts[stage :: len(self.stages)]
 
     @property
     def hands_on(self) -> bool:
-        """Whether neighbouring parts have one degree where they meet, so that samples go from rank to rank."""
+        """Whether adjacent parts have the same degree at their border, so that samples pass from rank to rank."""
         return all(one.last_degree == other.first_degree for one, other in pairwise(self.parts))
 
     @property
     def uniform_tp(self) -> int | None:
-        """The tensor-parallel degree, if all blocks have the same."""
+        """The tensor-parallel degree if all blocks have the same, else None."""
         degrees = {segment.tp for stage in self.stages for segment in stage.segments}
         return next(iter(degrees)) if len(degrees) == 1 else None
 
     def text(self) -> str:
-        """In a line, e.g. "14 blocks tp 2 x dp 4 (oases@2) -> 34 blocks tp 4 x dp 2 (oases@2); 1 micro-batch"."""
+        """Summary in one line, e.g. "14 blocks tp 2 x dp 4 (oases@2) -> 34 blocks tp 4 x dp 2 (oases@2); 1 micro-
+        batch".
+        """
         runs: list[tuple[int, str]] = []
         for stage in self.stages:
             parts = []
             for segment in stage.segments:
-                again = f", {segment.recomputed_layers} layers recomputed" if segment.recomputed_layers else ""
-                again += ", sequence-parallel" if segment.sequence_parallel else ""
+                extra = f", {segment.recomputed_layers} layers recomputed" if segment.recomputed_layers else ""
+                extra += ", sequence-parallel" if segment.sequence_parallel else ""
                 replicas = self.stage_ranks // segment.tp
                 name = segment.name if self.experts is None else self.experts.name
-                parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{again})")
+                parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{extra})")
             text = " -> ".join(parts)
             if runs and runs[-1][1] == text:
                 runs[-1] = (runs[-1][0] + 1, text)
@@ -256,18 +260,18 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        """The plan as JSON that `from_json` reads back."""
+        """Serialise the plan as JSON for `from_json`."""
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read a plan. UsageError names the field that is missing, unknown or of another type."""
+        """Parse a plan. Raises UsageError naming the field that is missing, unknown or of the wrong type."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"plan: not JSON: {error}; write one with: oases plan --json FILE") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise UsageError(f"plan: the file is no {FORMAT}; write one with: oases plan --json FILE")
+            raise UsageError(f"plan: the file is not an {FORMAT}; write one with: oases plan --json FILE")
         if data.get("version") != VERSION:
             raise UsageError(f"plan: version {data.get('version')!r} is unknown; this oases reads version {VERSION}")
         body = {key: value for key, value in data.items() if key not in ("format", "version")}
@@ -307,9 +311,9 @@ def _check_prediction(prediction: Prediction, stages: int) -> None:
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file. UsageError where it cannot be read or is none."""
-    if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may never end
-        raise UsageError(f"plan {str(path)!r} is no file; write one with: oases plan --json FILE")
+    """Read a plan file. Raises UsageError for a file that cannot be read or is not a plan."""
+    if Path(path).exists() and not Path(path).is_file():  # reading a pipe or a device may block
+        raise UsageError(f"plan {str(path)!r} is not a file; write one with: oases plan --json FILE")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -327,7 +331,7 @@ def _listed(data: Any, name: str, where: Any) -> list[Any]:
 
 
 def _made(cls: type[Any], data: Any, where: str) -> Any:
-    """An instance of a dataclass from a mapping with its fields, each of its type."""
+    """Build a dataclass from a mapping, checking the names and types of its fields."""
     if not isinstance(data, Mapping):
         raise UsageError(f"plan: {where} must be an object, got {data!r}")
     known = {item.name: item for item in fields(cls)}
@@ -341,5 +345,5 @@ def _made(cls: type[Any], data: Any, where: str) -> Any:
             raise UsageError(f"plan: {where}: {name} must be {known[name].type}, got {value!r}")
     try:
         return cls(**data)
-    except TypeError as error:  # a field is missing; Python's message names it
+    except TypeError as error:  # missing field: Python's message names it
         raise UsageError(f"plan: {where}: {error}") from error

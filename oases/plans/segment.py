@@ -1,4 +1,4 @@
-"""Segments of a plan: consecutive blocks of one degree, and the list of ops that runs them."""
+"""Segments of a plan: consecutive blocks of one degree and the schedule that runs them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import lru_cache
 from oases.schedule import WHOLE, Schedule, ScheduleError, from_text, generate, is_text, sequence_parallel
 
 AUTO = "auto"
-"""As a segment's schedule: the fastest of several, chosen by measuring them on the first steps."""
+"""Schedule of a segment that is chosen by measuring several on the first steps."""
 
 generated = lru_cache(maxsize=512)(generate)
-"""As `generate`, remembered: a search asks for the same lists many times."""
+"""Cached `generate`: a search asks for the same lists many times."""
 _cut_along_sequence = lru_cache(maxsize=64)(sequence_parallel)
 
 
@@ -19,9 +19,9 @@ _cut_along_sequence = lru_cache(maxsize=64)(sequence_parallel)
 class Segment:
     """Consecutive blocks of one tensor-parallel degree, run as one stack.
 
-    schedule: the name of a generator, the text of a list for as many blocks, or "auto". recomputed_layers: layers of
-    the segment, from its first, that the backward pass computes again; a text says itself what is recomputed.
-    sequence_parallel: between its blocks each of the tp ranks holds its part of the sequence.
+    schedule: name of a generator, text of a list for as many blocks, or "auto". recomputed_layers: layers of the
+    segment, from its first, that the backward pass recomputes; a text states its own. sequence_parallel: each of
+    the tp ranks holds a shard of the sequence between blocks.
     """
 
     num_blocks: int
@@ -33,7 +33,7 @@ class Segment:
 
     @property
     def parts(self) -> int:
-        """Parts that its schedule cuts a batch's samples into."""
+        """Sub-batches into which the schedule splits the batch dimension."""
         if is_text(self.schedule):
             made = from_text(self.schedule, "block")
             return made.num_sub_batches if made.along == "batch" else 1
@@ -41,14 +41,14 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """The schedule's name with its sub-batches, e.g. "oases@2"."""
+        """Name of the schedule with its sub-batches, e.g. "oases@2"."""
         name = from_text(self.schedule, "block").name if is_text(self.schedule) else self.schedule
         return f"{name}@{self.parts}" if self.parts > 1 else name
 
     def generated(self) -> Schedule:
-        """The list of ops that the segment's stack runs. ScheduleError where there is none before it is measured."""
+        """Schedule that the segment's stack runs. Raises ScheduleError for "auto", which is chosen by measuring."""
         if self.schedule == AUTO:
-            raise ScheduleError("schedule auto has no list before the first steps have chosen one; name a schedule")
+            raise ScheduleError("schedule auto is chosen on the first steps; name a schedule")
         if is_text(self.schedule):
             made = from_text(self.schedule, "block")
             if made.num_blocks != self.num_blocks:
@@ -62,11 +62,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its segments in order."""
+    """Pipeline stage: its segments in order."""
 
     segments: tuple[Segment, ...]
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all segments."""
+        """Number of blocks in all segments."""
         return sum(segment.num_blocks for segment in self.segments)

@@ -1,4 +1,4 @@
-"""The sizes of a transformer and what its blocks compute, send and keep: all that a plan needs to know of a model."""
+"""Model shapes: sizes of a transformer, and the FLOPs, bytes and parameters of its blocks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ BlockKind = Literal["attention", "mlp"]
 KINDS: tuple[BlockKind, BlockKind] = ("attention", "mlp")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES = 4
-"""Of a parameter's gradient, whatever the parameter's type: gradients add up in float32."""
+"""Bytes of a parameter's gradient, whatever the parameter's dtype: gradients accumulate in float32."""
 
 LARGEST = 2**31 - 1
-"""Of any size or count: what is beyond it was mistyped."""
+"""Upper bound of any size or count; anything larger is a typing error."""
 MOST_LAYERS = 4096
-"""Beyond it a search would not end in time."""
+"""Maximum number of layers; a search over more would not finish."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A GPT: `layers` times attention and an MLP of four times the width. sequence: tokens per sample.
+    """Shape of a GPT: `layers` times attention and an MLP of four times the width. sequence: tokens per sample.
 
-    What differs from a GPT has fields of its own, 0 where it does not. head_size: features of a head. kv_heads: heads
-    of keys and values. intermediate: features inside of the MLP. gated: the MLP has a third product, whose result is
-    multiplied with the first's. tied: the head is the embedding's table.
+    Differences from a GPT, 0 or False if there are none: head_size: features per head. kv_heads: key/value heads
+    (GQA). intermediate: MLP width. gated: gated MLP with a third matmul. tied: tied embeddings.
     """
 
     hidden: int
@@ -64,37 +63,37 @@ class ModelShape:
 
     @property
     def num_blocks(self) -> int:
-        """Attention and MLP count each."""
+        """Number of blocks; attention and MLP count each."""
         return 2 * self.layers
 
     @property
     def element_bytes(self) -> int:
-        """Of an activation."""
+        """Bytes per element of an activation."""
         return ELEMENT_BYTES[self.dtype]
 
     def state_bytes(self, parameters: int, replicas: int, *, zero: bool = False, fsdp: bool = False) -> int:
-        """Bytes on a rank of parameters, their gradients and Adam's state.
+        """Bytes of parameters, gradients and Adam state on a rank.
 
-        Gradients are of float32. In a type of half its width, weights have masters in it beside the two moments: 18
-        bytes a parameter in all, against 16. zero: masters and moments are cut over the `replicas`. fsdp: so are the
-        parameters; gradients are counted whole, as they add up before the last micro-batch's backward pass.
+        Gradients are float32. 16-bit weights have float32 masters beside the two moments: 18 bytes per parameter in
+        all, against 16 in float32. zero: masters and moments are sharded over `replicas`. fsdp: parameters too;
+        gradients count whole, because they accumulate until the last micro-batch's backward pass.
         """
         optimizer = 8 if self.element_bytes == GRADIENT_BYTES else 12
         weights = parameters // (replicas if fsdp else 1) * self.element_bytes
         return weights + parameters * GRADIENT_BYTES + parameters * optimizer // (replicas if zero or fsdp else 1)
 
     def step_flops(self, samples: float) -> float:
-        """Floating-point operations of a step: products of forward and backward pass, nothing computed again.
+        """FLOPs of a step without recomputation: matmuls of the forward and the backward pass.
 
-        The backward pass of a product is two products; embeddings are looked up, the head is a product.
+        The backward pass of a matmul is two matmuls; embeddings are lookups, the head is a matmul.
         """
-        blocks = self.layers * sum(sum(self.product_flops(kind, 1, samples)) for kind in KINDS)
+        blocks = self.layers * sum(sum(self.matmul_flops(kind, 1, samples)) for kind in KINDS)
         head = 2.0 * samples * self.sequence * self.hidden * self.vocabulary
         return 3 * (blocks + head)
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, embeddings included."""
+        """Parameters of the whole model, with embeddings."""
         blocks = self.layers * sum(self.block_parameters(kind, 1) for kind in KINDS)
         return blocks + self.embedding_parameters(1)
 
@@ -106,45 +105,47 @@ class ModelShape:
 
     @property
     def attended(self) -> int:
-        """Features of the queries, all heads together."""
+        """Features of all query heads together."""
         return self.heads * self.head_size if self.head_size else self.hidden
 
     def inner_width(self, kind: BlockKind) -> int:
-        """Features of a block's products on the side that is not `hidden`, summed: 4 and 8 times it in a GPT."""
+        """Sum of a block's matmul widths on the side that is not `hidden`: 4 and 8 times `hidden` in a GPT."""
         if kind == "mlp":
             return (3 if self.gated else 2) * (self.intermediate or 4 * self.hidden)
         return 2 * self.attended + 2 * self.attended * (self.kv_heads or self.heads) // self.heads
 
     def kind_of(self, block: int) -> BlockKind:
-        """What the block at this place is."""
+        """Kind of a block: attention or MLP."""
         return KINDS[block % 2]
 
     def fits_degree(self, tp: int) -> bool:
-        """Whether heads, width and vocabulary can be cut over `tp` ranks."""
+        """Whether heads, width and vocabulary divide over `tp` ranks."""
         sizes = (self.heads, self.kv_heads, self.hidden, self.intermediate, self.vocabulary)
         return not any(size % tp for size in sizes)
 
     def block_parameters(self, kind: BlockKind, tp: int) -> int:
-        """Parameters of one block on one of `tp` ranks: matrices are cut, norms and row-parallel biases are not."""
+        """Parameters of a block on one of `tp` ranks; norms and row-parallel biases are replicated."""
         h = self.hidden
         cut = h * self.inner_width(kind) + (3 if kind == "attention" else 4) * h
         return cut // tp + 3 * h
 
     def embedding_parameters(self, tp: int) -> int:
-        """Of embedding, positions, last norm and a head of its own on one of `tp` ranks; tables are cut by tokens."""
+        """Parameters of embedding, positions, last norm and untied head on one of `tp` ranks; sharded by
+        vocabulary.
+        """
         tables = 1 if self.tied else 2
         return (tables * (self.vocabulary // tp) + self.sequence + 2) * self.hidden
 
     def unit_bytes(self, samples: float) -> int:
-        """Of the activations between two blocks: samples x sequence x hidden."""
+        """Bytes of the activation between two blocks: samples x sequence x hidden."""
         return round(samples * self.sequence * self.hidden * self.element_bytes)
 
     def kept_bytes(self, kind: BlockKind, tp: int, samples: float) -> int:
-        """Activations that the backward pass of one block needs, its input included.
+        """Bytes of activations that the backward pass of one block needs, with its input.
 
-        Whole on every rank are the input and the norm's result; cut over the ranks are the products' results:
-        queries, keys, values and what attention makes of them, or the MLP before and after its GELU. A gated MLP
-        keeps both results, the activation and the product of them.
+        Replicated: the input and the output of the norm. Sharded: the outputs of matmuls, i.e. queries, keys,
+        values and the attention output, or the MLP before and after its GELU. A gated MLP keeps both outputs, the
+        activation and their product.
         """
         unit = self.unit_bytes(samples)
         inner = self.inner_width(kind)
@@ -152,8 +153,8 @@ class ModelShape:
             inner = inner * 4 // 3
         return 2 * unit + inner * unit // (self.hidden * tp)
 
-    def product_flops(self, kind: BlockKind, tp: int, samples: float) -> tuple[float, float, float]:
-        """Floating-point operations of a forward pass: column-parallel, attention itself, row-parallel."""
+    def matmul_flops(self, kind: BlockKind, tp: int, samples: float) -> tuple[float, float, float]:
+        """FLOPs of a forward pass: column-parallel matmuls, attention itself, row-parallel matmul."""
         tokens, h, inner = samples * self.sequence, self.hidden, self.inner_width(kind)
         if kind == "mlp":
             row = self.intermediate or 4 * h
@@ -165,13 +166,14 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in the place of every MLP: sizes, router, and how busy experts are copied.
+    """Mixture of experts that replaces every MLP: sizes, router, and replication of busy experts.
 
-    experts: of a layer, spread over all ranks of its stage. top_k: experts of a token. expert_hidden: features inside
-    of an expert, 0 for 4 x hidden. shared_hidden: of an expert for every token, 0 for none. gate: of the router.
-    balance_weight, z_weight: of its losses. bias_update_rate: 0 = no bias. capacity_factor: 0 = drops nothing.
-    placement: the method that copies experts. expert_memory: bytes of one layer's copies on a rank, -1 = any number.
-    expert_schedule: the name of a list of `oases.schedule.experts`, or the text of one for a segment's layers.
+    experts: per layer, sharded across all ranks of its stage. top_k: experts per token. expert_hidden: width of an
+    expert, 0 for 4 x hidden. shared_hidden: width of the shared expert, 0 for none. gate: of the router.
+    balance_weight, z_weight: weights of its auxiliary losses. bias_update_rate: 0 = no bias. capacity_factor: 0 =
+    drops no tokens. placement: method that replicates experts. expert_memory: bytes of one layer's replicas per
+    rank, -1 = unlimited. expert_schedule: name of a schedule in `oases.schedule.experts`, or the text of one for a
+    segment's layers.
     """
 
     experts: int
@@ -200,18 +202,18 @@ class Experts:
             raise UsageError(f"expert_memory must be at least 0 bytes, or -1 for any, got {self.expert_memory}")
         if self.placement != "none" and self.expert_schedule == "plain":
             raise UsageError(
-                f"expert_schedule plain moves no experts, and placement is {self.placement}; give placement none, or "
+                f"expert_schedule plain moves no experts, but placement is {self.placement}; give placement none, or "
                 "another schedule"
             )
 
     @property
     def name(self) -> str:
-        """The schedule's name."""
+        """Name of the expert schedule."""
         text = self.expert_schedule
         return from_text(text, "experts").name if is_text(text) else text
 
     def layer_parameters(self, model: ModelShape) -> int:
-        """Parameters of the experts of a layer, all ranks together."""
+        """Parameters of a layer's experts on all ranks together."""
         return 2 * model.hidden * (self.experts * (self.expert_hidden or 4 * model.hidden) + self.shared_hidden)
 
 
@@ -235,11 +237,11 @@ MODELS = {
         _gpt("gpt-1t", 25600, 128, 160, 2048),
     )
 }
-"""Shapes by name; sizes of the GPT-3 and GPT-NeoX families, with a vocabulary that divides well."""
+"""Shapes by name: sizes of the GPT-3 and GPT-NeoX families, with a vocabulary padded for divisibility."""
 
 
 def model_called(name: str) -> ModelShape:
-    """The shape of this name; UsageError lists the known ones."""
+    """Shape of this name. Raises UsageError, listing the known ones."""
     if name not in MODELS:
         raise UsageError(f"unknown model {name!r}; known are {', '.join(MODELS)}, or give --hidden, --layers, ...")
     return MODELS[name]

@@ -1,1 +1,1 @@
-"""Measures on this machine what the simulator and the planner need to know of it: blocks, links, contention."""
+"""Profiler of this machine for the simulator and planner: blocks, links, contention, memory, overlap."""

@@ -1,4 +1,4 @@
-"""Times of a stack's blocks, op by op, and of its passes outside the ops, from real runs without communication."""
+"""Timing of a stack's blocks, op by op, and of its passes outside the ops, without communication."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import MeasuredBlock, MeasuredOverhead
 
 OVERHEAD_SUB_BATCHES = (1, 2, 4)
-"""Into how many parts the batch is cut where a pass is timed outside its ops."""
+"""Numbers of sub-batches with which passes are timed outside their ops."""
 _LEAST = 1e-9
-"""Seconds: no op takes less."""
+"""Lower bound of an op's time in seconds."""
 
 
 def apart(schedule: Schedule) -> Schedule:
-    """The same with the backward of C as an op of its own, so that it can be timed."""
+    """The schedule with the backward of C as an op of its own, for timing."""
     ops = [part for op in schedule for part in ([Op("BC", op.block, op.sub_batch), op] if op.kind == "B" else [op])]
     made = replace(schedule, name=f"{schedule.name}, C's backward apart", ops=tuple(ops))
     validate(made)
@@ -40,9 +40,9 @@ def apart(schedule: Schedule) -> Schedule:
 
 
 class BlockBench:
-    """A stack of one degree and what is timed of it, on one rank. All ranks run at once and share what they share.
+    """Stack of one degree, timed on one rank. All ranks run at once and share what they share in training.
 
-    group: the ranks that the blocks are cut over; nothing is sent between them.
+    group: tensor-parallel group of the blocks; nothing is sent in it.
     """
 
     def __init__(self, config: ProfileConfig, group: ProcessGroup) -> None:
@@ -58,13 +58,13 @@ class BlockBench:
         self._wall = self._own = 0.0
 
     def blocks(self, samples: int) -> list[MeasuredBlock]:
-        """Both kinds of block with a sub-batch of `samples`: the slowest rank's medians."""
+        """Both kinds of block with a sub-batch of `samples`: medians of the slowest rank."""
         times: dict[tuple[str, str], list[float]] = {}
         lists = self._lists(samples)
         for iteration in range(self.config.iterations + 1):
-            for schedule in lists:  # in turns, so that what disturbs the machine disturbs all alike
+            for schedule in lists:  # interleaved, so that disturbances affect all equally
                 spans, _, _ = self.step(schedule, samples * schedule.num_sub_batches)
-                if iteration > 0:  # the first warms up
+                if iteration > 0:  # the first is a warm-up
                     self._sort(schedule, spans, times)
         names = [item.name for item in fields(BlockTimes)]
         keys = [(kind, name) for kind in KINDS for name in names]
@@ -80,7 +80,7 @@ class BlockBench:
         ]  # fmt: skip
 
     def overhead(self, sub_batches: int) -> MeasuredOverhead:
-        """What a step over the whole batch takes outside its ops."""
+        """Seconds of a step over the whole batch outside its ops."""
         schedule = generate("oases", 2 * self.config.layers, sub_batches)
         passes: tuple[list[float], list[float]] = ([], [])
         for iteration in range(self.config.iterations + 1):
@@ -89,7 +89,7 @@ class BlockBench:
                 continue
             in_ops = [0.0, 0.0]
             for op, start, end in spans:
-                if op.kind != "wait":  # with nothing to wait for, what it takes is the stack's own work
+                if op.kind != "wait":  # without communication, a wait is the stack's own overhead
                     in_ops[op.in_backward] += self.clock.seconds(start, end)
             passes[0].append(max(0.0, forward - in_ops[0]))
             passes[1].append(max(0.0, backward - in_ops[1]))
@@ -100,14 +100,14 @@ class BlockBench:
         )
 
     def core_share(self) -> float:
-        """How much of a core the least served rank had so far; well below 1, other programs ran beside this one.
+        """Fraction of a core that the slowest rank had; well below 1, other programs were running.
 
-        On an accelerator it is 1: there the host may rest.
+        On an accelerator it is 1: there the host may be idle.
         """
         return 1.0 if self.x.is_cuda else -slowest(-self._own / self._wall)
 
     def step(self, schedule: Schedule, samples: int) -> tuple[list[tuple[Op, Any, Any]], float, float]:
-        """One forward and backward pass; returns the marks of each op, and the seconds of both passes."""
+        """Run one forward and backward pass; returns the marks of each op, and the seconds of both passes."""
         self.stack.run_as(schedule)
         self.stack.zero_grad()
         spans: list[tuple[str, Any, Any]] = []
@@ -132,22 +132,22 @@ class BlockBench:
         return self.clock.mark()
 
     def _lists(self, samples: int) -> list[Schedule]:
-        """Lists in which every variant of every op occurs.
+        """Schedules in which every variant of every op occurs.
 
-        Two sub-batches take turns, as they will, so that neither finds the other's data in the cache; the largest
-        sub-batch is alone, as `sync` runs it.
+        Two sub-batches alternate, as in training, so that neither finds the other's data in the cache; the largest
+        sub-batch runs by itself, as in `sync`.
         """
         blocks, parts = 2 * self.config.layers, 2 if 2 * samples <= self.config.batch else 1
         return [
-            apart(generate("oases", blocks, parts)),  # F that keeps, C, BC, B, W
-            generate("oases", blocks, parts, "full"),  # F that keeps nothing, R without its last product
+            apart(generate("oases", blocks, parts)),  # F with kept activations, C, BC, B, W
+            generate("oases", blocks, parts, "full"),  # F without kept activations, R without its last matmul
             generate("cross_pass", blocks, parts, "full"),  # R whole, RC
         ]
 
     def _sort(
         self, schedule: Schedule, spans: Iterable[tuple[Op, Any, Any]], times: dict[tuple[str, str], list[float]]
     ) -> None:
-        layers = range(1, self.config.layers - 1) or range(self.config.layers)  # first and last have less to do
+        layers = range(1, self.config.layers - 1) or range(self.config.layers)  # the first and last layer do less
         for op, start, end in spans:
             name = _name_of(op, schedule)
             if name is not None and op.block // 2 in layers:
@@ -155,7 +155,7 @@ class BlockBench:
 
 
 def _op(text: str) -> Op:
-    """The op that was written as `text`."""
+    """Parse an op."""
     head, _, place = text.rpartition(" ")
     kind, _, of = head.partition(" ")
     block, _, sub_batch = place.partition(".")
@@ -163,7 +163,7 @@ def _op(text: str) -> Op:
 
 
 def _name_of(op: Op, schedule: Schedule) -> str | None:
-    """The field of BlockTimes that the op's time belongs to; None for one that does more than one field says."""
+    """Field of BlockTimes for the op's time; None for an op that no single field describes."""
     place = (op.block, op.sub_batch)
     if op.kind == "F":
         return "forward_unkept" if ("R", *place) in schedule.recomputed else "forward"

@@ -1,4 +1,4 @@
-"""Configurations of measurements: of a profile, and of the schedules of one stack."""
+"""Configurations of a profile, and of measurements of schedules."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class StackOptions(ModelOptions):
-    """Sizes of a stack of transformer layers that is timed, and where it runs."""
+    """Sizes of a stack of transformer layers to time, and its device."""
 
     hidden: int = option(768, "width of the model, features")
     layers: int = option(3, "transformer layers")
     sequence: int = option(256, "tokens per sample")
     iterations: int = option(5, "repetitions; medians are reported")
-    seed: int = option(0, "seed of weights and inputs")
+    seed: int = option(0, "random seed of weights and inputs")
     device: str = option("cpu", "device of the ranks", ("cpu", "cuda"))
     dtype: str = option("float32", "dtype of weights and activations", DTYPES)
 
@@ -43,20 +43,20 @@ class StackOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class ProfileConfig(StackOptions):
-    """Block shapes and sizes of sub-batches. `layers` are those of the stack that is measured, not of a model."""
+    """Block shapes and sub-batch sizes to profile. `layers` are those of the measured stack, not of a model."""
 
-    layers: int = option(3, "transformer layers of the stack that is measured; 3 show the middle one")
-    batch: int = option(8, "largest sub-batch to measure, samples; 1, 2, 4, ... up to it are measured")
-    degrees: str = option("", "tensor-parallel degrees of the blocks, joined by commas, e.g. 1,2,4; default: --tp")
+    layers: int = option(3, "transformer layers of the measured stack; with 3, the middle one is timed")
+    batch: int = option(8, "largest sub-batch in samples; 1, 2, 4, ... up to it are measured")
+    degrees: str = option("", "comma-separated tensor-parallel degrees of the blocks, e.g. 1,2,4 (default: --tp)")
 
     def tensor_parallel(self, ranks: int) -> tuple[int, ...]:
-        """The degrees asked for, in order. UsageError for one that `ranks` ranks cannot form groups of."""
+        """Requested degrees, sorted. Raises UsageError for one that does not divide `ranks`."""
         if not self.degrees.strip():
             return (ranks,)
         found = set()
         for text in self.degrees.split(","):
             if not text.strip().isdecimal() or not 1 <= int(text) <= 1 << 20:
-                raise UsageError(f"--degrees {self.degrees!r}: {text!r} is no degree; give numbers, such as 1,2,4")
+                raise UsageError(f"--degrees {self.degrees!r}: {text!r} is not a degree; give numbers, e.g. 1,2,4")
             degree = int(text)
             if ranks % degree:
                 raise UsageError(
@@ -69,14 +69,14 @@ class ProfileConfig(StackOptions):
 
     @property
     def sub_batch_sizes(self) -> tuple[int, ...]:
-        """Samples of the sub-batches that are measured."""
+        """Sub-batch sizes to measure, in samples."""
         return tuple(sorted({1 << power for power in range(self.batch.bit_length())} | {self.batch}))
 
     def check(self, ranks: int) -> None:
-        """Everything that can be known before any rank starts."""
+        """Validate everything that can be checked before ranks start."""
         if ranks < 2:
             raise UsageError(
-                f"--tp {ranks} has no link to measure; give at least 2, with --degrees 1 for blocks that nobody cuts"
+                f"--tp {ranks} has no link to measure; give at least 2, with --degrees 1 for unsharded blocks"
             )
         for degree in self.tensor_parallel(ranks):
             self.require_degree(degree)
@@ -86,26 +86,26 @@ class ProfileConfig(StackOptions):
 
 @dataclass(frozen=True)
 class OverlapConfig(StackOptions):
-    """Schedules of a stack of transformer layers, forward and backward."""
+    """Schedules of a stack of transformer layers to compare, forward and backward."""
 
     batch: int = option(4, "samples per step")
     schedules: str = option(
         "sync,oases",
-        "schedules to compare, by name (oases@4: four sub-batches; oases:bfloat16: sums sent in that type; "
-        "oases:sequence: sequence-parallel; auto: chosen by measuring) or path, joined by commas",
+        "comma-separated schedules to compare, by name (oases@4: four sub-batches; oases:bfloat16: all-reduces in "
+        "bfloat16; oases:sequence: sequence-parallel; auto: chosen by measuring) or path",
     )
     iterations: int = option(7, "interleaved repetitions; medians are reported")
 
     @property
     def names(self) -> list[str]:
-        """The schedules asked for, `sync` among them: the others are measured against it."""
+        """Requested schedules, with the baseline `sync`."""
         names = [name.strip() for name in self.schedules.split(",") if name.strip()]
         return names if "sync" in names else ["sync", *names]
 
     def contestant(self, name: str, layer_of: LayerOf = None) -> tuple[Schedule, torch.dtype | None]:
-        """The schedule called `name` and the type its sums are sent in: NAME[@N][:sequence][:bfloat16], or a path.
+        """Schedule named NAME[@N][:sequence][:bfloat16] or by path, and the dtype of its all-reduces.
 
-        layer_of: each block's layer; None where a layer is two blocks.
+        layer_of: each block's layer; None if a layer is two blocks.
         """
         plain, *suffixes = [name] if Path(name).is_file() else name.split(":")
         resolved, dtype = self.schedule_or_auto(plain, layer_of), None
@@ -119,7 +119,7 @@ class OverlapConfig(StackOptions):
                 dtype = WIRE_DTYPES[suffix]
             else:
                 known = ", ".join(["sequence", *(key for key, value in WIRE_DTYPES.items() if value is not None)])
-                raise UsageError(f"schedule {name!r}: unknown {suffix!r}; what may follow a colon is {known}")
+                raise UsageError(f"schedule {name!r}: unknown suffix {suffix!r}; valid suffixes: {known}")
         return schedule, dtype
 
     def require_ranks(self, degree: int) -> None:
@@ -134,9 +134,9 @@ class OverlapConfig(StackOptions):
                 self.require_divisible(name, degree)
 
     def require_divisible(self, name: str, degree: int) -> None:
-        """Raise UsageError where a schedule cuts the sequence over the ranks and they do not divide it."""
+        """Raise UsageError if a schedule splits the sequence over the ranks and its length does not divide."""
         if self.contestant(name)[0].sequence_parallel and self.sequence % degree:
             raise UsageError(
-                f"schedule {name!r} cuts the sequence over the ranks, and {self.sequence} tokens do not divide "
+                f"schedule {name!r} splits the sequence over the ranks, but {self.sequence} tokens do not divide "
                 f"by --tp {degree}; give a --sequence that does"
             )

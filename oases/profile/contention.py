@@ -1,4 +1,4 @@
-"""How compute and a collective in flight slow each other down: each alone, and each while the other outlasts it."""
+"""Mutual slowdown of compute and collectives: each alone, and each while the other runs throughout."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from oases.schedule import generate
 from oases.simulator.program import Contention
 
 _CHAIN = 0.1
-"""Seconds of compute that are timed at once: much more than it takes to start and stop."""
+"""Seconds of compute timed at once: much more than start-up and stop take."""
 _BUFFERS = 4
 _LEAST_BYTES = 1 << 20
-"""Of one collective: smaller ones would end while others are still being started."""
+"""Minimum bytes of a collective: smaller ones would end while others are being started."""
 _CHAIN_TRAIN = 100
-"""Collectives that the chain lasts at most, lest there be thousands in flight."""
+"""Maximum duration of the compute chain in collectives, to limit the number in flight."""
 _MOST = 1000
 """Collectives in flight at once."""
 _DOUBLINGS = 6
 
 
 class ContentionBench:
-    """Times a chain of steps and a train of all-reduces of `group`, alone and together, on one rank."""
+    """Times a chain of compute steps and a train of all-reduces of `group`, alone and together, on one rank."""
 
     def __init__(self, bench: BlockBench, group: ProcessGroup) -> None:
         self._bench = bench
         self._clock = bench.clock
         self._scheduler = scheduler_of(group)
-        # Zeros stay zeros however often they are summed, so a few buffers do for a train of any length.
+        # Zeros stay zeros however often they are summed, so few buffers suffice for a train of any length.
         elements = max(bench.x.numel(), _LEAST_BYTES // bench.x.itemsize)
         self._buffers = [bench.x.new_zeros(elements) for _ in range(_BUFFERS)]
         self._aside: Any = torch.cuda.Stream() if bench.x.is_cuda else None
 
     def measure(self) -> Contention:
-        """Times as long, by the slowest rank's medians; every rank must call this."""
+        """Slowdown factors from the slowest rank's medians. Collective: every rank must call this."""
         config, bench = self._bench.config, self._bench
         bench.stack.run_as(generate("oases", 2 * config.layers, min(2, config.batch)))
-        self._together(1, 0)  # warms up
+        self._together(1, 0)  # warm-up
         self._together(0, 2)
         step, carried = self._together(1, 0)[0], self._together(0, 4)[1] / 4
         steps = max(1, math.ceil(min(_CHAIN, _CHAIN_TRAIN * carried) / step))
         trains = max(1, min(_MOST, round(0.5 * steps * step / carried)))
         found: dict[str, list[float]] = {"compute": [], "link": []}
-        for _ in range(config.iterations):  # in turns, so that what disturbs the machine disturbs all alike
+        for _ in range(config.iterations):  # interleaved, so that disturbances affect all equally
             chain = self._together(steps, 0)[0]
             slowed = self._until(
                 lambda number: self._together(steps, number), math.ceil(1.5 * steps * step / carried) + 2, _MOST
@@ -69,7 +69,7 @@ class ContentionBench:
     def _until(
         self, run: Callable[[int], tuple[float, float, bool]], number: int, most: int
     ) -> tuple[float, float, bool]:
-        """Run with more and more of what has to outlast the rest, until on every rank it does."""
+        """Repeat with more of the longer work until it outlasts the other on every rank."""
         result = run(min(number, most))
         for _ in range(_DOUBLINGS):
             if result[2] or number >= most:
@@ -79,7 +79,7 @@ class ContentionBench:
         return result
 
     def _together(self, steps: int, trains: int, *, compute_outlasts: bool = False) -> tuple[float, float, bool]:
-        """Seconds of the compute and of the collectives, of the slowest rank; whether one outlasted the other."""
+        """Seconds of the compute and of the collectives on the slowest rank; whether one outlasted the other."""
         self._clock.synchronize()
         dist.barrier()
         start = self._clock.mark()
@@ -106,7 +106,7 @@ class ContentionBench:
         output.backward(self._bench.grad)
 
     def _waited(self, tickets: list[Any]) -> Any:
-        """When the last collective ended."""
+        """End time of the last collective."""
         if self._aside is None:
             for ticket in tickets:
                 self._scheduler.wait(ticket)

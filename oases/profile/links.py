@@ -1,4 +1,4 @@
-"""What collectives take without compute, by size, one after another: the slowest rank's median, and their link."""
+"""Timing of collectives without compute, by size: medians of the slowest rank, and the link model fitted to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from oases.simulator.program import Contention
 
 @dataclass(frozen=True)
 class Probe:
-    """Groups of one size that communicate at once. mine: this rank's group; None where it has none."""
+    """Groups of one size that communicate at once. mine: this rank's group; None if it has none."""
 
     scope: str
     ranks: int
@@ -31,16 +31,16 @@ class Probe:
 def ranks_per_node(world: int, *, shaped: bool) -> int:
     """Return LOCAL_WORLD_SIZE; 1 on a single node whose ranks are joined by a shaped or simulated link.
 
-    Such a link stands between all ranks, as if each were a node of its own.
+    Such a link connects all ranks as if each were a node of its own.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if world % local:  # nodes of different sizes
+    if world % local:  # nodes of unequal size
         local = 1
     return 1 if local == world and shaped else local
 
 
 def contiguous(size: int) -> ProcessGroup:
-    """This rank's group of `size` ranks that follow one another; every rank must call this."""
+    """This rank's group of `size` consecutive ranks. Collective: every rank must call this."""
     world, mine = dist.get_world_size(), None
     if size == world and dist.group.WORLD is not None:
         return dist.group.WORLD
@@ -53,15 +53,15 @@ def contiguous(size: int) -> ProcessGroup:
 
 
 def strided(ranks: Sequence[int]) -> ProcessGroup | None:
-    """The group of these ranks; None on the others. Every rank must call this."""
+    """Group of these ranks; None on other ranks. Collective: every rank must call this."""
     group = dist.new_group(list(ranks))
     return group if dist.get_rank() in ranks else None
 
 
 def probes(per_node: int) -> list[Probe]:
-    """What is measured: inside a node, powers of two of ranks and all of them; across nodes the same in nodes.
+    """Groups to measure: inside a node powers of two and all ranks; across nodes the same in nodes.
 
-    Across nodes also one rank of each node alone, and of two nodes: what a single group gets of the link.
+    Across nodes also one rank per node, and per two nodes: the link as seen by a single group.
     """
     world = dist.get_world_size()
     found = [Probe("node", size, contiguous(size)) for size in _sizes(2, per_node) if per_node > 1]
@@ -75,44 +75,46 @@ def probes(per_node: int) -> list[Probe]:
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """Doubled from `least` on, and `most`, those that divide it."""
+    """Divisors of `most` among `least` times powers of two, and `most`."""
     powers = [least << power for power in range(20) if least << power < most]
     return sorted({size for size in [*powers, most] if most % size == 0})
 
 
 def slowest_of(seconds: Sequence[float]) -> list[float]:
-    """Of each, the largest over all ranks."""
+    """Element-wise maximum over all ranks."""
     together = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(together, dist.ReduceOp.MAX)
     return [float(value) for value in together]
 
 
 def slowest(seconds: float) -> float:
-    """The largest over all ranks."""
+    """Maximum over all ranks."""
     return slowest_of([seconds])[0]
 
 
 SMALLEST = 16 << 10
 LEAST_LARGEST = 1 << 20
-"""Bytes: bandwidth cannot be told from start-up by less."""
+"""Minimum range of sizes in bytes from which bandwidth and start-up can be separated."""
 NUM_SIZES = 6
 TRIES = 3
-"""How often a link is measured before it is an error that its times do not grow with the bytes."""
+"""Attempts to measure a link before times that do not grow with bytes are an error."""
 _GROWTH = 4
-"""Of repetitions and of the largest size, from one try to the next."""
+"""Factor from one attempt to the next for repetitions and the largest size."""
 _MOST_LARGEST = 64 << 20
-"""Bytes: to what the largest size may grow by tries; what one takes by then is far above what other programs add."""
+"""Maximum bytes of the largest size over the attempts, far above the noise of other programs."""
 _BUDGET = 2.0
-"""Seconds for the repetitions of one collective of one size; a slow link gets fewer of them."""
+"""Maximum seconds for the repetitions of one collective of one size; a slow link gets fewer."""
 _TRAIN_BYTES, _TRAIN_SECONDS = 1 << 20, 0.1
-"""Collectives follow one another until so much was sent, or so long. Many links let a burst pass at once after a
-rest, which in a training step there is not; what comes before the trains that count uses it up."""
+"""Bytes and seconds of collectives run before timing.
+
+Many links pass a burst after a pause at once, which does not happen in a training step; the warm-up exhausts it.
+"""
 
 
 def sizes(config: ProfileConfig, attempt: int = 0) -> list[int]:
-    """Bytes from the smallest to the largest activation of the profile, each a like factor above the one before.
+    """Bytes from the smallest to the largest activation of the profile, in geometric steps.
 
-    attempt: how often the link was measured before; each time the largest size grows.
+    attempt: number of earlier attempts; the largest size grows with it.
     """
     activation = config.batch * config.sequence * config.hidden * DTYPES[config.dtype].itemsize
     largest = max(activation, LEAST_LARGEST)
@@ -122,17 +124,17 @@ def sizes(config: ProfileConfig, attempt: int = 0) -> list[int]:
 
 
 def collectives_of(probe: Probe) -> tuple[str, ...]:
-    """What is measured of a probe's groups. Messages are for pairs of ranks, and a simulated link has none."""
+    """Collectives to measure for a probe's groups. Messages need pairs of ranks and a real link."""
     sums = ("all_reduce", "reduce_scatter", "all_gather")
     return (*sums, "send") if probe.ranks == 2 and dist.get_backend() != "sim" else sums
 
 
 def fitted_link(measure: Callable[[int], list[Sample]], option: str) -> LinkModel:
-    """The link that comes closest to what is measured, free of contention; every rank must call this.
+    """Fit a link model without contention. Collective: every rank must call this.
 
-    measure: takes the samples; given how often it did before. On a busy machine they may be noise that no bandwidth
-    can be found in: they are then taken again. UsageError where that is so after TRIES times; option: what makes
-    the sizes larger, for the message.
+    measure: takes the samples, given the number of earlier attempts. Samples on a busy machine may be noise without
+    a bandwidth and are then taken again. Raises UsageError after TRIES attempts; option: what makes the sizes
+    larger, for the message.
     """
     failed = ""
     for attempt in range(TRIES):
@@ -143,13 +145,13 @@ def fitted_link(measure: Callable[[int], list[Sample]], option: str) -> LinkMode
 
 
 def _fit(samples: list[Sample]) -> tuple[LinkModel | None, str]:
-    """Of all ranks: a link on every one of them or, on every one, None and why."""
+    """A link model on all ranks or, if the fit failed on one, None and the reason."""
     try:
         link, failed = fit_link(samples, Contention()), ""
     except ValueError as error:
         link, failed = None, str(error)
     everyone = [failed] * dist.get_world_size()
-    dist.all_gather_object(everyone, failed)  # their samples are the same, but not always their arithmetic
+    dist.all_gather_object(everyone, failed)  # same samples, but arithmetic may differ between ranks
     failed = next((each for each in everyone if each), "")
     return (None if failed else link), failed
 
@@ -162,15 +164,15 @@ class LinkBench:
         self._clock = Clock(torch.device(config.device))
 
     def sample(self, probe: Probe, collective: str, num_bytes: int, attempt: int = 0) -> Sample:
-        """One collective of one size. Every rank must call this; those without a group stand by.
+        """Time one collective of one size. Collective: every rank must call this, also ranks without a group.
 
-        attempt: how often the link was measured before and nothing found. There are then more repetitions, and the
-        least counts, not their median: other programs only add to what a collective takes.
+        attempt: number of failed attempts before. Later attempts repeat more often and take the minimum instead of
+        the median, because other programs only add time.
         """
         dtype = DTYPES[self.config.dtype]
         elements = -(-num_bytes // dtype.itemsize // probe.ranks) * probe.ranks
         run = self._prepared(probe, collective, elements)
-        self._train(run, 1)  # connections are made by the first one
+        self._train(run, 1)  # the first one connects
         one = self._train(run, 1)
         count = max(1, min(-(-_TRAIN_BYTES // num_bytes), int(_TRAIN_SECONDS / one)))
         first = self._train(run, count)
@@ -179,7 +181,7 @@ class LinkBench:
         return Sample(collective, probe.ranks, elements * dtype.itemsize, min(times) if attempt else median(times))
 
     def _train(self, run: Callable[[], Any], count: int) -> float:
-        """Seconds of `count` of them, one after another."""
+        """Seconds of `count` calls in sequence."""
         self._clock.synchronize()
         dist.barrier()
         start = self._clock.mark()
@@ -204,7 +206,7 @@ class LinkBench:
 
 
 def _send(tensor: torch.Tensor, group: ProcessGroup) -> None:
-    """From the first rank of a pair to the second."""
+    """Send from the first rank of a pair to the second."""
     first, second = dist.get_process_group_ranks(group)
     if group_rank(group) == 0:
         dist.send(tensor, second, group=group)

@@ -1,8 +1,8 @@
-"""What a training step keeps in memory: for its backward pass, and at its peak.
+"""Memory of a training step: kept activations and peak.
 
-On the CPU every allocation and every release is read from the profiler, so the bytes are exact and tensors that only
-autograd holds are among them. On CUDA they are the caching allocator's, in blocks of 512 bytes. Hooks on saved
-tensors would be no way to count: the executor does other work under them.
+On the CPU the profiler's record of every allocation and release is used, so bytes are exact and include tensors
+that only autograd holds. On CUDA they are the caching allocator's, in blocks of 512 bytes. Saved-tensor hooks
+cannot be used to count, because the executor does other work under them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _CUDA_BLOCK = 512
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of one forward and backward pass, beyond what was there before it.
+    """Bytes of one forward and backward pass in addition to those allocated before.
 
-    kept: alive between the two passes, the output apart. peak: most alive at once, output and gradients included.
+    kept: live between the passes, without the output. peak: maximum, with output and gradients.
     """
 
     kept: int
@@ -35,10 +35,10 @@ class StepMemory:
 
 
 def formula_units(schedule: Schedule) -> int | None:
-    """What the Oases paper says a schedule keeps, in units per layer; None where it says nothing.
+    """Activations kept per layer by the Oases paper's formula, in units; None if it does not cover the schedule.
 
-    A unit is sequence x batch x hidden x element size. The paper's formula is for recomputation alone, and it counts
-    the input of every layer, that of the first among them.
+    A unit is sequence x batch x hidden x element size. The formula covers recomputation only, and it counts the
+    input of every layer, the first included.
     """
     return _FORMULA_UNITS.get(schedule.name) if schedule.recompute == "full" else None
 
@@ -46,9 +46,9 @@ def formula_units(schedule: Schedule) -> int | None:
 def measure_memory(
     forward: Callable[[], Tensor], backward: Callable[[Tensor], None], device: torch.device
 ) -> StepMemory:
-    """Run `forward` and, on its output, `backward`; return the bytes they allocated on `device` and held.
+    """Run `forward` and, on its output, `backward`; return the bytes they allocated on `device`.
 
-    Both must do their work in the calling thread. RuntimeError where the profiler recorded nothing.
+    Both must do their work in the calling thread. Raises RuntimeError if the profiler recorded nothing.
     """
     return (_measure_cuda if device.type == "cuda" else _measure_cpu)(forward, backward, device)
 
@@ -69,7 +69,7 @@ def _measure_cuda(
 def _measure_cpu(
     forward: Callable[[], Tensor], backward: Callable[[Tensor], None], device: torch.device
 ) -> StepMemory:
-    # Read by the profiler when it first starts: without it, it reports its start and end on stderr.
+    # Read by the profiler at its first start; without it, the profiler logs its start and end to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         output = forward()
@@ -83,7 +83,7 @@ def _measure_cpu(
 
 
 def _account(events: list[Any], output: int) -> StepMemory:
-    """Add up the allocator's events. output: address of the memory that does not count as kept."""
+    """Sum up the allocator's events. output: address of the memory that does not count as kept."""
     live: dict[int, int] = {}  # bytes by address
     total = peak = 0
     kept = None
@@ -93,8 +93,8 @@ def _account(events: list[Any], output: int) -> StepMemory:
         if event.tag != torch._C._profiler._EventType.Allocation:
             continue
         change = event.extra_fields
-        # What is released without having been allocated here was there before. An address allocated twice was
-        # released in between by a thread that the profiler does not see.
+        # A release without an allocation here is of older memory. An address allocated twice was released in
+        # between by a thread that the profiler does not record.
         total -= live.pop(change.ptr, 0)
         if change.alloc_size > 0:
             live[change.ptr] = change.alloc_size
@@ -106,7 +106,7 @@ def _account(events: list[Any], output: int) -> StepMemory:
 
 
 def _flat(events: list[Any]) -> Iterator[Any]:
-    """The events of a tree, parents before children."""
+    """Events of a tree, parents before children."""
     waiting = list(events)
     while waiting:
         event = waiting.pop()

@@ -1,7 +1,7 @@
-"""What a schedule hides: its step beside compute alone and communication alone, interleaved in one run.
+"""Overlap measurement: a schedule's step beside compute alone and communication alone, interleaved in one run.
 
 Ideal = max(compute, communication) of the forward pass + the same of the backward pass: the forward pass ends
-before the backward pass begins, so nothing that sends as much can beat it. Share of ideal = ideal / step; hidden
+before the backward pass begins, so nothing that sends as much can be faster. Share of ideal = ideal / step; hidden
 share = (sync - step) / (sync - ideal).
 """
 
@@ -31,7 +31,7 @@ from oases.simulator.timeline import Timeline, from_measurements
 from oases.train.config import settings
 
 _PEER = "peer "
-"""In front of a peer's name among the contestants."""
+"""Prefix of a peer's name among the contestants."""
 
 Passes = tuple[float, float]
 """Seconds of the forward and of the backward pass."""
@@ -39,7 +39,7 @@ Passes = tuple[float, float]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is found out about a schedule before it is timed. unit: bytes of the stack's input on one rank."""
+    """Properties of a schedule found before timing. unit: bytes of the stack's input on one rank."""
 
     schedule: Schedule
     gradient_error: float
@@ -49,7 +49,7 @@ class Facts:
 
 
 class Layers(Protocol):
-    """Layers that are timed. number: of layers. shape: of an activation, [batch, ...]."""
+    """Layers to time. number: of layers. shape: of an activation, [batch, ...]."""
 
     stack: OverlappedStack
     number: int
@@ -59,11 +59,11 @@ class Layers(Protocol):
     def run(
         self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
     ) -> Tensor:
-        """All layers on an activation, with collectives by `scheduler`; tuning: as `OverlappedStack.run` has it."""
+        """Run all layers on an activation with collectives by `scheduler`; tuning: see `OverlappedStack.run`."""
 
 
 class BuiltInLayers:
-    """The layers of the built-in GPT."""
+    """Layers of the built-in GPT."""
 
     description: dict[str, Any] | None = None
 
@@ -78,14 +78,14 @@ class BuiltInLayers:
     def run(
         self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
     ) -> Tensor:
-        """All layers on an activation."""
+        """Run all layers on an activation."""
         return self.stack.run(x, scheduler, tuning, context=context)
 
 
 class OverlapBench:
-    """The stack, its inputs and the contestants of one benchmark, on one rank of `group`.
+    """Stack, inputs and contestants of one benchmark, on one rank of `group`.
 
-    layers: what is timed; None: the built-in GPT's. peers: modules that do the same work, by name.
+    layers: layers to time; None for the built-in GPT's. peers: modules that do the same work, by name.
     """
 
     def __init__(
@@ -102,24 +102,24 @@ class OverlapBench:
         self.stack = self.layers.stack
         layer_of = self.stack.layer_of
         self.communication_cpu: list[float] = []
-        """Seconds that all threads of this process computed during each `communicate`."""
+        """CPU seconds of all threads of this process during each `communicate`."""
         self.tuning: Tuning | None = None
-        """Of "auto", where it is asked for."""
+        """Choice of "auto", if it is a contestant."""
         self.facts: dict[str, Facts] = {}
         if "auto" in config.names:
             recompute = cast(Recompute, config.recompute)
             joint = self.stack.joint_blocks
             among = candidates(len(self.stack.blocks), config.batch, "auto", "auto", recompute, joint, layer_of)
-            # A choice kept from an earlier run would say nothing about this one.
+            # A choice kept from an earlier run would not be a measurement of this one.
             self.tuning = Tuning(labelled(among), group, "", has_off=True, keep=False)
         named = {name: config.contestant(name, layer_of) for name in config.names if name != "auto"}
         self.schedules = {
             name: self.tuning.current if self.tuning and name == "auto" else named[name][0] for name in config.names
         }
-        """By name. "auto" is a candidate until `choose` has been called."""
+        """Schedules by name. "auto" is a candidate until `choose` has been called."""
         self.wire_dtypes = {name: dtype for name, (_, dtype) in named.items()}
-        # The least compute there is, with no product recomputed only for an all-reduce: the batch whole or
-        # cut, whichever is faster on this machine. The ideal takes the faster.
+        # The least compute: no matmul is recomputed only for an all-reduce. Whole batch or sub-batches, whichever
+        # is faster on this machine; the ideal takes the faster.
         self._alone = {
             "compute alone": config.resolve_schedule("fine_grained", layer_of),
             "compute alone, cut": config.resolve_schedule(f"oases@{min(config.sub_batches, config.batch)}", layer_of),
@@ -130,7 +130,7 @@ class OverlapBench:
         self.x, self.grad = torch.randn(2, *self.layers.shape, device=device, dtype=dtype)
 
     def choose(self, on_step: Callable[[int], None] | None = None) -> None:
-        """Run the candidates of "auto" in turns, as the first steps of a training run would, until it has chosen."""
+        """Run the candidates of "auto" in turns, as the first steps of a training run would, until one is chosen."""
         if self.tuning is None:
             return
         done = 0
@@ -169,7 +169,7 @@ class OverlapBench:
         return forward, backward
 
     def communicate(self) -> Passes:
-        """The all-reduces of `sync` without compute: one after another, as a link carries them."""
+        """All-reduces of `sync` without compute, in sequence as a link carries them."""
         count = len(self.stack.blocks)
         tensors = [torch.ones_like(self.x) for _ in range(2 * count)]
 
@@ -200,14 +200,14 @@ class OverlapBench:
         return [self._x_grad, *(p.grad.clone() for p in self.stack.parameters() if p.grad is not None)]
 
     def gradient_error(self, name: str, reference: list[Tensor]) -> float:
-        """Largest difference to `reference`, each tensor relative to its largest entry, over all ranks."""
+        """Largest difference from `reference`, each tensor relative to its largest entry, over all ranks."""
         pairs = zip(self.gradients(name), reference, strict=True)
         error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().cpu()
         dist.all_reduce(error, dist.ReduceOp.MAX, group=self.group)
         return float(error)
 
     def require_equal(self, peer: str, x_grad: Tensor) -> None:
-        """Raise RuntimeError where a peer's gradient of the input is not `x_grad`: then it did other work."""
+        """Raise RuntimeError if a peer's gradient of the input is not `x_grad`: it then did other work."""
         self.peer_step(peer)
         assert self._x_grad is not None
         error = float((self._x_grad - x_grad).abs().max() / x_grad.abs().max())
@@ -218,20 +218,20 @@ class OverlapBench:
             )
 
     def wire_all_reduces_per_layer(self, name: str) -> float:
-        """All-reduces per layer and sub-batch, counted on the wire during one step."""
+        """All-reduces per layer and sub-batch, counted during one step."""
         self.scheduler.reset_totals()
         self.step(name, self.scheduler)
         count = sum(t.count for label, t in self.scheduler.totals().items() if names_op(label))
         schedule = self.schedules[name]
-        halves = 2 if schedule.sequence_parallel else 1  # a reduce-scatter and an all-gather are an all-reduce
+        halves = 2 if schedule.sequence_parallel else 1  # a reduce-scatter and an all-gather count as one all-reduce
         return count / (halves * self.layers.number * schedule.num_sub_batches)
 
     def memory(self, name: str) -> StepMemory:
-        """What one step under a schedule holds, on the rank that holds most."""
+        """Memory of one step under a schedule, on the rank with the most."""
         self._run_as(name)
         self.stack.zero_grad()
         mine = measure_memory(
-            # The input is made here, so that it counts: the first block keeps it, as every other its own.
+            # The input is created here so that it counts: the first block keeps it, like every other its own.
             lambda: self.layers.run(self.x.clone().requires_grad_(), NullScheduler(allocate_buffers=True)),
             lambda output: output.backward(self.grad),
             self.x.device,
@@ -258,7 +258,7 @@ class OverlapBench:
         return from_measurements(name, everyone)
 
     def contestants(self) -> dict[str, Callable[[], Passes]]:
-        """What takes turns, by name. Chooses first, if "auto" is among it, and finds out the `facts`."""
+        """Contestants by name, to run interleaved. First makes the choice of "auto" and determines the `facts`."""
         self.choose()
         reference = self.gradients("sync")
         errors = {name: self.gradient_error(name, reference) for name in self.schedules}
@@ -281,7 +281,7 @@ class OverlapBench:
         return found
 
     def result(self, times: dict[str, list[Passes]]) -> dict[str, Any]:
-        """What the benchmark says of its contestants' times; see `summarize`."""
+        """Result of the benchmark from its contestants' times; see `summarize`."""
         found = summarize(self.config, self.scheduler.size, times, self.facts)
         found["communication_cpu_seconds"] = statistics.median(self.communication_cpu)
         return found if self.layers.description is None else found | {"model": self.layers.description}
@@ -315,7 +315,7 @@ def summarize(
     times: dict[str, list[Passes]],
     facts: dict[str, Facts],
 ) -> dict[str, Any]:
-    """Medians and shares; seconds, bytes. `hidden` is null where sync is ideal already: nothing is left to hide."""
+    """Medians and shares in seconds and bytes. `hidden` is null if sync is ideal: nothing is left to hide."""
 
     def median(name: str) -> tuple[float, float, float]:
         forward, backward = zip(*times[name], strict=True)

@@ -1,4 +1,4 @@
-"""A whole profile: device, links, contention and blocks of one machine or cluster, measured on all its ranks."""
+"""Complete profile of a machine or cluster: device, links, contention and blocks, measured on all ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 
 def device_name(device: str) -> str:
-    """The accelerator's name, or the processor's."""
+    """Name of the accelerator or the processor."""
     if device == "cuda":
         return str(torch.cuda.get_device_name())
     information = Path("/proc/cpuinfo")
@@ -54,19 +54,19 @@ def device_name(device: str) -> str:
 
 
 def memory_bytes(device: str, ranks_here: int) -> int:
-    """Of the accelerator, or a rank's part of the machine's."""
+    """Memory of the accelerator, or a rank's share of the machine's, in bytes."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_here
 
 
 def measure_device(config: ProfileConfig) -> Device:
-    """Rates with all ranks at work at once; every rank must call this."""
+    """Rates with all ranks at work. Collective: every rank must call this."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     clock = Clock(device)
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    ranks_here = hosts.count(socket.gethostname())  # they share its memory, whatever nodes they stand for
+    ranks_here = hosts.count(socket.gethostname())  # they share its memory, whatever nodes they represent
     size = _PRODUCT[config.device]
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     flops = 2 * size**3 / _seconds(clock, lambda: a @ b, config.iterations)
@@ -94,7 +94,7 @@ def _seconds(clock: Clock, work: Callable[[], Any], iterations: int) -> float:
 
 
 _BUSY = 0.85
-"""Of a core: below it, times tell of other programs."""
+"""Fraction of a core below which times are affected by other programs."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +113,17 @@ class Surroundings:
 
 
 def require_same_device(known: Hardware, config: ProfileConfig) -> None:
-    """Raise UsageError unless `known` is a profile of what `config` would measure on."""
+    """Raise UsageError unless `known` is a profile of the device that `config` measures."""
     name = device_name(config.device)
     if known.device.name != name:
         raise UsageError(
-            f"--append: the profile is of the device {known.device.name!r}, and this is {name!r}; leave out "
+            f"--append: the profile is of device {known.device.name!r}, but this is {name!r}; leave out "
             "--append, or give another --json"
         )
 
 
 def run_profile(config: ProfileConfig, around: Surroundings, show_progress: bool) -> Hardware:
-    """Measure on the default group; to be called by every rank."""
+    """Measure on the default group. Collective: every rank must call this."""
     require_agreement(settings(config))
     profile = _Profile(config, around)
     visible = show_progress and dist.get_rank() == 0
@@ -146,14 +146,14 @@ class _Profile:
         self._again: set[str] = set()
         """Scopes whose links had to be measured more than once."""
         self.on_part: Callable[..., None] = lambda done, what: None
-        """Called after each part with how many are done, and what the last one was."""
+        """Progress callback, called after each part with the number done and its name."""
         blocks = len(self._degrees) * (len(config.sub_batch_sizes) + len(self._cuts))
         samples = sum(len(collectives_of(probe)) for probe in self._probes) * len(sizes(config))
         self.num_parts = blocks + samples + (0 if around.known else 1 + len(self._scopes))
 
     @property
     def _scopes(self) -> dict[str, Probe]:
-        """The largest groups of each scope."""
+        """Largest groups of each scope."""
         return {probe.scope: probe for probe in sorted(self._probes, key=lambda probe: probe.ranks)}
 
     def _part(self, what: str) -> None:
@@ -173,7 +173,7 @@ class _Profile:
         contention = self._contention(benches[max(self._degrees)])
         blocks, overheads = self._blocks(benches)
         models = {scope: replace(link, contention=contention[scope]) for scope, link in links.items()}
-        # Of a scope that there is none of, the other one's link stands.
+        # A scope that does not exist takes the other one's link.
         cluster = models.get("cluster") or models["node"]
         return Hardware(
             f"{self._world} ranks of {device.name}", device, self._per_node, models.get("node", cluster), cluster,
@@ -203,7 +203,7 @@ class _Profile:
         return found
 
     def _samples(self, bench: LinkBench, scope: str, attempt: int) -> list[Sample]:
-        """Of every group of the scope; measured again, its parts were counted before."""
+        """Samples of every group of the scope; repeated measurements do not count as progress."""
         if attempt:
             self._again.add(scope)
         found = []
@@ -226,13 +226,13 @@ class _Profile:
     def _about(self, scopes: set[str], core_share: float) -> str:
         parts = [f"Measured by oases profile, {self._world} ranks {self._around.joined}."]
         if self._around.single_process:
-            parts.append("One process stood for all ranks, so blocks ran without others beside them.")
+            parts.append("One process represented all ranks, so blocks ran without others beside them.")
         if scopes == {"cluster"} and self._per_node == 1:
             parts.append("The link counts as one between nodes of one rank each.")
         if scopes == {"node"}:
-            parts.append("There was one node; the link between nodes was not measured and is taken for the node's.")
+            parts.append("There was one node; the inter-node link was not measured and is taken to be the node's.")
         if dist.get_backend() == "sim":
-            parts.append("Messages between two ranks were not measured: a simulated link has none.")
+            parts.append("Messages between two ranks were not measured: a simulated link does not support them.")
         if self._again:
             parts.append(
                 "At first the times of the links did not grow with their bytes, as on a busy machine; they are the "

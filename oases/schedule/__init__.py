@@ -1,4 +1,4 @@
-"""What runs when: schedules as plain data. Imports no torch."""
+"""Schedules as plain data: ops, generators, text form and validation. Imports no torch."""
 
 from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts, resolve_experts
 from oases.schedule.ops import OPS, Op, ScheduleError, Unit

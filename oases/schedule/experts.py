@@ -1,9 +1,9 @@
-"""Schedules of mixtures of experts: blocks of experts with what lies between them, and where their copies travel.
+"""Schedules of mixture-of-experts blocks: expert compute, all-to-alls and replica transfers.
 
-N 0, E 0, N 1, E 1, ..., N n: with n blocks of experts there are n + 1 ops N, the last one behind all experts. Tokens
-go all-to-all from N b to E b and from E b to N b + 1, their gradients the other way. Which experts are copied whereto
-is decided before the step, so parameters can travel under the compute of the block before.
-Source: Pro-Prophet (arXiv 2411.10003), section on the block-wise scheduler; Trans and Agg are its words.
+N 0, E 0, N 1, E 1, ..., N n: n blocks of experts have n + 1 ops N, the last one after all experts. Tokens go
+all-to-all from N b to E b and from E b to N b + 1, their gradients the other way. Placement is decided before the
+step, so the parameters of replicas can be transferred under the compute of the previous block.
+Source: Pro-Prophet (arXiv 2411.10003), section on the block-wise scheduler, which names Trans and Agg.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def _exposed(kind: Transfer, block: int) -> Iterator[Op]:
 
 
 def plain(num_blocks: int, recompute: bool = False) -> Schedule:
-    """Expert parallelism as it is: every expert at home, nothing but tokens on the wire."""
+    """Plain expert parallelism: no replicas, only tokens are sent."""
     ops = [*_forward(num_blocks, _nothing), *_backward(num_blocks, recompute)]
     return _listed("plain", num_blocks, ops, recompute)
 
 
 def blocking(num_blocks: int, recompute: bool = False) -> Schedule:
-    """Copies travel right before they are needed, and their gradients right after: nothing hides them. (6)"""
+    """Replica parameters are sent right before use and their gradients right after: nothing is hidden. (6)"""
 
     def trans(b: int) -> Iterator[Op]:
         yield from (*_exposed("share", b), *_exposed("join", b))
@@ -49,11 +49,12 @@ def blocking(num_blocks: int, recompute: bool = False) -> Schedule:
 
 
 def block_wise(num_blocks: int, recompute: bool = False) -> Schedule:
-    """Pro-Prophet's: the copies of the next block travel under this one's N and E, their gradients under BE and BN.
+    """Pro-Prophet's schedule: replicas of the next block are sent under N and E, their gradients under BE and BN.
 
-    There the first part goes under E and what N can hide after it; here the parts are the two rounds, and the smaller
-    one, from the homes, goes under N. The search for the next step's placement runs under the tokens' way to the
-    experts. Nothing travels beside tokens, which would only slow both down, but where no other block could hide it.
+    The paper hides the first part under E and the rest under N; here the parts are the two rounds, and the smaller
+    one, from the owner ranks, runs under N. The placement search of the next step runs under the dispatch
+    all-to-all. Transfers never run beside an all-to-all, which would slow both down, unless no other op could hide
+    them.
     """
 
     def non_expert(b: int) -> Iterator[Op]:
@@ -97,7 +98,7 @@ def _listed(name: str, num_blocks: int, ops: Iterable[Op], recompute: bool) -> S
 
 
 _Insert = Callable[[int], Iterable[Op]]
-"""What a list has besides at some place of each block, given its number."""
+"""Ops that a schedule inserts at one position of each block, given the block's number."""
 
 
 def _nothing(block: int) -> Iterable[Op]:
@@ -120,15 +121,15 @@ def _backward(
     before_non_experts: _Insert = _nothing,
     behind: _Insert = _nothing,
 ) -> Iterator[Op]:
-    """Recomputation needs nothing from the wire, so it hides the ways of the gradients."""
+    """Backward ops. Recomputation depends on no collective, so it hides the all-to-alls of the gradients."""
 
-    def again(kind: Compute, b: int) -> list[Op]:
+    def recomputed(kind: Compute, b: int) -> list[Op]:
         return [Op(kind, b, 0)] if recompute else []
 
-    yield from (*again("RN", num_blocks), Op("BN", num_blocks, 0))
+    yield from (*recomputed("RN", num_blocks), Op("BN", num_blocks, 0))
     for b in reversed(range(num_blocks)):
-        yield from (_sent("BN", b + 1), *again("RE", b), _wait("BN", b + 1), *before_experts(b))
-        yield from (Op("BE", b, 0), *behind_experts(b), _sent("BE", b), *again("RN", b), _wait("BE", b))
+        yield from (_sent("BN", b + 1), *recomputed("RE", b), _wait("BN", b + 1), *before_experts(b))
+        yield from (Op("BE", b, 0), *behind_experts(b), _sent("BE", b), *recomputed("RN", b), _wait("BE", b))
         yield from (*before_non_experts(b), Op("BN", b, 0), *behind(b))
 
 
@@ -138,9 +139,9 @@ EXPERT_SCHEDULES: dict[str, Callable[[int, bool], Schedule]] = {
 
 
 def generate_experts(name: str, num_blocks: int, recompute: bool = False) -> Schedule:
-    """The named schedule, validated. Raises ScheduleError for an unknown name and for no block."""
+    """Generate the named schedule and validate it. Raises ScheduleError for an unknown name or no block."""
     if name not in EXPERT_SCHEDULES:
-        raise ScheduleError(f"unknown schedule of experts {name!r}; known are {', '.join(EXPERT_SCHEDULES)}")
+        raise ScheduleError(f"unknown expert schedule {name!r}; known are {', '.join(EXPERT_SCHEDULES)}")
     if num_blocks < 1:
         raise ScheduleError(f"{name} needs at least 1 block of experts, got {num_blocks}")
     schedule = EXPERT_SCHEDULES[name](num_blocks, recompute)
@@ -149,13 +150,13 @@ def generate_experts(name: str, num_blocks: int, recompute: bool = False) -> Sch
 
 
 def resolve_experts(schedule: str, num_blocks: int, recompute: bool = False) -> Schedule:
-    """The list of a schedule of experts, given by name or in its text form. ScheduleError for one that cannot be.
+    """Resolve an expert schedule given by name or in its text form. Raises ScheduleError.
 
-    recompute: of a named one; a text says it itself.
+    recompute: of a named schedule; a text states its own.
     """
     if not is_text(schedule):
         return generate_experts(schedule, num_blocks, recompute)
     found = from_text(schedule, "experts")
     if found.num_blocks != num_blocks:
-        raise ScheduleError(f"the list {found.name} is for {found.num_blocks} blocks, and there are {num_blocks}", 0)
+        raise ScheduleError(f"list {found.name} is for {found.num_blocks} blocks, but the model has {num_blocks}", 0)
     return found

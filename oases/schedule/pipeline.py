@@ -1,8 +1,8 @@
-"""Pipeline schedules: every stage's ops in issue order, messages between the stages among them.
+"""Pipeline schedules: each stage's ops in issue order, with the messages between stages.
 
-Generators are pure functions of the number of stages and micro-batches. An op's `block` is its part of the model, the
-stage where each stage has one part, its `sub_batch` the micro-batch. R is an op of its own: what stands after a
-receive runs once the gradient is there, what stands before it fills the time until then.
+Generators are pure functions of the number of stages and micro-batches. An op's `block` is its model part (the
+stage, unless a stage has several), its `sub_batch` the micro-batch. R is an op of its own: before a receive it
+fills the time until the gradient arrives.
 Source: Merak (arXiv 2206.04959, section 5); interleaved: arXiv 2104.04473; ZB-H1: arXiv 2401.10241.
 """
 
@@ -18,10 +18,10 @@ from oases.schedule.schedule import Pass, Schedule, StageReading, passes_of
 from oases.schedule.text import from_text, is_text
 
 Turn = tuple[Literal["F", "R", "B", "W"], int]
-"""A pass and its micro-batch. R: recompute early. Without one, a stage that recomputes does so right before B."""
+"""A pass and its micro-batch. R: early recomputation; without it a stage recomputes right before B."""
 
 
-# --- turns of one stage, by the number of stages behind it and of micro-batches ---
+# --- turns of one stage, by the number of stages after it and of micro-batches ---
 
 
 def _gpipe(ahead: int, many: int) -> Iterator[Turn]:
@@ -38,7 +38,7 @@ def _one_f_one_b(ahead: int, many: int) -> Iterator[Turn]:
 
 
 def _pre_recompute(ahead: int, many: int) -> Iterator[Turn]:
-    """Once nothing is left to go forward, recompute while the gradient is on its way."""
+    """1F1B; in the cooldown, recompute while the gradient is in flight."""
     for kind, m in _one_f_one_b(ahead, many):
         if kind == "B" and m + ahead >= many:
             yield "R", m
@@ -46,7 +46,7 @@ def _pre_recompute(ahead: int, many: int) -> Iterator[Turn]:
 
 
 def _with_early(turns: Iterator[Turn], *early: int) -> Iterator[Turn]:
-    """Recompute these micro-batches early, too."""
+    """Recompute these micro-batches early as well."""
     for kind, m in turns:
         if kind == "B" and m in early:
             yield "R", m
@@ -54,14 +54,16 @@ def _with_early(turns: Iterator[Turn], *early: int) -> Iterator[Turn]:
 
 
 def _last_no_recompute(ahead: int, many: int) -> Iterator[Turn]:
-    """The last stage keeps what it computes; the one before is then the first to wait for a gradient."""
+    """The last stage keeps its activations; the one before it is then the first to wait for a gradient."""
     if ahead == 1:
         return _with_early(_one_f_one_b(ahead, many), 0)
     return _one_f_one_b(ahead, many) if ahead == 0 else _pre_recompute(ahead, many)
 
 
 def _shifted_critical_path(ahead: int, many: int) -> Iterator[Turn]:
-    """The stage before the last has one more micro-batch in flight, so the critical path leaves the last stage."""
+    """The stage before the last has one more micro-batch in flight, which takes the last stage off the critical
+    path.
+    """
     if ahead == 1:
         begin: list[Turn] = [("F", m) for m in range(min(3, many))]
         begin += [turn for m in range(min(2, many)) for turn in (("R", m), ("B", m))]  # type: ignore[misc]
@@ -76,7 +78,7 @@ def _after(m: int, many: int) -> list[Turn]:
 
 
 def _zb_h1(ahead: int, many: int, stage: int) -> Iterator[Turn]:
-    """Weight gradients wait, on stage s for s more micro-batches, and fill the time at the end."""
+    """Stage s defers weight gradients by s micro-batches and runs them in the cooldown bubbles."""
     waiting: list[int] = []
     for kind, m in _one_f_one_b(ahead, many):
         yield kind, m
@@ -108,7 +110,7 @@ def _interleaved(num_stages: int, num_micro_batches: int, stage: int, chunks: in
 
 
 def _of_part(turns: Callable[[int, int], Iterator[Turn]]) -> Callable[[int, int, int, int], Iterator[Pass]]:
-    """The passes of a stage that has one part of the model."""
+    """Adapt turns to the passes of a stage with one model part."""
     return lambda stages, many, stage, chunks: ((kind, stage, m) for kind, m in turns(stages - 1 - stage, many))
 
 
@@ -125,7 +127,7 @@ _PASSES: dict[str, Callable[[int, int, int, int], Iterator[Pass]]] = {
     "zb_h1": _zero_bubble,
     "interleaved": _interleaved,
 }
-"""The passes of a stage, by (stages, micro-batches, stage, parts of the model on each stage)."""
+"""Generators of a stage's passes, by (stages, micro-batches, stage, chunks)."""
 
 
 # --- lists of ops ---
@@ -134,17 +136,17 @@ _PASSES: dict[str, Callable[[int, int, int, int], Iterator[Pass]]] = {
 def _listed(
     name: str, num_stages: int, num_micro_batches: int, recompute: bool, *, chunks: int = 1, keeps_last: bool = False
 ) -> Schedule:
-    """keeps_last: the last stage never recomputes."""
+    """Build the schedule. keeps_last: the last stage never recomputes."""
     require_sizes(name, num_stages, num_micro_batches, chunks)
     parts = num_stages * chunks
 
     def ops(stage: int) -> Iterator[Op]:
-        again = recompute and not (keeps_last and stage == num_stages - 1)
+        recomputed = recompute and not (keeps_last and stage == num_stages - 1)
         early = set[tuple[int, int]]()
         for kind, part, m in _PASSES[name](num_stages, num_micro_batches, stage, chunks):
             if kind == "R":
                 early.add((part, m))
-                if again:
+                if recomputed:
                     yield Op("R", part, m)
             elif kind == "W":
                 yield Op("W", part, m)
@@ -152,7 +154,7 @@ def _listed(
                 first, last = (0, parts - 1) if kind == "F" else (parts - 1, 0)
                 if part != first:
                     yield Op("receive", part, m, kind)
-                if kind == "B" and again and (part, m) not in early:
+                if kind == "B" and recomputed and (part, m) not in early:
                     yield Op("R", part, m)
                 yield Op(kind, part, m)
                 if part != last:
@@ -164,39 +166,44 @@ def _listed(
 
 
 def gpipe(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """All forward passes, then all backward passes, the last micro-batch first."""
+    """GPipe: all forward passes, then all backward passes in reverse order."""
     return _listed("gpipe", num_stages, num_micro_batches, recompute)
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """As few micro-batches in flight as keep the pipeline full: then one forward, one backward pass in turn."""
+    """1F1B: the fewest micro-batches in flight that fill the pipeline, then one forward and one backward pass in
+    turn.
+    """
     return _listed("one_f_one_b", num_stages, num_micro_batches, recompute)
 
 
 def pre_recompute(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """1F1B whose last micro-batches are recomputed while their gradients are on the way."""
+    """1F1B that recomputes the last micro-batches while their gradients are in flight."""
     return _listed("pre_recompute", num_stages, num_micro_batches, recompute)
 
 
 def last_no_recompute(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """Besides, the last stage keeps what its backward pass needs: it follows the forward pass at once."""
+    """`pre_recompute` whose last stage keeps its activations, as its backward pass follows at once."""
     return _listed("last_no_recompute", num_stages, num_micro_batches, recompute, keeps_last=True)
 
 
 def shifted_critical_path(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """Besides, the stage before the last runs one forward pass ahead, so that no stage waits for the last one."""
+    """`last_no_recompute` whose second-to-last stage runs one forward pass ahead, so that no stage waits for the
+    last.
+    """
     return _listed("shifted_critical_path", num_stages, num_micro_batches, recompute, keeps_last=True)
 
 
 def zb_h1(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """1F1B whose weight gradients, passes of their own, fill most of the bubble at the same memory."""
+    """ZB-H1: 1F1B with weight gradients as passes of their own, which fill most of the bubble at the same memory."""
     return _listed("zb_h1", num_stages, num_micro_batches, recompute)
 
 
 def interleaved(num_stages: int, num_micro_batches: int, recompute: bool = True, chunks: int = 2) -> Schedule:
-    """1F1B over `chunks` parts of the model per stage: the bubble is that much shorter, messages as many more.
+    """Interleaved 1F1B with `chunks` model parts per stage: a bubble shorter by that factor, as many times the
+    messages.
 
-    Micro-batches come in multiples of the stages, else ScheduleError.
+    num_micro_batches must be a multiple of num_stages, else ScheduleError.
     """
     return _listed("interleaved", num_stages, num_micro_batches, recompute, chunks=chunks)
 
@@ -210,13 +217,16 @@ PIPELINES: dict[str, Callable[..., Schedule]] = {
 
 
 def require_sizes(pipeline: str, num_stages: int, num_micro_batches: int, chunks: int = 1) -> None:
-    """Raise ScheduleError for a pipeline that there is none of, naming what would do. pipeline: a name or a text."""
+    """Raise ScheduleError for sizes that the pipeline does not support, naming valid ones.
+
+    pipeline: a name or a text.
+    """
     if is_text(pipeline):
         written = _parsed(pipeline)
         sizes = written.num_stages, written.num_sub_batches
         if sizes != (num_stages, num_micro_batches):
             raise ScheduleError(
-                f"the list {written.name} is of {sizes[0]} stages and {sizes[1]} micro-batches; asked for are "
+                f"the list {written.name} is for {sizes[0]} stages and {sizes[1]} micro-batches, not "
                 f"{num_stages} and {num_micro_batches}",
                 0,
             )
@@ -225,7 +235,7 @@ def require_sizes(pipeline: str, num_stages: int, num_micro_batches: int, chunks
         raise ScheduleError(f"unknown pipeline {pipeline!r}; known are {', '.join(sorted(PIPELINES))}")
     if num_stages < 1 or num_micro_batches < 1:
         raise ScheduleError(
-            f"{pipeline} needs at least 1 stage and 1 micro-batch, got {num_stages} and {num_micro_batches}"
+            f"{pipeline} requires at least 1 stage and 1 micro-batch, got {num_stages} and {num_micro_batches}"
         )
     if pipeline == "interleaved" and (num_micro_batches % num_stages or chunks < 1):
         raise ScheduleError(
@@ -235,12 +245,12 @@ def require_sizes(pipeline: str, num_stages: int, num_micro_batches: int, chunks
 
 
 def generate_pipeline(name: str, num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """The named pipeline schedule. Raises ScheduleError for an unknown name."""
+    """Generate the named pipeline schedule. Raises ScheduleError."""
     require_sizes(name, num_stages, num_micro_batches)
     return PIPELINES[name](num_stages, num_micro_batches, recompute)
 
 
-# --- pipelines by a name, or written by hand ---
+# --- pipelines by name or in text form ---
 
 
 def _parsed(text: str) -> Schedule:
@@ -248,13 +258,13 @@ def _parsed(text: str) -> Schedule:
 
 
 def name_of(pipeline: str) -> str:
-    """The pipeline's name, also of one in its text form."""
+    """Name of a pipeline given by name or in its text form."""
     return _parsed(pipeline).name if is_text(pipeline) else pipeline
 
 
 @lru_cache(maxsize=16)
 def resolve_pipeline(pipeline: str, num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
-    """The list of a pipeline, given by name or in its text form. ScheduleError for one that cannot be."""
+    """Resolve a pipeline given by name or in its text form. Raises ScheduleError."""
     require_sizes(pipeline, num_stages, num_micro_batches)
     return (
         _parsed(pipeline)
@@ -265,14 +275,14 @@ def resolve_pipeline(pipeline: str, num_stages: int, num_micro_batches: int, rec
 
 @lru_cache(maxsize=64)
 def chunks_of(pipeline: str) -> int:
-    """Parts of the model that each stage of a pipeline has, given by name or in its text form."""
+    """Model parts per stage of a pipeline given by name or in its text form."""
     return _parsed(pipeline).chunks if is_text(pipeline) else generate_pipeline(pipeline, 2, 2).chunks
 
 
 def passes(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -> Iterator[Pass]:
-    """The passes of one stage in order, as its list has them, given by name or in its text form.
+    """Iterate over the passes of one stage, of a pipeline given by name or in its text form. Raises ScheduleError.
 
-    Of a named one no list is made: a planner looks at thousands of micro-batches. Raises ScheduleError.
+    No list is built for a name: a planner looks at thousands of micro-batches.
     """
     require_sizes(pipeline, num_stages, num_micro_batches)
     if is_text(pipeline):
@@ -282,20 +292,20 @@ def passes(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -
 
 @lru_cache(maxsize=4096)
 def read_stage(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -> StageReading:
-    """What the passes of a stage say of it, of a pipeline by name or in its text form."""
+    """Properties of a stage that follow from its passes, of a pipeline given by name or in its text form."""
     return StageReading.of_passes(passes(pipeline, num_stages, num_micro_batches, stage))
 
 
 def enough(pipeline: str, num_stages: int) -> int:
-    """Micro-batches by which a stage is to be read: those of a list, or so many that more change nothing."""
+    """Micro-batches that suffice to read a stage: those of a text, or so many that more change nothing."""
     return _parsed(pipeline).num_sub_batches if is_text(pipeline) else 4 * num_stages
 
 
 def in_flight(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -> int:
-    """Most micro-batches, of any of its parts, whose forward pass is done on the stage and whose backward is not."""
+    """Maximum number of micro-batches between forward and backward pass on the stage, over all its parts."""
     few = min(num_micro_batches, enough(pipeline, num_stages))
     if few < num_micro_batches:
         found = read_stage(pipeline, num_stages, few, stage).in_flight
-        if found < few * chunks_of(pipeline):  # one goes forward when another has gone backward
+        if found < few * chunks_of(pipeline):  # steady state: 1F1B
             return found
     return read_stage(pipeline, num_stages, num_micro_batches, stage).in_flight

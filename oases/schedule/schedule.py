@@ -1,4 +1,4 @@
-"""A schedule is data: the ops of one training step in issue order."""
+"""Schedule of one training step: its ops in issue order, as data."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Literal
 from oases.schedule.ops import STARTS, TRANSFERS, Op, Unit
 
 Place = tuple[int, int]
-"""(block, sub-batch); in a pipeline (part of the model, micro-batch)."""
+"""(block, sub-batch); in a pipeline (model part, micro-batch)."""
 Extent = Literal["none", "some", "full"]
 _AGAIN = ("R", "RC", "RN", "RE")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The ops of one forward and backward pass over `num_blocks` blocks, in issue order.
+    """Ops of one forward and backward pass over `num_blocks` blocks, in issue order.
 
-    Every rank of the group runs the same list; of a pipeline, every rank of a stage that stage's ops.
-    unit: what is scheduled.
-        block       tensor-parallel blocks. along: what sub-batches are parts of, the samples, or the tokens of a
-                    batch too small to cut. In the latter case the blocks in `joint` need every token at once: their
-                    F, R, B and W run once, as sub-batch 0, for all of them.
-        experts     blocks of experts, and what lies between them: N 0, E 0, N 1, ..., N n
-        stage       a pipeline: `num_blocks` parts of the model, of which stage s has s, s + num_stages, ...;
-                    sub-batches are micro-batches. Ops stand stage after stage.
-    recompute: what the backward pass computes again: of no block ("none"), of some, or of every one ("full").
+    Every rank of the group runs the same list; in a pipeline, every rank of a stage runs that stage's ops.
+    unit: the units that are scheduled.
+        block       tensor-parallel blocks. along: the dimension that sub-batches split, batch or sequence (if a
+                    batch is too small). In the latter case the blocks in `joint` need every token at once:
+                    their F, R, B and W run once, as sub-batch 0, for all sub-batches.
+        experts     blocks of experts and the layers between them: N 0, E 0, N 1, ..., N n
+        stage       a pipeline: `num_blocks` model parts, of which stage s has s, s + num_stages, ...; sub-batches are
+                    micro-batches. Ops are sorted by stage.
+    recompute: blocks that the backward pass recomputes: "none", "some" or "full".
     """
 
     name: str
@@ -51,17 +51,17 @@ class Schedule:
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[str, int, int]]:
-        """(kind, block, sub-batch) of every R, RC, RN and RE: what the backward pass computes again."""
+        """(kind, block, sub-batch) of every R, RC, RN and RE."""
         return frozenset((op.kind, op.block, op.sub_batch) for op in self.ops if op.kind in _AGAIN)
 
     @cached_property
     def recomputed_blocks(self) -> frozenset[int]:
-        """The blocks that are computed again."""
+        """Blocks that the backward pass recomputes."""
         return frozenset(block for kind, block, _ in self.recomputed if kind in ("R", "RE"))
 
     @cached_property
     def extent(self) -> Extent:
-        """What the ops compute again, which `recompute` is to say."""
+        """Extent of recomputation by the ops, which must equal `recompute`."""
         if self.unit == "stage":
             found, whole = len(self.recomputed), self.num_blocks * self.num_sub_batches
         elif self.unit == "experts":
@@ -72,32 +72,32 @@ class Schedule:
 
     @cached_property
     def forward(self) -> tuple[Op, ...]:
-        """The ops of the forward pass."""
+        """Ops of the forward pass."""
         return tuple(op for op in self.ops if not op.in_backward)
 
     @cached_property
     def backward(self) -> tuple[Op, ...]:
-        """The ops of the backward pass, recomputation included."""
+        """Ops of the backward pass, with recomputation."""
         return tuple(op for op in self.ops if op.in_backward)
 
     @cached_property
     def backward_set(self) -> frozenset[Op]:
-        """The ops of the backward pass, without their order."""
+        """Ops of the backward pass as a set."""
         return frozenset(self.backward)
 
     @cached_property
     def lines(self) -> dict[Op, int]:
-        """Where each op stands, counted from 1."""
+        """Line number of each op, from 1."""
         return {op: line for line, op in enumerate(self.ops, start=1)}
 
     @cached_property
     def collectives(self) -> tuple[Op, ...]:
-        """The collectives, in the order in which every rank must issue them."""
+        """Collectives, in the order in which every rank must issue them."""
         return tuple(op for op in self.ops if op.kind in STARTS)
 
     @cached_property
     def starts(self) -> dict[Op, Op]:
-        """The collective that a wait ends, by `carried` of both: the op whose result it carries."""
+        """Collective by the op whose result it carries (`carried` of the collective and of its wait)."""
         return {op.carried: op for op in self.collectives if op.of is not None or op.kind in TRANSFERS}
 
     @cached_property
@@ -115,14 +115,14 @@ class Schedule:
 
     @cached_property
     def has_weight_passes(self) -> bool:
-        """Whether weight gradients are ops of their own, W."""
+        """Whether weight gradients are ops of their own (W)."""
         return any(op.kind == "W" for op in self.ops)
 
     # --- tensor-parallel blocks ---
 
     @cached_property
     def remade_inputs(self) -> frozenset[Place]:
-        """(block, sub-batch) whose input an RC makes again before R needs it: the forward pass need not keep it."""
+        """(block, sub-batch) whose input an RC recomputes before its R, so that the forward pass need not keep it."""
         made: set[Place] = set()
         remade: set[Place] = set()
         for op in self.ops:
@@ -134,13 +134,13 @@ class Schedule:
 
     @cached_property
     def sequence_parallel(self) -> bool:
-        """Whether each rank holds its part of the sequence between the blocks."""
+        """Whether each rank holds a shard of the sequence between blocks."""
         return any(op.kind in ("reduce_scatter", "all_gather") for op in self.ops)
 
     def all_reduces_per_layer(self) -> float:
-        """All-reduces per transformer layer (two blocks) and sub-batch, counted from the list.
+        """All-reduces per transformer layer (two blocks) and sub-batch.
 
-        With sequence parallelism a reduce-scatter and an all-gather, which send as much, count as one.
+        With sequence parallelism a reduce-scatter and an all-gather, which send as many bytes, count as one.
         """
         halves = sum(2 if op.kind == "all_reduce" else 1 for op in self.collectives)
         return halves / (self.num_blocks * self.num_sub_batches)
@@ -149,19 +149,19 @@ class Schedule:
 
     @cached_property
     def copies(self) -> bool:
-        """Whether experts are computed elsewhere than at home."""
+        """Whether experts have replicas."""
         return any(op.kind == "share" for op in self.ops)
 
     # --- pipelines ---
 
     @property
     def chunks(self) -> int:
-        """Parts of the model that each stage has."""
+        """Model parts per stage."""
         return self.num_blocks // self.num_stages
 
     @cached_property
     def stages(self) -> tuple[tuple[Op, ...], ...]:
-        """Each stage's ops; every rank of a stage runs the same."""
+        """Ops of each stage; every rank of a stage runs the same."""
         found: list[list[Op]] = [[] for _ in range(self.num_stages)]
         for op in self.ops:
             found[op.block % self.num_stages].append(op)
@@ -169,25 +169,24 @@ class Schedule:
 
     @cached_property
     def readings(self) -> tuple[StageReading, ...]:
-        """What each stage's list says of the stage."""
+        """Properties of each stage that follow from its list."""
         return tuple(StageReading.of(ops) for ops in self.stages)
 
     def in_flight(self, stage: int) -> int:
-        """Most micro-batches, of any of its parts, whose forward pass is done and whose backward pass is not."""
+        """Maximum number of micro-batches between forward and backward pass on a stage, over all its parts."""
         return self.readings[stage].in_flight
 
     def recomputes(self, stage: int) -> bool:
-        """Whether a stage keeps no graph of its forward passes."""
+        """Whether a stage recomputes its forward passes."""
         return any(op.kind == "R" for op in self.stages[stage])
 
 
 Pass = tuple[Literal["F", "R", "B", "W"], int, int]
-"""A pass, its part of the model and its micro-batch. R: recomputation ahead of time. What is computed again right
-before its backward pass is part of that."""
+"""Pass (F, B, R or W), model part and micro-batch. R: early recomputation; else it is part of the backward pass."""
 
 
 def passes_of(ops: Sequence[Op]) -> Iterator[Pass]:
-    """The passes of a stage's list, in order."""
+    """Iterate over the passes in a stage's list, in order."""
     for op, after in zip_longest(ops, ops[1:]):
         inside = op.kind == "R" and after == ("B", op.block, op.sub_batch, None)
         if op.kind in ("F", "R", "B", "W") and not inside:
@@ -198,10 +197,10 @@ def passes_of(ops: Sequence[Op]) -> Iterator[Pass]:
 class StageReading:
     """Properties of one pipeline stage, read off its passes by the planner.
 
-    early: (part, micro-batch) that the stage recomputes ahead of its backward pass, before the gradient is there.
-    in_flight: most micro-batches, of any of its parts, between the forward and the backward pass. weights_waiting:
-    most micro-batches whose weight gradients wait while another pass begins. has_weights: whether these are passes of
-    their own. last: the pass that ends its work, behind which no gradient is added to any more.
+    early: (part, micro-batch) pairs recomputed before their gradient arrives. in_flight: maximum number of
+    micro-batches between forward and backward pass. weights_waiting: maximum number of micro-batches with deferred
+    weight gradients when another pass begins. has_weights: whether weight gradients are passes of their own. last:
+    the stage's last pass, after which no gradient is accumulated.
     """
 
     early: frozenset[Place]
@@ -212,12 +211,12 @@ class StageReading:
 
     @staticmethod
     def of(ops: Sequence[Op]) -> StageReading:
-        """Of a stage's list."""
+        """Read the ops of a stage."""
         return StageReading.of_passes(passes_of(ops))
 
     @staticmethod
     def of_passes(passes: Iterator[Pass]) -> StageReading:
-        """Of a stage's passes, of which there is at least one."""
+        """Read the passes of a stage, at least one."""
         early: set[Place] = set()
         flying = most = backward = weights = waiting = 0
         last: Pass | None = None

@@ -1,7 +1,7 @@
-"""Schedules over the sequence: sequence parallelism for any list, and sub-batches of tokens for a batch of one.
+"""Schedules along the sequence: sequence parallelism for any schedule, and sub-batches of tokens for a batch of one.
 
-Sequence parallelism (arXiv 2205.05198) sends what an all-reduce sends in two halves, a reduce-scatter before C and an
-all-gather after it, so that norms, dropout and residuals work on a part of the sequence.
+Sequence parallelism (arXiv 2205.05198) replaces an all-reduce by a reduce-scatter before C and an all-gather after
+it, so that norms, dropout and residuals work on a shard of the sequence.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ _HEAVY = ("F", "R", "B", "W")
 
 
 def sequence_parallel(schedule: Schedule) -> Schedule:
-    """The same schedule with a reduce-scatter and an all-gather in place of every all-reduce.
+    """Replace every all-reduce by a reduce-scatter and an all-gather.
 
-    Both halves are to be hidden, so C (or BC), which stands between them, moves up to the middle of the compute that
-    hid the all-reduce.
+    To hide both, C (or BC), which lies between them, moves to the middle of the compute that hid the all-reduce.
     """
     if schedule.sequence_parallel:
         return schedule
@@ -55,9 +54,9 @@ def _gathered(schedule: Schedule) -> Iterator[Op]:
 
 
 def _balanced(schedule: Schedule) -> list[Op]:
-    """Each op between the halves, with its gather, in the middle of the compute before it that needs it not.
+    """Move each op between the two collectives to the middle of the independent compute before it.
 
-    What moves, moves by as many ops as hid the all-reduce, so the whole takes time in proportion to the list.
+    It moves by at most as many ops as hid the all-reduce, so the cost is linear in the length of the list.
     """
     ops = list(schedule.ops)
     at = {op: place for place, op in enumerate(ops)}
@@ -85,15 +84,16 @@ def along_sequence(
     recompute: Recompute = "none",
     layer_of: LayerOf = None,
 ) -> Schedule:
-    """The Oases schedule with parts of the sequence for sub-batches, for batches too small to cut.
+    """The Oases schedule with sub-batches along the sequence, for batches too small to split.
 
-    joint: blocks that need every token at once (attention). They run whole; the all-reduces of their parts hide under
-    the token-wise blocks (MLP) next to them, and weight gradients fill the wait before them in the backward pass.
+    joint: blocks that need every token at once (attention). They run whole; all-reduces of their sub-batches are
+    hidden under the adjacent token-wise blocks (MLP), and weight gradients fill the wait before them in the
+    backward pass.
     """
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
-    passes = _Passes(num_blocks, num_sub_batches, frozenset(joint), again)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
+    passes = _Passes(num_blocks, num_sub_batches, frozenset(joint), recomputed)
     ops = (*passes.forward(), *passes.backward())
-    extent = extent_of(again, num_blocks)
+    extent = extent_of(recomputed, num_blocks)
     schedule = Schedule("oases", num_blocks, num_sub_batches, ops, extent, "sequence", passes.joint)
     validate(schedule)
     return schedule
@@ -101,12 +101,12 @@ def along_sequence(
 
 @dataclass(frozen=True)
 class _Passes:
-    """The two passes of `along_sequence`."""
+    """The forward and the backward pass of `along_sequence`."""
 
     num_blocks: int
     num_sub_batches: int
     joint: frozenset[int]
-    again: frozenset[int]
+    recomputed: frozenset[int]
 
     def forward(self) -> Iterator[Op]:
         for b in range(self.num_blocks):
@@ -122,7 +122,7 @@ class _Passes:
         yield from self._combined(self.num_blocks - 1)
 
     def backward(self) -> Iterator[Op]:
-        # The part that finished last goes first.
+        # The sub-batch that finished last goes first.
         order = list(reversed(range(self.num_sub_batches)))
         for b in reversed(range(self.num_blocks)):
             if b in self.joint:
@@ -147,7 +147,7 @@ class _Passes:
                 yield from received("F", block, s, "C")
 
     def _recomputed(self, block: int, s: int) -> Iterator[Op]:
-        if block in self.again:
+        if block in self.recomputed:
             yield Op("R", block, s)
 
     def _arrived(self, block: int, s: int) -> Iterator[Op]:

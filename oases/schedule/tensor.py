@@ -1,8 +1,8 @@
 """Generators of tensor-parallel schedules: pure functions of the number of blocks and sub-batches.
 
 The four of the Oases paper's ablation (arXiv 2305.16121) and Merak's sub-pipelined tensor parallelism (arXiv
-2206.04959). With recompute="full" they differ in whether the recomputation carries all-reduces and in what hides
-them; all-reduces per layer and sub-batch are then 6, 4, 6, 4 and 6, and 4 without recomputation.
+2206.04959). With recompute="full" they differ in whether recomputation repeats all-reduces and in what hides them:
+they have 6, 4, 6, 4 and 6 all-reduces per layer and sub-batch, and 4 without recomputation.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from oases.schedule.schedule import Extent, Schedule
 from oases.schedule.validate import validate
 
 Recompute = Literal["none", "full"] | int
-"""What the backward pass computes again: nothing, every layer, or the first so many layers."""
+"""Recomputation in the backward pass: of nothing, of every layer, or of the first so many layers."""
 LayerOf = Sequence[int] | None
-"""The layer of each block, in their order; None where two blocks, attention and MLP, are one."""
+"""Layer of each block, in order; None where two blocks, attention and MLP, form a layer."""
 
 
 def sync(
     num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none", layer_of: LayerOf = None
 ) -> Schedule:
-    """Ordinary tensor parallelism (Megatron-LM): every all-reduce is waited for at once.
+    """Synchronous tensor parallelism (Megatron-LM): every all-reduce is waited for at once.
 
-    With recomputation a layer's input is kept and its whole forward pass is run again, all-reduces included.
+    With recomputation a layer's input is kept and its whole forward pass is repeated, all-reduces included.
     """
 
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         for b in range(num_blocks):
@@ -39,20 +39,20 @@ def sync(
                 yield from _exposed("F", b, s, then="C")
         for layer in reversed(_layers(num_blocks, layer_of)):
             for s in reversed(range(num_sub_batches)):
-                for b in (b for b in layer if b in again):
+                for b in (b for b in layer if b in recomputed):
                     yield from _exposed("R", b, s, then="RC")
                 for b in reversed(layer):
                     yield from _exposed("B", b, s)
 
-    return Schedule("sync", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+    return Schedule("sync", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))
 
 
 def fine_grained(
     num_blocks: int, num_sub_batches: int = 1, recompute: Recompute = "none", layer_of: LayerOf = None
 ) -> Schedule:
-    """`sync` whose recomputation begins after one all-reduce and ends before the next: it carries none."""
+    """`sync` with recomputation between two all-reduces, which repeats none of them."""
 
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         for b in range(num_blocks):
@@ -60,50 +60,50 @@ def fine_grained(
                 yield from _exposed("F", b, s, then="C")
         for b in reversed(range(num_blocks)):
             for s in reversed(range(num_sub_batches)):
-                if b in again:
+                if b in recomputed:
                     yield Op("R", b, s)
                 yield from _exposed("B", b, s)
 
-    return Schedule("fine_grained", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+    return Schedule("fine_grained", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))
 
 
 def cross_pass(
     num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none", layer_of: LayerOf = None
 ) -> Schedule:
-    """All-reduces hide under the other sub-batches, those of the recomputation, which it keeps, among them."""
+    """All-reduces are hidden under the other sub-batches; recomputation repeats its all-reduces."""
 
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         yield from _piped("F", list(range(num_blocks)), num_sub_batches, "C")
         order = list(reversed(range(num_sub_batches)))
         for layer in reversed(_layers(num_blocks, layer_of)):
-            if again.issuperset(layer):
+            if recomputed.issuperset(layer):
                 yield from _overlapped_recompute(layer, order)
             for b in reversed(layer):
                 for s in order:
-                    if b in again and b == layer[-1]:
+                    if b in recomputed and b == layer[-1]:
                         yield from received("R", b, s, "RC")
                     if b < num_blocks - 1:
                         yield Op("wait", b + 1, s, "B")
                     yield from started("B", b, s)
         yield from (Op("wait", 0, s, "B") for s in order)
 
-    return Schedule("cross_pass", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+    return Schedule("cross_pass", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))
 
 
 def oases(
     num_blocks: int, num_sub_batches: int = 2, recompute: Recompute = "none", layer_of: LayerOf = None
 ) -> Schedule:
-    """The all-reduce of one sub-batch runs under the blocks of the others, from the first block to the last.
+    """The Oases schedule: all-reduces of one sub-batch run under the blocks of the others, across block boundaries.
 
-    A result is waited for only when the next block of the same sub-batch needs it. Weight gradients are computed
-    once the all-reduce they would have delayed is on the wire. Recomputation carries no all-reduce and needs no
-    gradient, so it runs while the gradient is on the way. Exposed: the last all-reduce of the forward pass, and what
-    the weight gradients of the first block do not hide of the last one of the backward pass.
+    A result is waited for only when the next block of the same sub-batch needs it. Weight gradients run after the
+    start of the all-reduce that they would have delayed. Recomputation repeats no all-reduce and needs no gradient,
+    so it runs while the gradient is in flight. Exposed: the last all-reduce of the forward pass, and the part of
+    the last one of the backward pass that the weight gradients of the first block do not hide.
     """
 
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         yield from _piped("F", list(range(num_blocks)), num_sub_batches, "C")
@@ -111,18 +111,18 @@ def oases(
         order = list(reversed(range(num_sub_batches)))
         for b in reversed(range(num_blocks)):
             for s in order:
-                if b in again:
+                if b in recomputed:
                     yield Op("R", b, s)
                 if b < num_blocks - 1:
                     yield Op("wait", b + 1, s, "B")
                 yield from started("B", b, s)
                 if b > 0:
                     yield Op("W", b, s)
-        # Nothing else is left to hide the last all-reduces under.
+        # No other op is left to hide the last all-reduces.
         yield from (Op("W", 0, s) for s in order)
         yield from (Op("wait", 0, s, "B") for s in order)
 
-    return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+    return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))
 
 
 def sub_pipelined(
@@ -135,36 +135,36 @@ def sub_pipelined(
 ) -> Schedule:
     """Merak's sub-pipelined tensor parallelism, levels 1 to 3: overlap inside a block, a layer, across layers.
 
-    Within its reach each pass hides an all-reduce under the other sub-batches; at its border all are waited for.
-    Recomputation keeps its all-reduces and is a pass of its own per layer, apart from the backward pass.
+    Inside its scope each pass hides an all-reduce under the other sub-batches; at the end of the scope all are
+    waited for. Recomputation repeats its all-reduces and is a pass of its own per layer, before the backward pass.
     """
     if level not in (1, 2, 3):
         raise ScheduleError(f"sub_pipelined has levels 1, 2 and 3, got {level}")
     layers = _layers(num_blocks, layer_of)
     reach = {1: [[b] for b in range(num_blocks)], 2: layers, 3: [list(range(num_blocks))]}[level]
 
-    again = recomputed_blocks(num_blocks, recompute, layer_of)
+    recomputed = recomputed_blocks(num_blocks, recompute, layer_of)
 
     def ops() -> Iterator[Op]:
         for blocks in reach:
             yield from _piped("F", blocks, num_sub_batches, "C")
-        if not again:
+        if not recomputed:
             for blocks in reversed(reach):
                 yield from _piped("B", blocks[::-1], num_sub_batches)
             return
         for layer in reversed(layers):
             parts = [[b] for b in layer] if level == 1 else [layer]
-            for blocks in parts if again.issuperset(layer) else []:
+            for blocks in parts if recomputed.issuperset(layer) else []:
                 yield from _piped("R", blocks, num_sub_batches, "RC")
             for blocks in reversed(parts):
                 yield from _piped("B", blocks[::-1], num_sub_batches)
 
     name = "sub_pipelined" if level == 3 else f"sub_pipelined_{level}"
-    return Schedule(name, num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))
+    return Schedule(name, num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))
 
 
 def recomputed_blocks(num_blocks: int, recompute: Recompute, layer_of: LayerOf = None) -> frozenset[int]:
-    """The blocks that the backward pass computes again. Raises ScheduleError for more layers than there are."""
+    """Blocks that the backward pass recomputes. Raises ScheduleError for more layers than the model has."""
     layers = _layers(num_blocks, layer_of)
     count = {"none": 0, "full": len(layers)}.get(recompute) if isinstance(recompute, str) else recompute
     if count is None or not 0 <= count <= len(layers):
@@ -174,18 +174,18 @@ def recomputed_blocks(num_blocks: int, recompute: Recompute, layer_of: LayerOf =
     return frozenset(b for layer in layers[:count] for b in layer)
 
 
-def extent_of(again: frozenset[int], num_blocks: int) -> Extent:
-    """In a word, how many of the blocks are computed again."""
-    return "none" if not again else "full" if len(again) == num_blocks else "some"
+def extent_of(recomputed: frozenset[int], num_blocks: int) -> Extent:
+    """Extent of recomputation: none, some or full."""
+    return "none" if not recomputed else "full" if len(recomputed) == num_blocks else "some"
 
 
-def recomputed_layers(again: AbstractSet[int], num_blocks: int, layer_of: LayerOf = None) -> int:
-    """How many layers lie among these blocks, wholly or in part: the number that `recompute` takes for them."""
-    return sum(not again.isdisjoint(layer) for layer in _layers(num_blocks, layer_of))
+def recomputed_layers(recomputed: AbstractSet[int], num_blocks: int, layer_of: LayerOf = None) -> int:
+    """Number of layers among these blocks, wholly or in part: the value of `recompute` for them."""
+    return sum(not recomputed.isdisjoint(layer) for layer in _layers(num_blocks, layer_of))
 
 
 def _layers(num_blocks: int, layer_of: LayerOf = None) -> list[list[int]]:
-    """The blocks of each layer: pairs, attention and MLP, where nothing says otherwise; an odd block is one alone."""
+    """Blocks of each layer: pairs (attention, MLP) unless `layer_of` is given; an odd last block is a layer."""
     if layer_of is None:
         layer_of = [block // 2 for block in range(num_blocks)]
     if len(layer_of) != num_blocks or list(layer_of) != sorted(layer_of):
@@ -196,13 +196,13 @@ def _layers(num_blocks: int, layer_of: LayerOf = None) -> list[list[int]]:
 
 
 def started(kind: Compute, block: int, sub_batch: int) -> Iterator[Op]:
-    """A compute op and the start of the sum of its result."""
+    """A compute op and the start of the all-reduce of its result."""
     yield Op(kind, block, sub_batch)
     yield Op("all_reduce", block, sub_batch, kind)
 
 
 def received(kind: Compute, block: int, sub_batch: int, then: Compute | None) -> Iterator[Op]:
-    """The end of that sum and the op that reads it."""
+    """The wait for that all-reduce and the op that reads it."""
     yield Op("wait", block, sub_batch, kind)
     if then is not None:
         yield Op(then, block, sub_batch)
@@ -225,7 +225,7 @@ def _piped(kind: Compute, blocks: list[int], num_sub_batches: int, then: Compute
 
 
 def _overlapped_recompute(layer: list[int], order: list[int]) -> Iterator[Op]:
-    """Recompute a layer; its last all-reduces are left in flight, for the backward pass to wait for."""
+    """Recompute a layer; its last all-reduces stay in flight, and the backward pass waits for them."""
     for index, b in enumerate(layer):
         for s in order:
             if index:
@@ -243,7 +243,7 @@ GENERATORS: dict[str, Callable[[int, int, Recompute, LayerOf], Schedule]] = {
     "sub_pipelined_2": partial(sub_pipelined, level=2),
 }
 WHOLE = frozenset({"sync", "fine_grained"})
-"""Schedules that overlap nothing have no use for sub-batches and run the batch whole."""
+"""Schedules without overlap, which run the batch as one sub-batch."""
 
 
 def generate(
@@ -253,7 +253,7 @@ def generate(
     recompute: Recompute = "none",
     layer_of: LayerOf = None,
 ) -> Schedule:
-    """Return the named schedule, validated. Those in WHOLE get one sub-batch."""
+    """Generate the named schedule and validate it. Those in WHOLE get one sub-batch. Raises ScheduleError."""
     if name not in GENERATORS:
         raise ScheduleError(f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}")
     schedule = GENERATORS[name](num_blocks, 1 if name in WHOLE else num_sub_batches, recompute, layer_of)

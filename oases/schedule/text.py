@@ -1,12 +1,12 @@
-"""The text form of a schedule: a header and one op a line, written and read back without loss.
+"""Text form of a schedule: a header and one op per line, read back without loss.
 
 schedule oases blocks=1 sub_batches=2 recompute=none
 F 0.0                 # block 0, sub-batch 0
-all_reduce F 0.0      # start summing its result over the ranks
+all_reduce F 0.0      # start the all-reduce of its result
 wait F 0.0
 
-The header says the sort of list: `schedule` of tensor-parallel blocks, `experts`, or `pipeline`, whose ops stand
-stage after stage and are named PART.MICRO_BATCH.
+The first word of the header is the unit: `schedule` for tensor-parallel blocks, `experts`, or `pipeline`, whose ops
+are sorted by stage and named PART.MICRO_BATCH.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PLACE = re.compile(r"(?P<block>\d{1,6})\.(?P<sub_batch>\d{1,6})$")
 
 
 class ScheduleSyntaxError(ScheduleError):
-    """A schedule text that cannot be read. `line` and `column` count from 1."""
+    """Syntax error in a schedule text. `line` and `column` count from 1."""
 
     def __init__(self, message: str, line: int, column: int) -> None:
         super().__init__(f"line {line}, column {column}: {message}")
@@ -64,7 +64,7 @@ class ScheduleSyntaxError(ScheduleError):
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """Write `schedule` as text, one op a line."""
+    """Format `schedule` as text, one op per line."""
     if schedule.unit == "stage":
         header = f"pipeline {schedule.name} stages={schedule.num_stages} micro_batches={schedule.num_sub_batches}"
         header += f" chunks={schedule.chunks}" if schedule.chunks > 1 else ""
@@ -83,13 +83,13 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
-    """The lines that say something, with their numbers, without comments."""
+    """Lines with content, with their numbers and without comments."""
     numbered = ((number, raw.split("#", 1)[0].rstrip()) for number, raw in enumerate(text.splitlines(), start=1))
     return [(number, line) for number, line in numbered if line.strip()]
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Read a schedule from its text form. Blank lines and `#` comments are skipped.
+    """Parse the text form of a schedule. Blank lines and `#` comments are skipped.
 
     Raises ScheduleSyntaxError with line and column. Does not check that the schedule can run: see `validate`.
     """
@@ -102,7 +102,7 @@ def parse_schedule(text: str) -> Schedule:
     found = pattern.match(line.strip())
     if found is None:
         column = line.index(line.strip()) + 1
-        others = "" if line.split()[0] in _WORDS else ", or one that begins with experts or pipeline"
+        others = "" if line.split()[0] in _WORDS else " (or experts ..., pipeline ...)"
         raise ScheduleSyntaxError(f"expected the header '{expected}'{others}, got {line.strip()!r}", number, column)
     header = found.groupdict()
     kinds = tuple(name for name, row in OPS.items() if unit in row.reads)
@@ -110,7 +110,7 @@ def parse_schedule(text: str) -> Schedule:
     stages = int(header.get("stages") or 1)
     blocks = int(header.get("blocks") or stages * int(header.get("chunks") or 1))
     if unit == "stage" and not blocks:
-        raise ScheduleSyntaxError("a pipeline has at least 1 stage with 1 part of the model", number, 1)
+        raise ScheduleSyntaxError("a pipeline has at least 1 stage with 1 model part", number, 1)
     schedule = Schedule(
         name=header["name"],
         num_blocks=blocks,
@@ -152,25 +152,25 @@ def _parse_op(line: str, number: int, unit: Unit, kinds: tuple[str, ...]) -> Op:
         raise ScheduleSyntaxError(f"expected {_PLACES[unit]}, got {place!r}", number, column)
     if len(words) > place_at + 1:
         extra, column = words[place_at + 1]
-        raise ScheduleSyntaxError(f"nothing may follow the op, got {extra!r}", number, column)
+        raise ScheduleSyntaxError(f"unexpected text after the op: {extra!r}", number, column)
     return Op(cast(Any, kind), int(match["block"]), int(match["sub_batch"]), cast(Any, of))
 
 
 def is_text(schedule: str) -> bool:
-    """Whether a schedule is given by its text, in place of a name."""
+    """Whether a string is the text of a schedule rather than a name."""
     return "\n" in schedule
 
 
 @lru_cache(maxsize=64)
 def from_text(text: str, unit: Unit | None) -> Schedule:
-    """The list of a text, validated. ScheduleError for another sort than is asked for, or without a backward pass."""
+    """Parse and validate a text. Raises ScheduleError unless it is a list of `unit` with a backward pass."""
     return _trainable(parse_schedule(text), unit)
 
 
 def _trainable(schedule: Schedule, unit: Unit | None) -> Schedule:
     validate(schedule, unit)
     if not schedule.backward:
-        raise ScheduleError("it has no backward pass, which training needs")
+        raise ScheduleError("it has no backward pass, which training requires")
     return schedule
 
 
@@ -178,10 +178,10 @@ def read_schedule(
     path: str | Path, unit: Unit | None, *, num_blocks: int | None = None, num_stages: int | None = None,
     num_sub_batches: int | None = None,
 ) -> Schedule:  # fmt: skip
-    """Read a list of the given sort, None for any, from a file and validate it.
+    """Read a schedule of the given unit, None for any, from a file and validate it.
 
-    num_blocks, num_stages, num_sub_batches: what it is to be for, where that is known; of a pipeline the parts of the
-    model, the stages and the micro-batches. Raises ScheduleError with file, line and reason.
+    num_blocks, num_stages, num_sub_batches: required sizes, None for any; of a pipeline the model parts, stages and
+    micro-batches. Raises ScheduleError with file, line and reason.
     """
     file = f"schedule file {str(path)!r}"
     try:
@@ -207,14 +207,15 @@ def name_or_text(
     value: str, names: Collection[str], unit: Unit, *, num_blocks: int | None = None, num_stages: int | None = None,
     num_sub_batches: int | None = None,
 ) -> str:  # fmt: skip
-    """The name of a generator as it is, or the text of the list in the file that `value` is the path of.
+    """Return the name of a generator unchanged, or the text in the file at the path `value`.
 
-    Sizes and errors are those of `read_schedule`; ScheduleError for what is neither a name nor a file.
+    Sizes and errors are those of `read_schedule`; raises ScheduleError for a value that is neither a name nor a
+    file.
     """
     if value in names:
         return value
     if not Path(value).is_file():
-        raise ScheduleError(f"{value!r} is unknown; known are {', '.join(names)}, and the path of a list's text")
+        raise ScheduleError(f"{value!r} is unknown; known are {', '.join(names)}, or a schedule file's path")
     return format_schedule(
         read_schedule(value, unit, num_blocks=num_blocks, num_stages=num_stages, num_sub_batches=num_sub_batches)
     )
@@ -226,8 +227,8 @@ def _require_sizes(
     stages = schedule.unit == "stage"
     for what, has, wanted in (
         ("stages", schedule.num_stages, num_stages),
-        ("parts of the model" if stages else "blocks", schedule.num_blocks, num_blocks),
+        ("model parts" if stages else "blocks", schedule.num_blocks, num_blocks),
         ("micro-batches" if stages else "sub-batches", schedule.num_sub_batches, num_sub_batches),
     ):
         if wanted is not None and has != wanted:
-            raise ScheduleError(f"it is for {has} {what}, and there are {wanted}", 0)
+            raise ScheduleError(f"it is for {has} {what}, but {wanted} are required", 0)

@@ -1,4 +1,4 @@
-"""Proves that a schedule can run: every input there, every wait after its start, no rank that waits for ever."""
+"""Validation of schedules: every input is available, every wait follows its start, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from oases.schedule.ops import OPS, STARTS, TRANSFERS, Compute, Kind, Op, Schedu
 from oases.schedule.schedule import Schedule
 
 _ONCE: tuple[str, ...] = ("F", "R", "B", "W")
-"""The ops that a joint block runs once for all sub-batches."""
+"""Ops that a joint block runs once for all sub-batches."""
 _BEHIND = ("N", "RN", "BN")
-"""Of these there is one more than blocks of experts."""
+"""Ops of which there is one more than blocks of experts."""
 SORTS: dict[Unit, str] = {
     "block": "tensor-parallel blocks", "experts": "blocks of experts", "stage": "pipeline stages",
 }  # fmt: skip
-"""In words what each sort of list schedules."""
+"""Names of the units in error messages."""
 _PARTIAL = frozenset({"F", "R", "B"})
-_SUMS = "the result of {of} is whole; only F, R and B leave partial sums"
+_SUMS = "the result of {of} is complete; only F, R and B leave partial sums"
 _MESSAGES = "only the results of F and B go to another stage"
 _CARRIES = {
     "all_reduce": _SUMS,
     "reduce_scatter": _SUMS,
-    "all_gather": "only C, RC and BC make parts of the sequence, to be gathered",
-    "all_to_all": "only N, E, BN and BE make tokens to be sent, or their gradients",
+    "all_gather": "only C, RC and BC leave sequence shards to gather",
+    "all_to_all": "only N, E, BN and BE produce tokens or their gradients",
     "send": _MESSAGES,
     "receive": _MESSAGES,
 }
-"""By collective, what it says where it is given a result that it cannot carry."""
+"""Error for a result that this collective cannot carry, by collective."""
 
 
 # --- what an op reads ---
 
 
 def needs(op: Op, schedule: Schedule) -> list[Op]:
-    """The ops that must come before `op` in its rank's list: the data it reads."""
+    """Ops that must precede `op` in its rank's list: the producers of its inputs."""
     kind, b, s, _ = op
     found: list[Op] = []
     for read in OPS[kind].reads[schedule.unit]:
@@ -69,7 +69,7 @@ def _holds(when: str, kind: str, b: int, s: int, schedule: Schedule) -> bool:
 
 
 def _arrival(kind: str, b: int, s: int, schedule: Schedule) -> Op:
-    """The op that leaves a result where another one can read it: the wait for what carries it, if something does."""
+    """Op after which a result can be read: the wait for the collective that carries it, if there is one."""
     carried = schedule.unit == "experts" or kind in _PARTIAL or schedule.sequence_parallel
     return Op("wait", b, s, kind) if carried else Op(kind, b, s)  # type: ignore[arg-type]
 
@@ -86,22 +86,22 @@ def _start_of(wait: Op) -> Op:
 
 
 def _made_by(op: Op, schedule: Schedule) -> Op:
-    """The op that makes what `op` stands for: a joint block makes every sub-batch's part at once."""
+    """Op that computes this sub-batch's result: a joint block computes all sub-batches at once."""
     return op._replace(sub_batch=0) if op.block in schedule.joint and op.kind in _ONCE else op
 
 
 def required(schedule: Schedule) -> Iterator[Op]:
-    """The ops that the list must hold for the step to be whole."""
+    """Ops that the list must hold to be a complete step."""
     places = [(b, s) for b in range(schedule.num_blocks) for s in range(schedule.num_sub_batches)]
     if schedule.unit == "stage":
         kinds: tuple[Compute, ...] = ("F", "B", "W") if schedule.has_weight_passes else ("F", "B")
         yield from (Op(kind, b, s) for b, s in places for kind in kinds)
         return
     if schedule.unit == "experts":
-        n, again = schedule.num_blocks, schedule.recompute == "full"
-        both: list[Compute] = ["N", "BN", *(["RN"] if again else [])]  # type: ignore[list-item]
+        n, recomputed = schedule.num_blocks, schedule.recompute == "full"
+        both: list[Compute] = ["N", "BN", *(["RN"] if recomputed else [])]  # type: ignore[list-item]
         yield from (Op(kind, b, 0) for kind in both for b in range(n + 1))
-        both = ["E", "P", "BE", *(["RE"] if again else [])]  # type: ignore[list-item]
+        both = ["E", "P", "BE", *(["RE"] if recomputed else [])]  # type: ignore[list-item]
         yield from (Op(kind, b, 0) for kind in both for b in range(n))
         moved: tuple[Transfer, ...] = ("join", "return") if schedule.copies else ()
         yield from (Op("wait", b, 0, kind) for kind in moved for b in range(n))
@@ -126,11 +126,11 @@ def required(schedule: Schedule) -> Iterator[Op]:
 def validate(schedule: Schedule, unit: Unit | None = None) -> None:
     """Raise ScheduleError, naming op and line, unless every rank can run `schedule` to the end.
 
-    unit: the sort of list that is asked for; None for any.
+    unit: required unit; None for any.
     """
     if unit is not None and schedule.unit != unit:
         raise ScheduleError(
-            f"{schedule.name} is a list of {SORTS[schedule.unit]}; here one of {SORTS[unit]} is asked for", 0
+            f"{schedule.name} is a schedule of {SORTS[schedule.unit]}, but one of {SORTS[unit]} is required", 0
         )
     _require_sizes(schedule)
     done: dict[Op, int] = {}
@@ -149,7 +149,7 @@ def validate(schedule: Schedule, unit: Unit | None = None) -> None:
         done[op] = line
     for op in required(schedule):
         if op not in done:
-            raise ScheduleError(f"'{op}' is missing: the step would not be whole without it")
+            raise ScheduleError(f"'{op}' is missing: without it the step is incomplete")
     _require_recompute_as_said(schedule)
     if schedule.unit == "stage":
         _require_messages(schedule)
@@ -166,10 +166,10 @@ def _require_sizes(schedule: Schedule) -> None:
         )
     stages, whole = schedule.num_stages, schedule.unit == "stage"
     if stages < 1 or schedule.num_blocks % stages or (stages > 1 and not whole):
-        raise ScheduleError(f"{schedule.num_blocks} parts of a model cannot be cut into {stages} pipeline stages", 0)
+        raise ScheduleError(f"{schedule.num_blocks} model parts cannot be divided over {stages} pipeline stages", 0)
     if schedule.unit == "experts" and schedule.num_sub_batches > 1:
         raise ScheduleError(
-            f"a schedule of experts runs the batch whole, got {schedule.num_sub_batches} sub-batches", 0
+            f"an expert schedule does not split the batch, got {schedule.num_sub_batches} sub-batches", 0
         )
     if schedule.unit != "block" and (schedule.joint or schedule.along != "batch"):
         raise ScheduleError("only tensor-parallel blocks have joint blocks or sub-batches along=sequence", 0)
@@ -178,9 +178,11 @@ def _require_sizes(schedule: Schedule) -> None:
     if schedule.joint and not max(schedule.joint) < schedule.num_blocks:
         raise ScheduleError(f"joint block {max(schedule.joint)} is beyond the {schedule.num_blocks} blocks", 0)
     if schedule.along == "sequence" and schedule.sequence_parallel:
-        raise ScheduleError("sub-batches along=sequence cannot be sequence-parallel besides; cut the batch", 0)
+        raise ScheduleError(
+            "sub-batches along=sequence cannot be combined with sequence parallelism; split the batch", 0
+        )
     if schedule.joint and any(kind == "RC" for kind, _, _ in schedule.recomputed):
-        raise ScheduleError("op RC cannot be in a list with joint blocks: what C made is kept there", 0)
+        raise ScheduleError("op RC is not allowed with joint blocks, which keep the result of C", 0)
 
 
 def _require_recompute_as_said(schedule: Schedule) -> None:
@@ -203,24 +205,24 @@ def _require_recompute_as_said(schedule: Schedule) -> None:
 def _require_possible(op: Op, line: int, schedule: Schedule, done: dict[Op, int]) -> None:
     """Raise ScheduleError unless `op` can run after the ops in `done` (op -> line)."""
     if schedule.unit not in OPS[op.kind].reads:
-        raise ScheduleError(f"op {line} ({op}): {op.kind} is no op of {SORTS[schedule.unit]}", line)
+        raise ScheduleError(f"op {line} ({op}): {op.kind} is not an op of {SORTS[schedule.unit]}", line)
     if not (0 <= op.block < _count(op.of or op.kind, schedule) and 0 <= op.sub_batch < schedule.num_sub_batches):
         sizes = {
             "block": f"{schedule.num_blocks} blocks and {schedule.num_sub_batches} sub-batches",
             "experts": f"{schedule.num_blocks} blocks of experts and 1 sub-batch",
-            "stage": f"{schedule.num_blocks} parts of the model and {schedule.num_sub_batches} micro-batches",
+            "stage": f"{schedule.num_blocks} model parts and {schedule.num_sub_batches} micro-batches",
         }[schedule.unit]
         raise ScheduleError(f"op {line} ({op}): the schedule has {sizes}, counted from 0", line)
     if OPS[op.kind].stream == "link":
         _require_meaning(op, line, schedule)
     elif op.of is not None:
-        raise ScheduleError(f"op {line} ({op}): {op.kind} carries nothing, so it is of no other op", line)
+        raise ScheduleError(f"op {line} ({op}): {op.kind} carries no result, so it cannot name another op", line)
     if op.sub_batch and op.kind in _ONCE and op.block in schedule.joint:
         raise ScheduleError(
             f"op {line} ({op}): block {op.block} is joint, so its {op.kind} runs once, as sub-batch 0", line
         )
     if op in done:
-        raise ScheduleError(f"op {line} ({op}): done twice, first as op {done[op]}", line)
+        raise ScheduleError(f"op {line} ({op}): duplicate of op {done[op]}", line)
     _require_inputs(op, line, schedule, done)
 
 
@@ -237,23 +239,23 @@ def _require_inputs(op: Op, line: int, schedule: Schedule, done: dict[Op, int]) 
 
 
 def _require_meaning(op: Op, line: int, schedule: Schedule) -> None:
-    """Raise ScheduleError for a collective, a message or a wait that is about nothing that travels."""
+    """Raise ScheduleError for a collective, message or wait that carries no valid result."""
     where, kind, of = f"op {line} ({op})", op.kind, op.of
     if kind in TRANSFERS:
         if of is not None:
-            raise ScheduleError(f"{where}: {kind} carries parameters of copies, no op's result", line)
+            raise ScheduleError(f"{where}: {kind} carries replica parameters, not an op's result", line)
         return
     if of is None or (of not in OPS) or schedule.unit not in OPS[of].reads:
         raise ScheduleError(f"{where}: '{kind}' must name the op whose result it carries", line)
     if kind in STARTS and schedule.starts[op.carried] != op:
         raise ScheduleError(
-            f"{where}: the result of {op.carried} is carried twice, besides by {schedule.starts[op.carried]}", line
+            f"{where}: the result of {op.carried} is carried twice, also by {schedule.starts[op.carried]}", line
         )
     carrier = "send" if kind == "receive" else kind
     if kind != "wait" and carrier not in OPS[of].carried_by:
         raise ScheduleError(f"{where}: {_CARRIES[kind].format(of=of)}", line)
     if kind == "all_to_all" and (of, op.block) in (("N", schedule.num_blocks), ("BN", 0)):
-        raise ScheduleError(f"{where}: no experts are behind {op.carried} that its result could go to", line)
+        raise ScheduleError(f"{where}: no experts follow {op.carried}, so its result has no destination", line)
     if kind == "all_reduce" and schedule.sequence_parallel:
         raise ScheduleError(
             f"{where}: the list is sequence-parallel, so sums are scattered; use reduce_scatter", line
@@ -261,7 +263,7 @@ def _require_meaning(op: Op, line: int, schedule: Schedule) -> None:
 
 
 def _require_waits(schedule: Schedule) -> None:
-    """Raise ScheduleError for a collective whose end nobody waits for."""
+    """Raise ScheduleError for a collective without a wait."""
     waited = {schedule.starts[op.carried] for op in schedule.ops if op.kind == "wait"}
     for op in schedule.collectives:
         if op not in waited:
@@ -273,7 +275,7 @@ def _require_waits(schedule: Schedule) -> None:
 
 
 def _lanes(schedule: Schedule) -> dict[tuple[int, int, str], tuple[list[Op], list[Op]]]:
-    """The messages of a pipeline by (stage that sends, stage that receives, F or B): its sends, its receives.
+    """Messages of a pipeline by (sending stage, receiving stage, F or B): its sends, its receives.
 
     Each in the order of its stage's list.
     """
@@ -288,14 +290,14 @@ def _lanes(schedule: Schedule) -> dict[tuple[int, int, str], tuple[list[Op], lis
 
 
 def _require_messages(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every message has two ends, lanes keep their order, and no stage waits for ever."""
+    """Raise ScheduleError unless sends match receives, messages keep their order, and no stage waits forever."""
     lines, last = schedule.lines, schedule.num_blocks - 1
     before = 0
     for line, op in enumerate(schedule.ops, start=1):
         stage = op.block % schedule.num_stages
         if stage < before:
             raise ScheduleError(
-                f"op {line} ({op}): it is of stage {stage}, behind ops of stage {before}; sort ops by stage",
+                f"op {line} ({op}): it is of stage {stage}, after ops of stage {before}; sort ops by stage",
                 line,
             )
         before = stage
@@ -304,13 +306,13 @@ def _require_messages(schedule: Schedule) -> None:
         other = crossing(op)
         if not 0 <= other.block <= last:
             raise ScheduleError(
-                f"op {line} ({op}): the model has {schedule.num_blocks} parts, so there is no part {other.block} to "
+                f"op {line} ({op}): the model has {schedule.num_blocks} parts, so it has no part {other.block} to "
                 f"{'send to' if op.kind == 'send' else 'receive from'}",
                 line,
             )
         if other not in lines:
-            missing = "nobody receives" if op.kind == "send" else "nobody sends"
-            raise ScheduleError(f"op {line} ({op}): {missing} it; '{other}' is missing", line)
+            missing = "it has no receive" if op.kind == "send" else "it has no send"
+            raise ScheduleError(f"op {line} ({op}): {missing}; '{other}' is missing", line)
     for (source, target, of), (sent, received) in _lanes(schedule).items():
         for one, other in zip(sent, received, strict=True):
             if crossing(one) != other:
@@ -324,7 +326,7 @@ def _require_messages(schedule: Schedule) -> None:
 
 
 def _require_progress(schedule: Schedule) -> None:
-    """Raise ScheduleError where stages wait for each other's messages for ever."""
+    """Raise ScheduleError for stages that deadlock waiting for each other's messages."""
     at = [0] * schedule.num_stages
     sent: set[Op] = set()
     moved = True
@@ -346,7 +348,7 @@ def _require_progress(schedule: Schedule) -> None:
             line, other = schedule.lines[op], crossing(op).block % schedule.num_stages
             stuck = schedule.stages[other][at[other]]
             raise ScheduleError(
-                f"op {line} ({op}): stage {stage} waits for it for ever, because stage {other}, which is to send it, "
+                f"op {line} ({op}): stage {stage} waits for it forever, because stage {other}, which sends it, "
                 f"waits at op {schedule.lines[stuck]} ({stuck})",
                 line,
             )
@@ -358,7 +360,7 @@ def _require_progress(schedule: Schedule) -> None:
 def validate_ranks(schedules: Sequence[Schedule]) -> None:
     """Raise ScheduleError unless all ranks' lists can run and issue the same collectives in the same order.
 
-    A different order would hang, or sum tensors that do not belong together.
+    A different order would deadlock, or sum tensors that do not belong together.
     """
     for rank, schedule in enumerate(schedules):
         try:

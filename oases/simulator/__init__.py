@@ -1,4 +1,4 @@
-"""Timelines: what ran when, measured or simulated, as text, pictures and traces. Imports no torch."""
+"""Simulator of schedules and plans, and timelines as text, pictures and traces. Imports no torch."""
 
 from oases.simulator.cost import StackCosts
 from oases.simulator.simulate import simulate

@@ -1,4 +1,4 @@
-"""Clusters by name, such as 64x3090: profiles that come with oases, from vendors' data sheets and no measurement."""
+"""Clusters by name, such as 64x3090, from shipped profiles based on vendors' data sheets, not on measurements."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from oases.simulator.hardware_fields import hardware_of
 
 
 def known_clusters() -> list[str]:
-    """The names of the profiles, as they follow the x in COUNTxNAME."""
+    """Names of the shipped profiles, as they follow the x in COUNTxNAME."""
     files = resources.files("oases.simulator").joinpath("clusters").iterdir()
     return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
 
 
 def cluster_called(name: str) -> tuple[Hardware, int]:
-    """The hardware and the number of ranks of a cluster called COUNTxNAME. UsageError says what names there are."""
+    """Hardware and number of ranks of a cluster named COUNTxNAME. Raises UsageError, listing known names."""
     match = re.fullmatch(r"(\d{1,7})x(.+)", name.strip().lower())
     if match is None or int(match[1]) < 1:
         raise UsageError(
-            f"cluster {name!r} is no COUNTxNAME, such as 64x3090; names are {', '.join(known_clusters())}, or "
+            f"cluster {name!r} is not COUNTxNAME, e.g. 64x3090; names are {', '.join(known_clusters())}, or "
             "measure yours with oases profile"
         )
     count, plain = int(match[1]), match[2]
@@ -43,7 +43,7 @@ def cluster_called(name: str) -> tuple[Hardware, int]:
 
 
 def shipped_device(words: str) -> Device | None:
-    """The device of a profile whose name is a word of `words`; None where there is none."""
+    """Device of the profile whose name is a word of `words`; None if there is none."""
     given = set(re.findall(r"\w+", words.lower()))
     for name in known_clusters():
         if name in given:

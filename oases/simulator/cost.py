@@ -1,6 +1,6 @@
-"""What the ops of a schedule cost: the seconds and bytes of each block, and of each collective, alone.
+"""Cost models: seconds and bytes of each block's ops and of each collective, without contention.
 
-Times of ops alone come from a profile or a formula; how they slow each other down is the engine's business.
+Times come from a profile or a formula; the engine models how ops slow each other down.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from oases.simulator.program import Contention
 
 @dataclass(frozen=True, slots=True)
 class BlockTimes:
-    """Seconds of the ops of one block on one sub-batch, each alone.
+    """Seconds of the ops of one block on one sub-batch, each without contention.
 
-    forward: F that keeps what B needs; forward_unkept: F that will be computed again. recompute: R without the
-    row-parallel product, whose result nobody reads; recompute_whole: R with it. combine: C and RC;
-    combine_backward: its backward. backward: the rest of B, up to the block's input, without weight_gradient.
+    forward: F that keeps what B needs; forward_unkept: F that will be recomputed. recompute: R without the
+    row-parallel matmul, whose result is unused; recompute_whole: R with it. combine: C and RC; combine_backward:
+    its backward. backward: the rest of B, up to the block's input, without weight_gradient.
     """
 
     forward: float
@@ -32,11 +32,11 @@ class BlockTimes:
     weight_gradient: float
 
     def scaled(self, factor: float) -> BlockTimes:
-        """Each time multiplied by `factor`."""
+        """All times multiplied by `factor`."""
         return BlockTimes(**{item.name: factor * getattr(self, item.name) for item in fields(self)})
 
     def of(self, op: Op, schedule: Schedule) -> float:
-        """Seconds of a compute op, by what the list leaves to it."""
+        """Seconds of a compute op in this schedule."""
         place = (op.block, op.sub_batch)
         if op.kind == "F":
             return self.forward_unkept if ("R", *place) in schedule.recomputed else self.forward
@@ -49,13 +49,13 @@ class BlockTimes:
         if op.kind == "W":
             return self.weight_gradient
         assert op.kind == "B", f"{op} is not compute"
-        apart, put_off = Op("BC", *place) in schedule.backward_set, Op("W", *place) in schedule.backward_set
-        return self.backward + (0 if apart else self.combine_backward) + (0 if put_off else self.weight_gradient)
+        apart, deferred = Op("BC", *place) in schedule.backward_set, Op("W", *place) in schedule.backward_set
+        return self.backward + (0 if apart else self.combine_backward) + (0 if deferred else self.weight_gradient)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """Bytes of one block for one sub-batch. unit: its input, or its output. kept: what B needs, input included."""
+    """Bytes of one block for one sub-batch. unit: its input or output. kept: activations for B, with the input."""
 
     unit: int = 0
     kept: int = 0
@@ -63,11 +63,10 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class StackCosts:
-    """What one rank of a tensor-parallel group pays for each op of a schedule over a stack.
+    """Costs of each op of a schedule on one rank of a tensor-parallel group.
 
-    times, sizes: by block, of one sub-batch. collectives: seconds by kind (all_reduce, reduce_scatter, all_gather) of
-    one sub-batch, on `link`. overhead: seconds before the forward pass and before the backward pass, in which the
-    stack is entered, its batch cut and joined.
+    times, sizes: by block, of one sub-batch. collectives: seconds by kind (all_reduce, reduce_scatter, all_gather)
+    of one sub-batch, on `link`. overhead: seconds outside the ops, before the forward and before the backward pass.
     """
 
     times: tuple[BlockTimes, ...]
@@ -79,7 +78,7 @@ class StackCosts:
 
     @staticmethod
     def by_kind(schedule: Schedule, seconds: Mapping[str, float]) -> StackCosts:
-        """Every block alike: seconds by the kind of op, 0 for what is not named. For drawings and proofs."""
+        """Equal blocks: seconds by kind of op, 0 for kinds not given. For drawings and proofs."""
         of = seconds.get
         times = BlockTimes(
             of("F", 0.0), of("F", 0.0), of("C", 0.0), of("R", 0.0), of("R", 0.0), of("BC", 0.0), of("B", 0.0),
@@ -89,22 +88,22 @@ class StackCosts:
 
     @cached_property
     def no_bytes(self) -> bool:
-        """Whether memory is not known."""
+        """Whether memory is unknown."""
         return not self.sizes
 
     def bytes_of(self, block: int) -> BlockBytes:
-        """Memory of a block, nothing where it is not known."""
+        """Memory of a block; zeros if unknown."""
         return self.sizes[block] if self.sizes else BlockBytes()
 
 
 @dataclass(frozen=True)
 class ExpertSeconds:
-    """What a block of experts takes, and the N in front of it, in seconds, each op on its slowest rank.
+    """Seconds of a block of experts and of the N before it, each op on its slowest rank.
 
-    All ranks wait for one another at every all-to-all, so the slowest one of each op sets the pace.
-    non_expert, experts: forward. backward: of both, in forward passes. all_to_all: tokens' way, one of four. share,
-    join: of the copies' parameters; their gradients take as long in split and return. search: for a placement.
-    ValueError for what is negative.
+    All ranks synchronise at every all-to-all, so the slowest rank of each op sets the pace. non_expert, experts:
+    forward. backward: of both, as a multiple of the forward pass. all_to_all: one of four. share, join: transfers
+    of replica parameters; split and return take as long. search: placement search. Raises ValueError for negative
+    values.
     """
 
     non_expert: float
@@ -122,7 +121,7 @@ class ExpertSeconds:
 
     @cached_property
     def by_kind(self) -> Mapping[str, float]:
-        """Seconds by the kind of op."""
+        """Seconds by kind of op."""
         return {
             "N": self.non_expert, "RN": self.non_expert, "BN": self.backward * self.non_expert,
             "E": self.experts, "RE": self.experts, "BE": self.backward * self.experts, "P": self.search,
@@ -133,9 +132,9 @@ class ExpertSeconds:
 
 @dataclass(frozen=True)
 class ExpertCosts:
-    """What one rank pays for each op of a schedule of experts.
+    """Costs of each op of an expert schedule on one rank.
 
-    blocks: of the experts, in order. behind: forward pass of the N behind the last of them.
+    blocks: of the experts, in order. behind: forward pass of the N after the last of them.
     """
 
     blocks: tuple[ExpertSeconds, ...]
@@ -144,7 +143,7 @@ class ExpertCosts:
 
     @staticmethod
     def by_kind(schedule: Schedule, seconds: Mapping[str, float]) -> ExpertCosts:
-        """Every block alike: seconds by N, E, P, all_to_all, share and join, 0 for what is not named."""
+        """Equal blocks: seconds by N, E, P, all_to_all, share and join, 0 for kinds not given."""
         of = seconds.get
         block = ExpertSeconds(
             of("N", 0.0), of("E", 0.0), of("all_to_all", 0.0), of("share", 0.0), of("join", 0.0), of("P", 0.0)
@@ -153,7 +152,7 @@ class ExpertCosts:
 
     def seconds(self, op: Op) -> float:
         """Seconds of a compute op or a collective."""
-        if op.of == "BN":  # the gradients of what the block before sent
+        if op.of == "BN":  # gradients of the previous block's outputs
             return self.blocks[op.block - 1].all_to_all
         if op.block == len(self.blocks):
             return self.behind * (self.blocks[-1].backward if op.kind == "BN" else 1.0)

@@ -1,4 +1,4 @@
-"""Draws timelines to one time scale, and curves, as plotly figures that a page can hold without a network."""
+"""Plotly figures of timelines to one time scale and of curves, in self-contained pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ th:first-child, td:first-child { text-align: left } h1 { margin-bottom: 0 } .sub
 
 @dataclass(frozen=True)
 class Section:
-    """A figure of plotly under a heading, with a text that says how to read it."""
+    """Section of a page: a heading, an explanation and a plotly figure."""
 
     heading: str
     text: str
@@ -80,19 +80,19 @@ COLOURS = {
 }
 CURVES = ("#E45756", "#4C78A8", "#54A24B", "#B279A2", "#F58518")
 _LANE, _MEMORY, _GAP, _ABOVE, _BELOW = 24, 130, 56, 140, 50
-"""Pixels: of a lane, of a panel of memory, between panels, and above and below them all."""
+"""Pixels: of a lane, of a memory panel, between panels, and of the margins."""
 _BORDERED = 100
-"""Spans of a lane beyond which their white borders would cover them."""
+"""Spans of a lane above which white borders would cover them."""
 _WIDEST = 800
-"""Columns of a heat map."""
+"""Maximum number of columns of a heat map."""
 _LANES = {"node": "link in its node", "cluster": "link between nodes", "exposed": "exposed sums"}
-"""What the lanes of a plan's program are called."""
+"""Labels of the lanes of a plan's program."""
 
 
 def draw_timelines(timelines: Sequence[Timeline], capacity: int | None = None) -> Any:
-    """One panel per timeline, one bar row per rank's compute and link, all panels to one time scale.
+    """Draw one panel per timeline with one row per rank's compute and link, all to one time scale.
 
-    Where a timeline knows its memory, a panel below it shows it; capacity: bytes that may be filled, drawn there.
+    A panel below shows the memory of a timeline that has it; capacity: bytes of memory, drawn there.
     """
     longest = max(timeline.total_seconds for timeline in timelines)
     scale, unit = (1.0, "s") if longest >= 10 else (1e3, "ms")
@@ -173,7 +173,7 @@ def _draw_lanes(figure: Any, row: int, timeline: Timeline, scale: float, unit: s
 
 
 def _draw_memory(figure: Any, row: int, timeline: Timeline, scale: float, unit: str, capacity: int | None) -> None:
-    """Steps, a line a rank: the darker, the later its stage."""
+    """Draw memory as steps, one line per rank: the later its stage, the darker."""
     ranks = sorted({held.rank for held in timeline.held})
     for place, rank in enumerate(ranks):
         steps = [(held.time, held.num_bytes) for held in timeline.held if held.rank == rank]
@@ -205,7 +205,7 @@ def _shade(place: int, count: int) -> str:
 
 
 def draw_curves(curves: Mapping[str, Sequence[float]], *, x: str, y: str) -> Any:
-    """Lines over 1, 2, ...; later ones are dashed and thinner, so that curves that coincide both show."""
+    """Draw lines over 1, 2, ...; later ones are dashed and thinner, so that coinciding curves both show."""
     figure = go.Figure()
     for index, (name, values) in enumerate(curves.items()):
         figure.add_trace(
@@ -233,9 +233,9 @@ def draw_curves(curves: Mapping[str, Sequence[float]], *, x: str, y: str) -> Any
 
 
 def draw_heat_map(values: Any, *, first: int, x: str, y: str, what: str) -> Any:
-    """A matrix [row, step] as colours, its rows numbered from 0, its steps from `first`. what: the values, in words.
+    """Draw a matrix [row, step] as a heat map, rows numbered from 0, steps from `first`. what: label of the values.
 
-    Of more steps than a page is wide, neighbours are drawn as their mean.
+    Steps in excess of the page width are averaged with their neighbours.
     """
     rows, steps = values.shape
     each = -(-steps // _WIDEST)

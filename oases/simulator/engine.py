@@ -1,4 +1,4 @@
-"""Runs a program: compute and links side by side, each in its own order, slowing each other down as they contend."""
+"""Discrete-event engine: compute and links run concurrently, each in order, and slow each other down."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from oases.simulator.timeline import Held, Span, Timeline
 
 _ALONE = Contention()
 _ENDED = 1e-12
-"""Share of a collective that counts as none: what rounding leaves of it."""
+"""Fraction of a collective that counts as zero: rounding error."""
 
 
 class DeadlockError(ValueError):
-    """A program in which ranks wait for messages that nobody will send, or for collectives that nobody started."""
+    """Deadlock: ranks wait for messages that are never sent or collectives that were never started."""
 
 
 class _Link:
-    """A link of one rank: collectives in order of issue, the first of them on the wire."""
+    """Link of one rank: a queue of collectives, the first of them active."""
 
     def __init__(self, name: str, contention: Contention) -> None:
         self.name = name
         self.contention = contention
-        self.queue: deque[tuple[str, float]] = deque()  # name and seconds alone
-        self.left = 0.0  # seconds alone that the first one still needs
-        self.since = 0.0  # when the first one came on the wire
+        self.queue: deque[tuple[str, float]] = deque()  # name and seconds without contention
+        self.left = 0.0  # remaining seconds of the first one without contention
+        self.since = 0.0  # when the first one became active
 
 
 class _Rank:
-    """One rank on its way through its instructions."""
+    """State of one rank during the simulation."""
 
     def __init__(self, number: int, program: Program, spans: list[Span], held: list[Held]) -> None:
         self.number = number
@@ -44,7 +44,7 @@ class _Rank:
         self._busy: list[_Link] = []
         self._ended: dict[str, float] = {}
         self._flying: dict[str, _Link] = {}
-        self._free: dict[str, float] = {}  # when each outgoing link has sent all it was given
+        self._free: dict[str, float] = {}  # when each outgoing link becomes idle
         self._spans = spans
         self._held = held
         self._bytes = program.held[number] if program.held else 0
@@ -53,7 +53,7 @@ class _Rank:
         self._begun = self._left = 0.0
 
     def run(self, messages: dict[str, float]) -> None:
-        """Go on until the end or a message that is not in `messages` (name -> arrival), and add those sent."""
+        """Run until the end or a message not in `messages` (name -> arrival); add those sent."""
         do: dict[type[Any], Callable[[Any], None]] = {
             Compute: self._compute, Start: self._start, Wait: self._wait,
             Send: lambda send: self._send(send, messages),
@@ -67,12 +67,12 @@ class _Rank:
             else:
                 do[type(instruction)](instruction)
             self.position += 1
-        while self._busy:  # what nobody waits for still has to end
+        while self._busy:  # collectives without a wait still have to end
             self._pass()
 
     @property
     def stuck_at(self) -> Instruction | None:
-        """The instruction that cannot go on; None at the end."""
+        """The instruction that blocks; None at the end."""
         return self.instructions[self.position] if self.position < len(self.instructions) else None
 
     def _compute(self, op: Compute) -> None:
@@ -89,7 +89,7 @@ class _Rank:
         self._spans.append(Span(self.number, "compute", op.name, begin, self.now))
 
     def _work(self, left: float) -> float:
-        """Compute for `left` seconds, or until a link's first collective ends; returns what is left then."""
+        """Compute for `left` seconds or until a link's first collective ends; returns the remaining seconds."""
         if not self._busy:
             self.now += left
             return 0.0
@@ -100,7 +100,7 @@ class _Rank:
         return 0.0 if step >= need else left - step / slower
 
     def _pass(self, until: float | None = None) -> None:
-        """Stand still until a link's first collective ends, or until the time given if that is sooner."""
+        """Wait until a link's first collective ends, or until the given time if that is earlier."""
         step = min([link.left for link in self._busy])
         if until is not None and self.now + step >= until:
             step = until - self.now
@@ -174,10 +174,10 @@ class _Rank:
     def _note(self, now: float) -> None:
         self._held.append(Held(self.number, now, self._bytes))
 
-    # --- side by side with other ranks, event by event ---
+    # --- concurrent simulation of ranks, event by event ---
 
     def pass_what_ends(self, messages: dict[str, float]) -> bool:
-        """Pass every instruction that takes no more time; whether there was any."""
+        """Complete every instruction that takes no more time; returns whether there was any."""
         begin = self.position
         while self.position < len(self.instructions):
             at = self.instructions[self.position]
@@ -224,11 +224,11 @@ class _Rank:
             self._note(self.now)
 
     def on(self, shared: Set[str]) -> Iterable[str]:
-        """The shared links on which it has something."""
+        """Shared links that the rank is using."""
         return (link.name for link in self._busy if link.name in shared)
 
     def next_event(self, sharers: Mapping[str, int], messages: dict[str, float]) -> float:
-        """Seconds until something of its own ends or arrives; infinite where nothing will."""
+        """Seconds until the rank's next event; infinite if there is none."""
         at = self.stuck_at
         steps = [link.left * self._slowness(link, sharers) for link in self._busy]
         if isinstance(at, Compute):
@@ -238,7 +238,7 @@ class _Rank:
         return max(0.0, min(steps)) if steps else math.inf
 
     def advance(self, step: float, sharers: Mapping[str, int]) -> None:
-        """Let so many seconds pass, in which nothing ends before their end."""
+        """Advance by `step` seconds, during which no event occurs."""
         done = [step / self._slowness(link, sharers) for link in self._busy]
         if isinstance(self.stuck_at, Compute):
             self._left -= step / self._compute_slowness
@@ -254,10 +254,10 @@ class _Rank:
 
 
 def run(program: Program, shared: Set[str] = frozenset()) -> Timeline:
-    """Simulate one step. Raises DeadlockError where a rank could not go on.
+    """Simulate one step. Raises DeadlockError if a rank blocks forever.
 
-    shared: links that all ranks of the program put their collectives on together. Seconds of a collective are those
-    that it takes while no other rank is on the link; of n ranks that are, each goes on at an n-th of the pace.
+    shared: links that all ranks of the program share. Durations of collectives are for an otherwise idle link; of n
+    ranks that use it at once, each gets an n-th of the bandwidth.
     """
     spans: list[Span] = []
     held: list[Held] = []
@@ -270,7 +270,7 @@ def run(program: Program, shared: Set[str] = frozenset()) -> Timeline:
 
 
 def _run_one_by_one(ranks: list[_Rank]) -> None:
-    """Each as far as it comes: fast, and right as long as no rank slows another down but by a message."""
+    """Run each rank as far as possible: fast, and exact if ranks interact through messages alone."""
     messages: dict[str, float] = {}
     waiting = ranks
     while waiting:
@@ -283,7 +283,7 @@ def _run_one_by_one(ranks: list[_Rank]) -> None:
 
 
 def _run_side_by_side(ranks: list[_Rank], shared: Set[str]) -> None:
-    """All of them from event to event: what is on a shared link at once gets a like part of it."""
+    """Run all ranks event by event: concurrent collectives on a shared link get equal shares."""
     messages: dict[str, float] = {}
     while True:
         while sum([rank.pass_what_ends(messages) for rank in ranks]):
@@ -300,4 +300,4 @@ def _run_side_by_side(ranks: list[_Rank], shared: Set[str]) -> None:
 def _require_end(ranks: list[_Rank]) -> None:
     stuck = next((rank for rank in ranks if rank.stuck_at is not None), None)
     if stuck is not None:
-        raise DeadlockError(f"rank {stuck.number} waits for the message {stuck.stuck_at!r}, which nobody sends")
+        raise DeadlockError(f"rank {stuck.number} waits for the message {stuck.stuck_at!r}, which no rank sends")

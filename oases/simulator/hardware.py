@@ -1,4 +1,4 @@
-"""A cluster as the planner knows it: its devices, its links, and block times measured on it, if any."""
+"""Hardware model of a cluster: devices, links, and measured block times if there are any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oases.simulator.links import LinkModel
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or one rank's share of a CPU. flops_per_second: what large products reach, by dtype."""
+    """Accelerator, or one rank's share of a CPU. flops_per_second: achieved by large matmuls, by dtype."""
 
     name: str
     memory_bytes: int
@@ -25,7 +25,7 @@ class Device:
     launch_seconds: float = 0.0
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s in this dtype. UsageError where it is not known."""
+        """FLOP/s in this dtype. Raises UsageError if it is unknown."""
         if dtype not in self.flops_per_second:
             raise UsageError(
                 f"device {self.name!r}: flops_per_second holds no {dtype}; it holds "
@@ -49,15 +49,15 @@ class MeasuredBlock:
 
     @property
     def key(self) -> tuple[str, int, int, int, str, int, float]:
-        """What tells it from other measurements."""
+        """Identity among measurements."""
         return self.kind, self.hidden, self.heads, self.sequence, self.dtype, self.tp, self.samples
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredOverhead:
-    """Seconds of a whole pass of a stack outside its ops: it is entered, its batch cut and joined, gradients leave.
+    """Seconds of a pass of a stack outside its ops: splitting and joining the batch, returning gradients.
 
-    samples: of the whole batch, in `sub_batches` parts, over `layers` layers.
+    samples: of the whole batch, in `sub_batches` sub-batches, over `layers` layers.
     """
 
     hidden: int
@@ -73,7 +73,7 @@ class MeasuredOverhead:
 
     @property
     def key(self) -> tuple[int, int, int, str, int, int, float, int]:
-        """What tells it from other measurements."""
+        """Identity among measurements."""
         return (
             self.hidden, self.heads, self.sequence, self.dtype, self.tp, self.layers, self.samples, self.sub_batches,
         )  # fmt: skip
@@ -81,7 +81,7 @@ class MeasuredOverhead:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices, ranks per node, the links inside a node and between nodes, and measured blocks."""
+    """Devices, ranks per node, intra-node and inter-node links, and measured blocks."""
 
     name: str
     device: Device
@@ -94,30 +94,30 @@ class Hardware:
     overheads: tuple[MeasuredOverhead, ...] = ()
 
     def link_of(self, tp: int, stride: int = 1) -> str:
-        """Which link a group of `tp` ranks, `stride` apart, needs: "node", or "cluster" if it leaves the node."""
+        """Link of a group of `tp` ranks, `stride` apart: "node", or "cluster" if the group spans nodes."""
         return "node" if tp * stride <= self.ranks_per_node else "cluster"
 
     def link(self, name: str) -> LinkModel:
-        """The link called "node" or "cluster"."""
+        """The link named "node" or "cluster"."""
         return self.node if name == "node" else self.cluster
 
     def collective_seconds(self, collective: str, ranks: int, num_bytes: float, stride: int = 1) -> float:
         """Seconds of a collective of `ranks` ranks, `stride` apart; all such groups communicate at once.
 
-        Groups that leave the node share its link: as many as there are ranks of different groups on a node.
+        Groups that span nodes share the node's link: as many as there are ranks of different groups on a node.
         """
         if self.link_of(ranks, stride) == "node":
             return self.node.seconds(collective, ranks, num_bytes)
         return self.cluster.seconds(collective, ranks, num_bytes, sharing=min(stride, self.ranks_per_node))
 
     def block_times(self, model: ModelShape, kind: BlockKind, tp: int, samples: float) -> BlockTimes:
-        """Times of one block's ops for a sub-batch of `samples`: as measured, or by the device's rates."""
+        """Times of one block's ops for a sub-batch of `samples`: measured, or from the device's rates."""
         measured = self._measured.get((kind, model.hidden, model.heads, model.sequence, model.dtype, tp))
         if measured is not None and model.is_gpt:
             return _between(measured, samples)
         if self.blocks and not model.is_gpt:
             raise UsageError(
-                f"profile {self.name!r} holds measured blocks of GPTs, and {model.name!r} has blocks of other widths;"
+                f"profile {self.name!r} holds measured blocks of GPTs, but {model.name!r} has other widths;"
                 " give a cluster by name, or a profile without blocks"
             )
         if self.blocks:
@@ -131,10 +131,10 @@ class Hardware:
     def pass_overhead(
         self, model: ModelShape, tp: int, samples: float, sub_batches: int, layers: float | None = None
     ) -> tuple[float, float]:
-        """Seconds of the forward and of the backward pass of a stack of `layers` layers outside its ops.
+        """Seconds outside the ops of the forward and of the backward pass of a stack of `layers` layers.
 
-        By the measurement nearest in sub-batches, then in samples. Nearly all of it is work per block, sub-batch and
-        parameter and little per sample, so it is taken to grow with the layers. Zeros where nothing was measured.
+        From the measurement nearest in sub-batches, then in samples. Most of it is work per block, sub-batch and
+        parameter and little per sample, so it is scaled with the layers. Zeros if nothing was measured.
         """
         shape = (model.hidden, model.heads, model.sequence, model.dtype, tp)
         found = [o for o in self.overheads if (o.hidden, o.heads, o.sequence, o.dtype, o.tp) == shape]
@@ -145,14 +145,14 @@ class Hardware:
         return scale * nearest.forward, scale * nearest.backward
 
     def has_block(self, model: ModelShape, tp: int) -> bool:
-        """Whether blocks of this model cut over `tp` ranks have times here."""
+        """Whether block times of this model at degree `tp` are available."""
         if not self.blocks or not model.is_gpt:
-            return True  # of another than a GPT, `block_times` says why it has none
+            return True  # for other models `block_times` raises the reason
         key = (model.hidden, model.heads, model.sequence, model.dtype, tp)
         return all((kind, *key) in self._measured for kind in ("attention", "mlp"))
 
     def measured_shapes(self) -> str:
-        """The shapes that were measured, in words."""
+        """Description of the measured shapes."""
         shapes = sorted({(b.hidden, b.heads, b.sequence, b.dtype, b.tp) for b in self.blocks})
         some = "; ".join(f"hidden {h}, {n} heads, sequence {s}, {d}, tp {t}" for h, n, s, d, t in shapes[:6])
         return some + (f" and {len(shapes) - 6} more" if len(shapes) > 6 else "")
@@ -168,11 +168,11 @@ class Hardware:
     def _by_rates(self, model: ModelShape, kind: BlockKind, tp: int, samples: float) -> BlockTimes:
         device = self.device
         rate = device.rate(model.dtype)
-        column, core, row = (flops / rate for flops in model.product_flops(kind, tp, samples))
+        column, core, row = (flops / rate for flops in model.matmul_flops(kind, tp, samples))
         unit = model.unit_bytes(samples) / device.bytes_per_second
         inner = (model.kept_bytes(kind, tp, samples) - 2 * model.unit_bytes(samples)) / device.bytes_per_second
         launch = device.launch_seconds
-        # Each tensor is written once and read once by what follows; norms and residuals pass over whole units.
+        # Each tensor is written once and read once by the next op; norms and residuals pass over whole units.
         forward = column + core + row + 3 * unit + 2 * inner + 5 * launch
         combine = 4 * unit + 2 * launch
         return BlockTimes(
@@ -186,12 +186,12 @@ class Hardware:
 def merge(first: Hardware, second: Hardware) -> Hardware:
     """`first` with the blocks and overheads of `second`, which replace those of the same shape and size.
 
-    UsageError where they are of different devices: times of both in one profile would be times of none.
+    Raises UsageError for different devices, whose times cannot be mixed in one profile.
     """
     if first.device.name != second.device.name:
         raise UsageError(
-            f"profile {first.name!r} is of the device {first.device.name!r}, and this is {second.device.name!r}; "
-            "write a profile of its own for it"
+            f"profile {first.name!r} is of device {first.device.name!r}, but this is {second.device.name!r}; "
+            "write a separate profile"
         )
     return replace(
         first,
@@ -202,9 +202,10 @@ def merge(first: Hardware, second: Hardware) -> Hardware:
 
 
 def _between(points: Sequence[MeasuredBlock], samples: float) -> BlockTimes:
-    """Times at `samples`: linear between the measured ones, and by the nearest two beyond them.
+    """Times at `samples`: interpolated between measurements, extrapolated from the nearest two beyond them.
 
-    Below the smallest, noise must not make them vanish: they stay above a quarter of what is proportional.
+    Below the smallest measurement they are at least a quarter of the proportional time, so that noise cannot make
+    them vanish.
     """
     if len(points) == 1 or samples == points[0].samples:
         return points[0].times.scaled(samples / points[0].samples)
@@ -222,7 +223,7 @@ def _between(points: Sequence[MeasuredBlock], samples: float) -> BlockTimes:
 def stack_costs(
     hardware: Hardware, model: ModelShape, kinds: Sequence[BlockKind], tp: int, samples: float, schedule: Schedule
 ) -> StackCosts:
-    """What each op of `schedule` costs on a stack of these blocks, cut over `tp` ranks, for `samples` samples."""
+    """Costs of each op of `schedule` on a stack of these blocks at degree `tp`, for `samples` samples."""
     part = samples / schedule.num_sub_batches
     times = {kind: hardware.block_times(model, kind, tp, part) for kind in set(kinds)}
     unit = model.unit_bytes(part)

@@ -1,4 +1,4 @@
-"""The fields of a hardware profile: what each may be, in which unit, and what is said where it is not."""
+"""Fields of a hardware profile: their checks, units and error messages."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ VERSION = 1
 _HOUR = 3600.0
 
 Check = Callable[[Any, str], Any]
-"""Returns the value, checked; the text says which field of the file it is."""
+"""Check of a value: returns it, or raises UsageError. The text names the field in the file."""
 
 
 @dataclass(frozen=True)
 class _Field:
-    """A field of an object of the file. default: what a missing one stands for; `_REQUIRED` if it may not miss."""
+    """Field of an object in the file. default: value if it is missing; `_REQUIRED` if it must be given."""
 
     check: Check
     default: Any = None
@@ -35,9 +35,9 @@ _REQUIRED = object()
 
 
 def hardware_of(data: Any, where: str) -> Hardware:
-    """The hardware that the data of a file describe. UsageError names the field and the remedy."""
+    """Parse the data of a profile. Raises UsageError with the field and the remedy."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise UsageError(f"{where} is no hardware profile; write one with: oases profile --json FILE")
+        raise UsageError(f"{where} is not a hardware profile; write one with: oases profile --json FILE")
     if data.get("version") != VERSION:
         raise UsageError(
             f"{where}: version {data.get('version')!r} is unknown; this oases reads version {VERSION}: measure again "
@@ -112,7 +112,7 @@ def _samples(value: Any, where: str) -> float:
 def _slowdown(value: Any, where: str) -> float:
     number = _number(value, where, "times as long")
     if number < 1:
-        raise UsageError(f"{where} must be at least 1, which is no slowdown, got {value!r}")
+        raise UsageError(f"{where} must be at least 1 (no slowdown), got {value!r}")
     return number
 
 
@@ -153,7 +153,7 @@ _SHAPE = {
     "samples": _Field(_samples, _REQUIRED),
 }
 _SOMETIMES_NOTHING = ("combine", "combine_backward", "weight_gradient")
-"""Times that may be zero: published figures do not tell them from the rest."""
+"""Times that may be zero: published figures do not separate them."""
 _BLOCK = {
     "kind": _Field(_one_of(*KINDS), _REQUIRED),
     **_SHAPE,
@@ -172,7 +172,7 @@ _OVERHEAD = {
 
 
 def _object(value: Any, where: str, known: Mapping[str, _Field]) -> dict[str, Any]:
-    """Its fields, checked; UsageError for a missing one, or an unknown one with what may have been meant."""
+    """Fields of an object, checked. Raises UsageError for missing and unknown ones, with a suggestion."""
     if not isinstance(value, Mapping):
         raise UsageError(f"{where} must be an object, got {value!r}")
     for name in value:
@@ -288,7 +288,7 @@ def _hardware(value: Any, where: str) -> Hardware:
 
 
 def require_distinct(hardware: Hardware, where: str) -> None:
-    """Raise UsageError for a block or an overhead that is there twice."""
+    """Raise UsageError for a duplicate block or overhead."""
     seen: set[tuple[Any, ...]] = set()
     for block in hardware.blocks:
         if block.key in seen:

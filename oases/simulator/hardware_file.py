@@ -1,12 +1,13 @@
-"""Hardware profiles as files: readable JSON, each field with its unit in its name, each mistake named on reading.
+"""Hardware profile files: readable JSON with the unit in each field's name, checked on reading.
 
-Block times as papers publish them, milliseconds by hidden, tensor-parallel degree and batch, are read too:
+Published block times, in milliseconds by hidden, tensor-parallel degree and batch, can be read too:
 
     {"sequence": 1024, "dtype": "float32", "device": "RTX 3090 24 GiB", "gpus": 32, "gpus_per_server": 4,
      "rows": [{"hidden": 1024, "tp": 1, "batch": 1, "attention_forward_ms": ..., "attention_backward_ms": ...,
                "mlp_forward_ms": ..., "mlp_backward_ms": ..., "all_reduce_ms": ..., "runtime_memory_mib": ...}]}
 
-null is what did not fit. all_reduce_ms is an all-reduce of the batch's activations over all `gpus`.
+null means that the configuration did not fit. all_reduce_ms is an all-reduce of the batch's activations over all
+`gpus`.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from oases.simulator.links import LinkModel, Sample, fit_link
 from oases.simulator.program import Contention
 
 HEAD_WIDTH = 64
-"""Features per head: what is published says no number of heads."""
+"""Assumed features per head: published tables do not give the number of heads."""
 _GIB = 1 << 30
 
 
 def is_published(data: Any) -> bool:
-    """Whether this is such a file."""
+    """Whether the data are published block times."""
     return isinstance(data, Mapping) and "format" not in data and "rows" in data
 
 
 def from_published(data: Mapping[str, Any], where: str) -> Hardware:
-    """The hardware of such a file. UsageError names what is missing or makes no sense.
+    """Convert published block times. Raises UsageError for missing or inconsistent fields.
 
-    What is not told apart: recomputation takes what a forward pass takes, C and its backward nothing, and all of the
-    backward pass is B. The one link that was measured stands for both.
+    Assumptions: recomputation takes as long as a forward pass, C and its backward take no time, and B is the whole
+    backward pass. The single measured link serves as both links.
     """
     sequence, gpus, per_server = (_whole(data, name, where) for name in ("sequence", "gpus", "gpus_per_server"))
     dtype, device = data.get("dtype"), data.get("device")
@@ -82,9 +83,9 @@ def from_published(data: Mapping[str, Any], where: str) -> Hardware:
     return Hardware(
         name=str(device), device=_device(str(device), dtype, blocks, where), ranks_per_node=per_server,
         node=LinkModel(cluster.startup_seconds, cluster.bytes_per_second), cluster=cluster, blocks=tuple(blocks),
-        about=f"Published block times, converted. {data.get('about', '')} Not told apart: recomputation is a forward "
-        "pass, weight gradients are part of the backward pass; the link inside a node is taken for as fast as the "
-        "one between nodes, and contention for none.",
+        about=f"Published block times, converted. {data.get('about', '')} Assumed: recomputation is a forward "
+        "pass, weight gradients are part of the backward pass; the intra-node link is as fast as the "
+        "inter-node link, without contention.",
     )  # fmt: skip
 
 
@@ -117,17 +118,19 @@ def _whole(data: Mapping[str, Any], name: str, where: str) -> int:
 
 
 def _device(name: str, dtype: str, blocks: list[MeasuredBlock], where: str) -> Device:
-    """Memory from its name; rates, where no shipped profile knows it, from the fastest MLP: they are lower bounds."""
+    """Device with memory from its name and rates from a shipped profile, or else from the fastest MLP (lower
+    bounds).
+    """
     memory = re.search(r"(\d+)\s*Gi?B", name, re.IGNORECASE)
     if memory is None:
-        raise UsageError(f"{where}: device {name!r} does not tell its memory; write it as 'RTX 3090 24 GiB'")
+        raise UsageError(f"{where}: device {name!r} does not state its memory; write it as 'RTX 3090 24 GiB'")
     flops = moved = 0.0
     for block in blocks:
         shape = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=dtype)
-        done = sum(shape.product_flops(block.kind, block.tp, block.samples))
+        done = sum(shape.matmul_flops(block.kind, block.tp, block.samples))
         touched = 2 * shape.kept_bytes(block.kind, block.tp, block.samples)
         flops, moved = max(flops, done / block.times.forward), max(moved, touched / block.times.forward)
-    from oases.simulator.cluster import shipped_device  # it reads profiles, which may be published ones
+    from oases.simulator.cluster import shipped_device  # imported here: cluster imports this module
 
     known = shipped_device(name)
     return Device(
@@ -137,9 +140,9 @@ def _device(name: str, dtype: str, blocks: list[MeasuredBlock], where: str) -> D
 
 
 def read_hardware(path_or_text: str | Path) -> Hardware:
-    """The hardware of a profile, given by its path or as its text. UsageError names the field and the remedy.
+    """Read a hardware profile, given by its path or as text. Raises UsageError with the field and the remedy.
 
-    A file of published block times in milliseconds (see `published`) is read too.
+    Files of published block times in milliseconds (see `from_published`) are converted.
     """
     text, where = _text_of(path_or_text)
     try:
@@ -154,13 +157,13 @@ def read_hardware(path_or_text: str | Path) -> Hardware:
 
 
 def write(hardware: Hardware, path: str | Path) -> None:
-    """Write a profile that `read_hardware` reads back. The file is there whole or not at all."""
+    """Write a profile atomically, for `read_hardware`."""
     target = Path(path)
     handle, name = tempfile.mkstemp(dir=target.resolve().parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w") as file:
             file.write(to_json(hardware))
-        mask = os.umask(0)  # what mkstemp made is for its owner alone
+        mask = os.umask(0)  # mkstemp makes files that only the owner can read
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)
         os.replace(name, target)
@@ -170,7 +173,7 @@ def write(hardware: Hardware, path: str | Path) -> None:
 
 
 def to_json(hardware: Hardware) -> str:
-    """The text of the file."""
+    """The profile as JSON text."""
     device = {item.name: getattr(hardware.device, item.name) for item in fields(Device)}
     head = {
         "format": FORMAT, "version": VERSION, "name": hardware.name, "about": hardware.about, "date": hardware.date,
@@ -183,7 +186,7 @@ def to_json(hardware: Hardware) -> str:
         "blocks": [_block_out(block) for block in hardware.blocks],
         "overheads": [_timed_out(overhead) for overhead in hardware.overheads],
     }
-    # One line a row: thousands of lines of one number each could not be read.
+    # One line per row: thousands of one-number lines would be unreadable.
     for name, items in rows.items():
         lines = ",\n  ".join(json.dumps(item, allow_nan=False) for item in items)
         text = text.removesuffix("\n}") + f',\n "{name}": [' + (f"\n  {lines}\n ]" if items else "]") + "\n}"
@@ -218,7 +221,7 @@ def _text_of(path_or_text: str | Path) -> tuple[str, str]:
     path = Path(path_or_text)
     if not str(path_or_text) or not path.is_file():
         raise UsageError(
-            f"hardware profile {str(path_or_text)!r} is no file; write one with: oases profile --json FILE"
+            f"hardware profile {str(path_or_text)!r} is not a file; write one with: oases profile --json FILE"
         )
     try:
         return path.read_text(encoding="utf-8"), f"hardware profile {str(path)!r}"

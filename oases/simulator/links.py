@@ -1,4 +1,4 @@
-"""What a link takes to carry a collective: measured where it was measured, by start-up and bandwidth elsewhere."""
+"""Link model: time of a collective, from measurements or from start-up time and bandwidth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured collective: bytes are those of the whole tensor, seconds of the slowest rank."""
+    """Measured collective. bytes: of the whole tensor. seconds: on the slowest rank."""
 
     collective: str
     ranks: int
@@ -24,14 +24,14 @@ class Sample:
 
 
 def wire_bytes(collective: str, ranks: int, num_bytes: float) -> float:
-    """Bytes that each rank sends, by a ring: 2 (n-1)/n of the tensor for an all-reduce, half of it for its halves."""
+    """Bytes that each rank sends in a ring: 2 (n-1)/n of the tensor for an all-reduce, half of that for each half."""
     if collective in ("send", "broadcast"):
         return num_bytes
     return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks * num_bytes
 
 
 def hops(collective: str, ranks: int) -> int:
-    """Messages that follow one another."""
+    """Number of sequential messages."""
     if collective in ("send", "broadcast"):
         return 1
     return (2 if collective == "all_reduce" else 1) * (ranks - 1)
@@ -39,10 +39,10 @@ def hops(collective: str, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Links of one scope: inside a node, or between nodes.
+    """Link model of one scope: intra-node or inter-node.
 
-    startup_seconds: of one message. bytes_per_second: of a rank inside a node, of a whole node between nodes, each
-    way. contention: how compute and a collective in flight slow each other down.
+    startup_seconds: per message. bytes_per_second: per rank inside a node, per node between nodes, in each
+    direction. contention: mutual slowdown of compute and collectives.
     """
 
     startup_seconds: float
@@ -53,7 +53,7 @@ class LinkModel:
     def seconds(self, collective: str, ranks: int, num_bytes: float, sharing: int = 1) -> float:
         """Seconds of a collective of `ranks` ranks on a tensor of `num_bytes`.
 
-        sharing: groups that use the link between the nodes at once; each gets its part of the bandwidth.
+        sharing: number of groups that use the inter-node link at once, each with an equal share of the bandwidth.
         """
         if ranks == 1:
             return 0.0
@@ -72,14 +72,14 @@ class LinkModel:
         return {key: _distinct(points) for key, points in found.items()}
 
     def fit_error(self) -> float:
-        """Median relative error of start-up and bandwidth alone against what was measured."""
+        """Median relative error of start-up and bandwidth against the measurements."""
         plain = LinkModel(self.startup_seconds, self.bytes_per_second)
         errors = sorted(abs(plain.seconds(s.collective, s.ranks, s.bytes) / s.seconds - 1) for s in self.samples)
         return errors[len(errors) // 2] if errors else 0.0
 
 
 def _distinct(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """In order, each size once: of several times the median."""
+    """Sorted points with one entry per size: the median of duplicates."""
     by_size: dict[float, list[float]] = {}
     for size, seconds in points:
         by_size.setdefault(size, []).append(seconds)
@@ -87,7 +87,7 @@ def _distinct(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Linear between the points; beyond them the last slope goes on, below them the time of the first one is kept."""
+    """Interpolate linearly; extrapolate the last slope above, and the first value below."""
     if x <= points[0][0]:
         return points[0][1]
     if len(points) == 1:
@@ -98,7 +98,7 @@ def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def fit_link(samples: Sequence[Sample], contention: Contention) -> LinkModel:
-    """Start-up and bandwidth that come closest to the samples, relatively, with the samples themselves kept."""
+    """Fit start-up and bandwidth to the samples by relative error; the samples are kept."""
     import numpy as np
     from scipy.optimize import nnls
 
@@ -107,6 +107,6 @@ def fit_link(samples: Sequence[Sample], contention: Contention) -> LinkModel:
     (startup, per_byte), _ = nnls(rows / seconds[:, None], np.ones(len(samples)))
     if per_byte <= 0:
         raise ValueError(
-            "the samples do not grow with their bytes, so no bandwidth can be found; measure larger ones"
+            "the samples do not grow with their bytes, so no bandwidth can be fitted; measure larger ones"
         )
     return LinkModel(float(startup), float(1 / per_byte), contention, tuple(samples))

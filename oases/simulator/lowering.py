@@ -1,4 +1,4 @@
-"""Turns schedules into programs: each op becomes instructions with the seconds and bytes of a cost model."""
+"""Lowering of schedules to programs: each op becomes instructions with seconds and bytes from a cost model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oases.simulator.program import Compute, Instruction, Program, Receive, Send
 
 
 class Step(NamedTuple):
-    """An instruction, and the op that it comes from; None where a stack is entered or left."""
+    """Instruction and the op it comes from; None for the entry and exit of a stack."""
 
     instruction: Instruction
     op: Op | None
@@ -22,10 +22,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePasses:
-    """What one part of the model on a pipeline stage does for a micro-batch, given its number: its instructions.
+    """Instructions of one model part's passes on a pipeline stage, as functions of the micro-batch.
 
-    recompute, weights: of ops R and W of their own. message_seconds: of an activation, or a gradient, on its way to
-    the next stage.
+    recompute, weights: of ops R and W. message_seconds: transfer time of an activation or gradient to the next
+    stage.
     """
 
     forward: Callable[[int], Sequence[Instruction]]
@@ -36,7 +36,7 @@ class StagePasses:
 
     @staticmethod
     def by_kind(part: int, seconds: Mapping[str, float]) -> StagePasses:
-        """Each pass a single piece of compute: seconds by F, R, B, W and send, 0 for what is not named."""
+        """Passes of a single compute instruction: seconds by F, R, B, W and send, 0 for kinds not given."""
 
         def compute(kind: str) -> Callable[[int], Sequence[Instruction]]:
             return lambda m: (Compute(f"{kind} {part}.{m}", seconds.get(kind, 0.0)),)
@@ -45,14 +45,14 @@ class StagePasses:
 
 
 Costs = StackCosts | ExpertCosts | Sequence[StagePasses]
-"""Of tensor-parallel blocks, of blocks of experts, or of the parts of a model on pipeline stages, in their order."""
+"""Costs of tensor-parallel blocks, of blocks of experts, or of each model part of a pipeline, in order."""
 
 
 def lower(schedule: Schedule, costs: Costs, prefix: str = "") -> tuple[tuple[Step, ...], ...]:
-    """The instructions of each rank that differs: of a pipeline one of each stage, else one.
+    """Instructions of each distinct rank: one per stage of a pipeline, else a single one.
 
-    prefix: told apart by it are the collectives of several stacks, or of several passes, in one program. ValueError
-    for costs of another sort of list, or of another number of blocks.
+    prefix: makes names of collectives unique among several stacks or passes in one program. Raises ValueError for
+    costs of another unit or another number of blocks.
     """
     if isinstance(costs, StackCosts):
         _require("block", len(costs.times), schedule)
@@ -68,7 +68,7 @@ def lower(schedule: Schedule, costs: Costs, prefix: str = "") -> tuple[tuple[Ste
 
 
 def program_of(schedule: Schedule, costs: Costs) -> Program:
-    """One step of a list under its costs."""
+    """Program of one step of a schedule."""
     ranks = tuple(tuple(step.instruction for step in steps) for steps in lower(schedule, costs))
     return Program(schedule.name, ranks, {costs.link: costs.contention} if isinstance(costs, StackCosts) else {})
 
@@ -118,7 +118,7 @@ def _of_blocks(schedule: Schedule, costs: StackCosts, prefix: str) -> Iterator[S
             yield Step(Compute(name, costs.overhead[backward]), None, bool(backward))
         for op in ops:
             yield Step(of(op), op, bool(backward))
-    handed = schedule.num_sub_batches * costs.bytes_of(0).unit  # the gradient of the stack's input is the caller's
+    handed = schedule.num_sub_batches * costs.bytes_of(0).unit  # the caller holds the gradient of the stack's input
     if schedule.backward and handed:
         yield Step(Compute(f"{prefix}leave", 0.0, 0, handed), None, True)
 
@@ -126,14 +126,14 @@ def _of_blocks(schedule: Schedule, costs: StackCosts, prefix: str) -> Iterator[S
 class _Memory:
     """Bytes that each compute op allocates when it begins and frees when it ends.
 
-    Between the ops live: x, the input of a block that is still to be read or is kept; y, the partial sums on the
-    wire; g, the gradient on the wire; and of a block with a graph what its backward pass needs, x included.
+    Live between ops: x, an input of a block that is still to be read or is kept; y, partial sums in flight; g, a
+    gradient in flight; and the kept activations of a block with a graph, x included.
     """
 
     def __init__(self, schedule: Schedule, costs: StackCosts) -> None:
         self._schedule = schedule
         self._costs = costs
-        self._put_off = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
+        self._deferred = {(op.block, op.sub_batch) for op in schedule if op.kind == "W"}
 
     def of(self, op: Op) -> tuple[int, int]:
         if self._costs.no_bytes:
@@ -141,18 +141,18 @@ class _Memory:
         size, place = self._costs.bytes_of(op.block), (op.block, op.sub_batch)
         schedule = self._schedule
         if op.kind == "F":
-            entry = 0 if op.block else size.unit  # the stack's input; other blocks' came with C
+            entry = 0 if op.block else size.unit  # the stack's input; C allocates other blocks' inputs
             if ("R", *place) not in schedule.recomputed:
-                return entry + size.kept, 0  # y comes, and x is among what is kept
+                return entry + size.kept, 0  # allocates y; x is part of the kept activations
             return entry + size.unit, size.unit if place in schedule.remade_inputs else 0
-        if op.kind in ("C", "RC"):  # out in the place of y; made again for nobody, it goes at once
+        if op.kind in ("C", "RC"):  # replaces y; unused results are freed at once
             read = op.kind == "C" or (op.block + 1, op.sub_batch) in schedule.remade_inputs
             return size.unit, size.unit if read else 2 * size.unit
         if op.kind == "R":
             whole = size.unit if op in schedule.starts else 0
             return size.kept - size.unit + whole, 0
-        if op.kind == "B":  # g comes; the gradient it was made from goes, and with it what was kept
-            kept = 0 if place in self._put_off else size.kept
+        if op.kind == "B":  # allocates g; frees its gradient and the kept activations
+            kept = 0 if place in self._deferred else size.kept
             return size.unit, size.unit + kept
         if op.kind == "W":
             return 0, size.kept

@@ -1,4 +1,4 @@
-"""Peak rates of devices from vendors' data sheets, of which utilisation is a share."""
+"""Peak rates of devices from vendors' data sheets, the denominator of utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ PEAK_FLOPS = {
     "t4": {"float32": 8.1e12, "float16": 65e12},
     "v100": {"float32": 15.7e12, "float16": 125e12},
 }
-"""Dense products, FLOP/s by dtype, fp32 without TF32; half precision summed in fp32. What a name says more of comes
-before the rest of its kind."""
+"""Dense matmul FLOP/s by dtype; fp32 without TF32, half precision with fp32 accumulation. More specific names come
+first.
+"""
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """FLOP/s of a device whose name holds the words of one of the known ones; None where it is not known."""
+    """Peak FLOP/s of a device whose name contains the words of a known one; None if unknown."""
     words = set(re.findall(r"\w+", device.lower()))
     for name, rates in PEAK_FLOPS.items():
         if words.issuperset(name.split()):

@@ -1,7 +1,7 @@
-"""What a simulation runs: for every rank the instructions of a step, with their seconds and bytes, in issue order.
+"""Program of a simulation: the instructions of a step for every rank, with seconds and bytes, in issue order.
 
-A schedule says what happens; a program says besides how long each part takes alone and which link it needs. Any
-schedule of the IR, and any whole plan, comes down to one.
+A schedule defines the ops; a program adds the duration of each instruction without contention and the link it uses.
+Every schedule and every plan is lowered to a program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Work of the rank's device, one piece after another. allocates: bytes from its start on; frees: at its end."""
+    """Work on the rank's device, executed in order. allocates: bytes from its start on; frees: bytes at its end."""
 
     name: str
     seconds: float
@@ -23,7 +23,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Puts a collective on a link, which carries its collectives one after another. `name` is its ticket."""
+    """Enqueue a collective on a link, which carries its collectives in order. `name` is its ticket."""
 
     name: str
     link: str
@@ -32,7 +32,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The compute stands still until the collective of this name has ended."""
+    """Wait for the collective of this name."""
 
     name: str
     frees: int = 0
@@ -40,7 +40,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Puts a message for another rank on this rank's outgoing link. `name` is the same at both ends."""
+    """Enqueue a message to another rank on this rank's outgoing link. `name` is the same at both ends."""
 
     name: str
     seconds: float
@@ -49,7 +49,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """The compute stands still until the message of this name has arrived."""
+    """Wait for the message of this name."""
 
     name: str
 
@@ -59,7 +59,7 @@ Instruction: TypeAlias = Compute | Start | Wait | Send | Receive
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How many times as long each takes while the other goes on: the compute of a rank and one of its links."""
+    """Slowdown factors of a rank's compute and of one of its links while both are active."""
 
     compute: float = 1.0
     link: float = 1.0
@@ -67,10 +67,9 @@ class Contention:
 
 @dataclass(frozen=True)
 class Program:
-    """The instructions of every rank that differs; ranks that do the same need be there once.
+    """Instructions of every distinct rank; equal ranks need only one entry.
 
-    contention: by the name of the link; what is not named does not contend. held: bytes on each rank before the
-    first instruction.
+    contention: by link; links not listed have none. held: bytes on each rank before the first instruction.
     """
 
     name: str
@@ -83,10 +82,10 @@ class Program:
 
 
 def replicated(program: Program, replicas: int, shared: Set[str]) -> Program:
-    """All replicas of the program's ranks, each a collective later than the one before.
+    """Replicate the program's ranks, each replica offset by one collective.
 
-    Alike, and begun at once, they would stay in step for ever, all sending and then all computing; what runs on
-    machines does not, and one that is ahead sends while another computes. How far ahead makes little difference.
+    Identical replicas that start together would stay in lockstep, all sending and then all computing. Real machines
+    do not, and a replica that is ahead sends while another computes. The amount of the offset matters little.
     """
     first = next((op for ops in program.ranks for op in ops if isinstance(op, Start) and op.link in shared), None)
     later = 0.0 if first is None else first.seconds

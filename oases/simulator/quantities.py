@@ -1,10 +1,10 @@
-"""Quantities in words: seconds, bytes, rates and counts with about three digits and the unit that suits them."""
+"""Formatting of seconds, bytes, rates and counts with about three digits and a suitable unit."""
 
 from __future__ import annotations
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with three digits and the unit that suits them."""
+    """Format seconds with three digits and a suitable unit."""
     if seconds >= 100:
         return f"{seconds:.0f} s"
     if seconds >= 1:
@@ -13,14 +13,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Bytes in GiB, or MiB where they are few."""
+    """Format bytes in GiB, or MiB for small amounts."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.1f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def rate_text(number: float) -> str:
-    """A rate with about three digits, as 1 234 567 is read worse than 1.23 M."""
+    """Format a rate with about three digits, e.g. 1.23 M."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if number >= 10 * size:
             return f"{number / size:.3g} {unit}"
@@ -28,7 +28,7 @@ def rate_text(number: float) -> str:
 
 
 def count_text(count: int) -> str:
-    """A large count, such as that of a model's parameters."""
+    """Format a large count, such as a model's parameters."""
     for unit, size in (("trillion", 1e12), ("billion", 1e9)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Replays a schedule under a cost model."""
+"""Simulation of a schedule under a cost model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from oases.simulator.timeline import Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | Mapping[str, float]) -> Timeline:
-    """One step of `schedule`.
+    """Simulate one step of `schedule`.
 
-    One rank is shown, as all ranks of a group do the same; of a pipeline one rank a stage. costs: a cost model, of a
-    pipeline one of each part's passes; or seconds by the kind of op (F, C, R, B, W, all_reduce, send, N, ...), 0 for
-    what is not named. Of a pipeline they are those of a whole stage; where it has passes W and no seconds of them are
-    given, they are half of B's. Of experts the backward pass takes twice what the forward pass does.
+    The timeline shows one rank, as all ranks of a group do the same; of a pipeline one rank per stage. costs: a
+    cost model (of a pipeline one per model part), or seconds by kind of op (F, C, R, B, W, all_reduce, send, N,
+    ...), 0 for kinds not given. For a pipeline these are per stage; if it has W passes without given seconds, W
+    takes half of B's. For experts the backward pass takes twice as long as the forward pass.
     """
     if isinstance(costs, Mapping):
         costs = costs_by_kind(schedule, costs)
@@ -25,7 +25,7 @@ def simulate(schedule: Schedule, costs: Costs | Mapping[str, float]) -> Timeline
 
 
 def costs_by_kind(schedule: Schedule, seconds: Mapping[str, float]) -> Costs:
-    """The costs of a list whose blocks, or stages, are all alike, as `simulate` takes them."""
+    """Costs of a schedule with equal blocks or stages, as `simulate` takes them."""
     if schedule.unit == "block":
         return StackCosts.by_kind(schedule, seconds)
     if schedule.unit == "experts":

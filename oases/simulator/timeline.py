@@ -1,4 +1,4 @@
-"""A timeline: which rank's compute and link did what, when. Measured and simulated ones are drawn alike."""
+"""Timeline of each rank's compute and links, measured or simulated."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 Lane: TypeAlias = str
-"""What a span occupies: "compute", or a link by its name."""
+"""Lane that a span occupies: "compute", or the name of a link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op of one rank; times in seconds from the beginning of the step. `waiting`: the compute stood still."""
+    """One op on one rank, in seconds from the start of the step. `waiting`: compute was idle."""
 
     rank: int
     lane: Lane
@@ -30,17 +30,17 @@ class Span:
 
     @property
     def waiting(self) -> bool:
-        """Whether this is compute standing still, for a collective or for a message of another stage."""
+        """Whether compute is idle, waiting for a collective or another stage's message."""
         return self.lane == "compute" and self.name.startswith(("wait ", "receive "))
 
     @property
     def bare_name(self) -> str:
-        """The op without its micro-batch and its segment."""
+        """Name of the op without its micro-batch and segment."""
         return _PREFIX.sub(r"\1", self.name, count=1)
 
     @property
     def kind(self) -> str:
-        """What the span is, for colours and sums, such as forward, recompute, waiting, bubble, all-reduce."""
+        """Kind of the span for colours and sums, e.g. forward, recompute, waiting, bubble, all-reduce."""
         first = self.bare_name.split()[0]
         if self.lane == "compute":
             return _KINDS.get(first, "other")
@@ -74,7 +74,7 @@ _LINK_KINDS = {
     "return": "gradients",
 }  # fmt: skip
 _PREFIX = re.compile(r"(wait |receive )?(micro-batch \d+ )?(segment \d+ )?")
-"""Of a plan's ops: they say which micro-batch and which segment of blocks they belong to."""
+"""Prefix of a plan's ops: micro-batch and segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step under one schedule, over all ranks; held: their memory over time, where it is known.
+    """Spans of one step under one schedule, over all ranks. held: memory over time, if known.
 
-    who: what a rank's number stands for: in a pipeline one rank of each stage is shown.
+    who: what a rank's number denotes, "rank" or "stage"; a pipeline shows one rank per stage.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Timeline:
 
     @cached_property
     def total_seconds(self) -> float:
-        """From the first span's start (0) to the last one's end."""
+        """Seconds from the first span's start (0) to the last one's end."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
@@ -112,20 +112,20 @@ class Timeline:
         return sorted(every, key=lambda lane: (lane[0], lane[1] != "compute", lane[1]))
 
     def busy(self, rank: int, lane: Lane) -> float:
-        """Seconds in which the lane worked; waiting does not count."""
+        """Seconds in which the lane was busy; waiting does not count."""
         return sum(s.seconds for s in self.spans if (s.rank, s.lane) == (rank, lane) and not s.waiting)
 
     def exposed(self, rank: int) -> float:
-        """Seconds in which the rank's compute stood still for a collective."""
+        """Seconds of exposed communication: compute waited for a collective."""
         return self._stood_still(rank, "wait ")
 
     def bubble(self, rank: int) -> float:
-        """Seconds in which the rank's compute had nothing to do: before a message, and after its last work."""
+        """Seconds of pipeline bubble: compute waited for a message or had finished."""
         ends = [span.end for span in self._by_rank.get(rank, []) if span.lane == "compute"]
         return self._stood_still(rank, "receive ") + self.total_seconds - max(ends, default=0.0)
 
     def peak_bytes(self, rank: int) -> int:
-        """Most bytes that the rank held at once; 0 where its memory is not known."""
+        """Peak bytes of the rank; 0 if its memory is unknown."""
         return max((held.num_bytes for held in self.held if held.rank == rank), default=0)
 
     def _stood_still(self, rank: int, how: str) -> float:
@@ -140,9 +140,9 @@ class Timeline:
         return found
 
     def text(self, columns: int = 100, *, links: bool = True) -> str:
-        """The timeline in characters, one line a lane: the first letter of each op, '.' where compute waits.
+        """Render as text, one line per lane: the first letter of each op, '.' for waiting compute.
 
-        links: whether the links have lanes too.
+        links: include the lanes of links.
         """
         lanes = [(rank, lane) for rank, lane in self.lanes if links or lane == "compute"]
         width = max(len(f"{self.who} {rank} {lane}") for rank, lane in lanes)
@@ -164,10 +164,10 @@ def from_measurements(
     name: str,
     per_rank: Sequence[tuple[list[tuple[str, float, float]], list[tuple[str, float, float]]]],
 ) -> Timeline:
-    """A timeline from each rank's (op, start, end) on the compute and (label, issued, finished) on the link.
+    """Build a timeline from each rank's (op, start, end) on the compute and (label, issued, finished) on the link.
 
-    Times are of one clock. A link carries one collective after another, so a collective that was issued while
-    the one before was still on the wire is drawn from the end of that one.
+    Times are of one clock. A link carries one collective at a time, so a collective issued while the previous one
+    was in flight is drawn from the end of that one.
     """
     begin = min(start for compute, link in per_rank for _, start, _ in compute + link)
     spans = []
@@ -181,7 +181,7 @@ def from_measurements(
 
 
 def trace_json(timelines: Iterable[Timeline]) -> str:
-    """Chrome trace events, which Perfetto and chrome://tracing open: a process per schedule and rank."""
+    """Chrome trace events for Perfetto and chrome://tracing: one process per schedule and rank."""
     events: list[dict[str, Any]] = []
     for index, timeline in enumerate(timelines):
         threads = {lane: number for number, lane in enumerate(dict.fromkeys(lane for _, lane in timeline.lanes))}

@@ -1,4 +1,4 @@
-"""A slow cluster on one machine: shaped links and nodes in private network namespaces, simulated links."""
+"""Testbed: a slow cluster on one machine by shaped links and nodes in network namespaces, or simulated links."""
 
 from oases.testbed.backend import Backend
 from oases.testbed.link import (

@@ -1,11 +1,10 @@
-"""A slow link on one machine: a private network namespace whose traffic is shaped to a rate.
+"""Slow link on one machine: a private network namespace whose traffic is shaped to a rate.
 
-With one node that is the namespace's loopback: every byte between ranks pays a commodity link's price. With several,
-each node has a namespace of its own (`Nodes`), and only what goes between them pays. Everything vanishes with the
-process. Linux only, no root needed.
-
-Two nodes are joined by one veth pair, more by a bridge in the namespace above them. Whatever leaves a node, and on
-the bridge whatever enters one, is shaped to the link's rate. A node's namespace lives as long as the processes in it.
+With one node the namespace's loopback is shaped: all traffic between ranks has the speed of a commodity link. With
+several, each node has a namespace of its own (`Nodes`), and only inter-node traffic is shaped. Everything vanishes
+with the process. Linux only, no root needed.
+Two nodes are joined by one veth pair, more by a bridge in the parent namespace. Traffic out of a node and, on the
+bridge, into a node is shaped to the link's rate. A node's namespace lives as long as the processes in it.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from dataclasses import dataclass
 
 from oases.errors import UsageError
 
-# As seen by the re-launched process: the rate of the link it is behind, and between how many nodes.
+# Environment of the re-launched process: the rate of its link, and the number of nodes.
 INSIDE = "OASES_TESTBED_LINK"
 
 UNITS = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 """Bytes per second of one unit of a rate."""
 SHAPED = 'root tbf rate "$1" burst 256kb latency 200ms'
-"""What `tc qdisc add dev DEVICE` takes to shape what leaves a device to the rate $1."""
+"""Arguments of `tc qdisc add dev DEVICE` to shape what leaves a device to the rate $1."""
 _ONE_NODE = f"ip link set lo up && tc qdisc add dev lo {SHAPED}"
 _SEVERAL_NODES = "ip link set lo up"  # the nodes have namespaces below this one
 _TRY_SEVERAL_NODES = (
@@ -37,7 +36,7 @@ _TRY_SEVERAL_NODES = (
 
 
 def link_bytes_per_second(rate: str) -> float:
-    """Bytes per second of a link rate such as "500mbit" or "1gbit"; UsageError where it is none."""
+    """Bytes per second of a link rate such as "500mbit" or "1gbit". Raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
     if match is None or float(match[1]) == 0:
         raise UsageError(f"unknown link rate {rate!r}; give a number and kbit, mbit or gbit, e.g. 500mbit")
@@ -48,35 +47,35 @@ def link_bytes_per_second(rate: str) -> float:
 
 
 def with_nodes(rate: str, nodes: int) -> str:
-    """A link in words: "500mbit", or "500mbit between 2 nodes"."""
+    """Description of a link: "500mbit", or "500mbit between 2 nodes"."""
     return rate if nodes == 1 else f"{rate} between {nodes} nodes"
 
 
 def inside(rate: str, nodes: int = 1) -> bool:
-    """Whether this process was re-launched behind a link of this rate, for this many nodes, already."""
+    """Whether this process was re-launched behind a link of this rate for this many nodes."""
     return os.environ.get(INSIDE) == with_nodes(rate, nodes)
 
 
 def _environment() -> dict[str, str]:
-    # ip and tc live where a plain user's PATH does not look.
+    # ip and tc are outside a regular user's PATH.
     return os.environ | {"PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin"}
 
 
 def environment_behind(rate: str, nodes: int = 1) -> dict[str, str]:
-    """The environment for `command_behind`."""
+    """Environment for `command_behind`."""
     environment = _environment() | {INSIDE: with_nodes(rate, nodes), "GLOO_SOCKET_IFNAME": "lo"}
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no names are resolved in here; c10d would say so
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d would warn of missing name resolution
     return environment
 
 
 def command_behind(rate: str, command: Sequence[str], nodes: int = 1) -> list[str]:
-    """`command` in a private network namespace: behind a loopback of `rate`, or where it can make several nodes."""
+    """`command` in a private network namespace: behind a loopback of `rate`, or ready to create several nodes."""
     shell = f'{_ONE_NODE if nodes == 1 else _SEVERAL_NODES} && shift && exec "$@"'
     return ["unshare", "-rn", "sh", "-c", shell, "sh", rate, *command]
 
 
 def why_impossible(rate: str, nodes: int = 1) -> str | None:
-    """Why no shaped link, between several nodes, can be made here, with the remedy; None if it can."""
+    """Reason why a shaped link is not available here, with the remedy; None if it is."""
     link_bytes_per_second(rate)
     path = _environment()["PATH"]
     if not sys.platform.startswith("linux"):
@@ -104,7 +103,7 @@ def relaunch(rate: str, arguments: Sequence[str], nodes: int = 1, script: str | 
 
     Does not return.
     """
-    # Not -m: that would look for the package in the current folder first, where a source tree may lie.
+    # Not -m: it would look for the package in the current folder first, which may be a source tree.
     start = "import sys; sys.path[:] = [p for p in sys.path if p]; from oases.cli import main; main()"
     program = ["-c", start] if script is None else [script]
     command = command_behind(rate, [sys.executable, *program, *arguments], nodes)
@@ -118,58 +117,58 @@ _CLONE_NEWNET = 0x40000000  # of sched.h
 
 @dataclass(frozen=True)
 class Nodes:
-    """`count` nodes, two or more, joined by links of the rate `link`, e.g. "500mbit".
+    """`count` nodes (at least 2) joined by links of the rate `link`, e.g. "500mbit".
 
-    Ranks are spread evenly, in rank order. To make the nodes, in a process behind the link (oases.testbed.relaunch):
-    `enter` in a process per node, then `join` above them, then `open` in each.
+    Ranks are distributed evenly, in rank order. To create the nodes, in a process behind the link
+    (oases.testbed.relaunch): call `enter` in a process per node, then `join` in their parent, then `open` in each.
     """
 
     count: int
     link: str
 
     def ranks_per_node(self, size: int) -> int:
-        """How many of `size` ranks a node has; UsageError where they cannot be spread evenly."""
+        """Ranks per node for `size` ranks. Raises UsageError if they do not divide evenly."""
         if self.count < 1 or self.count > _MOST:
             raise UsageError(f"--nodes must be between 1 and {_MOST}, got {self.count}")
         if size % self.count:
             counts = ", ".join(str(count) for count in range(1, size + 1) if size % count == 0)
             raise UsageError(
-                f"{size} ranks cannot be spread evenly over --nodes {self.count}; counts that do: {counts}"
+                f"{size} ranks do not divide evenly over --nodes {self.count}; valid node counts: {counts}"
             )
         return size // self.count
 
     def address(self, node: int) -> str:
-        """The IPv4 address of a node."""
+        """IPv4 address of a node."""
         return f"10.0.0.{node + 1}"
 
     def interface(self, node: int) -> str:
-        """The name, on a node, of its end of the link."""
+        """Name of a node's end of the link, on the node."""
         return f"node{node}"
 
     def require_inside(self) -> None:
-        """Raise UsageError unless this process was re-launched behind the link: nodes are made in there alone."""
+        """Raise UsageError unless this process was re-launched behind the link, where nodes can be created."""
         if not inside(self.link, self.count):
             raise UsageError(
-                f"{self.count} nodes are made inside a private network namespace, and this process is in none; start "
+                f"{self.count} nodes require a private network namespace, but this process is in none; start "
                 f"it as `oases COMMAND --link {self.link} --nodes {self.count}`, or by oases.testbed.command_behind"
             )
 
     def enter(self) -> None:
-        """Give the calling thread, and what it starts, a network of its own; OSError where that is refused."""
+        """Move the calling thread and its children to a new network namespace. Raises OSError if refused."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.unshare(_CLONE_NEWNET):
             number = ctypes.get_errno()
             raise OSError(number, f"a network namespace was refused: {os.strerror(number)}")
 
     def join(self, pids: Sequence[int]) -> None:
-        """Join the namespaces that the processes `pids`, one per node, have entered."""
+        """Join the namespaces of the processes `pids`, one per node, that have called `enter`."""
         if self.count == 2:
             self._shell(
                 f"ip link add {self.interface(0)} netns {pids[0]} type veth "
                 f"peer name {self.interface(1)} netns {pids[1]}"
             )
         else:
-            # Named by processes: what an earlier run has left may take a moment to vanish.
+            # Named after processes: interfaces of an earlier run may take a moment to vanish.
             bridge = f"net{pids[0]}"
             self._shell(f"ip link add {bridge} type bridge && ip link set {bridge} up")
             for node, pid in enumerate(pids):
@@ -180,7 +179,7 @@ class Nodes:
                 )
 
     def open(self, node: int) -> None:
-        """On a node that is joined: start its loopback and its end of the link, and name that to gloo."""
+        """Start the loopback and the link's interface on a joined node, and select it for gloo."""
         name = self.interface(node)
         self._shell(
             f"ip link set lo up && ip address add {self.address(node)}/24 dev {name} && "

@@ -205,16 +205,16 @@ def _twice(saved):
 
 
 FAULTS = {
-    "truncated": (_truncate, r"00002-of-00002.* is no whole file of safetensors: .*truncated.*download it again"),
+    "truncated": (_truncate, r"00002-of-00002.* is not a complete safetensors file: .*truncated.*download it again"),
     "corrupt": (lambda saved: _second(saved).write_bytes(b"version https://git-lfs"), r"Git LFS.*download it again"),
     "no shard": (
         lambda saved: _second(saved).unlink(),
-        r"names 'model-00002-.*' for 1 tensors, and there is no such",
+        r"names 'model-00002-.*' for 1 tensors, but there is no such",
     ),
     "other index": (_point_at("model-00001-of-00002.safetensors"), r"'bias' is in 'model-00001-.*', which lacks it"),
     "outside": (_point_at("../bias.safetensors"), r"names '../bias.safetensors' outside its folder"),
     "no map": (lambda saved: (saved / "model.safetensors.index.json").write_text("{}"), r"no 'weight_map'"),
-    "no JSON": (lambda saved: (saved / "model.safetensors.index.json").write_text("{"), r"is no JSON"),
+    "no JSON": (lambda saved: (saved / "model.safetensors.index.json").write_text("{"), r"is not JSON"),
     "twice": (_twice, r"tensor 'bias' is in .*00002-of-00002.* and in .*more.safetensors'; leave one"),
     "pickle": (_pickle, r"pytorch_model.bin' is a pickle.*weights_only=True"),
     "nothing": (lambda saved: [file.unlink() for file in saved.iterdir()], r"holds no \*.safetensors"),

@@ -67,7 +67,7 @@ def test_sizes_products_and_flops(model, wanted):
     shape = shape_of_graph(graph)
     assert shape == wanted
     layer = [node for node in graph.nodes if node.module.startswith(f"{graph.layers[0]}.")]
-    assert sum(sum(shape.product_flops(kind, 1, 1)) for kind in KINDS) == sum(node.flops for node in layer)
+    assert sum(sum(shape.matmul_flops(kind, 1, 1)) for kind in KINDS) == sum(node.flops for node in layer)
     matrices = {p for node in layer for p in node.parameters if len(graph.table[p].shape) == 2}
     products = sum(shape.hidden * shape.inner_width(kind) for kind in KINDS)
     assert products == sum(graph.table[name].size for name in matrices)
@@ -79,7 +79,7 @@ def test_a_gpt_keeps_the_formulas_it_had():
     assert shape.is_gpt
     assert plain.block_parameters("attention", 1) == 4 * 64 * 64 + 6 * 64
     assert plain.block_parameters("mlp", 2) == (8 * 64 * 64 + 4 * 64) // 2 + 3 * 64
-    assert plain.product_flops("attention", 1, 1) == (6 * 16 * 64 * 64, 4 * 16 * 16 * 64, 2 * 16 * 64 * 64)
+    assert plain.matmul_flops("attention", 1, 1) == (6 * 16 * 64 * 64, 4 * 16 * 16 * 64, 2 * 16 * 64 * 64)
     assert plain.kept_bytes("mlp", 2, 3) == 2 * 3 * 16 * 64 * 4 + 8 * 3 * 16 * 64 * 4 // 2
 
 
@@ -110,7 +110,7 @@ def test_training_a_gpt_by_it_is_refused():
     from oases.train.config import config_for
 
     plan = oases.plan(trace(built("LlamaForCausalLM", **S), sequence=32), "2x3090", global_batch=8)
-    with pytest.raises(UsageError, match="'LlamaForCausalLM' is no GPT"):
+    with pytest.raises(UsageError, match="'LlamaForCausalLM' is not a GPT"):
         config_for(plan, {})
 
 
@@ -125,11 +125,11 @@ def test_training_a_gpt_by_it_is_refused():
             lambda: built(
                 "ViTForImageClassification", **{k: v for k, v in S.items() if k != "vocab_size"}, image_size=32
             ),
-            "no embedding of tokens",
+            "no token embedding",
         ),
         (
             lambda: built("AlbertForMaskedLM", **S, embedding_size=64),
-            "attentions",
+            "attention ops",
         ),
     ],
     ids=["t5", "vit", "albert"],
@@ -138,14 +138,14 @@ def test_what_is_no_stack_is_named(model, said):
     with pytest.raises(UsageError) as caught:
         shape_of_graph(trace(model(), sequence=16))
     assert said in str(caught.value)
-    assert "no stack of equal transformer layers" in str(caught.value)
+    assert "not a stack of equal transformer layers" in str(caught.value)
 
 
 def test_unequal_layers_are_named():
     graph = trace(gpt2(), sequence=16)
     linear = next(node for node in graph.nodes if node.module == "transformer.h.1.mlp.c_fc")
     nodes = tuple(replace(node, flops=1) if node == linear else node for node in graph.nodes)
-    with pytest.raises(UsageError, match=r"layers transformer\.h\.0 and transformer\.h\.1 have other parameters"):
+    with pytest.raises(UsageError, match=r"layers transformer\.h\.0 and transformer\.h\.1 differ in parameters"):
         shape_of_graph(replace(graph, nodes=nodes))
 
 
@@ -167,7 +167,7 @@ def test_a_measured_profile_is_of_gpts():
         hardware, blocks=tuple(MeasuredBlock(kind, 64, 4, 16, "float32", 1, 1, times) for kind in KINDS)
     )
     assert measured.block_times(ModelShape(64, 2, 4, 16), "mlp", 1, 1) == times
-    with pytest.raises(UsageError, match="measured blocks of GPTs, and 'gpt' has blocks of other widths"):
+    with pytest.raises(UsageError, match="measured blocks of GPTs, but 'gpt' has other widths"):
         measured.block_times(ModelShape(64, 2, 4, 16, intermediate=160, gated=True), "mlp", 1, 1)
 
 
@@ -177,7 +177,7 @@ def test_a_gated_mlp_keeps_four_results():
     unit = 16 * 64 * 4
     assert plain.kept_bytes("mlp", 1, 1) == 2 * unit + 2 * 160 * 16 * 4
     assert gated.kept_bytes("mlp", 1, 1) == 2 * unit + 4 * 160 * 16 * 4
-    assert gated.product_flops("mlp", 2, 1) == (4 * 16 * 64 * 160 / 2, 0, 2 * 16 * 64 * 160 / 2)
+    assert gated.matmul_flops("mlp", 2, 1) == (4 * 16 * 64 * 160 / 2, 0, 2 * 16 * 64 * 160 / 2)
     assert gated.block_parameters("mlp", 1) == 3 * 64 * 160 + 4 * 64 + 3 * 64
 
 

@@ -140,7 +140,7 @@ def test_stages_begin_where_they_are_told(made):
     [
         (["layers.1"], "3 stages begin at 2 borders, got 1"),
         (["layers.1", "layers.9"], "'layers.9'"),
-        (["layers.2", "layers.1"], "'layers.1' is not behind"),
+        (["layers.2", "layers.1"], "'layers.1' is not after the start"),
         (["e", "layers.1"], "'e'"),
         ("speed", "balance 'speed' is unknown"),
     ],

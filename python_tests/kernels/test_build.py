@@ -1,4 +1,4 @@
-"""How the CUDA part is built or left out, with an nvcc that is a shell script; and how a build says what it is."""
+"""Build of the CUDA kernels, or without them, with a shell script as nvcc; and the build information."""
 
 import importlib.util
 import sys

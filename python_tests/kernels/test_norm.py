@@ -41,7 +41,7 @@ def fused(y, x, bias, weight, norm_bias, **options):
 
 
 def mask_of(shape, device, **options):
-    """What dropout multiplies by, read off a row of ones; float32."""
+    """Dropout factors, read off a row of ones; float32."""
     zeros, ones = torch.zeros(shape, device=device), torch.ones(shape, device=device)
     return fused(ones, zeros, None, ones.new_ones(shape[-1]), None, **options)[0]
 

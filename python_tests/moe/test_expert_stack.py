@@ -145,5 +145,5 @@ def test_stacks_that_cannot_be():
         ExpertStack([nn.Linear(2, 2)])
     with pytest.raises(UsageError, match="moves no experts, and placement is 'prophet'"):
         ExpertStack(made(), schedule="plain")
-    with pytest.raises(UsageError, match="is for 2 blocks, and there are 3"):
+    with pytest.raises(UsageError, match="is for 2 blocks, but 3 are required"):
         ExpertStack(made(), schedule=generate_experts("block_wise", 2))

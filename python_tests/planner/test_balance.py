@@ -56,11 +56,11 @@ def test_loads_grow_and_keep_as_many_layers_as_fit(seed):
         keeping = [
             k
             for k in range(layers + 1)
-            if load.held_bytes + k * load.kept_bytes + (layers - k) * load.again_bytes <= load.capacity
+            if load.held_bytes + k * load.kept_bytes + (layers - k) * load.recomputed_bytes <= load.capacity
         ]
         if keeping:
-            again = layers - max(keeping)
-            expected = load.besides_seconds + max(keeping) * load.layer_seconds + again * load.again_seconds
+            recomputed = layers - max(keeping)
+            expected = load.fixed_seconds + max(keeping) * load.layer_seconds + recomputed * load.recomputed_seconds
             assert load.seconds(layers) == pytest.approx(expected)
 
 

@@ -133,7 +133,7 @@ def test_a_refusal_offers_what_was_switched_off(switched_off, remedy):
 
 
 def test_a_batch_that_cannot_be_cut():
-    with pytest.raises(UsageError, match="no way to cut 1 samples and the model's 15 heads over 4 ranks"):
+    with pytest.raises(UsageError, match="cannot divide 1 samples and the model's 15 heads over 4 ranks"):
         rank_plans(replace(MODEL, hidden=960, heads=15), hardware(), WORLD, 1)
 
 

@@ -1,4 +1,4 @@
-"""The programme against every choice of small chains, and its ways of solving against each other."""
+"""Plans as MILP: against every choice of small chains, and solving methods against each other."""
 
 import itertools
 
@@ -62,7 +62,7 @@ def test_random_chains_against_every_choice():
     assert methods == {"infeasible", "shortest path", "dual bound", "labels"}
 
 
-def test_random_chains_by_the_flow_programme():
+def test_random_chains_by_the_flow_program():
     assert "milp" in {check(random_chain(seed), max_labels=0) for seed in range(200)}
 
 

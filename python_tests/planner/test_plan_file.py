@@ -83,7 +83,7 @@ SEGMENT = ("stages", 0, "segments", 0)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put("format", "x"), "no oases plan"),
+        (put("format", "x"), "not an oases plan"),
         (put("version", 2), "version 2 is unknown"),
         (without("world"), "world"),
         (put("worlds", 3), "unknown field 'worlds'"),
@@ -101,7 +101,7 @@ SEGMENT = ("stages", 0, "segments", 0)
         (put(*SEGMENT, "recomputed_layers", 3), "recomputed_layers must be from 0 to the 2 layers .*, got 3"),
         (put(*SEGMENT, "recomputed_layers", -1), "recomputed_layers .*, got -1"),
         (put(*SEGMENT, "sub_batches", 0), "sub_batches must be at least 1, got 0"),
-        (put(*SEGMENT, "sub_batches", 9), "cannot be cut into 9 sub-batches"),
+        (put(*SEGMENT, "sub_batches", 9), "do not divide into 9 sub-batches"),
         (put("micro_batches", 0), "micro_batches must be at least 1, got 0"),
         (put("micro_batches", 3), "16 samples in 3 micro-batches do not divide"),
         (put("world", 9), "2 stages do not divide 9 ranks"),
@@ -128,7 +128,7 @@ def test_what_is_wrong_is_named(change, message):
 
 
 def test_files_that_are_no_plan(tmp_path):
-    for text, message in (("{", "not JSON"), ("[]", "no oases plan"), ("3", "no oases plan")):
+    for text, message in (("{", "not JSON"), ("[]", "not an oases plan"), ("3", "not an oases plan")):
         with pytest.raises(UsageError, match=message):
             Plan.from_json(text)
     with pytest.raises(UsageError, match="cannot be read: No such file"):
@@ -139,7 +139,7 @@ def test_files_that_are_no_plan(tmp_path):
 
 
 def test_what_never_ends_is_no_plan(tmp_path):
-    with pytest.raises(UsageError, match="'/dev/zero' is no file"):
+    with pytest.raises(UsageError, match="'/dev/zero' is not a file"):
         read_plan("/dev/zero")
     with pytest.raises(UsageError, match="plan: not JSON: maximum recursion"):
         Plan.from_json("[" * 200_000)

@@ -1,4 +1,4 @@
-"""How much each stage recomputes: Merak's closed form, as much as fits against every choice, what it buys."""
+"""Recomputation per stage: Merak's closed form, as much as fits against every choice, and its gain."""
 
 import itertools
 from dataclasses import replace
@@ -91,7 +91,7 @@ def test_as_much_as_fits_is_the_best_of_every_choice(pipeline):
 
 
 def test_nothing_that_fits_is_faster():
-    """Of all 625 choices of a pipeline of four stages."""
+    """Compares all 625 choices of a pipeline of four stages."""
     predictor, plan = Predictor(HARDWARE), plan_of()
     budget = predictor.peak_bytes(recomputing(plan, 0, 2), 0)
     found = as_much_as_fits(plan, budget, predictor.peak_bytes)
@@ -118,13 +118,13 @@ def test_segments_are_recomputed_from_the_first():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("some", "'some' is neither none, full, fits, merak:SHARE nor a number"),
-        ("", "'' is neither none"),
-        ("merak", "'merak' has no share; give one from 0 to 1, as merak:0.8"),
-        ("merak:x", "'merak:x' has no share"),
+        ("some", "'some' is not none, full, fits, merak:SHARE or a number"),
+        ("", "'' is not none"),
+        ("merak", "'merak' needs a share from 0 to 1, e.g. merak:0.8"),
+        ("merak:x", "'merak:x' needs a share"),
         ("merak:1.5", "share of layers must be from 0 to 1, got 1.5"),
         ("merak:nan", "share of layers must be from 0 to 1, got nan"),
-        ("-1", "'-1' is neither"),
+        ("-1", "'-1' is not none"),
     ],
 )
 def test_policies_that_are_none(text, message):

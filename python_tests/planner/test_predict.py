@@ -163,7 +163,7 @@ def test_a_pipeline_in_text_form_is_predicted_by_its_list(name):
     assert predictor.timeline(written, every_op=True).spans == predictor.timeline(named, every_op=True).spans
     assert "one_f_one_b" in written.text()
     assert Plan.from_json(written.to_json()) == written
-    with pytest.raises(UsageError, match=r"plan: pipeline: the list one_f_one_b is of . stages and 4 micro-batches"):
+    with pytest.raises(UsageError, match=r"plan: pipeline: the list one_f_one_b is for . stages and 4 micro-batches"):
         plan_of(*stages, **{**sizes, "micro_batches": 2}, pipeline=text)
     with pytest.raises(UsageError, match=r"plan: pipeline: op \d+ \(receive F"):
         plan_of(*stages, **sizes, pipeline=text.replace("send F 0.1\n", ""))
@@ -186,7 +186,7 @@ def test_a_pipeline_of_nobodys_making_is_predicted():
 
 
 def test_predicted_steps_are_the_closed_forms_of_merak():
-    """Of equal stages, where messages take no time and nothing is sent besides."""
+    """Equal stages, free messages and no other communication."""
     found, p, m = cluster(), 4, 8
     free = replace(found.node, startup_seconds=0.0, bytes_per_second=1e30)
     predictor = Predictor(replace(found, node=free, cluster=free), stack_only=True)

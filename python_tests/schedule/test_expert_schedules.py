@@ -74,7 +74,7 @@ def test_no_op_can_be_left_out_or_come_too_early(name):
             match=r"must come before it|is missing|never waited for|before 'wait|not started|header says",
         ):
             validate(replace(schedule, ops=rest))
-        with pytest.raises(ScheduleError, match="done twice"):
+        with pytest.raises(ScheduleError, match="duplicate of op"):
             validate(replace(schedule, ops=(*schedule.ops, op)))
     with pytest.raises(ScheduleError, match=r"op 1 \(E 0\.0\): its input is missing; 'wait N 0\.0'"):
         validate(replace(schedule, ops=(Op("E", 0, 0), *schedule.ops)))
@@ -83,7 +83,7 @@ def test_no_op_can_be_left_out_or_come_too_early(name):
 
 
 def test_what_there_is_no_schedule_of():
-    with pytest.raises(ScheduleError, match="unknown schedule of experts 'nosuch'; known are plain, blocking"):
+    with pytest.raises(ScheduleError, match="unknown expert schedule 'nosuch'; known are plain, blocking"):
         generate_experts("nosuch", 2)
     with pytest.raises(ScheduleError, match="at least 1 block of experts, got 0"):
         generate_experts("plain", 0)

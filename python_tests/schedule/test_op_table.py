@@ -262,11 +262,11 @@ LISTS = [
 ]
 
 
-NAMED = ("op ", "header", "is missing", "stages", "at least", "joint", "whole")
+NAMED = ("op ", "header", "is missing", "stages", "at least", "joint", "does not split the batch", "is complete")
 
 
 def refused(schedule):
-    """What validate says; "" where it accepts the list."""
+    """Error message of validate; "" if it accepts the list."""
     try:
         validate(schedule)
     except ScheduleError as error:

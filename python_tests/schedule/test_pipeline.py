@@ -62,7 +62,7 @@ def test_every_pass_once_and_every_message_at_both_ends(name, stages, micro_batc
         received += [(op.of, op.sub_batch, op.block) for op in ops if op.kind == "receive"]
     assert sorted(sent) == sorted(received)
     assert len(sent) == 2 * (parts - 1) * micro_batches
-    assert simulate(pipeline, {"F": 1.0, "R": 1.0, "B": 2.0}).total_seconds > 0  # and nobody waits for ever
+    assert simulate(pipeline, {"F": 1.0, "R": 1.0, "B": 2.0}).total_seconds > 0  # and nobody waits forever
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_more_micro_batches_are_no_more_in_flight(name):
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), CASES)
 def test_passes_are_those_of_the_lists(name, stages, micro_batches):
-    """What stands right before its backward pass is no recomputation ahead of time."""
+    """An R right before its backward pass is not early recomputation."""
     pipeline = generate_pipeline(name, stages, micro_batches)
     for stage, ops in enumerate(pipeline.stages):
         listed = [(op.kind, op.block, op.sub_batch) for op in ops if op.kind in "FRBW"]
@@ -173,9 +173,9 @@ TWICE = generate_pipeline("interleaved", 2, 2)
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (without(PLAIN, "send F 0.1"), r"op \d+ \(receive F 1.1\): nobody sends it; 'send F 0.1' is missing"),
+        (without(PLAIN, "send F 0.1"), r"op \d+ \(receive F 1.1\): it has no send; 'send F 0.1' is missing"),
         (without(PLAIN, "receive B 0.1"), r"\(B 0.1\): its input is missing; 'receive B 0.1' must come before it"),
-        (without(PLAIN, "receive B 0.1", "R 0.1", "B 0.1"), "'B 0.1' is missing: the step would not be whole"),
+        (without(PLAIN, "receive B 0.1", "R 0.1", "B 0.1"), "'B 0.1' is missing: without it the step is incomplete"),
         (without(PLAIN, "F 0.1"), r"\(send F 0.1\): its input is missing; 'F 0.1' must come before it"),
         (without(PLAIN, "R 0.1"), "the header says recompute=full, but the list holds ops R of 5 of 6 passes"),
         (without(SPLIT, "W 1.2"), "'W 1.2' is missing"),
@@ -192,19 +192,19 @@ TWICE = generate_pipeline("interleaved", 2, 2)
         ),
         (
             moved(PLAIN, "receive B 0.0", "F 0.0"),
-            r"op 1 \(receive B 0.0\): stage 0 waits for it for ever, because stage 1, which is to send it, waits at "
+            r"op 1 \(receive B 0.0\): stage 0 waits for it forever, because stage 1, which sends it, waits at "
             r"op \d+ \(receive F 1.0\)",
         ),
-        (replace(PLAIN, ops=(*PLAIN.ops, Op("F", 0, 3))), r"2 parts of the model and 3 micro-batches"),
-        (replace(PLAIN, ops=(*PLAIN.ops, Op("B", 1, 0))), r"\(B 1.0\): done twice, first as op"),
-        (replace(PLAIN, ops=(*PLAIN.ops, Op("send", 1, 0, "F"))), "there is no part 2 to send to"),
-        (replace(PLAIN, ops=(*PLAIN.ops, Op("C", 1, 0))), "C is no op of pipeline stages"),
+        (replace(PLAIN, ops=(*PLAIN.ops, Op("F", 0, 3))), r"2 model parts and 3 micro-batches"),
+        (replace(PLAIN, ops=(*PLAIN.ops, Op("B", 1, 0))), r"\(B 1.0\): duplicate of op"),
+        (replace(PLAIN, ops=(*PLAIN.ops, Op("send", 1, 0, "F"))), "it has no part 2 to send to"),
+        (replace(PLAIN, ops=(*PLAIN.ops, Op("C", 1, 0))), "C is not an op of pipeline stages"),
         (replace(PLAIN, ops=(*PLAIN.ops, Op("send", 1, 0, "R"))), "only the results of F and B go to another stage"),
         (
             replace(PLAIN, ops=(*PLAIN.stages[1], *PLAIN.stages[0])),
-            "of stage 0, behind ops of stage 1; sort ops by stage",
+            "of stage 0, after ops of stage 1; sort ops by stage",
         ),
-        (replace(PLAIN, num_stages=3), "2 parts of a model cannot be cut into 3 pipeline stages"),
+        (replace(PLAIN, num_stages=3), "2 model parts cannot be divided over 3 pipeline stages"),
         (without(TWICE, "F 2.1"), r"\(send F 2.1\): its input is missing"),
     ],
 )
@@ -223,9 +223,9 @@ def test_a_pipeline_is_read_off_its_text_as_off_its_name():
             assert read_stage(text, stages, micro_batches, stage) == read_stage(name, stages, micro_batches, stage)
             both = (list(passes(each, stages, micro_batches, stage)) for each in (text, name))
             assert next(both) == next(both)
-        with pytest.raises(ScheduleError, match=f"the list {name} is of {stages} stages and {micro_batches} micro"):
+        with pytest.raises(ScheduleError, match=f"the list {name} is for {stages} stages and {micro_batches} micro"):
             resolve_pipeline(text, stages + 1, micro_batches)
     with pytest.raises(
-        ScheduleError, match="a list of tensor-parallel blocks; here one of pipeline stages is asked for"
+        ScheduleError, match="a schedule of tensor-parallel blocks, but one of pipeline stages is required"
     ):
         resolve_pipeline(format_schedule(generate("oases", 2, 2)), 2, 2)

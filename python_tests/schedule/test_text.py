@@ -61,7 +61,7 @@ HEADER = "schedule x blocks=1 sub_batches=1\n"
         ("pipeline x stages=1 micro_batches=1\nwait F 0.0", 2, 1, "unknown op 'wait'; known are F, R, B, W, send"),
         (HEADER + "\nall_reduce 0.0", 3, 12, "'all_reduce' carries a compute op"),
         (HEADER + "wait", 2, 5, "expected the op whose result 'wait' carries"),
-        (HEADER + "F 0.0 0.1", 2, 7, "nothing may follow the op, got '0.1'"),
+        (HEADER + "F 0.0 0.1", 2, 7, "unexpected text after the op: '0.1'"),
     ],
 )
 def test_syntax_errors(text, line, column, message):
@@ -78,12 +78,12 @@ LISTS = {
     "stage": generate_pipeline("interleaved", 2, 2),
 }
 SIZES = {
-    "block": ({"num_blocks": 2}, {"num_blocks": 3}, "for 2 blocks, and there are 3"),
-    "experts": ({"num_blocks": 2}, {"num_blocks": 4}, "for 2 blocks, and there are 4"),
+    "block": ({"num_blocks": 2}, {"num_blocks": 3}, "for 2 blocks, but 3 are required"),
+    "experts": ({"num_blocks": 2}, {"num_blocks": 4}, "for 2 blocks, but 4 are required"),
     "stage": (
         {"num_stages": 2, "num_sub_batches": 2, "num_blocks": 4},
         {"num_stages": 2, "num_sub_batches": 8},
-        "for 2 micro-batches, and there are 8",
+        "for 2 micro-batches, but 8 are required",
     ),
 }
 
@@ -99,7 +99,7 @@ def test_a_file_of_each_sort(tmp_path, unit):
         read_schedule(path, unit, **others)
     for other in LISTS:
         if other != unit:
-            with pytest.raises(ScheduleError, match=r"line 3: .* is a list of .*; here one of .* is asked for"):
+            with pytest.raises(ScheduleError, match=r"line 3: .* is a schedule of .*, but one of .* is required"):
                 read_schedule(path, other)
 
     for end in range(3, len(commented)):
@@ -131,7 +131,7 @@ def test_a_file_with_slips_of_the_pen_is_read_or_refused_with_its_line(tmp_path,
 def test_experts_by_name_and_by_text():
     made = generate_experts("blocking", 3, True)
     assert resolve_experts("blocking", 3, True) == resolve_experts(format_schedule(made), 3) == made
-    with pytest.raises(ScheduleError, match="for 3 blocks, and there are 4"):
+    with pytest.raises(ScheduleError, match="for 3 blocks, but the model has 4"):
         resolve_experts(format_schedule(made), 4)
 
 
@@ -143,14 +143,12 @@ def test_a_name_or_the_text_of_a_file(tmp_path):
     text = name_or_text(str(path), PIPELINES, "stage", num_stages=2, num_sub_batches=4)
     assert is_text(text)
     assert from_text(text, "stage") == from_text(text, None) == made
-    with pytest.raises(ScheduleError, match=r"mine.txt', line 2: it is for 2 stages, and there are 3"):
+    with pytest.raises(ScheduleError, match=r"mine.txt', line 2: it is for 2 stages, but 3 are required"):
         name_or_text(str(path), PIPELINES, "stage", num_stages=3)
-    with pytest.raises(
-        ScheduleError, match=r"'nosuch' is unknown; known are gpipe, .*, and the path of a list's text"
-    ):
+    with pytest.raises(ScheduleError, match=r"'nosuch' is unknown; known are gpipe, .*, or a schedule file's path"):
         name_or_text("nosuch", PIPELINES, "stage")
     path.write_text(format_schedule(Schedule("x", 2, 2, generate("oases", 2, 2).forward)))
-    with pytest.raises(ScheduleError, match=r"where the file ends: it has no backward pass, which training needs"):
+    with pytest.raises(ScheduleError, match=r"where the file ends: it has no backward pass, which training requires"):
         name_or_text(str(path), PIPELINES, "block")
 
 

@@ -57,12 +57,12 @@ def test_generated_schedules_can_run(name, blocks, sub_batches, recompute):
         (without("C 0.0"), r"\(F 1.0\): its input is missing; 'C 0.0' must come before it"),
         (without("F 0.0"), r"\(all_reduce F 0.0\): its input is missing; 'F 0.0'"),
         (without("wait B 1.0"), r"\(B 0.0\): uses the result of B 1.0 before"),
-        (without("wait B 0.0"), r"'wait B 0.0' is missing: the step would not be whole"),
-        ([*BASE, Op("F", 0, 0)], r"\(F 0.0\): done twice, first as op 1"),
+        (without("wait B 0.0"), r"'wait B 0.0' is missing: without it the step is incomplete"),
+        ([*BASE, Op("F", 0, 0)], r"\(F 0.0\): duplicate of op 1"),
         ([*BASE, Op("F", 2, 0)], r"\(F 2.0\): the schedule has 2 blocks and 2 sub-batches"),
-        ([*BASE, Op("all_reduce", 0, 0, "C")], r"the result of C is whole"),
+        ([*BASE, Op("all_reduce", 0, 0, "C")], r"the result of C is complete"),
         (swapped("C 1.1", "B 1.1"), r"\(B 1.1\): its input is missing; 'C 1.1'"),
-        (BASE[:5], r"'C 0.0' is missing: the step"),
+        (BASE[:5], r"'C 0.0' is missing: without it the step"),
     ],
 )
 def test_what_cannot_run_is_named(ops, message):

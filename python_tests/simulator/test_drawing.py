@@ -1,4 +1,4 @@
-"""What pictures of timelines show: every kind of span, every lane, memory, one scale."""
+"""Pictures of timelines: every kind of span, every lane, memory, one scale."""
 
 import pytest
 

@@ -115,9 +115,9 @@ def test_memory_over_time():
         (((Wait("x"),),), "waits for 'x', which was not started"),
         (((Start("x", "l", 1.0), Start("x", "l", 1.0)),), "'x' is started twice"),
         (((Start("x", "l", 0.0), Wait("x"), Start("x", "l", 1.0)),), "'x' is started twice"),
-        (((Receive("m"),), ()), "rank 0 waits for the message .*'m'.*, which nobody sends"),
+        (((Receive("m"),), ()), "rank 0 waits for the message .*'m'.*, which no rank sends"),
         (((Send("m", 1.0), Send("m", 1.0)),), "'m' is sent twice"),
-        (((Receive("n"), Send("m", 1.0)), (Receive("m"), Send("n", 1.0))), "which nobody sends"),
+        (((Receive("n"), Send("m", 1.0)), (Receive("m"), Send("n", 1.0))), "which no rank sends"),
     ],
 )
 def test_programs_that_cannot_go_on(ranks, message):

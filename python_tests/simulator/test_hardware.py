@@ -82,5 +82,5 @@ def test_merged_profiles_keep_the_newer_of_what_both_have():
     assert merged.block_times(MODEL, "mlp", 2, 1).forward == 9
     assert merged.block_times(MODEL, "attention", 2, 1).forward == 2
     assert merged.date == "2026-02-02"
-    with pytest.raises(UsageError, match="of the device 'box', and this is 'other'"):
+    with pytest.raises(UsageError, match="of device 'box', but this is 'other'"):
         merge(HARDWARE, replace(newer, device=replace(DEVICE, name="other")))

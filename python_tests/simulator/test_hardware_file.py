@@ -90,7 +90,7 @@ CLUSTER = ("links", "cluster")
     ("path", "value", "parts"),
     [
         (("version",), 2, ["version 2", "reads version 1", "oases profile"]),
-        (("format",), "oases plan", ["no hardware profile", "oases profile --json"]),
+        (("format",), "oases plan", ["not a hardware profile", "oases profile --json"]),
         (("device",), DELETE, ["'device' is missing"]),
         (("device",), [], ["device must be an object"]),
         (("device", "memory_bytes"), 24, ["memory_bytes", "the unit is bytes"]),
@@ -145,9 +145,9 @@ def test_mistakes(path, value, parts):
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "no hardware profile"),
-        ("", "no file"),
-        ("/nowhere.json", "'/nowhere.json' is no file"),
+        ("[]", "not a hardware profile"),
+        ("", "not a file"),
+        ("/nowhere.json", "'/nowhere.json' is not a file"),
     ],
 )
 def test_no_profile_at_all(text, message):
@@ -211,7 +211,7 @@ def test_published_times_are_converted(tmp_path):
         ({"rows": [ROW, ROW]}, "two attention blocks"),
         ({"rows": [ROW | {"hidden": 200}]}, "hidden 200 does not divide by 3 heads"),
         ({"dtype": []}, "dtype"),
-        ({"device": "RTX 3090"}, "does not tell its memory"),
+        ({"device": "RTX 3090"}, "does not state its memory"),
         ({"gpus": 1}, "gpus must be at least 2"),
         ({"sequence": None}, "sequence must be a whole number"),
     ],

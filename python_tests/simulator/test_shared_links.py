@@ -65,5 +65,5 @@ def test_replicas_that_are_not_in_step_share_a_link_better():
 
 
 def test_a_message_that_nobody_sends_is_named():
-    with pytest.raises(DeadlockError, match=r"rank 1 waits for the message Receive\(name=.b.\), which nobody sends"):
+    with pytest.raises(DeadlockError, match=r"rank 1 waits for the message Receive\(name=.b.\), which no rank sends"):
         run(Program("", ((Send("a", 1.0),), (Receive("a"), Receive("b")))), {"link"})

@@ -1,4 +1,4 @@
-"""ADMM alone, its normal equations, and vertices of the linear programme, beside plain references."""
+"""ADMM alone, its normal equations, and vertices of the linear program, beside plain references."""
 
 import numpy as np
 import pytest

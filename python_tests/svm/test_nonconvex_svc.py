@@ -58,7 +58,7 @@ def test_it_needs_no_torch():
     [("l1", 0.1290815), ("scad", 0.04437), ("mcp", 0.04250), ("lsp", 0.20534), ("capped_l1", 0.08448)],
 )
 def test_known_optima_of_breast_cancer(name, reached):
-    """l1: the optimum; else no worse than reweighted linear programmes."""
+    """l1: the optimum; else no worse than reweighted linear programs."""
     x, y = breast_cancer()
     model = NonconvexSVC(name, lam=2**-6).fit(x, y)
     assert model.objective_ == pytest.approx(objective(model, x, y), rel=1e-12)

@@ -12,7 +12,7 @@ from oases_svm.vertex import Budget, Vertex
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_vertex_is_the_optimum_of_the_linear_programme(seed):
+def test_a_vertex_is_the_optimum_of_the_linear_program(seed):
     rng = np.random.default_rng(seed)
     n, m = int(rng.integers(2, 120)), int(rng.integers(1, 60))
     x = [rng.standard_normal((n, m)), rng.integers(-1, 2, (n, m)).astype(float), 1.0 * (rng.random((n, m)) < 0.2)][

@@ -142,7 +142,7 @@ def test_a_plan_with_experts_is_a_file_that_trains_and_resumes(two_ranks, corpus
     ("changes", "told"),
     [
         ({"experts": Experts(3, top_k=2)}, "3 experts do not divide over 2 devices; numbers that divide: 1, 3"),
-        ({"stages": (Stage((Segment(1, 1, "sync", 1), Segment(3, 1, "sync", 1))),)}, "part 0 cuts a layer in two"),
+        ({"stages": (Stage((Segment(1, 1, "sync", 1), Segment(3, 1, "sync", 1))),)}, "part 0 splits a layer"),
     ],
 )
 def test_plans_of_experts_that_cannot_be_run_are_refused(changes, told):
@@ -257,7 +257,7 @@ def test_dropped_slots_are_told(corpus):
         ({"placement": "best"}, "unknown placement 'best'"),
         ({"gate": "hard"}, "unknown gate 'hard'"),
         ({"expert_schedule": "fast"}, "unknown expert_schedule 'fast'"),
-        ({"expert_schedule": "plain"}, "plain moves no experts, and placement is prophet"),
+        ({"expert_schedule": "plain"}, "plain moves no experts, but placement is prophet"),
         ({"top_k": 5}, "top_k must be from 1 to the 4 experts, got 5"),
         ({"experts": -1}, "experts must be at least 1, or 0"),
         ({"capacity_factor": -1.0}, "capacity_factor must be at least 0"),

@@ -172,18 +172,16 @@ def refused(message, plan, **given):
 def test_what_cannot_be_combined_is_refused_by_name(corpus):
     whole = together("data")
     refused(
-        "fsdp shards the optimizer's state, too; leave out zero",
+        "fsdp includes zero; leave out zero",
         lambda: plan_of(2, (4, 1), zero=True, fsdp=True),
     )
-    refused("fsdp needs replicas to shard over, and tp is 2", lambda: plan_of(2, (4, 2), fsdp=True))
+    refused("fsdp needs data-parallel replicas, but tp is 2", lambda: plan_of(2, (4, 2), fsdp=True))
     refused(
-        "cannot be cut over tp 1; leave out sequence_parallel",
+        "does not divide over tp 1; leave out sequence_parallel",
         lambda: plan_of(1, (4, 1, "oases", 2, 0, True)),
     )
     odd = dataclasses.replace(MODEL, sequence=7)
-    refused(
-        "a sequence of 7 tokens cannot be cut over tp 2", lambda: plan_of(2, (4, 2, "oases", 2, 0, True), model=odd)
-    )
+    refused("sequence 7 does not divide over tp 2", lambda: plan_of(2, (4, 2, "oases", 2, 0, True), model=odd))
     refused("leave out --sequence-parallel", lambda: whole, sequence_parallel=True)
     refused("unknown compile 'nosuch'; known are none, ", lambda: whole, compile="nosuch")
     with pytest.raises(UsageError, match="a sequence of 128 does not divide by --tp 1"):

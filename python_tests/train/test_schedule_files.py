@@ -66,15 +66,15 @@ def test_a_file_that_does_not_fit_is_refused_with_its_line(tmp_path, name):
 def test_a_file_for_other_sizes_is_refused(tmp_path):
     path = tmp_path / "list.txt"
     path.write_text(format_schedule(generate("oases", 8, 2)))
-    with pytest.raises(ScheduleError, match="it is for 8 blocks, and there are 4"):
+    with pytest.raises(ScheduleError, match="it is for 8 blocks, but 4 are required"):
         Run.of(dataclasses.replace(CONFIG, schedule=str(path)), 2)
     path.write_text(format_schedule(generate_pipeline("gpipe", 2, 4)))
-    with pytest.raises(ScheduleError, match="it is for 4 micro-batches, and there are 2"):
+    with pytest.raises(ScheduleError, match="it is for 4 micro-batches, but 2 are required"):
         Run.of(dataclasses.replace(CONFIG, pipeline_schedule=str(path)), 2)
     path.write_text(format_schedule(generate_experts("block_wise", 3)))
-    with pytest.raises(ScheduleError, match="is for 3 blocks, and there are 2"):
+    with pytest.raises(ScheduleError, match="is for 3 blocks, but the model has 2"):
         Run.of(dataclasses.replace(EXPERTS, expert_schedule=str(path)), 2)
     with pytest.raises(UsageError, match="needs a mixture of experts; give --experts N, too"):
         dataclasses.replace(CONFIG, schedule=str(path))
-    with pytest.raises(ScheduleError, match="is a list of blocks of experts"):
+    with pytest.raises(ScheduleError, match="is a schedule of blocks of experts"):
         Run.of(dataclasses.replace(CONFIG, pipeline_schedule=str(path)), 2)

@@ -1,7 +1,7 @@
-"""Traces a model into its LayerGraph: nothing is computed, no weight is read, a model on `meta` will do.
+"""Trace a model to a LayerGraph by torch.export, without computation or weights; models on `meta` work.
 
-The whole model goes through torch.export at once. Measured: Llama-70B's 80 layers take 7 s and 0.5 GB here, so layers
-that repeat are not traced once and copied.
+The whole model is exported at once: the 80 layers of Llama-70B take 7 s and 0.5 GB, so tracing a repeated layer
+once and copying it is not worth it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from oases.graph.layer_graph import Input, LayerGraph, Node, Parameter
 from oases.graph.trace.configuration import sample_inputs
 
 Inputs = tuple[Sequence[Any], Mapping[str, Any]]
-"""Positional and keyword arguments of a model's forward; of tensors only shape and dtype count."""
+"""Positional and keyword arguments of a model's forward; only shape and dtype of tensors matter."""
 
 _SCOPES = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-"""Ops that run a part of the graph under a context, and compute nothing of their own."""
+"""Ops that run a subgraph under a context and compute nothing themselves."""
 _VALUES = ("data-dependent", "data dependent", "GuardOnDataDependent", "_local_scalar_dense")
 
 
 def trace(
     model: nn.Module, *, inputs: Inputs | None = None, batch: int = 1, sequence: int | None = None
 ) -> LayerGraph:
-    """The graph of a model's forward pass, as it is: in training mode with its dropouts.
+    """Trace the forward pass of a model as it is, in training mode with dropouts.
 
-    inputs: (args, kwargs) of a forward pass. Without them a transformers model is given `batch` samples of `sequence`
-    tokens (default: 1024, or what it has positions for). Sizes are as given, nothing in the graph is symbolic.
-    What an op writes is what it would write on the model's device; on `meta` attention's result is copied once more.
-    Raises UsageError where forward decides by values of tensors or takes other inputs.
+    inputs: (args, kwargs) of a forward pass. Without them a transformers model gets `batch` samples of `sequence`
+    tokens (default: 1024, or its number of positions). Sizes are concrete, not symbolic. bytes_out are those on the
+    model's device; on `meta` the attention result is copied once more. Raises UsageError if forward branches on
+    tensor values or takes other inputs.
     """
     if inputs is None:
         inputs = ((), sample_inputs(model, batch, sequence))
@@ -44,13 +44,13 @@ def trace(
     name = type(model).__name__
     try:
         exported = torch.export.export(model, args, kwargs, strict=False)
-    except Exception as error:  # torch.export raises whatever forward raises, and many kinds of its own
+    except Exception as error:  # torch.export raises anything that forward raises, and many types of its own
         raise UsageError(f"model {name} cannot be traced: {_remedy(error)}") from error
     return _Reader(model, exported).graph()
 
 
 def _like_the_model(model: nn.Module) -> Any:
-    """Moves tensors to where the model is, without their values: tracing computes on none."""
+    """Map tensors to the model's device without their values, which tracing does not need."""
     first = next((each for each in (*model.parameters(), *model.buffers())), None)
 
     def moved(value: Any) -> Any:
@@ -66,14 +66,14 @@ def _remedy(error: Exception) -> str:
     said = f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
     if any(word in said + str(error) for word in _VALUES):
         return (
-            f"its forward decides by the values of a tensor, which a graph cannot hold ({said}); write the decision "
-            "with torch.where, or take it out of forward"
+            f"its forward branches on the values of a tensor, which cannot be traced ({said}); express the branch "
+            "with torch.where, or move it out of forward"
         )
     return f"{said}; give the arguments that its forward takes: trace(model, inputs=(args, kwargs))"
 
 
 class _Reader:
-    """Reads an exported program's nodes, those inside of scopes too, in execution order."""
+    """Reader of an exported program: its nodes and those of nested scopes, in execution order."""
 
     def __init__(self, model: nn.Module, exported: Any) -> None:
         self._name = type(model).__name__
@@ -81,8 +81,8 @@ class _Reader:
         self._flops = FlopFormulas()
         self._nodes: list[Node] = []
         self._names: set[str] = set()
-        self._read: dict[Any, str] = {}  # fx node -> the name of the node or model input it stands for
-        self._weights: dict[Any, str] = {}  # fx node -> the name of the parameter or buffer it stands for
+        self._read: dict[Any, str] = {}  # fx node -> name of the node or model input it represents
+        self._weights: dict[Any, str] = {}  # fx node -> name of the parameter or buffer it represents
         self._scopes: dict[Any, list[Any]] = {}  # fx node of a scope -> the fx nodes that it returns
         identities: dict[int, int] = {}
         self._parameters = {
@@ -93,14 +93,14 @@ class _Reader:
         self._identities = identities
 
     def graph(self) -> LayerGraph:
-        """The graph."""
+        """The finished graph."""
         signature, graph = self._exported.graph_signature, self._exported.graph_module.graph
         targets = {spec.arg.name: spec.target for spec in signature.input_specs if spec.target is not None}
         inputs = []
         for each in graph.nodes:
             if each.op == "placeholder" and each.name in targets:
                 target = targets[each.name]
-                if target not in self._parameters:  # a tensor made in forward from numbers
+                if target not in self._parameters:  # a constant tensor created in forward
                     number = len(self._identities)
                     self._identities[number] = number
                     self._parameters[target] = _parameter(target, each.meta["val"], number, buffer=True)
@@ -120,7 +120,7 @@ class _Reader:
         )  # fmt: skip
 
     def _walk(self, module: Any) -> list[Any]:
-        """The nodes of a graph module. Returns what it returns."""
+        """Read the nodes of a graph module. Returns its results."""
         for each in module.graph.nodes:
             if each.op == "output":
                 return tree_leaves(each.args[0])
@@ -135,7 +135,7 @@ class _Reader:
                     f"model {self._name} cannot be traced: its forward branches or loops with {each.target.__name__};"
                     " write it with plain ops"
                 )
-            elif each.users or _tensors(each.meta.get("val")):  # else it only checks
+            elif each.users or _tensors(each.meta.get("val")):  # else it is only a check
                 self._add(each)
         return []
 
@@ -157,7 +157,7 @@ class _Reader:
         outputs = _tensors(each.meta.get("val"))
         if not all(isinstance(size, int) for value in outputs for size in value.shape):
             raise UsageError(
-                f"model {self._name} cannot be traced: the size of what {_op(each.target)} makes is decided by the "
+                f"model {self._name} cannot be traced: the output size of {_op(each.target)} depends on the "
                 "values of a tensor; write it with torch.where or a mask, which keep sizes"
             )
         name = each.name
@@ -177,7 +177,7 @@ class _Reader:
         )  # fmt: skip
 
     def _called(self, each: Any, path: str) -> str:
-        """Of the names of a tied parameter the one in the module that reads it: torch.export takes any."""
+        """Name of a tied parameter in the module that reads it; torch.export uses any of its names."""
         name = self._weights[each]
         own = f"{path}.{name.rpartition('.')[2]}"
         same = own in self._parameters and self._parameters[own].identity == self._parameters[name].identity
@@ -185,7 +185,7 @@ class _Reader:
 
 
 def _written(each: Any, outputs: list[torch.Tensor]) -> int:
-    """Bytes of the outputs that have memory of their own, or write over an input's."""
+    """Bytes of the outputs with memory of their own, or written over an input's."""
     schema = getattr(each.target, "_schema", None)
     if schema is None:  # getitem
         return 0
@@ -212,19 +212,19 @@ def _dtype(value: torch.Tensor) -> str:
 
 
 def _op(target: Any) -> str:
-    """ "aten.linear" of aten.linear.default; "getitem" of Python's own."""
+    """Op name: "aten.linear" of aten.linear.default, "getitem" of Python's own."""
     packet = getattr(target, "overloadpacket", None)
     return str(packet) if packet is not None else target.__name__
 
 
 class FlopFormulas:
-    """Counts the FLOPs of a traced op's forward pass, once for all that are alike."""
+    """FLOPs of traced ops' forward passes, cached by op and shapes."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
 
     def of(self, node: Any) -> int:
-        """FLOPs of an fx node whose arguments carry their shapes; 0 where torch has no formula."""
+        """FLOPs of an fx node whose arguments carry shapes; 0 if torch has no formula."""
         if not _may_count(node):
             return 0
         args, kwargs = tree_map(
@@ -237,7 +237,7 @@ class FlopFormulas:
 
 
 def _may_count(node: Any) -> bool:
-    """Whether the op has a formula, or is made of several, of which one may have: then it reads two tensors."""
+    """Whether the op has a formula, or decomposes into ops that may have one: then it reads two tensors."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -248,7 +248,7 @@ def _may_count(node: Any) -> bool:
 
 
 def _shape_of(arg: Any) -> Any:
-    """A tensor on `meta` for a node, on which an op can be run for nothing."""
+    """A `meta` tensor for a node, on which an op runs at no cost."""
     if isinstance(arg, torch.fx.Node):
         return tree_map(
             lambda v: (

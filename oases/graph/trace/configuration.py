@@ -1,4 +1,4 @@
-"""Builds the model that a configuration file of transformers describes: no weights from anywhere, no foreign code."""
+"""Build the model of a transformers configuration file without downloading weights or running remote code."""
 
 from __future__ import annotations
 
@@ -20,41 +20,40 @@ _HEADS = (
     "AutoModelForSpeechSeq2Seq", "AutoModelForPreTraining", "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification", "AutoModelForQuestionAnswering", "AutoModel",
 )  # fmt: skip
-"""Of transformers' classes that build a model for a purpose; the first that knows the model, if it does not say."""
+"""Auto classes of transformers; the first that supports the model is used if the file does not name one."""
 
 _LEFT_OUT = frozenset({
     "auto_map", "custom_pipelines", "quantization_config", "attn_implementation", "_attn_implementation",
     "experts_implementation", "_experts_implementation", "dtype", "torch_dtype",
 })  # fmt: skip
-"""Fields that name code to load, kernels on the hub among it, or the format of weights, of which there are none."""
+"""Fields that name code to load (kernels on the hub included) or the format of weights."""
 
 
 def read_configuration(path: Path, asked: str, what: str = "a config.json") -> dict[str, Any]:
-    """The object in a JSON file, or in the config.json of a folder.
+    """Read the object in a JSON file, or in the config.json of a folder.
 
-    asked: the option that names the file, and what: may be in it, both for the message of the UsageError where it
-    holds none.
+    asked: the option that gave the path; what: description of valid files. Both are for the UsageError.
     """
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():
-        raise UsageError(f"{asked}: {str(path)!r} is no file; give {what}, or a folder with a config.json")
+        raise UsageError(f"{asked}: {str(path)!r} is not a file; give {what}, or a folder with a config.json")
     if path.stat().st_size > LARGEST_FILE:
         raise UsageError(f"{asked}: {str(path)!r} has over {LARGEST_FILE} bytes; give {what}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError among them
+    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
         raise UsageError(f"{asked}: {str(path)!r} is not JSON: {error}; give {what}") from error
     if not isinstance(data, dict):
-        raise UsageError(f"{asked}: {str(path)!r} holds no JSON object; give {what}")
+        raise UsageError(f"{asked}: {str(path)!r} is not a JSON object; give {what}")
     return data
 
 
 def configuration(data: Mapping[str, Any]) -> Any:
-    """The object of transformers that a config.json's content is.
+    """Convert the content of a config.json to a transformers configuration.
 
-    Code that the file names is never run. Raises UsageError where transformers is not installed, does not know the
-    model, or refuses the values.
+    Never runs code that the file names. Raises UsageError if transformers is not installed, does not know the
+    model, or rejects the values.
     """
     try:
         import transformers
@@ -65,20 +64,21 @@ def configuration(data: Mapping[str, Any]) -> Any:
     kind, known = data.get("model_type"), transformers.CONFIG_MAPPING
     if not isinstance(kind, str) or kind not in known:
         raise UsageError(
-            f"model_type {kind!r} is none of the {len(list(known))} that transformers {transformers.__version__} "
-            "builds without code of others; give a config.json of one of its models"
+            f"model_type {kind!r} is not one of the {len(list(known))} that transformers {transformers.__version__} "
+            "builds without remote code; give a config.json of a supported model"
         )
     _require_few_layers(data)
     try:
         return known[kind].from_dict(_plain(data))
-    except Exception as error:  # a configuration's class raises whatever it likes
-        raise UsageError(f"{kind}: its configuration is refused: {_in_a_line(error)}") from error
+    except Exception as error:  # configuration classes may raise anything
+        raise UsageError(f"{kind}: invalid configuration: {_in_a_line(error)}") from error
 
 
 def configured_model(data: Mapping[str, Any], dtype: str = "float32", device: str = "meta") -> nn.Module:
-    """The model of a config.json's content, its parameters of `dtype`: without data on `meta`, elsewhere random.
+    """Build the model of a config.json's content with parameters of `dtype`: on `meta`, or random on another
+    device.
 
-    Raises UsageError as `configuration` does, and where no model can be built.
+    Raises UsageError as `configuration` does, and if no model can be built.
     """
     config = configuration(data)
     kind = config.model_type
@@ -89,7 +89,7 @@ def configured_model(data: Mapping[str, Any], dtype: str = "float32", device: st
         with torch.device(device):
             model: nn.Module = builder.from_config(config, trust_remote_code=False, dtype=getattr(torch, dtype))
     except Exception as error:
-        raise UsageError(f"{kind}: no model can be built of its configuration: {_in_a_line(error)}") from error
+        raise UsageError(f"{kind}: cannot build a model from its configuration: {_in_a_line(error)}") from error
     return model
 
 
@@ -104,13 +104,13 @@ def _builder(transformers: Any, config: Any, asked: Any) -> Any:
     chosen = next((found[name] for name in names if name in found), None)
     if chosen is None and (names or not found):
         raise UsageError(
-            f"{config.model_type}: architectures {names} are none that can be built; known are {', '.join(found)}"
+            f"{config.model_type}: architectures {names} are not supported; known are {', '.join(found)}"
         )
     return chosen or next(iter(found.values()))
 
 
 def _plain(data: Any) -> Any:
-    """Without what names code, at any depth."""
+    """Remove fields that name code, at any depth."""
     if isinstance(data, Mapping):
         return {key: _plain(value) for key, value in data.items() if key not in _LEFT_OUT}
     return [_plain(value) for value in data] if isinstance(data, list) else data
@@ -129,16 +129,16 @@ def _in_a_line(error: Exception) -> str:
 
 
 SEQUENCE = 1024
-"""Tokens per sample where nothing says otherwise and the model has positions for them."""
+"""Default tokens per sample for models with enough positions."""
 _OWN = "give its own with inputs=(args, kwargs)"
 
 
 def sample_inputs(model: nn.Module, batch: int, sequence: int | None) -> dict[str, Any]:
-    """Keyword arguments of a forward pass of `batch` samples. UsageError where the model does not say which."""
+    """Keyword arguments of a forward pass of `batch` samples. Raises UsageError if the inputs cannot be derived."""
     name = type(model).__name__
     config, wanted = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None or wanted is None:
-        raise UsageError(f"model {name} is none of transformers' and does not say what it takes; {_OWN}")
+        raise UsageError(f"model {name} is not a transformers model, so its inputs are unknown; {_OWN}")
     if batch < 1 or (sequence is not None and sequence < 1):
         raise UsageError(f"batch and sequence must be at least 1, got {batch} and {sequence}")
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
@@ -153,7 +153,7 @@ def sample_inputs(model: nn.Module, batch: int, sequence: int | None) -> dict[st
         bins, positions = (_size(name, config, each) for each in ("num_mel_bins", "max_source_positions"))
         found[wanted] = torch.empty(batch, bins, 2 * positions, dtype=dtype, device="meta")  # a convolution halves it
     else:
-        raise UsageError(f"model {name} takes {wanted}, of which its configuration gives no shape; {_OWN}")
+        raise UsageError(f"model {name} takes {wanted}, whose shape its configuration does not give; {_OWN}")
     if getattr(config, "is_encoder_decoder", False):
         found["decoder_input_ids"] = torch.empty_like(tokens)
     return found
@@ -174,12 +174,12 @@ def _image(name: str, config: Any) -> tuple[int, int, int]:
     size = getattr(config, "image_size", None)
     height, width = size if isinstance(size, (list, tuple)) and len(size) == 2 else (size, size)
     if not isinstance(height, int) or not isinstance(width, int):
-        raise UsageError(f"model {name} takes pixel_values, but its configuration gives no image_size; {_OWN}")
+        raise UsageError(f"model {name} takes pixel_values, but its configuration has no image_size; {_OWN}")
     return _size(name, config, "num_channels"), height, width
 
 
 def _size(name: str, config: Any, field: str) -> int:
     value = getattr(config, field, None)
     if not isinstance(value, int):
-        raise UsageError(f"model {name}: its configuration gives no {field}; {_OWN}")
+        raise UsageError(f"model {name}: its configuration has no {field}; {_OWN}")
     return value

@@ -116,7 +116,7 @@ def test_more_layers_than_the_configuration_has(two_ranks, tmp_path):
         (LLAMA, (), {"schedules": "oases:sequence"}, "'oases:sequence': an unedited model is not cut along its"),
         (LLAMA, (), {"peers": "torch"}, "--peers torch run the built-in GPT"),
         ({**LLAMA, "layer_types": ["full_attention"] * 2}, ("layers",), {"layers": 3}, "lists layer_types layer by"),
-        ({**LLAMA, "model_type": "mine", "auto_map": {"AutoModel": "a.py"}}, (), {}, "model_type 'mine' is none of"),
+        ({**LLAMA, "model_type": "mine", "auto_map": {"AutoModel": "a.py"}}, (), {}, "'mine' is not one of"),
         (VIT, ("sequence",), {}, "ViT.* takes no tokens"),
         ({"model_type": "swin"}, (), {}, "gives no number num_attention_heads"),
     ],
@@ -127,7 +127,7 @@ def test_what_cannot_be_measured(tmp_path, data, given, options, message):
 
 
 def test_files_that_are_no_configuration(tmp_path):
-    with pytest.raises(UsageError, match=r"--model: .* is no file; give a config\.json"):
+    with pytest.raises(UsageError, match=r"--model: .* is not a file; give a config\.json"):
         of_model(replace(SMALL, model=str(tmp_path)), (), 2)
     with pytest.raises(UsageError, match="--beside-gpt runs the built-in GPT beside a model; give it with --model"):
         replace(SMALL, beside_gpt=True)
