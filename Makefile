@@ -8,7 +8,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_to
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-slow test-cpp test-gpu bench-gpu cuda-check lint format bench build clean sanitize docs
+.PHONY: demo test test-python test-slow test-cpp test-gpu mutations bench-gpu cuda-check lint format bench build clean sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -22,6 +22,10 @@ test-python: build $(VENV)/tests
 # The cases that take long, of which `make test` runs some.
 test-slow: build $(VENV)/tests $(VENV)/slow
 	$(PY) -m pytest -n 2 --dist loadfile -m slow
+
+# Faults of oases/ and csrc/, one at a time in a copy of the tree: every one must fail a test.
+mutations: build $(VENV)/tests
+	$(PY) python_tests/mutations.py
 
 # On a machine with a GPU and a CUDA torch.
 test-gpu: build $(VENV)/tests
