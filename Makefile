@@ -78,7 +78,7 @@ $(VENV)/slow: requirements-slow.txt $(VENV)/installed
 	$(PY) -m pip install --quiet -r requirements-slow.txt
 	@touch $@
 
-$(VENV)/docs: requirements-docs.txt $(VENV)/built
+$(VENV)/docs: requirements-docs.txt $(VENV)/built $(VENV)/tests
 	$(PY) -m pip install --quiet -r requirements-docs.txt
 	@touch $@
 
