@@ -167,7 +167,7 @@ def run_tests(tests: Sequence[str]) -> str | None:
     code, output = _run([*command, f"timeout={TEST_SECONDS}", *(f"python_tests/{test}" for test in tests)])
     if code == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (?:python_tests/)?(.*?)(?: - .*)?$", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) python_tests/(.*?)(?: - .*)?$", output, re.MULTILINE)
     if failed is None and code != 1:
         raise RuntimeError(f"pytest ended with {code}:\n{output[-4000:]}")
     return failed[1] if failed else f"exit code {code}"

@@ -56,8 +56,8 @@ COMPILED = (
     Mutation(
         "linear_bias_on_every_rank",
         "csrc/linear.cpp",
-        "    product(part, x.narrow(0, from, to - from), weight, std::nullopt);\n",
-        "    product(part, x.narrow(0, from, to - from), weight, bias);\n",
+        "    matmul_into(part, x.narrow(0, from, to - from), weight, std::nullopt);\n",
+        "    matmul_into(part, x.narrow(0, from, to - from), weight, bias);\n",
         ("parallel/test_linear.py",),
         "The bias of a row-parallel linear is added on every rank and after the sum.",
     ),

@@ -113,9 +113,8 @@ EXECUTION = (
     Mutation(
         "oases_generated_as_sync",
         "oases/schedule/tensor.py",
-        '    return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), extent_of(again, num_blocks))\n',
-        '    return Schedule("oases", num_blocks, num_sub_batches, sync(num_blocks, num_sub_batches, recompute, '
-        "layer_of).ops, extent_of(again, num_blocks))\n",
+        'return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))',
+        "return sync(num_blocks, num_sub_batches, recompute, layer_of)",
         (OVERLAP,),
         "The oases schedule waits for every all-reduce at once.",
     ),
@@ -137,7 +136,7 @@ EXECUTION = (
     Mutation(
         "oases_recompute_after_the_wait",
         "oases/schedule/tensor.py",
-        """                if b in again:
+        """                if b in recomputed:
                     yield Op("R", b, s)
                 if b < num_blocks - 1:
                     yield Op("wait", b + 1, s, "B")
@@ -146,7 +145,7 @@ EXECUTION = (
 """,
         """                if b < num_blocks - 1:
                     yield Op("wait", b + 1, s, "B")
-                if b in again:
+                if b in recomputed:
                     yield Op("R", b, s)
                 yield from started("B", b, s)
                 if b > 0:
