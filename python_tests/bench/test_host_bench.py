@@ -10,7 +10,6 @@ from oases.errors import UsageError
 from oases_bench import host
 from oases_bench.host import HostBenchConfig, run_host_bench
 
-
 CASES = [("oases", "none"), ("cross_pass", "full"), ("sync", "none")]
 SLOW = [pytest.param(*case, "gpt,llama", "2,3", marks=pytest.mark.slow) for case in CASES]
 
