@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from partitioned import KINDS, Mixed, build, message, partition, same
+from autotp.partitioned import KINDS, Mixed, build, message, partition, same
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
