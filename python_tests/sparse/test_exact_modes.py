@@ -1,4 +1,4 @@
-"""Packed and gathered gradients beside dense all-reduces, on random cases over 2 and 4 ranks; the slow ones are 712."""
+"""Packed and gathered gradients beside dense all-reduces, on random cases over 2 and 4 ranks; 712 of them are slow."""
 
 import pytest
 import torch
