@@ -1,4 +1,4 @@
-"""Packed and gathered gradients beside dense all-reduces, on random cases over 2 and 4 ranks; 712 of them are slow."""
+"""Packed and gathered gradients beside dense all-reduces, on random cases over 2 and 4 ranks; 712 cases are slow."""
 
 import pytest
 import torch
