@@ -172,7 +172,7 @@ def report(process_group: dist.ProcessGroup | None = None) -> Report:
             return Report([], [], [], sections_of(()))
         process_group = dist.group.WORLD
         assert process_group is not None
-    stacks: dict[str, Row] = {}
+    stacks: dict[tuple[int, str], Row] = {}
     layers: dict[tuple[int, int], Row] = {}
     others: dict[str, Row] = {}
     for label, totals in scheduler_of(process_group).totals().items():
@@ -183,8 +183,10 @@ def report(process_group: dist.ProcessGroup | None = None) -> Report:
         stack, number = match["stack"], int(match["number"])
         layer = int(match["block"]) // 2 if match["layer"] is None else int(match["layer"])
         calls = stack + (match["whole"] or "")
-        stacks.setdefault(calls, Row(calls)).add(totals)
+        stacks.setdefault((number, calls), Row(calls)).add(totals)
         layers.setdefault((number, layer), Row(f"  {stack} layer {layer}")).add(totals)
+    # By number: the totals are in the order of their labels, in which stack 10 precedes stack 9.
+    by_stack = [row for _, row in sorted(stacks.items())]
     by_layer = [row for _, row in sorted(layers.items())]
     sections = sections_of(tuple(dist.get_process_group_ranks(process_group)))
-    return Report(list(stacks.values()), by_layer, list(others.values()), sections)
+    return Report(by_stack, by_layer, list(others.values()), sections)

@@ -10,14 +10,20 @@ from oases.errors import UsageError
 from oases_bench import host
 from oases_bench.host import HostBenchConfig, run_host_bench
 
+CASES = [("oases", "none"), ("cross_pass", "full"), ("sync", "none")]
+SLOW = [pytest.param(*case, "gpt,llama", "2,3", marks=pytest.mark.slow) for case in CASES]
 
-@pytest.mark.parametrize(("schedule", "recompute"), [("oases", "none"), ("cross_pass", "full"), ("sync", "none")])
-def test_both_ways_do_the_same_work(schedule: str, recompute: str) -> None:
-    config = HostBenchConfig(layers="2,3", iterations=1, schedule=schedule, recompute=recompute)
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "models", "layers"),
+    [("oases", "none", "gpt", "2,3"), ("cross_pass", "full", "gpt,llama", "2"), ("sync", "none", "gpt", "3"), *SLOW],
+)
+def test_both_ways_do_the_same_work(schedule: str, recompute: str, models: str, layers: str) -> None:
+    config = HostBenchConfig(model=models, layers=layers, iterations=1, schedule=schedule, recompute=recompute)
     result = run_host_bench(config, shows=False)  # raises where outputs or gradients differ
     assert [(row["model"], row["layers"], row["blocks"]) for row in result["models"]] == [
-        ("gpt", 2, 4), ("gpt", 3, 6), ("llama", 2, 4), ("llama", 3, 6)
-    ]  # fmt: skip
+        (model, int(depth), 2 * int(depth)) for model in models.split(",") for depth in layers.split(",")
+    ]
     for row in result["models"]:
         assert row["step_seconds"] > 0
         assert row["plain_seconds"] > 0

@@ -1,6 +1,7 @@
 """The benchmark of an unedited model's layers: its result beside the built-in GPT's, and what it refuses."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from oases import cli
 from oases.errors import UsageError
 from oases.execution.wire import NullScheduler
+from oases.launch.ranks import RankOptions, run_ranks
+from oases.testbed import Backend
 from oases_bench.harness import Ranks
 from oases_bench.overlap import OverlapBenchConfig, bench_of, run_overlap_bench, shown
 from oases_bench.unedited_layers import UneditedLayers, of_model
@@ -24,6 +27,8 @@ VIT = {
     "model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "image_size": 16, "patch_size": 4,
 }  # fmt: skip
+TWO_AS_ONE = RankOptions(2, Backend("sim", 0.0, math.inf, single_process=True))
+"""Two ranks that this process represents, where what they compute is not compared."""
 SMALL = OverlapBenchConfig(sequence=8, batch=4, iterations=2, schedules="sync,oases,cross_pass")
 
 
@@ -71,16 +76,18 @@ def test_layers_of_one_block(two_ranks, tmp_path):
         assert row["max_relative_gradient_error"] < 1e-5
 
 
-def test_auto_and_pictures(two_ranks, tmp_path):
+def test_auto_and_pictures(tmp_path):
     config = config_of(tmp_path, VIT, schedules="auto")
-    result = two_ranks.run(run, config)[0]
+    result = run_ranks(run, (config,), TWO_AS_ONE)
     assert result["model"]["activation"] == [4, 17, 32]
     assert "chosen" in result["schedules"]["auto"]
 
 
 def replayed(config):
     """The layers as the benchmark calls them, on what the embedding gives, beside the model's own run."""
-    layers = UneditedLayers(config, dist.group.WORLD)
+    bench = bench_of(config, dist.group.WORLD)
+    layers = bench.layers
+    assert isinstance(layers, UneditedLayers)
     tokens = torch.arange(32).reshape(4, 8)
     seen = {}
     model = layers.model.model
@@ -89,8 +96,8 @@ def replayed(config):
     layers.model(tokens)
     first.remove(), last.remove()
     with torch.no_grad():
-        again = bench_of(config, dist.group.WORLD).layers.run(seen["x"], NullScheduler())
-        mine = layers.run(seen["x"], bench_of(config, dist.group.WORLD).scheduler)
+        again = layers.run(seen["x"], NullScheduler())
+        mine = layers.run(seen["x"], bench.scheduler)
     return bool(torch.equal(mine, seen["out"])), float((again - mine).abs().max())
 
 
@@ -101,10 +108,9 @@ def test_what_is_timed_are_the_layers(two_ranks, tmp_path):
         assert silent > 0  # without sums it is something else
 
 
-def test_more_layers_than_the_configuration_has(two_ranks, tmp_path):
-    config = config_of(tmp_path, LLAMA, given=("layers",), layers=4, schedules="oases")
-    assert config.layers == 4
-    assert two_ranks.run(run, config)[0]["model"]["layers"] == 4
+def test_more_layers_than_the_configuration_has(tmp_path):
+    """`test_the_command` runs them."""
+    assert config_of(tmp_path, LLAMA, given=("layers",), layers=4, schedules="oases").layers == 4
 
 
 @pytest.mark.parametrize(
@@ -138,9 +144,9 @@ def refusal(config):
         run(config)
 
 
-def test_models_of_two_lists_are_refused(two_ranks, tmp_path):
+def test_models_of_two_lists_are_refused(tmp_path):
     t5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 90}
-    two_ranks.run(refusal, config_of(tmp_path, t5))
+    run_ranks(refusal, (config_of(tmp_path, t5),), TWO_AS_ONE)
 
 
 def test_the_command(ranks_at_hand, capfd, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from covering import covered
 from torch import nn
 
 import oases
@@ -161,27 +162,30 @@ def check(kinds, batch, options, number=1):
 
 
 DECODER = [Mlp, CrossAttention, Mlp, CrossAttention]
-FROM_THE_FIRST = [CrossAttention, CrossAttention, Mlp]
+KINDS = {
+    "decoder": DECODER,
+    "from the first": [CrossAttention, CrossAttention, Mlp],
+    "halved": [Mlp, Halved, Halved],
+}
+SCHEDULES = {"schedule": ["sync", "oases", "cross_pass"], "recompute": ["none", "full"]}
+SPLITS = {"1 of 4": (1, 4), "2 of 4": (2, 4), "3 of 3": (3, 3), "3 of 5": (3, 5)}
+"""Numbers of sub-batches and of samples."""
 
 
-def check_all(schedule, recompute):
-    for kinds in (DECODER, FROM_THE_FIRST):
-        for sub_batches, batch in [(1, 4), (2, 4), (3, 3), (3, 5)]:
-            check(kinds, batch, {"schedule": schedule, "sub_batches": sub_batches, "recompute": recompute})
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "kinds", "split"),
+    covered(SCHEDULES | {"kinds": ["decoder", "from the first"], "split": list(SPLITS)}),
+)
+def test_gradients_equal_the_unsplit_model(two_ranks, schedule, recompute, kinds, split):
+    sub_batches, batch = SPLITS[split]
+    options = {"schedule": schedule, "sub_batches": sub_batches, "recompute": recompute}
+    two_ranks.run(check, KINDS[kinds], batch, options)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass"])
-def test_gradients_equal_the_unsplit_model(two_ranks, schedule, recompute):
-    two_ranks.run(check_all, schedule, recompute)
-
-
-@pytest.mark.parametrize("kinds", [DECODER, FROM_THE_FIRST, [Mlp, Halved, Halved]])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass"])
+@pytest.mark.parametrize(("schedule", "recompute", "kinds"), covered(SCHEDULES | {"kinds": list(KINDS)}))
 def test_with_sequence_parallelism_inputs_pass_whole(two_ranks, schedule, recompute, kinds):
     options = {"schedule": schedule, "recompute": recompute, "sequence_parallel": True}
-    two_ranks.run(check, kinds, 5, options)
+    two_ranks.run(check, KINDS[kinds], 5, options)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -282,6 +286,7 @@ def test_inputs_alone_may_want_gradients():
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.usefixtures("few_objects")
 def test_a_step_leaves_no_tensor_behind(recompute):
     blocks = plain_blocks(DECODER)
     stack = make_stack(blocks, None, recompute=recompute)

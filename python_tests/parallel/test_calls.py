@@ -3,10 +3,12 @@
 import gc
 import weakref
 
+import block_examples
 import pytest
 import torch
 import torch.distributed as dist
-from block_examples import WIDTH, Dropping, Mlp, PlainProducts, make_stack, plain_blocks
+from block_examples import WIDTH, Mlp, make_stack, plain_blocks
+from covering import covered
 
 from oases.execution.executor import Context
 from oases.schedule import GENERATORS
@@ -17,7 +19,7 @@ def gradients(kind, schedule, recompute, *, early=False, weights_late=False, seq
     torch.manual_seed(7)
     group = dist.group.WORLD if dist.is_initialized() else None
     stack = make_stack(
-        plain_blocks(6), group, kind, schedule=schedule, recompute=recompute, sequence_parallel=sequence_parallel
+        plain_blocks(4), group, kind, schedule=schedule, recompute=recompute, sequence_parallel=sequence_parallel
     )
     inputs = [torch.randn(4, 4, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(number)]
     outputs, calls = [], []
@@ -41,29 +43,36 @@ def gradients(kind, schedule, recompute, *, early=False, weights_late=False, seq
     return [x.grad for x in inputs] + [p.grad for p in stack.parameters()]
 
 
-def check_split(kind, schedule, recompute, sequence_parallel=False):
+RECOMPUTE = {"none": "none", "one layer": 1, "full": "full"}
+SPLITS = {
+    "early": {"early": True}, "weights late": {"weights_late": True}, "both": {"early": True, "weights_late": True},
+}  # fmt: skip
+SOME = {"schedule": ["sync", "oases", "cross_pass"], "split": list(SPLITS)}
+
+
+def check_split(kind, schedule, recompute, split, sequence_parallel=False):
     options = {"sequence_parallel": sequence_parallel}
-    at_once = gradients(kind, schedule, recompute, **options)
-    for split in ({"early": True}, {"weights_late": True}, {"early": True, "weights_late": True}):
-        others = gradients(kind, schedule, recompute, **split, **options)
-        assert all(torch.equal(a, b) for a, b in zip(at_once, others, strict=True)), split
+    at_once = gradients(kind, schedule, RECOMPUTE[recompute], **options)
+    others = gradients(kind, schedule, RECOMPUTE[recompute], **SPLITS[split], **options)
+    assert all(torch.equal(a, b) for a, b in zip(at_once, others, strict=True))
 
 
-@pytest.mark.parametrize("schedule", sorted(GENERATORS))
-def test_splitting_passes_up_changes_no_bit(two_ranks, schedule):
-    for recompute in ("none", 2, "full"):
-        two_ranks.run(check_split, Mlp, schedule, recompute)
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "split"),
+    covered({"schedule": sorted(GENERATORS), "recompute": list(RECOMPUTE), "split": list(SPLITS)}),
+)
+def test_splitting_passes_up_changes_no_bit(two_ranks, schedule, recompute, split):
+    two_ranks.run(check_split, Mlp, schedule, recompute, split)
 
 
-@pytest.mark.parametrize("kind", [Dropping, PlainProducts])
-def test_splitting_passes_of_other_kinds_up(two_ranks, kind):
-    for schedule in ("sync", "oases", "cross_pass"):
-        two_ranks.run(check_split, kind, schedule, "full")
+@pytest.mark.parametrize(("schedule", "split", "kind"), covered(SOME | {"kind": ["Dropping", "PlainProducts"]}))
+def test_splitting_passes_of_other_kinds_up(two_ranks, schedule, split, kind):
+    two_ranks.run(check_split, getattr(block_examples, kind), schedule, "full", split)
 
 
-@pytest.mark.parametrize("schedule", ["sync", "oases", "cross_pass"])
-def test_splitting_passes_of_parts_of_a_sequence_up(two_ranks, schedule):
-    two_ranks.run(check_split, Mlp, schedule, "full", True)
+@pytest.mark.parametrize(("schedule", "split"), covered(SOME))
+def test_splitting_passes_of_parts_of_a_sequence_up(two_ranks, schedule, split):
+    two_ranks.run(check_split, Mlp, schedule, "full", split, True)
 
 
 def kept_bytes(recompute, *, early):

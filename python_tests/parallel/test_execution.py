@@ -154,6 +154,7 @@ def test_blocks_with_graphs_of_their_own(two_ranks, kind, recompute):
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["sync", "cross_pass", "oases"])
+@pytest.mark.usefixtures("few_objects")
 def test_a_step_leaves_no_tensor_behind(schedule, recompute):
     """A graph must not be part of a reference cycle through C++: no garbage collector finds it."""
     stack = make_stack(plain_blocks(2), None, schedule=schedule, recompute=recompute)

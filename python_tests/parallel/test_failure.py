@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from block_examples import WIDTH, Mlp, make_stack, plain_blocks
+from covering import covered
 
 from oases import OverlappedRowLinear
 from oases.execution import failure
@@ -84,14 +85,21 @@ def check_failure(victim, block, method, countdown, options, kind=Fragile):
     return str(caught.value), caught.value.failure.rank
 
 
-# Method, the call of it that raises, and the ops one of which that is.
-CASES = [
-    ("partial", 1, ("F 1.0",)),
-    ("partial", 2, ("F 1.0", "F 1.1")),
-    ("combine", 1, ("C 1.0",)),
-    ("backward", 1, ("B 1.",)),
-    ("backward", 2, ("B 1.",)),
-]
+CALLS = {
+    "partial 1": ("F 1.0",),
+    "partial 2": ("F 1.0", "F 1.1"),
+    "combine 1": ("C 1.0",),
+    "backward 1": ("B 1.",),
+    "backward 2": ("B 1.",),
+}
+"""Method and the call of it that raises; the ops one of which that is."""
+SCHEDULES = {"schedule": ["sync", "oases"], "recompute": ["none", "full"]}
+
+
+def is_made(row):
+    """Whether there is such a call: sync calls each method once per pass, and partial again when it recomputes."""
+    again = row.get("call") == "partial 2" and row.get("recompute", "full") == "full"
+    return row.get("schedule") != "sync" or not row.get("call", "").endswith("2") or again
 
 
 def check_messages(results, victim, ops):
@@ -105,26 +113,20 @@ def check_messages(results, victim, ops):
         assert "the stack can be called again" in text
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("schedule", ["sync", "oases"])
-@pytest.mark.parametrize(("method", "countdown", "ops"), CASES)
-def test_every_rank_of_two_raises(two_ranks, schedule, recompute, method, countdown, ops):
-    if schedule == "sync" and countdown == 2 and not (recompute == "full" and method == "partial"):
-        pytest.skip("sync calls each method once per pass")
-    if recompute == "full" and method == "partial" and countdown == 2 and schedule == "sync":
-        ops = ("R 1.0",)
+@pytest.mark.parametrize(("schedule", "recompute", "call"), covered(SCHEDULES | {"call": list(CALLS)}, is_made))
+def test_every_rank_of_two_raises(two_ranks, schedule, recompute, call):
+    method, countdown = call.split()
+    ops = ("R 1.0",) if (schedule, call) == ("sync", "partial 2") else CALLS[call]
     options = {"schedule": schedule, "recompute": recompute}
-    check_messages(two_ranks.run(check_failure, 1, 1, method, countdown, options), 1, ops)
+    check_messages(two_ranks.run(check_failure, 1, 1, method, int(countdown), options), 1, ops)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("schedule", ["sync", "oases"])
 @pytest.mark.parametrize(
-    ("method", "ops"), [("partial", ("F 1.0",)), ("combine", ("C 1.0",)), ("backward", ("B 1.",))]
+    ("schedule", "recompute", "method"), covered(SCHEDULES | {"method": ["partial", "combine", "backward"]})
 )
-def test_every_rank_of_four_raises(four_ranks, schedule, recompute, method, ops):
+def test_every_rank_of_four_raises(four_ranks, schedule, recompute, method):
     options = {"schedule": schedule, "recompute": recompute}
-    check_messages(four_ranks.run(check_failure, 2, 1, method, 1, options), 2, ops)
+    check_messages(four_ranks.run(check_failure, 2, 1, method, 1, options), 2, CALLS[f"{method} 1"])
 
 
 def test_an_op_after_the_last_collective_of_the_forward_pass(two_ranks):

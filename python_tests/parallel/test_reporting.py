@@ -95,6 +95,21 @@ def test_layers_as_they_are_given(two_ranks):
         }
 
 
+def check_order():
+    scheduler = scheduler_of(dist.group.WORLD)
+    scheduler.reset_totals()
+    for number in (10, 9):
+        scheduler.wait(scheduler.all_reduce(torch.ones(1), f"F 0.0 (stack {number}, line 2 of x)"))
+    found = oases.report()
+    return [row.where for row in found.stacks], [row.where for row in found.layers]
+
+
+def test_stacks_and_layers_are_in_the_order_of_their_numbers(two_ranks):
+    for stacks, layers in two_ranks.run(check_order):
+        assert stacks == ["stack 9", "stack 10"]
+        assert layers == ["  stack 9 layer 0", "  stack 10 layer 0"]
+
+
 def test_bad_layers_and_names():
     with pytest.raises(ValueError, match="layer_of has 1 entries for 2 blocks"):
         make_stack(plain_blocks(2), None, layer_of=[0])

@@ -16,6 +16,7 @@ from block_examples import (
     plain_blocks,
     plain_forward,
 )
+from covering import covered
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,13 +29,20 @@ from oases.parallel.linear import shard
 from oases.schedule import GENERATORS, WHOLE, ScheduleError, generate, parse_schedule
 from oases.schedule import sequence_parallel as make_sequence_parallel
 
+SPLITS = {
+    f"{sub_batches} of {batch}": (sub_batches, batch)
+    for sub_batches, batch in [(1, 4), (2, 4), (3, 4), (4, 4), (2, 5)]
+}
+"""Numbers of sub-batches and of samples."""
+FACTORS = {
+    "schedule": sorted(GENERATORS), "recompute": ["none", "full"], "blocks": ["1 block", "4 blocks"],
+    "split": list(SPLITS),
+}  # fmt: skip
 
-@pytest.mark.parametrize("num_blocks", [1, 4])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("schedule", sorted(GENERATORS))
-def test_gradients_equal_the_unsplit_model(two_ranks, num_blocks, schedule, recompute):
-    for sub_batches, batch in [(1, 4), (2, 4), (3, 4), (4, 4), (2, 5)]:
-        two_ranks.run(check_exact, num_blocks, schedule, sub_batches, batch, recompute)
+
+@pytest.mark.parametrize(("schedule", "recompute", "blocks", "split"), covered(FACTORS))
+def test_gradients_equal_the_unsplit_model(two_ranks, schedule, recompute, blocks, split):
+    two_ranks.run(check_exact, int(blocks[0]), schedule, *SPLITS[split], recompute)
 
 
 @pytest.mark.parametrize("kind", [PlainProducts, ScaledResult])

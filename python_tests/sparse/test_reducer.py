@@ -172,7 +172,7 @@ def wild(mode, costs):
     reducer, rank, ranks = S2Reducer(mode=mode), dist.get_rank(), dist.get_world_size()
     reducer.costs = Costs(*costs)
     own, taken = torch.Generator().manual_seed(31 + rank), []
-    for step in range(60):
+    for step in range(30):
         wanted = float(torch.rand((), generator=own)) ** 6 * (step % 5 != 3)
         gradient = torch.zeros(1001, 3)
         used = torch.rand(1001, generator=own) < wanted

@@ -21,9 +21,10 @@ NAMES = tuple(THETAS)
 
 
 @pytest.mark.parametrize(
-    "model", [NonconvexSVC(), NonconvexSVC("mcp"), NonconvexSVC("capped_l1"), NonconvexSVC("l1")]
+    "penalty", ["scad", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mcp", "capped_l1", "l1"))]
 )
-def test_scikit_learn_excuses_nothing(model):
+def test_scikit_learn_excuses_nothing(penalty):
+    model = NonconvexSVC(penalty)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own data, which is hard on purpose, and of checks it skips
         check_estimator(model)

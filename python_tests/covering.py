@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
 
 Row = dict[str, str]
 """The choice of each factor, by its name."""
@@ -47,3 +50,16 @@ def covering(
         rows.append({name: row[name] for name in factors})
         missing -= pairs_in(row)
     return rows
+
+
+def covered(
+    factors: Mapping[str, Sequence[str]], allowed: Callable[[Mapping[str, str]], bool] = lambda row: True
+) -> list[Any]:
+    """Parameters of every row that is allowed; those outside of the covering array are slow tests."""
+    few = covering(factors, allowed)
+    rows = [dict(zip(factors, choices, strict=True)) for choices in itertools.product(*factors.values())]
+    return [
+        pytest.param(*row.values(), id="-".join(row.values()), marks=() if row in few else pytest.mark.slow)
+        for row in rows
+        if allowed(row)
+    ]
