@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from oases.execution import failure
 from oases.launch.ranks import RankOptions
 from oases.testbed import Backend
 from oases.testing import RankPool
@@ -37,3 +38,8 @@ def _listened(folder: str, function: Callable[..., Any], arguments: tuple[Any, .
     finally:
         os.chdir(before)
     return result, printed.getvalue()
+
+
+def poll_often() -> None:
+    """Let this rank notice a failure of another at once."""
+    failure._INTERVAL_SECONDS = 0.02

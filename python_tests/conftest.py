@@ -6,7 +6,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: other tests and ranks want the cores
 
 import torch
-from at_hand import RanksAtHand
+from at_hand import RanksAtHand, poll_often
 from script_ranks import ScriptRanks
 
 import oases.terminal
@@ -39,12 +39,14 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
     with RankPool(2) as pool:
+        pool.run(poll_often)
         yield pool
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
     with RankPool(4) as pool:
+        pool.run(poll_often)
         yield pool
 
 

@@ -205,7 +205,7 @@ class LayerSignature:
             raise UnsplittableError(
                 "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of linears"
             )
-        self.programs: dict[CallSignature, list[Program]] = {}
+        self.programs: dict[tuple[CallSignature, int | None], list[Program]] = {}
 
     def program(
         self,
@@ -216,7 +216,7 @@ class LayerSignature:
         device: Any,
     ) -> Program:
         """Program for a call with this signature and leaves; traced if there is none."""
-        programs = self.programs.setdefault(call_signature, [])
+        programs = self.programs.setdefault((call_signature, activation), [])
         for program in programs:
             if program.accepts(found):
                 return program

@@ -69,8 +69,8 @@ class ExpertStack(HoldsGroup, nn.Module):
         validate(schedule, "experts")
         if schedule.num_blocks != len(self.blocks):
             raise UsageError(
-                f"ExpertStack: schedule {schedule.name} is for {schedule.num_blocks} blocks, and there are "
-                f"{len(self.blocks)}"
+                f"ExpertStack: schedule {schedule.name} is for {schedule.num_blocks} blocks, but "
+                f"{len(self.blocks)} are required"
             )
         placing = [layer.placement for layer in layers if layer.placement != "none"]
         if placing and not schedule.copies:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from partitioned import KINDS, build
+from autotp.partitioned import KINDS, build
 from torch import nn
 
 from oases.autotp.gathering import materialize_buffers

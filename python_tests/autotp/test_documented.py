@@ -1,5 +1,7 @@
 """Statements of docs/models.md on a parallelized model: hooks, results of layers, caches, dropout, replicas."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import oases
 from oases.autotp.export import UnsplittableError
 from oases.parallel.sharding import cuts
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 DATA = batch("llama")
 
@@ -73,6 +77,11 @@ def test_no_cache_of_keys_and_values(two_ranks):
         assert torch.equal(found, expected)
 
 
+@functools.cache
+def mesh_of(degree):
+    return init_device_mesh("cpu", (2 // degree, degree), mesh_dim_names=("dp", "tp"))
+
+
 def dropped(options, degree):
     """Losses in training with dropout, ranks with seeds of their own but the first."""
     found = config("gpt2")
@@ -80,15 +89,18 @@ def dropped(options, degree):
     torch.manual_seed(3)
     model = transformers.GPT2LMHeadModel(found)
     torch.manual_seed(3 + dist.get_rank())
-    mesh = init_device_mesh("cpu", (2 // degree, degree), mesh_dim_names=("dp", "tp"))
-    oases.parallelize(model, mesh=mesh, **options)
+    oases.parallelize(model, mesh=mesh_of(degree), **options)
     return float(model(**batch("gpt2")).loss.detach())
 
 
+@pytest.fixture(scope="module")
+def loss_alone(shared_traces, two_ranks):
+    return two_ranks.run(dropped, {}, 1)[0]
+
+
 @pytest.mark.parametrize("options", [{"schedule": "sync"}, {"sub_batches": 4}, {"recompute": "full"}])
-def test_masks_of_dropout_depend_on_no_schedule_and_degree(two_ranks, options):
-    (alone, _), ranks = two_ranks.run(dropped, {}, 1), two_ranks.run(dropped, options, 2)
-    assert ranks == [pytest.approx(alone, rel=1e-6)] * 2
+def test_masks_of_dropout_depend_on_no_schedule_and_degree(two_ranks, loss_alone, options):
+    assert two_ranks.run(dropped, options, 2) == [pytest.approx(loss_alone, rel=1e-6)] * 2
 
 
 def replicated():
@@ -101,6 +113,7 @@ def replicated():
     return {name: (p.grad, known.get(id(p)), rank) for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow  # of a plain model: test_masks
 def test_replicas_average_their_gradients(four_ranks):
     plain = build("llama")
     for share in (slice(None, 2), slice(2, None)):

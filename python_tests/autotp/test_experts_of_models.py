@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from autotp.comparison import gradients_apart
-from autotp.test_models import trained_beside_itself
-from autotp.test_parallelize import one_step
 from autotp.zoo import MIXTURES, batch, build
+from autotp.zoo_runs import one_step, trained_beside_itself
 from torch import nn
 
 import oases
 from oases.autotp.experts import collections, substitute_experts
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

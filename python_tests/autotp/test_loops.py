@@ -12,6 +12,8 @@ from autotp.plain_models import (
 )  # fmt: skip
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 class Loop(Plain):
     """A loop over the layers in one of many ways. Layers differ in what no shape shows."""
@@ -22,8 +24,10 @@ class Loop(Plain):
                          layers=3)  # fmt: skip
         self.way = way
         for place, layer in enumerate(self.layers):
-            layer.place = place if way == "places" else 0
-            layer.factor = torch.tensor(1.0 + place if way == "constants" else 1.0).double()
+            if way == "places":
+                layer.place = place
+            if way == "constants":
+                layer.factor = torch.tensor(1.0 + place).double()
         first = self.layers[0]
         if way == "functions":
             self.layers[1].function = F.relu
@@ -89,7 +93,7 @@ class Sets(Block):
 class Functions(Block):
     def __init__(self):
         super().__init__()
-        self.function = F.gelu
+        self.function, self.factor, self.place = F.gelu, 1.0, 0
 
     def forward(self, x):
         x = x + self.attn(self.norm(x))

@@ -18,6 +18,8 @@ from torch import nn
 import oases
 from oases.parallel.sharding import cuts
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 class Undone(nn.Module):
     """x = dropout(x), then x - x, in which one of both comes through a sum: zero if both saw one mask."""

@@ -1,63 +1,33 @@
 """Unedited models of transformers under tensor parallelism against themselves in one process, and docs/models.md.
 
-`make test` runs some of the models that nothing was written for, `make test-slow` all of them.
+`make test` runs a model of each kind of layer, `make test-slow` all of them.
 """
-
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
-from autotp.comparison import gradients_apart
-from autotp.zoo import MODELS, OTHERS, batch, build
+from autotp.zoo import MODELS, OTHERS, build
+from autotp.zoo_runs import DOCS, trained_beside_itself
 
 import oases
 
-DOCS = Path(__file__).parents[2] / "docs"
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
+ALIKE = ("qwen3", "mistral", "gpt_neox", "opt")
+"""Models whose layers compute nothing that those of llama, gemma3, phi and gpt2 do not."""
+SOME = ("gptj", "bloom", "falcon", "albert")
 
 
-def rows_of(report):
-    """Rows of a model in docs/models.md."""
-    spec = importlib.util.spec_from_file_location("tables_of_models", DOCS / "models.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
-    return tables.rows(report)
+def slow_unless(condition, name):
+    return pytest.param(name, marks=[] if condition else pytest.mark.slow)
 
 
 def lines_of_the_page():
     return (DOCS / "models.md").read_text(encoding="utf-8").splitlines()
 
 
-def trained_beside_itself(name, options, dtype=torch.float32, steps=4):
-    model, parallel = build(name).to(dtype), build(name).to(dtype)
-    oases.parallelize(parallel, **options)
-    report = parallel.oases_partition
-    data = batch(name, dtype=dtype)
-    expected, got = model(**data), parallel(**data)
-    apart = float((got.logits - expected.logits).abs().max() / expected.logits.abs().max())
-    expected.loss.backward()
-    got.loss.backward()
-    gradients = gradients_apart(model, parallel)
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (parallel, model))
-    losses = []
-    for step in range(steps):
-        data = batch(name, seed=step, dtype=dtype)
-        pair = []
-        for each, optimizer in ((model, theirs), (parallel, ours)):
-            optimizer.zero_grad()
-            loss = each(**data).loss
-            loss.backward()
-            optimizer.step()
-            pair.append(float(loss.detach()))
-        losses.append(pair)
-    rows = [(row.where, row.collectives, row.hidden) for row in oases.report().stacks]
-    found = {"logits": apart, "gradients": gradients, "losses": losses, "report": report.json(), "rows": rows}
-    return found | {"table": rows_of(report) if not options else []}
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [slow_unless(name not in ALIKE, name) for name in MODELS])
 def test_models_of_the_promise(two_ranks, name):
-    for result in two_ranks.run(trained_beside_itself, name, {}, torch.float32, 10):
+    for result in two_ranks.run(trained_beside_itself, name, {}):
         assert result["logits"] <= 1e-5
         assert result["gradients"][0] <= 1e-5, result["gradients"]
         for expected, got in result["losses"]:
@@ -70,28 +40,14 @@ def test_models_of_the_promise(two_ranks, name):
         assert set(result["table"]) <= set(lines_of_the_page()), "run python docs/models.py"
 
 
-SOME = ("qwen2", "gptj", "bloom", "falcon", "albert")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
-)
+@pytest.mark.parametrize("name", [slow_unless(name in SOME, name) for name in OTHERS])
 def test_models_nobody_thought_of(two_ranks, name):
     for result in two_ranks.run(trained_beside_itself, name, {}, torch.float64):
         assert result["logits"] <= 1e-6  # heads and losses of some cast to float32
         assert result["gradients"][0] <= 1e-6, result["gradients"]
         for expected, got in result["losses"]:
             assert got == pytest.approx(expected, rel=1e-6)
-
-
-def documented(name):
-    return rows_of(oases.parallelize(build(name)).oases_partition)
-
-
-@pytest.mark.parametrize("name", ["phi3", "falcon", "albert"])
-def test_their_rows_stand_on_the_page(two_ranks, name):
-    for rows in two_ranks.run(documented, name):
-        assert set(rows) <= set(lines_of_the_page()), "run python docs/models.py"
+        assert set(result["table"]) <= set(lines_of_the_page()), "run python docs/models.py"
 
 
 def test_the_page_has_every_model():
@@ -116,3 +72,23 @@ def test_other_ways_to_run(two_ranks, name, options):
     for result in two_ranks.run(trained_beside_itself, name, options):
         assert result["logits"] <= 1e-5
         assert result["gradients"][0] <= 1e-5, result["gradients"]
+
+
+def plans(name):
+    parallel = build(name)
+    oases.parallelize(parallel)
+    report = parallel.oases_partition
+    return report.plan_agrees, report.plan_differs, str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        *(("llama", 9), ("gemma3", 11), ("gpt2", 0)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen3", 11), ("mistral", 9))),
+    ],
+)
+def test_transformers_own_plan_agrees(two_ranks, name, entries):
+    for agree, differ, text in two_ranks.run(plans, name):
+        assert (len(agree), differ) == (entries, {})
+        assert (f"transformers' own plan: {entries} of {entries} entries" in text) == (entries > 0)

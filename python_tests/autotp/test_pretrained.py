@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from partitioned import KINDS, Mixed, build, message, partition, same
+from autotp.partitioned import KINDS, Mixed, build, message, partition, same
+from autotp.weights_memory import peaks
 from safetensors.torch import load_file
-from weights_memory import peaks
 
 from oases.autotp.gathering import full_state_dict, gather_state
 from oases.autotp.pretrained import save_pretrained

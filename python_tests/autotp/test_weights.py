@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from partitioned import KINDS, Mixed, build, message, partition, same
+from autotp.partitioned import KINDS, Mixed, build, message, partition, same
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -214,7 +214,7 @@ FAULTS = {
     "other index": (_point_at("model-00001-of-00002.safetensors"), r"'bias' is in 'model-00001-.*', which lacks it"),
     "outside": (_point_at("../bias.safetensors"), r"names '../bias.safetensors' outside its folder"),
     "no map": (lambda saved: (saved / "model.safetensors.index.json").write_text("{}"), r"no 'weight_map'"),
-    "no JSON": (lambda saved: (saved / "model.safetensors.index.json").write_text("{"), r"is no JSON"),
+    "no JSON": (lambda saved: (saved / "model.safetensors.index.json").write_text("{"), r"is not JSON"),
     "twice": (_twice, r"tensor 'bias' is in .*00002-of-00002.* and in .*more.safetensors'; leave one"),
     "pickle": (_pickle, r"pytorch_model.bin' is a pickle.*weights_only=True"),
     "nothing": (lambda saved: [file.unlink() for file in saved.iterdir()], r"holds no \*.safetensors"),

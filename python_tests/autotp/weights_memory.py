@@ -1,4 +1,4 @@
-"""The memory that loading and saving take on each rank, every rank a fresh process: python weights_memory.py [RANKS]
+"""Memory that loading and saving take on each rank: python -m autotp.weights_memory [RANKS]
 
 What counts is the process's resident set above what it was before, at its highest (VmHWM, which /proc/self/clear_refs
 sets back): pages of mapped files among it, and the model itself.
@@ -6,17 +6,16 @@ sets back): pages of mapped files among it, and the model itself.
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from partitioned import KINDS, build
+from autotp.partitioned import KINDS, build
+from resident_memory import peak, reset_peak, resident
 
 from oases.autotp.pretrained import save_pretrained
 from oases.autotp.weights import load_weights
+from oases.testing import RankPool
 
 LARGE = {"n_embd": 1024, "n_layer": 4, "n_head": 8, "vocab_size": 16384}
 """The sizes of a GPT-2 of 269 MB in float32, fused queries, keys and values [1024, 3072] cut along the columns."""
@@ -28,33 +27,22 @@ def peaks(ranks: int, folder: Path) -> tuple[int, list[tuple[int, int]]]:
     model.save_pretrained(folder / "large", max_shard_size="100MB")
     KINDS["gpt2"]().save_pretrained(folder / "small")
     size = sum(parameter.nbytes for parameter in model.parameters())
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(ranks, maxtasksperchild=1) as pool:
-        tasks = [(rank, ranks, folder) for rank in range(ranks)]
-        return size, pool.starmap_async(_peak, tasks, chunksize=1).get(timeout=300)
+    with RankPool(ranks) as pool:
+        return size, pool.run(_peak, folder)
 
 
-def _peak(rank: int, ranks: int, folder: Path) -> tuple[int, int]:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
+def _peak(folder: Path) -> tuple[int, int]:
     model = build("gpt2")  # once at a small size, for all the code and the buffers of gloo
     load_weights(model, folder / "small")
     save_pretrained(model, folder / "again")
     model = build("gpt2", **LARGE)
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    before = resident()
+    reset_peak()
     load_weights(model, folder / "large")
-    loading = _resident("VmHWM") - before
-    Path("/proc/self/clear_refs").write_text("5")
+    loading = peak() - before
+    reset_peak()
     save_pretrained(model, folder / "large again")
-    saving = _resident("VmHWM") - before
-    dist.destroy_process_group()
-    return loading, saving
-
-
-def _resident(what: str) -> int:
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[what].split()[0]) * 1024
+    return loading, peak() - before
 
 
 if __name__ == "__main__":

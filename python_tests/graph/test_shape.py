@@ -1,5 +1,6 @@
 """A graph's sizes for the planner: parameters and FLOPs of its layers are kept, what does not fit is named."""
 
+import functools
 import os
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from oases.simulator.cluster import cluster_called
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 transformers = pytest.importorskip("transformers")
 
-S = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 160}
+S = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 160}
 
 
 def built(name, **more):
@@ -27,37 +28,52 @@ def built(name, **more):
         return kind(kind.config_class(**more))
 
 
-def gpt2(**more):
-    return built("GPT2LMHeadModel", n_embd=64, n_layer=3, n_head=4, vocab_size=96, **more)
+def gpt2():
+    return built("GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, vocab_size=96)
+
+
+@functools.cache
+def traced_gpt2():
+    return trace(gpt2(), sequence=16)
+
+
+def llama():
+    return built("LlamaForCausalLM", **S, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    graph = trace(llama(), sequence=32)
+    return graph, oases.plan(graph, "2x3090", global_batch=8)
 
 
 @pytest.mark.parametrize(
     ("model", "wanted"),
     [
-        (gpt2, ModelShape(64, 3, 4, 16, 96, name="GPT2LMHeadModel")),
+        (gpt2, ModelShape(64, 2, 4, 16, 96, name="GPT2LMHeadModel")),
         (
-            lambda: built("LlamaForCausalLM", **S, num_key_value_heads=2),
+            llama,
             ModelShape(
-                64, 3, 4, 16, 96, name="LlamaForCausalLM", kv_heads=2, intermediate=160, gated=True, tied=False
+                64, 2, 4, 16, 96, name="LlamaForCausalLM", kv_heads=2, intermediate=160, gated=True, tied=False
             ),
         ),
         (
             lambda: built("Qwen3ForCausalLM", **S, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True),
             ModelShape(
-                64, 3, 4, 16, 96, name="Qwen3ForCausalLM", head_size=32, kv_heads=2, intermediate=160, gated=True
+                64, 2, 4, 16, 96, name="Qwen3ForCausalLM", head_size=32, kv_heads=2, intermediate=160, gated=True
             ),
         ),
         (
             lambda: built("LlamaForCausalLM", **S, attn_implementation="eager"),
-            ModelShape(64, 3, 4, 16, 96, name="LlamaForCausalLM", intermediate=160, gated=True, tied=False),
+            ModelShape(64, 2, 4, 16, 96, name="LlamaForCausalLM", intermediate=160, gated=True, tied=False),
         ),
         (
             lambda: built("BertForMaskedLM", **S),
-            ModelShape(64, 3, 4, 16, 96, name="BertForMaskedLM", intermediate=160),
+            ModelShape(64, 2, 4, 16, 96, name="BertForMaskedLM", intermediate=160),
         ),
         (
             lambda: built("GPTNeoXForCausalLM", **S),
-            ModelShape(64, 3, 4, 16, 96, name="GPTNeoXForCausalLM", intermediate=160, tied=False),
+            ModelShape(64, 2, 4, 16, 96, name="GPTNeoXForCausalLM", intermediate=160, tied=False),
         ),
     ],
     ids=["gpt2", "llama", "qwen3", "eager", "bert", "gpt_neox"],
@@ -74,8 +90,8 @@ def test_sizes_products_and_flops(model, wanted):
 
 
 def test_a_gpt_keeps_the_formulas_it_had():
-    shape = shape_of_graph(trace(gpt2(), sequence=16))
-    plain = ModelShape(64, 3, 4, 16, 96, name="GPT2LMHeadModel")
+    shape = shape_of_graph(traced_gpt2())
+    plain = ModelShape(64, 2, 4, 16, 96, name="GPT2LMHeadModel")
     assert shape.is_gpt
     assert plain.block_parameters("attention", 1) == 4 * 64 * 64 + 6 * 64
     assert plain.block_parameters("mlp", 2) == (8 * 64 * 64 + 4 * 64) // 2 + 3 * 64
@@ -96,21 +112,19 @@ def test_llamas_parameters_are_within_a_percent():
     assert shape.fits_degree(8)
 
 
-def test_a_graph_and_a_model_are_planned():
-    model = built("LlamaForCausalLM", **S, num_key_value_heads=2)
-    graph = trace(model, sequence=32)
-    plan = oases.plan(graph, "2x3090", global_batch=8)
+def test_a_graph_and_a_model_are_planned(planned):
+    graph, plan = planned
     assert plan.prediction.step_seconds > 0
-    assert oases.plan(model, "2x3090", global_batch=8, sequence=32) == plan
+    assert oases.plan(llama(), "2x3090", global_batch=8, sequence=32) == plan
     assert type(plan).from_json(plan.to_json()) == plan
     assert shape_of(LayerGraph.from_json(graph.to_json())) == plan.model
 
 
-def test_training_a_gpt_by_it_is_refused():
+def test_training_a_gpt_by_it_is_refused(planned):
     from oases.train.config import config_for
 
-    plan = oases.plan(trace(built("LlamaForCausalLM", **S), sequence=32), "2x3090", global_batch=8)
-    with pytest.raises(UsageError, match="'LlamaForCausalLM' is no GPT"):
+    _, plan = planned
+    with pytest.raises(UsageError, match="'LlamaForCausalLM' is not a GPT"):
         config_for(plan, {})
 
 
@@ -142,7 +156,7 @@ def test_what_is_no_stack_is_named(model, said):
 
 
 def test_unequal_layers_are_named():
-    graph = trace(gpt2(), sequence=16)
+    graph = traced_gpt2()
     linear = next(node for node in graph.nodes if node.module == "transformer.h.1.mlp.c_fc")
     nodes = tuple(replace(node, flops=1) if node == linear else node for node in graph.nodes)
     with pytest.raises(UsageError, match=r"layers transformer\.h\.0 and transformer\.h\.1 differ in parameters"):

@@ -1,20 +1,20 @@
 """Tracing: the ops are the exported program's, FLOPs are those torch counts in a real run, nothing is copied."""
 
-import json
+import functools
 import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from resident_memory import peak, reset_peak, resident
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from oases.errors import UsageError
+from oases.graph.part import shards
 from oases.graph.stages import shared_parameters, split
 from oases.graph.trace import trace
 
@@ -47,9 +47,17 @@ def models():
 
 
 @pytest.fixture(params=["llama", "gpt2", "bert", "t5", "vit"])
-def built(request):
-    kind, config = models()[request.param]
-    return lambda device: _on(device, kind, config)
+def name(request):
+    return request.param
+
+
+def built(name, device):
+    return _on(device, *models()[name])
+
+
+@functools.cache
+def traced(name):
+    return trace(built(name, "meta"), batch=2, sequence=8)
 
 
 def _on(device, kind, config):
@@ -64,17 +72,16 @@ def given(model, batch, sequence):
     return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
 
 
-def test_flops_are_those_of_a_real_run(built):
-    graph, model = trace(built("meta"), batch=2, sequence=8), built("cpu")
+def test_flops_are_those_of_a_real_run(name):
+    graph, model = traced(name), built(name, "cpu")
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(**given(model, 2, 8))
     assert graph.flops == counter.get_total_flops()
     assert graph.num_parameters == sum(each.numel() for each in model.parameters())
 
 
-def test_the_nodes_are_those_of_the_exported_program(built):
-    model = built("meta")
-    graph = trace(model, batch=2, sequence=8)
+def test_the_nodes_are_those_of_the_exported_program(name):
+    model, graph = built(name, "meta"), traced(name)
     inputs = {name: value.to("meta") for name, value in given(model, 2, 8).items()}
     if "pixel_values" not in inputs:
         inputs["use_cache"] = False
@@ -95,8 +102,8 @@ def test_the_nodes_are_those_of_the_exported_program(built):
     assert all(graph.nodes[graph.place[name]].shapes == (shape,) for name, shape in shapes.items())
 
 
-def test_layers_are_alike_and_named(built):
-    graph = trace(built("meta"), batch=2, sequence=8)
+def test_layers_are_alike_and_named(name):
+    graph = traced(name)
     kinds = Counter(layer.rpartition(".")[0] for layer in graph.layers)
     assert set(kinds.values()) == {2}
     read = {graph.table[name].identity for node in graph.nodes for name in node.parameters}
@@ -105,12 +112,12 @@ def test_layers_are_alike_and_named(built):
     assert all(node.name in graph.trained for node in graph.nodes if node.name in graph.outputs)
 
 
-def test_a_real_model_gives_the_same_products_and_is_left_alone(built):
-    model = built("cpu")
+def test_a_real_model_gives_the_same_products_and_is_left_alone(name):
+    model = built(name, "cpu")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     graph = trace(model, batch=2, sequence=8)
-    twin = trace(built("meta"), batch=2, sequence=8)
+    twin = traced(name)
     # How attention lays its result out differs by device, and with it whether it is copied behind it: no more does.
     kept = [[replace(n, inputs=(), name="") for n in each.nodes if n.parameters or n.flops] for each in (graph, twin)]
     assert kept[0] == kept[1]
@@ -226,29 +233,21 @@ def test_other_products_are_counted():
     assert trace(model, inputs=((x,), {})).flops == counter.get_total_flops() > 0
 
 
-_LARGE = """
-import json, resource, torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from oases.graph.part import shards
-from oases.graph.stages import split
-from oases.graph.trace import trace
-config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-                     num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192)
-with torch.device("meta"):
-    model = LlamaForCausalLM(config)
-graph = trace(model, sequence=2048)
-over = {n: max(s.cost for s in stages) * n / sum(s.cost for s in stages)
-        for n in (2, 4, 8) for stages in [split(graph, n)]}
-print(json.dumps({"parameters": graph.num_parameters, "layers": len(graph.layers), "shards": len(shards(graph)),
-                  "over": over, "bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
-"""
-
-
-def test_llama_70b_is_traced_sharded_and_staged():
-    """In under 10 s and 0.6 GB where it was measured; here only memory is asserted on."""
-    run = subprocess.run([sys.executable, "-c", _LARGE], check=True, capture_output=True, text=True)
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert found["parameters"] == 70_553_706_496
-    assert (found["layers"], found["shards"]) == (80, 82), "a shard a layer, the embedding, and norm with head"
-    assert all(1 <= over < 1.1 for over in found["over"].values()), found["over"]
-    assert found["bytes"] < 2 * 2**30
+@pytest.mark.parametrize(("layers", "counts"), [(7, (2,)), pytest.param(80, (2, 4, 8), marks=pytest.mark.slow)])
+def test_a_llama_of_70b_is_traced_without_memory_for_its_weights(layers, counts):
+    """One of its layers alone has 3.4 GB of weights."""
+    config = transformers.LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
+    )  # fmt: skip
+    before = resident()
+    reset_peak()
+    graph = trace(_on("meta", transformers.LlamaForCausalLM, config), sequence=2048)
+    assert graph.num_parameters == layers * 855_654_400 + 2_101_354_496
+    assert len(graph.layers) == layers
+    assert len(shards(graph)) == layers + 2, "a shard a layer, the embedding, and norm with head"
+    for count in counts:
+        stages = split(graph, count)
+        over = max(stage.cost for stage in stages) * count / sum(stage.cost for stage in stages)
+        assert 1 <= over < 1.1, count
+    assert peak() - before < 2**30

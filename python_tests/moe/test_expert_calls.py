@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from test_expert_stack import HIDDEN, Block, made
-from test_moe_layer import alone
+from moe.expert_blocks import HIDDEN, Block, made
+from moe.moe_layers import alone
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

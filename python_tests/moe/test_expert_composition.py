@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from test_expert_stack import HIDDEN, made
+from moe.expert_blocks import HIDDEN, made
 
 from oases.moe.stack import ExpertStack
 from oases.parallel.gradient_averaging import GradientAverager

@@ -6,47 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from moe.expert_blocks import COSTS, EXPERTS, HIDDEN, made
 from torch import nn
 
 from oases.errors import UsageError
 from oases.execution.executor import Context
-from oases.moe.costs import Costs
-from oases.moe.layer import OverlappedMoE
 from oases.moe.placement import owner_ranks, plan
 from oases.moe.stack import ExpertStack
 from oases.schedule.experts import EXPERT_SCHEDULES, generate_experts
 from oases.schedule.ops import STARTS
-
-HIDDEN, EXPERTS, BLOCKS, TOKENS = 8, 8, 3, 10
-COSTS = Costs(token_seconds=1e-5, token_bytes=64, expert_bytes=1024, bandwidth=1e8, non_expert_seconds=1e-4)
-
-
-class Block(nn.Module):
-    """A linear layer in place of attention, then experts."""
-
-    def __init__(self, number, dropout=0.0, **options):
-        super().__init__()
-        self.mix = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
-        self.norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
-        self.dropout = nn.Dropout(dropout)
-        self.experts = OverlappedMoE(HIDDEN, 12, EXPERTS, dtype=torch.float64, name=f"block {number}", **options)
-
-    def before(self, x):
-        x = x + self.dropout(self.mix(x))
-        return x, self.norm(x)
-
-    def after(self, x, y):
-        return x + y
-
-    def forward(self, x):
-        x, h = self.before(x)
-        return self.after(x, self.experts(h))
-
-
-def made(dropout=0.0, **options):
-    torch.manual_seed(3)
-    own = {"gated": True, "bias": True, "balance_weight": 0.1, "z_weight": 0.01, "top_k": 2, **options}
-    return [Block(number, dropout, costs=COSTS, **own) for number in range(BLOCKS)]
 
 
 def drawn_placement(rng, devices):
@@ -67,7 +35,7 @@ def results(run, blocks, steps=3, seed=0):
     found = []
     for step in range(steps):
         torch.manual_seed(100 * seed + 10 * step + (dist.get_rank() if dist.is_initialized() else 0))
-        x = torch.randn(2, TOKENS // 2, HIDDEN, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(2, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
         y = run(x)
         y.square().sum().backward()
         parameters = [p for block in blocks for p in block.parameters()]
@@ -101,12 +69,16 @@ def check(name, placement, recompute, seed, dropout=0.0, shared=0):
 
 
 CASES = [
-    (name, placement, recompute)
-    for name, placement, recompute in itertools.product(
-        EXPERT_SCHEDULES, ("none", "prophet", "faster_moe", "drawn"), (False, True)
+    pytest.param(
+        name, placement, recompute, marks=[] if name == "plain" or (i + j) % 2 == recompute else pytest.mark.slow
     )
+    for (i, name), (j, placement) in itertools.product(
+        enumerate(EXPERT_SCHEDULES), enumerate(("none", "prophet", "faster_moe", "drawn"))
+    )
+    for recompute in (False, True)
     if name != "plain" or placement == "none"
 ]
+"""Every pair of schedule, placement and recomputation; all triples in `make test-slow`."""
 
 
 @pytest.mark.parametrize(("name", "placement", "recompute"), CASES)

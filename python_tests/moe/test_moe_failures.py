@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_moe_layer import COSTS, HIDDEN, WIDTH, alone, inputs_of, random_placement, whole_layer
+from moe.moe_layers import COSTS, HIDDEN, WIDTH, alone, inputs_of, random_placement, whole_layer
 
 from oases.errors import UsageError
 from oases.execution.failure import FailedRankError

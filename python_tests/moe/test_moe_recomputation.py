@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from test_moe_layer import COSTS, EXACT, HIDDEN, alone, inputs_of, targets_of, whole_layer
+from moe.moe_layers import COSTS, EXACT, HIDDEN, alone, inputs_of, targets_of, whole_layer
 from torch.utils.checkpoint import checkpoint
 
 from oases.moe.dispatch import RoutingError

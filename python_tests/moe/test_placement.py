@@ -157,11 +157,11 @@ def test_near_the_optimum(costs, seed):
     "options",
     [
         {},
-        {"scheduled": False},
+        pytest.param({"scheduled": False}, marks=pytest.mark.slow),
         {"transfer": "mean"},
-        {"latency": 1e-3},
+        pytest.param({"latency": 1e-3}, marks=pytest.mark.slow),
         {"handling_seconds": 3e-4, "fixed_seconds": 1e-3},
-        {"both_ways": 1.5e10},
+        pytest.param({"both_ways": 1.5e10}, marks=pytest.mark.slow),
     ],
 )
 def test_every_placement_of_a_small_case_is_at_least_the_optimum(options):

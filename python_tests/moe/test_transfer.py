@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_moe_layer import random_placement
+from moe.moe_layers import random_placement
 
 from oases.execution.group import scheduler_of
 from oases.moe.experts import ExpertWeights

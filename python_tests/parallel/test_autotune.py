@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from test_stack import WIDTH, compare, make_stack, plain_blocks
+from block_examples import WIDTH, compare, make_stack, plain_blocks
 
 from oases.errors import OverlapError
 from oases.parallel import autotune

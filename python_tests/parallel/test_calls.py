@@ -6,8 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from test_execution import Dropping
-from test_stack import WIDTH, Mlp, PlainProducts, make_stack, plain_blocks
+from block_examples import WIDTH, Dropping, Mlp, PlainProducts, make_stack, plain_blocks
 
 from oases.execution.executor import Context
 from oases.schedule import GENERATORS

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_stack import WIDTH, Mlp, check_exact, make_stack, plain_blocks
+from block_examples import WIDTH, Dropping, Mlp, check_exact, make_stack, plain_blocks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,16 +38,6 @@ def test_the_row_parallel_product_is_not_recomputed(schedule, expected):
     CountsMatmuls.calls = []
     stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
     assert {name: CountsMatmuls.calls.count(name) for name in ("up", "down")} == expected
-
-
-class Dropping(Mlp):
-    """Dropout on this rank's features and again after the all-reduce."""
-
-    def partial(self, x):
-        return self.down.partial(F.dropout(F.gelu(self.up.partial(self.norm(x))), 0.5))
-
-    def combine(self, x, y):
-        return x + F.dropout(y + self.down.bias, 0.5)
 
 
 def check_dropout():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_stack import WIDTH, Mlp, make_stack, plain_blocks
+from block_examples import WIDTH, Mlp, make_stack, plain_blocks
 
 from oases import OverlappedRowLinear
 from oases.execution import failure

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from test_stack import WIDTH, make_stack, plain_blocks
+from block_examples import WIDTH, make_stack, plain_blocks
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear

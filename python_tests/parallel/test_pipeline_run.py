@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_stack import WIDTH, make_stack, plain_blocks, plain_forward
+from block_examples import WIDTH, make_stack, plain_blocks, plain_forward
 
 from oases.parallel.linear import shard
 from oases.parallel.mesh import Mesh

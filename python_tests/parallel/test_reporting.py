@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from test_stack import WIDTH, make_stack, plain_blocks
+from block_examples import WIDTH, make_stack, plain_blocks
 
 import oases
 from oases import OverlappedRowLinear

@@ -50,7 +50,7 @@ def test_a_model_whose_library_is_missing_is_left_out(
         ({"model": "bert"}, "known are gpt, llama"),
         ({"sub_batches": 0}, "sub_batches must be at least 1"),
         ({"iterations": 0}, "iterations must be at least 1"),
-        ({"recompute": "some"}, "known are none and full"),
+        ({"recompute": "some"}, "known are none, full"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.testing import RankPool
-from oases_bench import peers
+from oases_bench import baselines
 from oases_bench.baselines import BASELINES, make_baseline, parse_baselines, require_baseline
 from oases_bench.harness import Ranks
 from oases_bench.overlap import OverlapBenchConfig, run_overlap_bench
@@ -132,7 +132,7 @@ def test_peer_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.M
     def missing(package: str) -> None:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(peers, "distribution", missing)
+    monkeypatch.setattr(baselines, "distribution", missing)
     with pytest.raises(UsageError, match=r"'megatron' needs megatron-core.*pip install -r requirements-peers.txt"):
         require_baseline("megatron", batch=4)
 
@@ -141,7 +141,7 @@ def test_peer_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.M
     ("batch", "recompute", "message"), [(4, "full", "'domino' cannot recompute"), (1, "none", "raise --batch")]
 )
 def test_what_domino_cannot_do(monkeypatch: pytest.MonkeyPatch, batch: int, recompute: str, message: str) -> None:
-    monkeypatch.setattr(peers, "distribution", lambda package: None)
+    monkeypatch.setattr(baselines, "distribution", lambda package: None)
     with pytest.raises(UsageError, match=message):
         require_baseline("domino", batch, recompute)
 

@@ -1,0 +1,23 @@
+"""Resident memory of this process in bytes, as Linux counts it."""
+
+from pathlib import Path
+
+
+def resident() -> int:
+    """Return what is resident now."""
+    return _bytes_of("VmRSS")
+
+
+def peak() -> int:
+    """Return the most that was resident since the last `reset_peak`."""
+    return _bytes_of("VmHWM")
+
+
+def reset_peak() -> None:
+    """Start the peak at what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _bytes_of(key: str) -> int:
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[key].split()[0]) * 1024
