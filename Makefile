@@ -8,7 +8,11 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_to
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+<<<<<<< HEAD
 .PHONY: demo test test-python test-slow test-cpp test-gpu bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
+=======
+.PHONY: demo test test-python test-slow test-cpp test-gpu mutations bench-gpu cuda-check lint format bench build clean sanitize docs
+>>>>>>> main
 
 demo: build
 	$(PY) -m oases demo
@@ -22,6 +26,10 @@ test-python: build-tests
 # The cases that take long, of which `make test` runs some.
 test-slow: build-tests $(VENV)/slow
 	$(PY) -m pytest -n 2 --dist loadfile -m slow
+
+# Faults of oases/ and csrc/, one at a time in a copy of the tree: every one must fail a test.
+mutations: build $(VENV)/tests
+	$(PY) python_tests/mutations.py
 
 # On a machine with a GPU and a CUDA torch.
 test-gpu: build-tests
@@ -85,7 +93,7 @@ $(VENV)/slow: requirements-slow.txt $(VENV)/installed
 	$(PY) -m pip install --quiet -r requirements-slow.txt
 	@touch $@
 
-$(VENV)/docs: requirements-docs.txt $(VENV)/built
+$(VENV)/docs: requirements-docs.txt $(VENV)/built $(VENV)/tests
 	$(PY) -m pip install --quiet -r requirements-docs.txt
 	@touch $@
 

@@ -174,3 +174,29 @@ def test_groups_of_rows_and_back():
     rows = torch.randn(sum(plan.received), 3, requires_grad=True)
     torch.testing.assert_close(ungrouped(grouped(rows, plan), plan), rows)
     assert torch.autograd.gradcheck(lambda x: grouped(x, plan), rows.double())
+
+
+class Logged:
+    """Scheduler of one rank that logs starts and waits."""
+
+    def __init__(self):
+        self.log = []
+
+    def all_to_all(self, output, input, sent, received, label):
+        output.copy_(input)
+        self.log.append(f"start {label}")
+
+    def wait(self, ticket):
+        self.log.append("wait")
+
+
+def test_tokens_and_their_gradients_are_in_flight_between_send_and_receive():
+    exchange = AllToAll(None, [2], [2], "tokens")
+    exchange._scheduler = scheduler = Logged()
+    rows = torch.randn(2, 3, requires_grad=True)
+    pending = exchange.send(rows)
+    pending.register_hook(lambda _: scheduler.log.append("compute"))
+    scheduler.log.append("compute")
+    exchange.receive(pending).square().sum().backward()
+    assert scheduler.log == ["start tokens", "compute", "wait", "start tokens, gradients", "compute", "wait"]
+    torch.testing.assert_close(rows.grad, 2 * rows.detach())

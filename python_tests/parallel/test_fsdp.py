@@ -125,6 +125,10 @@ def counts(group):
 
 def check_one_step():
     model, mesh = sharded_gpt(3)
+    for _ in range(3):
+        model.loss(*tokens()).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
     average = model.shard_weights()
     model.loss(*tokens()).backward()  # whole parameters exist from here on
     model.loss(*tokens()).backward()
@@ -150,6 +154,8 @@ def check_one_step():
         assert not any(in_memory(unit))
         assert all(parameter.grad is None for parameter in unit.parameters.values())
         assert all(shard.grad is not None for shard in unit.shards.values())
+    for name, parameter in model.named_parameters():  # the average of ranks with equal batches
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], msg=lambda m, n=name: f"{n}: {m}")
     mesh.destroy()
 
 

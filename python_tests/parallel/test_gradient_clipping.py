@@ -5,6 +5,7 @@ from torch import nn
 from oases import OverlappedColumnLinear, OverlappedRowLinear
 from oases.parallel.gradient_clipping import clip_grad_norm
 from oases.parallel.linear import shard
+from oases.parallel.mesh import Mesh
 
 
 def check():
@@ -20,6 +21,28 @@ def check():
     torch.testing.assert_close(norm, expected)
     torch.testing.assert_close(parallel[0].bias.grad, shard(up.bias.grad, 0, dist.group.WORLD))
     torch.testing.assert_close(parallel[1].bias.grad, down.bias.grad)
+
+
+def check_replicas():
+    """Two replicas of two tensor-parallel ranks: each shard and each replicated gradient counts once."""
+    mesh = Mesh([2])
+    torch.manual_seed(0)
+    up, down = nn.Linear(4, 8), nn.Linear(8, 4)
+    group = mesh.tensor(2)
+    parallel = nn.Sequential(
+        OverlappedColumnLinear.from_linear(up, process_group=group),
+        OverlappedRowLinear.from_linear(down, process_group=group),
+    )
+    x = torch.randn(5, 4)
+    for model in (nn.Sequential(up, down), parallel):
+        model(x).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_([*up.parameters(), *down.parameters()], 0.5)
+    torch.testing.assert_close(clip_grad_norm(parallel, 0.5), expected)
+    mesh.destroy()
+
+
+def test_replicas_of_a_shard_count_once(four_ranks):
+    four_ranks.run(check_replicas)
 
 
 def test_clipping_equals_one_process(two_ranks, four_ranks):

@@ -144,6 +144,35 @@ def test_a_send_is_known_to_have_arrived_from_what_follows_it(name):
                 assert all(crossing(crossing(send)) == send for send in sends)
 
 
+def check_contents(split):
+    """Activations that a stage receives, and the gradients that come back, element by element."""
+    pipeline, mesh = generate_pipeline("one_f_one_b", 2, 3), mesh_of(2, 2)
+    messages = StageMessages(pipeline, mesh, [2], split=split)
+    numbers = torch.arange(8, dtype=torch.float64).view(4, 2)
+    received, inputs = [], [(numbers + 10 * m).requires_grad_() for m in range(3)]
+
+    def forward(part, m, x, context):
+        if x is None:
+            return inputs[m] * 1
+        received.append(x.detach().clone())
+        return (x * (numbers + m)).sum()
+
+    StageRunner(pipeline, mesh.stage, messages).run(forward)
+    for m, x in enumerate(received):
+        assert torch.equal(x, numbers + 10 * m)
+    if mesh.stage == 0:
+        for m, x in enumerate(inputs):
+            assert torch.equal(x.grad, numbers + m)
+    assert len(received) == 3 * mesh.stage
+    messages.close()
+    mesh.destroy()
+
+
+def test_messages_arrive_whole_and_in_order(four_ranks):
+    for split in (True, False):
+        four_ranks.run(check_contents, split)
+
+
 def identity(part, m, x, context):
     """A model of no weights, whose gradient is what is sent."""
     return torch.ones(4, 2).requires_grad_() * 2 if x is None else x * 2

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
 from oases.execution.group import scheduler_of
 from oases.models.gpt import GPTConfig, transformer_blocks
@@ -67,3 +69,39 @@ def test_gradients_of_norms_and_biases_are_summed(two_ranks, schedule, recompute
             assert not torch.allclose(shares[name], whole, rtol=1e-3), f"{name} needs no sum"
         parts = sum(shares[name] for _, shares in found)
         torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class ScaledTwice(nn.Module):
+    """Reads `scale` before the all-reduce, where its gradient is a partial sum, and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(16, dtype=torch.float64))
+        self.weight = torch.randn(16, 16, dtype=torch.float64)
+
+    def partial(self, x):
+        return F.linear(x * self.scale, self.weight / (dist.get_world_size() if dist.is_initialized() else 1))
+
+    def combine(self, x, y):
+        return x + y * self.scale
+
+
+def check_read_twice(schedule):
+    torch.manual_seed(0)
+    stack = OverlappedStack([ScaledTwice() for _ in range(2)], schedule=schedule)
+    x = batch()
+    stack(x).square().mean().backward()
+    return [block.scale.grad for block in stack.blocks]
+
+
+@pytest.mark.parametrize("schedule", ["sync", "oases"])
+def test_both_gradients_of_a_parameter_read_on_both_sides_count(two_ranks, schedule):
+    torch.manual_seed(0)
+    blocks = [ScaledTwice() for _ in range(2)]
+    y = batch()
+    for block in blocks:
+        y = block.combine(y, block.partial(y))
+    y.square().mean().backward()
+    for found in two_ranks.run(check_read_twice, schedule):
+        for mine, block in zip(found, blocks, strict=True):
+            torch.testing.assert_close(mine, block.scale.grad, rtol=1e-10, atol=1e-13)

@@ -108,6 +108,15 @@ def test_a_degree_that_grows_gathers_and_one_that_shrinks_does_not():
     assert all(span.seconds == pytest.approx(seconds) for span in timeline.spans if span.kind == "reshard")
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_contention_makes_a_step_longer(micro_batches):
+    plan = plan_of([(8, 2, "oases", 2, 0)], micro_batches=micro_batches)
+    seconds = [
+        Predictor(cluster(*slowdowns)).predict(plan).step_seconds for slowdowns in [(1, 1), (1.5, 1), (1.5, 1.5)]
+    ]
+    assert seconds == sorted(set(seconds))
+
+
 def test_memory_is_state_and_activations():
     predictor = Predictor(cluster())
     plan = plan_of([(8, 2, "oases", 2, 0)])

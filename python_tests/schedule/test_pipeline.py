@@ -93,6 +93,14 @@ def test_micro_batches_in_flight():
     assert flying["shifted_critical_path"] == [4, 3, 3, 1]
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_interleaved_keeps_no_more_in_flight_than_its_warm_up(chunks):
+    """Narayanan et al. (arXiv 2104.04473): 2 (p - s - 1) + (v - 1) p forward passes, then one of each in turn."""
+    pipeline = interleaved(4, 16, chunks=chunks)
+    expected = [2 * (4 - 1 - stage) + (chunks - 1) * 4 + 1 for stage in range(4)]
+    assert [pipeline.in_flight(stage) for stage in range(4)] == expected
+
+
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), CASES)
 def test_in_flight_by_formula_is_what_the_lists_have(name, stages, micro_batches):
     pipeline = generate_pipeline(name, stages, micro_batches)

@@ -37,6 +37,16 @@ def test_oases_keeps_one_all_reduce_of_another_sub_batch_in_flight():
     assert exposed == ["F 0.0", "B 3.1"]
 
 
+def test_oases_recomputes_and_defers_while_the_gradient_is_in_flight():
+    seen = in_flight(oases(4, 2, "full"))
+    for block in range(3):
+        for s in (0, 1):
+            assert f"B {block + 1}.{s}" in seen[f"R {block}.{s}"], "recomputation needs no gradient"
+    for block in range(4):
+        for s in (0, 1):
+            assert f"B {block}.{s}" in seen[f"W {block}.{s}"], "the next block needs no weight gradient"
+
+
 def test_more_sub_batches_keep_more_in_flight():
     seen = in_flight(oases(4, 4))
     assert len(seen["F 2.0"]) == 3

@@ -37,7 +37,7 @@ def test_batches_are_deterministic_and_targets_are_one_byte_ahead(tmp_path):
     assert tokens.shape == targets.shape == (4, 16)
     assert torch.equal(tokens, again)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    for change in ({"step": 4}, {"seed": 2}):
+    for change in ({"step": 2}, {"step": 4}, {"seed": 2}):
         other, _ = TextCorpus(tmp_path).batch(**arguments | change)
         assert not torch.equal(tokens, other)
 

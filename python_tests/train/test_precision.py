@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
 import oases
 from oases import TrainConfig, Trainer
@@ -12,6 +13,7 @@ from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
 from oases.train.config import config_for
+from oases.train.master_weights import make_optimizer
 from oases.train.optimizer import state_of, weight_of
 
 CONFIG = TrainConfig(
@@ -160,3 +162,24 @@ def test_a_plan_in_bfloat16_is_found_run_and_resumed(two_ranks, corpus, tmp_path
         assert len(whole) == 4
         assert rest == whole[2:]  # to the bit
         assert again == validation
+
+
+def test_master_weights_take_the_steps_of_a_float32_run():
+    """Steps too small for bfloat16 add up in the masters, which begin with the float32 weights."""
+    torch.manual_seed(0)
+    models = {precision: nn.Linear(8, 8) for precision in ("float32", "bfloat16")}
+    models["bfloat16"].load_state_dict(models["float32"].state_dict())
+    optimizers = {
+        precision: make_optimizer([(list(model.parameters()), None)], precision, learning_rate=1e-5, weight_decay=0.1)
+        for precision, model in models.items()
+    }
+    for _ in range(4):
+        for parameters in zip(*(model.parameters() for model in models.values()), strict=True):
+            gradient = torch.randn(parameters[0].shape)
+            for parameter in parameters:
+                parameter.grad = gradient.clone()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        for whole, rounded in zip(*(model.parameters() for model in models.values()), strict=True):
+            assert torch.equal(optimizers["bfloat16"].master_of(rounded), whole)
+            assert torch.equal(rounded, whole.to(torch.bfloat16))

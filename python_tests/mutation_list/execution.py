@@ -1,0 +1,341 @@
+"""Mutations of schedules, executor, collectives and tensor-parallel layers."""
+
+from mutation_list.mutation import Mutation
+
+OVERLAP = "parallel/test_overlap_is_real.py"
+STACK = "parallel/test_stack.py::test_group_of_one"
+TENSOR = "schedule/test_tensor.py"
+
+EXECUTION = (
+    Mutation(
+        "executor_waits_at_once",
+        "oases/execution/executor.py",
+        """            for step in steps:
+                guard.current_op = step.op
+                handlers[step.key](step)
+            return
+""",
+        """            steps, done = list(steps), set()
+            waits = {step.carried: step for step in steps if step.op.kind == "wait"}
+            for step in steps:
+                if step.op.kind == "wait" and step.carried in done:
+                    continue
+                guard.current_op = step.op
+                handlers[step.key](step)
+                if step.is_start and step.carried in waits:
+                    handlers[waits[step.carried].key](waits[step.carried])
+                    done.add(step.carried)
+            return
+""",
+        (OVERLAP,),
+        "The executor waits for every collective right after its start.",
+    ),
+    Mutation(
+        "executor_drops_w_of_first_block",
+        "oases/parallel/blocks.py",
+        "        else:\n            self.deferred.pop(step.place).compute()\n",
+        "        elif step.block:\n            self.deferred.pop(step.place).compute()\n",
+        (STACK,),
+        "The weight gradients of the first block are never computed.",
+    ),
+    Mutation(
+        "executor_swaps_sub_batches_of_c",
+        "oases/parallel/blocks.py",
+        "            self._h[following] = out\n",
+        "            self._h[block + 1, self._cut.number - 1 - s] = out\n",
+        (STACK,),
+        "The result of op C goes to another sub-batch of the next block.",
+    ),
+    Mutation(
+        "recompute_reads_forward_graph",
+        "oases/parallel/blocks.py",
+        "graph=deferred is not None and not again)",
+        "graph=deferred is not None)",
+        (
+            "parallel/test_execution.py::test_the_row_parallel_product_is_not_recomputed",
+            "parallel/test_execution.py::test_recomputation_keeps_block_inputs_alone",
+            "parallel/test_calls.py::test_recomputed_early_it_keeps_what_no_recomputation_keeps",
+        ),
+        "A recomputed block keeps the graph of its forward pass, so recomputation saves no memory.",
+    ),
+    Mutation(
+        "residual_counted_twice",
+        "oases/parallel/blocks.py",
+        "return g if residual is None else g.add_(residual)",
+        "return g if residual is None else g.add_(residual, alpha=2)",
+        (STACK,),
+        "The gradient of the residual path is counted twice.",
+    ),
+    Mutation(
+        "replicated_gradient_halved",
+        "oases/parallel/call.py",
+        "        return share + whole\n",
+        "        return share + whole / 2\n",
+        (
+            "parallel/test_stack.py::test_group_of_one",
+            "parallel/test_execution.py::test_gradients_that_share_memory_stay_apart",
+            "parallel/test_replicated.py",
+        ),
+        "A parameter read before and after the sum gets half of one of its gradients.",
+    ),
+    Mutation(
+        "replicated_gradients_not_summed",
+        "oases/parallel/call.py",
+        "            if held and not (isinstance(",
+        "            if not held and not (isinstance(",
+        ("parallel/test_stack.py::test_gradients_equal_the_unsplit_model",),
+        "Gradients of replicated parameters are not summed over the tensor-parallel ranks.",
+    ),
+    Mutation(
+        "wire_drops_wait",
+        "oases/execution/wire.py",
+        "        self.scheduler.wait(flight.ticket)\n",
+        "",
+        ("execution/test_wire.py",),
+        "The result of a collective is read without waiting for it.",
+    ),
+    Mutation(
+        "wire_result_not_cast",
+        "oases/execution/wire.py",
+        "lambda: whole.copy_(sent))",
+        "lambda: sent)",
+        ("execution/test_wire.py",),
+        "A bfloat16 sum is not cast back to the type of the activations.",
+    ),
+    Mutation(
+        "wire_reduce_scatter_order",
+        "oases/execution/wire.py",
+        "self._size, -1)).movedim(1, 0)",
+        "self._size, -1)).movedim(1, 0).flip(0)",
+        ("execution/test_wire.py",),
+        "A reduce-scatter sends the parts of the sequence in reverse rank order.",
+    ),
+    Mutation(
+        "oases_generated_as_sync",
+        "oases/schedule/tensor.py",
+        'return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))',
+        "return sync(num_blocks, num_sub_batches, recompute, layer_of)",
+        (OVERLAP,),
+        "The oases schedule waits for every all-reduce at once.",
+    ),
+    Mutation(
+        "oases_weights_before_the_sum",
+        "oases/schedule/tensor.py",
+        """                yield from started("B", b, s)
+                if b > 0:
+                    yield Op("W", b, s)
+""",
+        """                yield Op("B", b, s)
+                if b > 0:
+                    yield Op("W", b, s)
+                yield Op("all_reduce", b, s, "B")
+""",
+        (TENSOR,),
+        "Weight gradients are computed before the all-reduce that they should hide starts.",
+    ),
+    Mutation(
+        "oases_recompute_after_the_wait",
+        "oases/schedule/tensor.py",
+        """                if b in recomputed:
+                    yield Op("R", b, s)
+                if b < num_blocks - 1:
+                    yield Op("wait", b + 1, s, "B")
+                yield from started("B", b, s)
+                if b > 0:
+""",
+        """                if b < num_blocks - 1:
+                    yield Op("wait", b + 1, s, "B")
+                if b in recomputed:
+                    yield Op("R", b, s)
+                yield from started("B", b, s)
+                if b > 0:
+""",
+        (TENSOR,),
+        "Recomputation waits for the gradient, which it does not need.",
+    ),
+    Mutation(
+        "oases_backward_order",
+        "oases/schedule/tensor.py",
+        """        # The sub-batch that finished last goes first, as in the paper's backward pass.
+        order = list(reversed(range(num_sub_batches)))
+""",
+        """        order = list(range(num_sub_batches))
+""",
+        (TENSOR,),
+        "The backward pass begins with the sub-batch that finished first.",
+    ),
+    Mutation(
+        "sequence_parallel_gathers_early",
+        "oases/schedule/sequence.py",
+        "        hidden_before = (len(heavy) + 1) // 2\n",
+        "        hidden_before = len(heavy)\n",
+        ("schedule/test_sequence.py",),
+        "The all-gather of sequence parallelism is hidden by nothing.",
+    ),
+    Mutation(
+        "pipeline_more_in_flight",
+        "oases/schedule/pipeline.py",
+        "    ahead = min(many, 2 * (num_stages - 1 - stage) + (chunks - 1) * num_stages)\n",
+        "    ahead = min(many, 2 * (num_stages - stage) + (chunks - 1) * num_stages)\n",
+        ("schedule/test_pipeline.py",),
+        "The interleaved pipeline keeps two micro-batches more in flight than it needs.",
+    ),
+    Mutation(
+        "experts_sent_exposed",
+        "oases/schedule/experts.py",
+        "    ops = [\n        *forward(),\n",
+        '    ops = [\n        *_forward(num_blocks, lambda b: (*_exposed("share", b), *_exposed("join", b))),\n',
+        ("schedule/test_expert_schedules.py",),
+        "Replica parameters of block_wise are sent right before they are needed.",
+    ),
+    Mutation(
+        "pending_gather_of_next_unit_dropped",
+        "oases/parallel/fsdp.py",
+        "                self._units[following].gather_ahead()\n",
+        "                pass\n",
+        ("parallel/test_fsdp.py",),
+        "FSDP gathers a block's weights only when they are needed.",
+    ),
+    Mutation(
+        "fsdp_gathers_wrong_unit_ahead",
+        "oases/parallel/fsdp.py",
+        "            for following in self._order[:1]:\n",
+        "            for following in self._order[-1:]:\n",
+        ("parallel/test_fsdp.py",),
+        "FSDP gathers the last block ahead instead of the next.",
+    ),
+    Mutation(
+        "fsdp_bucket_halved",
+        "oases/parallel/fsdp.py",
+        "mine.div_(self.unit.group.size()).split",
+        "mine.div_(2 * self.unit.group.size()).split",
+        ("parallel/test_fsdp.py",),
+        "Gradients of FSDP are half of the average.",
+    ),
+    Mutation(
+        "averaging_divides_by_wrong_number",
+        "oases/parallel/gradient_averaging.py",
+        "            parts = flat.div_(size).split(",
+        "            parts = flat.div_(len(self.buckets)).split(",
+        ("parallel/test_gradient_averaging.py",),
+        "Averaged gradients are divided by the number of buckets.",
+    ),
+    Mutation(
+        "averaging_sends_at_the_end",
+        "oases/parallel/gradient_averaging.py",
+        "                bucket.missing.discard(id(parameter))\n                lane.send()\n",
+        "                bucket.missing.discard(id(parameter))\n",
+        ("parallel/test_gradient_averaging.py",),
+        "Gradients are averaged after the backward pass, hidden by nothing.",
+    ),
+    Mutation(
+        "clip_counts_replicated_per_rank",
+        "oases/parallel/gradient_clipping.py",
+        "squares[summed].append(square / copies)",
+        "squares[True].append(square / copies)",
+        ("parallel/test_gradient_clipping.py",),
+        "A replicated gradient counts once per rank in the norm.",
+    ),
+    Mutation(
+        "clip_counts_copies_of_shards",
+        "oases/parallel/gradient_clipping.py",
+        "squares[summed].append(square / copies)",
+        "squares[summed].append(square)",
+        ("parallel/test_gradient_clipping.py",),
+        "A shard with data-parallel replicas counts several times in the norm.",
+    ),
+    Mutation(
+        "dropout_masks_reused",
+        "oases/parallel/randomness.py",
+        'f"{draws.key} mask {draws.count}{own}"',
+        'f"{draws.key} mask{own}"',
+        ("parallel/test_randomness.py",),
+        "Two dropouts of one op draw the same mask.",
+    ),
+    Mutation(
+        "dropout_same_for_sub_batches",
+        "oases/parallel/randomness.py",
+        "text = repr((*self._key, place, number, sub_batch, 0 if shared",
+        "text = repr((*self._key, place, number, 0 if shared",
+        ("parallel/test_randomness.py",),
+        "All sub-batches of a block draw the same random numbers.",
+    ),
+    Mutation(
+        "recompute_draws_anew",
+        "oases/parallel/randomness.py",
+        """            return function()
+        return self._isolated(method, block, sub_batch, extent(sub_batch), function)
+
+    def _isolated""",
+        """            return function()
+        return function()
+
+    def _isolated""",
+        ("parallel/test_randomness.py",),
+        "Recomputation draws other random numbers than the forward pass.",
+    ),
+    Mutation(
+        "dropout_same_on_all_ranks",
+        "oases/parallel/randomness.py",
+        "sub_batch, 0 if shared else self._rank, self._first_sample))",
+        "sub_batch, 0, self._first_sample))",
+        ("parallel/test_randomness.py",),
+        "Tensor-parallel ranks draw the same masks for different features.",
+    ),
+    Mutation(
+        "embedding_off_by_one",
+        "oases/parallel/embedding.py",
+        "    mine = (tokens >= first) & (tokens < last)\n",
+        "    mine = (tokens > first) & (tokens < last)\n",
+        ("parallel/test_embedding.py",),
+        "The first row of each rank's part of the vocabulary is left out.",
+    ),
+    Mutation(
+        "autotune_picks_the_slowest",
+        "oases/parallel/autotune.py",
+        "min(slowest, key=slowest.__getitem__)",
+        "max(slowest, key=slowest.__getitem__)",
+        ("parallel/test_autotune.py",),
+        "Autotuning chooses the slowest candidate.",
+    ),
+    Mutation(
+        "report_hidden_share",
+        "oases/reporting.py",
+        "return max(0.0, 1.0 - self.blocked_seconds / self.link_seconds)",
+        "return min(1.0, self.blocked_seconds / self.link_seconds)",
+        ("parallel/test_reporting.py",),
+        "oases.report() gives the exposed share as the hidden one.",
+    ),
+    Mutation(
+        "failure_not_reported_to_all_groups",
+        "oases/train/failure_notifier.py",
+        "        for monitor in pending:\n            cause =",
+        "        for monitor in pending[:0]:\n            cause =",
+        ("train/test_failure_notifier.py",),
+        "Other ranks are not told of a failure.",
+    ),
+    Mutation(
+        "message_header_order",
+        "oases/parallel/messages.py",
+        "        number, dims, *sizes = header.tolist()\n",
+        "        dims, number, *sizes = header.tolist()\n",
+        ("parallel/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
+        "The header of a pipeline message is read in another order than written.",
+    ),
+    Mutation(
+        "message_wrong_part",
+        "oases/parallel/messages.py",
+        "0, self._mesh.rank % lane.degree * size, size",
+        "0, 0, size",
+        ("parallel/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
+        "Every tensor-parallel rank of a stage sends the first part.",
+    ),
+    Mutation(
+        "message_to_wrong_peer",
+        "oases/parallel/mesh.py",
+        "return self.members_of(stage)[self.rank]\n",
+        "return self.members_of(stage)[-1 - self.rank]\n",
+        ("parallel/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
+        "Tensor-parallel ranks exchange messages with another rank of the next stage.",
+    ),
+)
