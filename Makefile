@@ -8,19 +8,23 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_to
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+<<<<<<< HEAD
+.PHONY: demo test test-python test-slow test-cpp test-gpu bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
+=======
 .PHONY: demo test test-python test-slow test-cpp test-gpu mutations bench-gpu cuda-check lint format bench build clean sanitize docs
+>>>>>>> main
 
 demo: build
 	$(PY) -m oases demo
 
-test: test-cpp test-python
+test: build-tests test-cpp test-python
 
 # Two files of tests at a time: ranks mostly wait for one another.
-test-python: build $(VENV)/tests
+test-python: build-tests
 	$(PY) -m pytest -n 2 --dist loadfile
 
 # The cases that take long, of which `make test` runs some.
-test-slow: build $(VENV)/tests $(VENV)/slow
+test-slow: build-tests $(VENV)/slow
 	$(PY) -m pytest -n 2 --dist loadfile -m slow
 
 # Faults of oases/ and csrc/, one at a time in a copy of the tree: every one must fail a test.
@@ -28,7 +32,7 @@ mutations: build $(VENV)/tests
 	$(PY) python_tests/mutations.py
 
 # On a machine with a GPU and a CUDA torch.
-test-gpu: build $(VENV)/tests
+test-gpu: build-tests
 	$(PY) -m pytest -m gpu
 
 bench-gpu: build
@@ -41,20 +45,31 @@ cuda-check: build
 bench: build
 	$(PY) -m oases bench overlap --link 500mbit
 
-build: $(VENV)/built
+# Two at a time: packages install while the extension compiles.
+build:
+	@$(MAKE) --no-print-directory --jobs=2 $(VENV)/built
+
+build-tests:
+	@$(MAKE) --no-print-directory --jobs=2 $(VENV)/built $(VENV)/tests
 
 # A venv that sees the torch of $(PYTHON) where that has one, and a torch of its own where it has none.
-$(VENV)/installed: requirements.txt
+$(VENV)/torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "oases needs Python 3.10 or later; give one with make PYTHON=..."; exit 2; }
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || { echo "oases needs a C++ compiler; install g++ (Debian: apt-get install g++)"; exit 2; }
 	@test -x $(PY) || { $(PYTHON) -c 'import torch' 2>/dev/null && $(PYTHON) -m venv --system-site-packages $(VENV); } || $(PYTHON) -m venv $(VENV)
-	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PY) -m pip install --quiet '$(TORCH)'; }
+	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PY) -m pip install --quiet '$(TORCH)' setuptools; }
+	@touch $@
+
+$(VENV)/installed: requirements.txt $(VENV)/torch
 	$(PY) -m pip install --quiet -r requirements.txt
 	@touch $@
 
-# Compiled first by itself, because pip hides the progress of a build.
-$(VENV)/built: $(VENV)/installed $(CSRC) setup.py pyproject.toml
+# pip would hide the progress.
+$(VENV)/compiled: $(CSRC) setup.py $(VENV)/torch
 	@$(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+$(VENV)/built: pyproject.toml $(VENV)/installed $(VENV)/compiled
 	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
@@ -99,5 +114,11 @@ format: $(VENV)/linters
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
+# A wheel for the torch of $(VENV), and the sources. twine checks what a package index shows of them.
+dist: $(VENV)/linters
+	rm -rf dist
+	$(PY) -m build --no-isolation --outdir dist
+	$(PY) -m twine check --strict dist/*
+
 clean:
-	rm -rf build dist *.egg-info oases/*.so $(VENV)/built
+	rm -rf build dist *.egg-info oases/*.so $(VENV)/built $(VENV)/compiled

@@ -8,6 +8,7 @@ there is an nvcc (build_tools/cuda_build.py), whatever torch is installed: a CPU
 """
 
 import os
+import re
 import shlex
 import sys
 import sysconfig
@@ -98,7 +99,14 @@ class Build(build_ext):
         c.extra_link_args = [] if toolkit is None else toolkit.link_arguments()
 
 
+def description() -> str:
+    """README without its links to files of the repository, which lead nowhere on a package index."""
+    return re.sub(r"!?\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", (ROOT / "README.md").read_text())
+
+
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension(name, [], language="c++") for name in ("oases._C", "oases._svm")],
     cmdclass={"build_ext": Build},
 )

@@ -74,6 +74,7 @@ class Unit:
         """Run the compiler. Raises CompileError."""
         self.target.unlink(missing_ok=True)
         self.target.parent.mkdir(parents=True, exist_ok=True)
+        began = time.time()
         result = subprocess.run(self.command, capture_output=True, text=True, check=False, cwd=ROOT)
         output = result.stdout + result.stderr
         self.log.write_text(f"{self.first_line}\n{output}")
@@ -82,6 +83,7 @@ class Unit:
             compiler = Path(self.compiler[0]).name
             message = f"{compiler} failed on {_shown(self.source)}: {first.strip()}; all of it is in {self.log}"
             raise CompileError(message, self, output)
+        os.utime(self.target, (began, began))  # a file saved during the compilation is newer than the object
 
 
 def _shown(path: Path) -> str:

@@ -3,6 +3,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <string_view>
+
 #include "experts.h"
 #include "kernels.h"
 #include "pieces.h"
@@ -19,9 +21,13 @@ namespace {
 #define OASES_TEXT_OF(x) #x
 #define OASES_TEXT(x) OASES_TEXT_OF(x)
 
+constexpr std::string_view kPrefix = "oases was built against torch ";
+// oases/extension.py finds this text in the file before it loads it.
+__attribute__((used)) const char kBuilt[] = "oases was built against torch " OASES_TEXT(OASES_TORCH_VERSION);
+
 py::dict build_info() {
   py::dict info;
-  info["torch"] = OASES_TEXT(OASES_TORCH_VERSION);
+  info["torch"] = kBuilt + kPrefix.size();
 #ifdef OASES_WITH_CUDA
   info["cuda"] = true;
   info["nvcc"] = oases::cuda::nvcc_version();

@@ -12,6 +12,10 @@ class UsageError(ValueError):
     """Invalid user input; the message names the value and the remedy."""
 
 
+class ExtensionError(ImportError):
+    """The compiled extension is missing, or was built against another torch; the message says what to do."""
+
+
 class OverlapError(RuntimeError):
     """Required overlap did not happen; the message says why."""
 

@@ -11,35 +11,12 @@ import itertools
 import re
 import weakref
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from oases.execution.group import scheduler_of
-
-
-class BuildInfo(TypedDict):
-    """Build of the extension. nvcc: version, None without CUDA kernels. architectures: "sm_80", ..."""
-
-    torch: str
-    cuda: bool
-    nvcc: str | None
-    architectures: list[str]
-
-
-def build_info() -> BuildInfo:
-    """Torch version and CUDA architectures that `oases._C` was built with."""
-    import oases._C as _C
-
-    info: BuildInfo = _C.build_info()
-    return info
-
-
-def build_text() -> str:
-    """Build of the extension in a line, e.g. "torch 2.13.0+cpu; CUDA kernels: sm_80 sm_90 by nvcc 13.0"."""
-    info = build_info()
-    kernels = f"{' '.join(info['architectures'])} by nvcc {info['nvcc']}" if info["cuda"] else "none"
-    return f"torch {info['torch']}; CUDA kernels: {kernels}"
+from oases.extension import build_text
 
 
 class Section(Protocol):

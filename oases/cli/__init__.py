@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from oases import __version__
 from oases.cli.options import COMMANDS, Parser, command, fail, require_writable
-from oases.errors import UsageError
+from oases.errors import ExtensionError, UsageError
 from oases.schedule import ScheduleError
 
 _COMPLETION = "--print-completion"
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = _parser(given).parse_args(given)
         require_writable("--json", options.json)
         options.run(options, given)
-    except (UsageError, ScheduleError) as error:
+    except (UsageError, ScheduleError, ExtensionError) as error:
         fail(str(error))
     except OSError as error:  # an invalid path: too long, in a folder without permission, on a full disk
         fail(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
-from oases._C import OverlapScheduler
+from oases.extension import OverlapScheduler
 
 ProcessGroup = dist.ProcessGroup
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from oases._C import Leaves, Piece, generator_mark
+from oases.extension import Leaves, Piece, generator_mark
 
 __all__ = ["BlockParameters", "Leaves", "Piece", "RandomStates", "method_of", "recorded"]
 

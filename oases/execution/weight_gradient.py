@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oases._C import DeferredGradients, Leaves
+from oases.extension import DeferredGradients, Leaves
 
 __all__ = ["DeferredGradients", "Leaves", "active_deferral", "deferring", "linear"]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-import oases._C  # noqa: F401  (defines the ops)
+import oases.extension  # noqa: F401  (defines the ops)
 
 Approximate = Literal["tanh", "none"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import oases._C  # noqa: F401  (registers the ops)
+import oases.extension  # noqa: F401  (registers the ops)
 
 
 def histogram(expert_ids: Tensor, num_experts: int) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import oases._C  # noqa: F401  (registers the ops)
+import oases.extension  # noqa: F401  (registers the ops)
 
 
 def bitmap_pack(x: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Costs:
 def _native(costs: Costs, devices: int) -> Any:
     import torch  # noqa: F401  (the extension finds torch's libraries only once torch is loaded)
 
-    from oases._C import ExpertCosts
+    from oases.extension import ExpertCosts
 
     if costs.devices_per_node and devices % costs.devices_per_node:
         raise UsageError(

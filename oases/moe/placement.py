@@ -59,7 +59,7 @@ def _slots(memory_budget: float | None, costs: Costs, experts: int) -> int:
 def _searched(counts: Integers, costs: Costs, slots: int) -> Placement:
     import torch
 
-    from oases._C import search_experts
+    from oases.extension import search_experts
 
     return placement_from_native(
         "prophet", *search_experts(torch.from_numpy(counts), costs.native(counts.shape[1]), slots)

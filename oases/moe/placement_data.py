@@ -50,7 +50,7 @@ def make_placement(method: str, counts: Integers, costs: Costs, chosen: Chosen) 
     """Placement with these routes and copies, and its predicted cost."""
     import torch
 
-    from oases._C import place_experts
+    from oases.extension import place_experts
 
     routes, copies = chosen
     found = place_experts(torch.from_numpy(counts), torch.from_numpy(routes), copies, costs.native(counts.shape[1]))

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oases._C import generator_mark
+from oases.extension import generator_mark
 
 MethodName = Literal["partial", "prepare", "product", "combine"]
 Function = Callable[[], Tensor]

@@ -12,13 +12,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from oases._C import OverlapScheduler
 from oases.errors import OverlapError
 from oases.execution.call import apply_call
 from oases.execution.executor import Context
 from oases.execution.failure import FailureMonitor, monitor_of
 from oases.execution.group import HoldsGroup, ProcessGroup, refuse_capture, resolve
 from oases.execution.wire import NullScheduler, Scheduler, Wire
+from oases.extension import OverlapScheduler
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
 from oases.parallel.batch import BlockInputs, CallInputs, SequenceShard, SubBatches, differentiable, refuse_mixing
 from oases.parallel.blocks import BlockProgram, BlockWork

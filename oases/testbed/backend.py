@@ -75,16 +75,16 @@ def _rate(text: str) -> float:
 def _register_sim(backend: Backend) -> None:
     import torch.distributed as dist
 
-    import oases._C as _C
+    from oases.extension import sim_backend, single_process_backend
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         if backend.single_process:
-            inner = _C.single_process_backend(rank, size)
+            inner = single_process_backend(rank, size)
         else:
             inner = dist.ProcessGroupGloo(store, rank, size, timeout)
         if not backend.startup_seconds and backend.bandwidth == math.inf:
             return inner  # a link without cost needs no sim_backend, whose thread takes host time
-        return _C.sim_backend(inner, backend.startup_seconds, backend.bandwidth)
+        return sim_backend(inner, backend.startup_seconds, backend.bandwidth)
 
     # Registered again on every call: one process may simulate several links in turn.
     dist.Backend.backend_list = [name for name in dist.Backend.backend_list if name != "sim"]

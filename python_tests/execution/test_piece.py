@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oases._C import generator_mark
 from torch import nn
 
 from oases.execution.piece import BlockParameters, Leaves, Piece, RandomStates, method_of, recorded
+from oases.extension import generator_mark
 
 
 def drawn(*shape):

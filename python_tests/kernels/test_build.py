@@ -1,6 +1,8 @@
 """Build of the CUDA kernels, or without them, with a shell script as nvcc; and the build information."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ import torch
 import oases
 from build_tools import cuda_build, objects
 from oases import cli
-from oases.reporting import build_info, build_text
+from oases.errors import ExtensionError
+from oases.extension import build_info, build_text, check_torch
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +171,18 @@ def test_a_torch_without_cuda_needs_one_architecture_to_link(nvcc, monkeypatch):
     assert cuda_build.find_toolkit(cuda_build.LINK_ONLY).architectures == ("90",)
     monkeypatch.setenv("OASES_CUDA_ARCHS", "all")
     assert cuda_build.find_toolkit(cuda_build.LINK_ONLY).architectures == ("80", "90")
+
+
+def test_another_torch_is_refused_in_a_sentence(tmp_path):
+    extension = tmp_path / "_C.so"
+    extension.write_bytes(b"\x7fELF..oases was built against torch 2.13.0+cpu\0..")
+    check_torch(extension, "2.13.1+cu130")
+    for other in ("2.12.1+cpu", "2.14.0", "3.13.0", "2.1.3"):
+        with pytest.raises(
+            ExtensionError, match=rf"built against torch 2\.13\.0\+cpu, but torch {re.escape(other)} is"
+        ):
+            check_torch(extension, other)
+    extension.write_bytes(b"\x7fELF")
+    with pytest.raises(ExtensionError, match="does not say which torch"):
+        check_torch(extension, "2.13.0")
+    check_torch(Path(oases._C.__file__), torch.__version__)
