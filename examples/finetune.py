@@ -27,3 +27,4 @@ for step, batch in enumerate(windows[torch.randint(len(windows), (20, 8))]):
     log(f"step {step:2} loss {loss.item():.3f}")
 oases.save_pretrained(model, "tuned")
 log(oases.report())
+torch.distributed.destroy_process_group()

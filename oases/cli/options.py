@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -20,6 +21,16 @@ from oases.testbed import Backend
 
 class Parser(argparse.ArgumentParser):
     """Argument parser that reports errors like all others: one line, exit code 2."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; report unknown arguments as errors of the command that got them, with the nearest known option."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return options, unknown
 
     def error(self, message: str) -> NoReturn:
         """Report a parsing error (called by argparse)."""
@@ -80,7 +91,7 @@ def add_options(
         if item.name in skip:
             continue
         # Defaults that depend on other options are described in the help.
-        follows = item.name in ("heads", "sub_batches")
+        follows = item.name in ("heads", "sub_batches") or (item.name == "degrees" and not item.default)
         default = item.default if follows else getattr(defaults, item.name)
         kind = str if default is None else type(default)
         if kind is bool:
@@ -100,7 +111,9 @@ def add_options(
 
 def add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None = 2) -> None:
     """Add the options of commands that start ranks."""
-    parser.add_argument("--tp", type=int, default=tp, metavar="N", help="tensor-parallel ranks (default: 2)")
+    parser.add_argument(
+        "--tp", "--tensor-parallel", type=int, default=tp, metavar="N", help="tensor-parallel ranks (default: 2)"
+    )
     parser.add_argument(
         "--link", default=link, metavar="RATE",
         help="bandwidth of an emulated link between ranks, e.g. 500mbit, 1gbit; needs Linux, no root "

@@ -96,12 +96,15 @@ class OverlappedStack(HoldsGroup, nn.Module):
             raise ValueError(f"sub_batches must be at least 1 or 'auto', got {sub_batches}")
         if small_batch not in ("refuse", "whole"):
             raise ValueError(f"small_batch must be 'refuse' or 'whole', got {small_batch!r}")
-        if wire_dtype is not None and not wire_dtype.is_floating_point:
-            raise ValueError(f"wire_dtype must be a floating-point type, got {wire_dtype}")
+        if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+            raise ValueError(f"wire_dtype must be a floating-point type such as torch.bfloat16, got {wire_dtype!r}")
         for index, block in enumerate(self.blocks):
             for method in ("partial", "combine"):
                 if not callable(getattr(block, method, None)):
-                    raise ValueError(f"block {index} ({type(block).__name__}) has no method {method}()")
+                    raise ValueError(
+                        f"block {index} ({type(block).__name__}) has no method {method}(); a block needs partial() and "
+                        "combine(), or give the whole model to oases.parallelize"
+                    )
         if layer_of is not None and len(layer_of) != len(self.blocks):
             raise ValueError(f"layer_of has {len(layer_of)} entries for {len(self.blocks)} blocks; give one for each")
         if not re.fullmatch(r"[\w .-]*", name):
@@ -297,7 +300,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
             why = "the group has one rank, so nothing is communicated"
         elif not schedule.overlaps:
             why = f"schedule '{schedule.name}' with {schedule.num_sub_batches} sub-batches overlaps nothing"
-            if self._tunings is not None:
+            if any(schedule is whole for whole in self._whole.values()):
+                why += f"; the batch has fewer samples than the {self.schedule.num_sub_batches} sub-batches"
+            elif self._tunings is not None:
                 why += "; it was chosen as the fastest in measurements"
         elif self._calls >= 4:
             rows = [row for row in report(self.process_group).stacks if row.where == self.label]

@@ -106,7 +106,7 @@ class TrainConfig(ExpertOptions):
     warmup: int = option(10, "linear warm-up, steps")
     decay_steps: int = option(0, "decay at the end of the wsd schedule, steps; 0 = a tenth of all steps")
     weight_decay: float = option(0.1, "weight decay of AdamW, applied to matrices only")
-    clip: float = option(1.0, "gradient clipping: maximum global norm")
+    clip: float = option(1.0, "gradient clipping: maximum global norm; 1e9 = in effect off")
     validation_batches: int = option(8, "held-out batches per validation loss")
     evaluate_every: int = option(0, "steps between validation losses; 0 = after the last step only")
     seed: int = option(0, "seed of weights and batches")

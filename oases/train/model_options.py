@@ -99,7 +99,7 @@ class ModelOptions:
         else:
             raise UsageError(
                 f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}, auto to choose by measuring, "
-                "or give the path of a schedule file"
+                "or give the path of an existing schedule file"
             )
         return schedule
 

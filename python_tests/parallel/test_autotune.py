@@ -132,3 +132,5 @@ def test_wire_dtype_halves_the_bytes(two_ranks):
 def test_wire_dtype_must_be_floating():
     with pytest.raises(ValueError, match="wire_dtype must be a floating-point type"):
         make_stack(plain_blocks(1), None, wire_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"such as torch.bfloat16, got 'bfloat16'"):
+        make_stack(plain_blocks(1), None, wire_dtype="bfloat16")
