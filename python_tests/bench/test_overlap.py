@@ -78,8 +78,8 @@ def test_contestants_by_suffix(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("schedules", "message"),
     [
-        ("oases:nosuch", "unknown 'nosuch'; what may follow a colon is sequence, bfloat16, float16"),
-        ("oases:none", "unknown 'none'"),
+        ("oases:nosuch", "unknown suffix 'nosuch'; valid suffixes: sequence, bfloat16, float16"),
+        ("oases:none", "unknown suffix 'none'"),
         ("nosuch:sequence", "unknown schedule 'nosuch'"),
         ("auto:sequence", "auto takes no suffix"),
     ],
