@@ -8,11 +8,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_to
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-<<<<<<< HEAD
-.PHONY: demo test test-python test-slow test-cpp test-gpu bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
-=======
-.PHONY: demo test test-python test-slow test-cpp test-gpu mutations bench-gpu cuda-check lint format bench build clean sanitize docs
->>>>>>> main
+.PHONY: demo test test-python test-slow test-cpp test-gpu mutations bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -28,7 +24,7 @@ test-slow: build-tests $(VENV)/slow
 	$(PY) -m pytest -n 2 --dist loadfile -m slow
 
 # Faults of oases/ and csrc/, one at a time in a copy of the tree: every one must fail a test.
-mutations: build $(VENV)/tests
+mutations: build-tests
 	$(PY) python_tests/mutations.py
 
 # On a machine with a GPU and a CUDA torch.

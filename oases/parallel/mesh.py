@@ -78,6 +78,8 @@ class Mesh:
             self._make(self._stage, self._replicas(self.ranks), options)
         for degree in self.degrees:
             self._make_groups(degree, options, fsdp)
+        if run is not None and "nccl" not in dist.get_backend_config(run):
+            dist.barrier(run)  # a rank that destroyed a group of gloo at once would fail those still connecting
 
     def _make_groups(self, degree: int, options: dict[str, Any], fsdp: bool) -> None:
         self._make(self._tensor, self._replicas(degree), options)

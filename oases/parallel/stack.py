@@ -102,8 +102,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
             for method in ("partial", "combine"):
                 if not callable(getattr(block, method, None)):
                     raise ValueError(
-                        f"block {index} ({type(block).__name__}) has no method {method}(); a block needs partial() and "
-                        "combine(), or give the whole model to oases.parallelize"
+                        f"block {index} ({type(block).__name__}) has no method {method}(); a block needs partial() "
+                        "and combine(), or give the whole model to oases.parallelize"
                     )
         if layer_of is not None and len(layer_of) != len(self.blocks):
             raise ValueError(f"layer_of has {len(layer_of)} entries for {len(self.blocks)} blocks; give one for each")

@@ -41,7 +41,7 @@ _SET_BY_PLAN = (
 _AT_LEAST_1 = ("steps", "validation_batches", "micro_batches")
 _AT_LEAST_0 = (
     "warmup", "weight_decay", "checkpoint_every", "keep", "spike", "evaluate_every", "decay_steps", "vocabulary",
-    "learning_rate_floor", "peak_flops", "print_every",
+    "learning_rate_floor", "peak_flops", "print_every", "clip",
 )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ class TrainConfig(ExpertOptions):
     warmup: int = option(10, "linear warm-up, steps")
     decay_steps: int = option(0, "decay at the end of the wsd schedule, steps; 0 = a tenth of all steps")
     weight_decay: float = option(0.1, "weight decay of AdamW, applied to matrices only")
-    clip: float = option(1.0, "gradient clipping: maximum global norm; 1e9 = in effect off")
+    clip: float = option(1.0, "gradient clipping: maximum global norm; 0 = no clipping")
     validation_batches: int = option(8, "held-out batches per validation loss")
     evaluate_every: int = option(0, "steps between validation losses; 0 = after the last step only")
     seed: int = option(0, "seed of weights and batches")
@@ -147,9 +147,8 @@ class TrainConfig(ExpertOptions):
         for name in _AT_LEAST_1:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        if not 0 < self.learning_rate < math.inf:
+            raise UsageError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")
         for name in _AT_LEAST_0:
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")

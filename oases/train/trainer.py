@@ -173,7 +173,7 @@ class Trainer:
         loss = self.backward(self.steps_done)
         norm = clip_grad_norm(
             self.model,
-            config.clip,
+            config.clip or math.inf,
             process_group=self.group,
             stages=self.mesh.num_stages,
             counted_elsewhere=None if self.model.is_first else self.model.tied,

@@ -303,7 +303,7 @@ def check_whole_overlaps_nothing():
     stack = make_stack(plain_blocks(2), dist.group.WORLD, small_batch="whole", require_overlap=True)
     stack(torch.randn(2, 4, WIDTH, dtype=torch.float64))
     with pytest.raises(
-        OverlapError, match="schedule 'sync' .* overlaps nothing; the batch has fewer samples than the 2"
+        OverlapError, match=r"schedule 'sync' .* overlaps nothing; the batch has fewer samples than the 2"
     ):
         stack(torch.randn(1, 4, WIDTH, dtype=torch.float64))
 
