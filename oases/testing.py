@@ -36,10 +36,22 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             break
         function, args = task
         try:
+            _destroy_groups()  # those of the call before, which all ranks have left by now
             connection.send((True, function(*args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
     dist.destroy_process_group()
+
+
+def _destroy_groups() -> None:
+    """Destroy all groups but the default one: each has threads that poll, and a pool makes hundreds of groups.
+
+    Groups that are named after their ranks stay, because the next one of that name would read stale addresses.
+    """
+    world = dist.distributed_c10d._world
+    for group, name in list(world.pg_names.items()):
+        if group is not dist.group.WORLD and name.isdigit():
+            dist.destroy_process_group(group)
 
 
 class RankPool:
