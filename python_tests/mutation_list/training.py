@@ -41,7 +41,7 @@ TRAINING = (
     Mutation(
         "clip_option_ignored",
         "oases/train/trainer.py",
-        "            config.clip,\n",
+        "            config.clip or math.inf,\n",
         "            1.0,\n",
         ("train/test_step.py",),
         "The option --clip is ignored.",
