@@ -10,6 +10,7 @@ fork their ranks from one server, which has already imported torch.
 from __future__ import annotations
 
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -85,29 +86,36 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300.0) -> list[Any]:
         """Call `function(*args)` on every rank; return the results in rank order.
 
-        Raises RuntimeError with the first failed rank's traceback or for a rank that died, TimeoutError for one
-        that hangs.
+        Raises RuntimeError with the tracebacks of the ranks that failed or for a rank that died, TimeoutError for one
+        that hangs. Once a rank has failed, the others have ten seconds: they may wait for it.
         """
         if not self._connections:
             self._start()
         for connection in self._connections:
             connection.send((function, args))
-        results = []
-        for rank, connection in enumerate(self._connections):
-            sentinels = [process.sentinel for process in self._processes]
-            ready = wait([connection, *sentinels], timeout_seconds)
-            if connection not in ready:
-                dead = [(each, p.exitcode) for each, p in enumerate(self._processes) if p.sentinel in ready]
-                self._kill()
-                if dead:
-                    raise RuntimeError("rank {} ended with exit code {}".format(*dead[0]))
-                raise TimeoutError(f"rank {rank} did not answer within {timeout_seconds} s")
-            results.append(connection.recv())
-        for rank, (succeeded, value) in enumerate(results):
-            if not succeeded:
-                self._kill()
-                raise RuntimeError(f"rank {rank} failed:\n{value}")
-        return [value for _, value in results]
+        waiting = dict(zip(self._connections, range(self.size), strict=True))
+        results: dict[int, Any] = {}
+        failures = ""
+        end = time.monotonic() + timeout_seconds
+        while waiting and (ready := wait(waiting, max(0.0, end - time.monotonic()))):
+            for connection in [each for each in waiting if each in ready]:
+                rank = waiting.pop(connection)
+                try:
+                    succeeded, results[rank] = connection.recv()
+                except EOFError:
+                    self._processes[rank].join()
+                    succeeded, code = False, self._processes[rank].exitcode
+                    failures += f"rank {rank} ended with exit code {code}\n"
+                else:
+                    failures += "" if succeeded else f"rank {rank} failed:\n{results[rank]}"
+                if not succeeded:
+                    end = min(end, time.monotonic() + 10.0)
+        if failures or waiting:
+            self._kill()
+            if failures:
+                raise RuntimeError(failures)
+            raise TimeoutError(f"rank {min(waiting.values())} did not answer within {timeout_seconds} s")
+        return [results[rank] for rank in range(self.size)]
 
     def _kill(self) -> None:
         for process in self._processes:
