@@ -9,13 +9,11 @@ fork their ranks from one server, which has already imported torch.
 
 from __future__ import annotations
 
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,12 +23,11 @@ import torch.distributed as dist
 from oases.launch import fork_server
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
     fork_server.release_signals()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
-    )
+    store = dist.TCPStore("localhost", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     while True:
         task = connection.recv()
         if task is None:
@@ -69,14 +66,13 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="oases-ranks-")
         context = fork_server.context()
-        store = str(Path(self._directory.name) / "store")
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=fork_server.as_started_by,
-                args=(fork_server.Launcher(), _serve, rank, self.size, store, theirs),
+                args=(fork_server.Launcher(), _serve, rank, self.size, self._store.port, theirs),
                 daemon=True,
             )
             process.start()
@@ -87,7 +83,7 @@ class RankPool:
         """Call `function(*args)` on every rank; return the results in rank order.
 
         Raises RuntimeError with the tracebacks of the ranks that failed or for a rank that died, TimeoutError for one
-        that hangs. Once a rank has failed, the others have ten seconds: they may wait for it.
+        that hangs. Once a rank has failed, the others have ten seconds to say what they waited for.
         """
         if not self._connections:
             self._start()
@@ -104,12 +100,12 @@ class RankPool:
                     succeeded, results[rank] = connection.recv()
                 except EOFError:
                     self._processes[rank].join()
-                    succeeded, code = False, self._processes[rank].exitcode
-                    failures += f"rank {rank} ended with exit code {code}\n"
+                    failures += f"rank {rank} ended with exit code {self._processes[rank].exitcode}\n"
+                    end = 0.0
                 else:
-                    failures += "" if succeeded else f"rank {rank} failed:\n{results[rank]}"
-                if not succeeded:
-                    end = min(end, time.monotonic() + 10.0)
+                    if not succeeded:
+                        failures += f"rank {rank} failed:\n{results[rank]}"
+                        end = min(end, time.monotonic() + 10.0)
         if failures or waiting:
             self._kill()
             if failures:
@@ -135,7 +131,6 @@ class RankPool:
             if process.is_alive():
                 process.kill()
         self._connections, self._processes = [], []
-        self._directory.cleanup()
 
     def __enter__(self) -> RankPool:
         return self
