@@ -8,7 +8,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_to
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-slow test-cpp test-gpu mutations bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
+.PHONY: demo test test-python test-slow test-cpp test-gpu mutations campaign bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -26,6 +26,10 @@ test-slow: build-tests $(VENV)/slow
 # Faults of oases/ and csrc/, one at a time in a copy of the tree: every one must fail a test.
 mutations: build-tests
 	$(PY) python_tests/mutations.py
+
+# Faults that hit training runs, compared with undisturbed runs: an hour; goes on where it was cut off.
+campaign: build-tests
+	$(PY) python_tests/campaign.py
 
 # On a machine with a GPU and a CUDA torch.
 test-gpu: build-tests
