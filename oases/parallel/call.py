@@ -21,6 +21,7 @@ from oases.execution.wire import NullScheduler, Scheduler
 from oases.parallel.autotune import Tuning
 from oases.parallel.blocks import BlockProgram, BlockWork
 from oases.parallel.fsdp import FsdpUnit, UnitGatherer
+from oases.parallel.guards import register_shards
 from oases.parallel.randomness import hash_of
 from oases.parallel.sharding import sharded_parameters
 from oases.schedule import Schedule, ScheduleError, format_schedule
@@ -34,6 +35,7 @@ class StackParameters(BlockParameters):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)
+        register_shards(block)
         cut = {id(parameter) for _, parameter, _ in sharded_parameters(block)}
         self.sharded = [number for number in self.trained if id(self.parameters[number]) in cut]
         self.replicated = [number for number in self.trained if id(self.parameters[number]) not in cut]
