@@ -102,7 +102,7 @@ class CallAgreement:
             return None
         self._known[caller] = form
         mine = self._text(self._call, samples)
-        self._store.set(self._key(failures, self._rank), mine)
+        self._store.set(self._key(failures, number, self._rank), mine)
         self._store.set(f"{self._prefix}/asked", f"{failures} {number}")
         said = {self._rank: json.loads(mine)}
         found = _difference(said | self._wait_for_others(failures, number, check))
@@ -121,10 +121,13 @@ class CallAgreement:
             asked = call.round == failures and call.number >= number and not call.asks
             if asked and self._answered != (failures, number):
                 self._answered = (failures, number)
-                self._store.set(self._key(failures, self._rank), self._text(call, None))
+                self._store.set(self._key(failures, number, self._rank), self._text(call, None))
 
-    def _key(self, failures: int, rank: int) -> str:
-        return f"{self._prefix}/{failures}/{rank}"
+    def _key(self, failures: int, number: int, rank: int) -> str:
+        """Key of what a rank says of a call. Two in turns, because after a disagreement, which has no collectives, a
+        rank may be in its next call before another has read this one's.
+        """
+        return f"{self._prefix}/{failures}/{rank}/{number % 2}"
 
     @staticmethod
     def _text(call: _Call, samples: Samples | None) -> str:
@@ -139,7 +142,7 @@ class CallAgreement:
         pause = 1e-4
         while True:
             for rank in self._others:
-                key = self._key(failures, rank)
+                key = self._key(failures, number, rank)
                 if rank not in found and self._store.check([key]):
                     said = json.loads(self._store.get(key))
                     if said["number"] >= number:
