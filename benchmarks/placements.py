@@ -29,7 +29,7 @@ from oases_bench.command_line import script
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
 CONCENTRATIONS = (0.05, 0.2, 0.5, 2.0, 10.0)
-"""Of the generated gates: from a few experts that take all to almost even ones."""
+"""Concentrations of the generated gates: from a few experts that take all to almost even ones."""
 COPIES = (1, 2, 4, None)
 """Copies that the memory budget lets a device hold, case by case; None for no budget."""
 LAYERS = {

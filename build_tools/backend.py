@@ -52,7 +52,7 @@ def required_torch() -> str:
 
 
 def requirements() -> list[str]:
-    """What a build needs beyond setuptools."""
+    """Requirements of a build beyond setuptools."""
     if users_path() is not None:
         return []
     report(f"oases: no torch in this environment; building against {required_torch()}, as pip will install")

@@ -143,7 +143,7 @@ class Usage:
 
 
 def usage(log: str) -> dict[str, Usage]:
-    """What ptxas -v said, by architecture ("sm_90"); stack and spills in bytes per thread."""
+    """Resource usage printed by ptxas -v, by architecture ("sm_90"); stack and spills in bytes per thread."""
     found: dict[str, Usage] = {}
     current = Usage()
     for line in log.splitlines():

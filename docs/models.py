@@ -3,7 +3,7 @@
     python docs/models.py            # rewrites them
     python docs/models.py --check    # exits with 1 where they are not what this would write
 
-The models are the small ones of python_tests/partition/zoo.py, built on meta. One process represents two ranks.
+The models are the small ones of python_tests/autotp/zoo.py, built on meta. One process represents two ranks.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def page() -> str:
 
 def main() -> None:
     """Write or check the page."""
-    Backend.parse("sim:alpha=1us,bandwidth=100GB/s,alone").activate()
+    Backend.parse("sim:alpha=1us,bandwidth=100GB/s,single_process").activate()
     dist.init_process_group("sim", store=dist.HashStore(), rank=0, world_size=2)
     written = page()
     dist.destroy_process_group()

@@ -9,12 +9,11 @@ fork their ranks from one server, which has already imported torch.
 
 from __future__ import annotations
 
-import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,12 +23,11 @@ import torch.distributed as dist
 from oases.launch import fork_server
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
     fork_server.release_signals()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
-    )
+    store = dist.TCPStore("localhost", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     while True:
         task = connection.recv()
         if task is None:
@@ -68,14 +66,13 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="oases-ranks-")
         context = fork_server.context()
-        store = str(Path(self._directory.name) / "store")
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=fork_server.as_started_by,
-                args=(fork_server.Launcher(), _serve, rank, self.size, store, theirs),
+                args=(fork_server.Launcher(), _serve, rank, self.size, self._store.port, theirs),
                 daemon=True,
             )
             process.start()
@@ -85,29 +82,36 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300.0) -> list[Any]:
         """Call `function(*args)` on every rank; return the results in rank order.
 
-        Raises RuntimeError with the first failed rank's traceback or for a rank that died, TimeoutError for one
-        that hangs.
+        Raises RuntimeError with the tracebacks of the ranks that failed or for a rank that died, TimeoutError for one
+        that hangs. Once a rank has failed, the others have ten seconds to say what they waited for.
         """
         if not self._connections:
             self._start()
         for connection in self._connections:
             connection.send((function, args))
-        results = []
-        for rank, connection in enumerate(self._connections):
-            sentinels = [process.sentinel for process in self._processes]
-            ready = wait([connection, *sentinels], timeout_seconds)
-            if connection not in ready:
-                dead = [(each, p.exitcode) for each, p in enumerate(self._processes) if p.sentinel in ready]
-                self._kill()
-                if dead:
-                    raise RuntimeError("rank {} ended with exit code {}".format(*dead[0]))
-                raise TimeoutError(f"rank {rank} did not answer within {timeout_seconds} s")
-            results.append(connection.recv())
-        for rank, (succeeded, value) in enumerate(results):
-            if not succeeded:
-                self._kill()
-                raise RuntimeError(f"rank {rank} failed:\n{value}")
-        return [value for _, value in results]
+        waiting = dict(zip(self._connections, range(self.size), strict=True))
+        results: dict[int, Any] = {}
+        failures = ""
+        end = time.monotonic() + timeout_seconds
+        while waiting and (ready := wait(waiting, max(0.0, end - time.monotonic()))):
+            for connection in [each for each in waiting if each in ready]:
+                rank = waiting.pop(connection)
+                try:
+                    succeeded, results[rank] = connection.recv()
+                except EOFError:
+                    self._processes[rank].join()
+                    failures += f"rank {rank} ended with exit code {self._processes[rank].exitcode}\n"
+                    end = 0.0
+                else:
+                    if not succeeded:
+                        failures += f"rank {rank} failed:\n{results[rank]}"
+                        end = min(end, time.monotonic() + 10.0)
+        if failures or waiting:
+            self._kill()
+            if failures:
+                raise RuntimeError(failures)
+            raise TimeoutError(f"rank {min(waiting.values())} did not answer within {timeout_seconds} s")
+        return [results[rank] for rank in range(self.size)]
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -127,7 +131,6 @@ class RankPool:
             if process.is_alive():
                 process.kill()
         self._connections, self._processes = [], []
-        self._directory.cleanup()
 
     def __enter__(self) -> RankPool:
         return self

@@ -44,7 +44,7 @@ DEGREE = 2
 HEADS = 2
 SEQUENCE = 8
 LEAST_LAYERS = {"gpt": 1, "llama": 2}
-"""Of a model that can be built; oases.parallelize finds a list of layers by its repetition."""
+"""Fewest layers that can be built; oases.parallelize finds a list of layers by its repetition."""
 _FREE_LINK = Backend("sim", 0.0, math.inf, single_process=True)
 _PACKAGE = os.path.dirname(os.path.abspath(oases.__file__)) + os.sep
 _MODELS = f"models{os.sep}"

@@ -31,7 +31,7 @@ from oases_bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload,
 WARM_UP = 4
 """Steps before those that count: buckets are built anew after the first, and PowerSGD starts with the third."""
 ROWS, WIDTH = 32768, 128
-"""Of the gradient that kernels are timed with."""
+"""Shape of the gradient that kernels are timed with."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from oases_bench.sparse import SparseBenchConfig
 
 Batch = tuple[Tensor, ...]
-"""What a model takes; it returns the loss."""
+"""Inputs of a model that returns the loss."""
 VALIDATION_BATCHES = 8
 WORD = re.compile(r"[^\W\d_]+")
 

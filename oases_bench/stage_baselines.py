@@ -27,7 +27,7 @@ from oases_bench.timed_block import TimedBlock
 BASELINES = ("torch",)
 """With all three kinds of parallelism."""
 PIPELINE_BASELINES = ("torch_1f1b", "torch_gpipe")
-"""Of pipelines alone."""
+"""Baselines with pipeline parallelism alone."""
 
 
 def parse_baselines(text: str, known: tuple[str, ...] = BASELINES) -> tuple[str, ...]:

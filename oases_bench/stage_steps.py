@@ -94,7 +94,7 @@ class StageSteps(ABC):
     def __init__(self, pipeline: Schedule, mesh: Mesh, stack: nn.Module, messages: StageMessages | None) -> None:
         self.mesh, self.stack, self.stages = mesh, stack, pipeline.num_stages
         self.seconds: list[float] = []
-        """Of the steps so far."""
+        """Durations of the steps so far."""
         self.busy: list[float] = []
         self._run = StageRunner(pipeline, mesh.stage, messages)
 

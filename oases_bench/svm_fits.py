@@ -20,9 +20,9 @@ from oases_svm.path import svc_path
 from oases_svm.penalties import THETAS, Penalty
 
 STRENGTHS = 20
-"""Of each contestant on a recovery design."""
+"""Number of regularization strengths per contestant on a recovery design."""
 _LEAST = 0.02
-"""Of the largest strength: the last one."""
+"""Last strength as a share of the largest one."""
 _NEWTON_STEPS = 50
 _TRUE = 10
 _STEPS = 50
@@ -70,7 +70,7 @@ def reweighted(x: Any, y: Any, penalty: Penalty, limit: float | None = None) -> 
             break
         weights = penalty.slopes(w)
     seconds = time.perf_counter() - start
-    result = {"seconds": seconds, "programmes": steps, "complete": complete, "objective": None, "nonzeros": None}
+    result = {"seconds": seconds, "programs": steps, "complete": complete, "objective": None, "nonzeros": None}
     if best is not None:
         result |= {"objective": best[0], "nonzeros": int(np.count_nonzero(np.abs(best[1]) > 1e-7))}
     return result

@@ -159,7 +159,7 @@ def agents_start(mark):
     [
         pytest.param("training", "SIGINT to the group", marks=pytest.mark.slow),
         ("training", "SIGTERM"),
-        ("training", "SIGKILL"),
+        pytest.param("training", "SIGKILL", marks=pytest.mark.slow),
         ("starting", "SIGINT to the group"),
         pytest.param("starting", "SIGKILL", marks=pytest.mark.slow),
     ],

@@ -12,8 +12,9 @@ CLOSE = 1e-12
 ACROSS, INSIDE, WHOLE = "across layers", "inside layers", "replicated"
 
 FLOOR = 1e-3
-"""Of the largest gradient: to what smaller ones are compared at the least. A bias of keys has the gradient 0 but for
-rounding; at a tolerance of 1e-5 this lets 1e-8 of the largest pass, a twelfth of what float32 can tell there."""
+"""Share of the largest gradient that smaller ones are compared with at the least. A bias of keys has the gradient 0
+but for rounding; at a tolerance of 1e-5 this lets 1e-8 of the largest pass, a twelfth of what float32 can tell
+there."""
 
 
 def whole(part, cut):

@@ -45,7 +45,7 @@ def test_words_are_numbered_by_frequency(tmp_path):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_the_sampled_softmax_learns_the_chances_of_words(sparse):
-    """Of one context, with words drawn unlike the negatives: the whole softmax then gives their chances."""
+    """One context, with words drawn unlike the negatives: the whole softmax then gives their chances."""
     model = WordLSTM(20, 16, sparse=sparse)
     chances = torch.linspace(1, 5, 20).softmax(0)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.3)

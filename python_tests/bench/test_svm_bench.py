@@ -1,4 +1,4 @@
-"""The benchmark of support vector machines: at or below reweighted programmes, and the command."""
+"""The benchmark of support vector machines: at or below reweighted linear programs, and the command."""
 
 import json
 
@@ -15,7 +15,7 @@ from oases_bench.svm_fits import contestants, recovered, reweighted, synthetic
 from oases_svm.penalties import Penalty
 
 
-def test_ours_is_at_or_below_reweighted_programmes():
+def test_ours_is_at_or_below_reweighted_programs():
     result = run_svm_bench(SvmBenchConfig(repeats=1, penalties="l1,scad"), shows=False)
     assert len(result["objectives"]) == 4
     for row in result["objectives"]:
@@ -34,7 +34,7 @@ def test_designs_are_as_said(kind):
     assert near == pytest.approx({"correlated": 0.5, "unbalanced": 0.5, "blocks": 0.7}.get(kind, 0.0), abs=0.15)
 
 
-def test_a_programme_cut_short_says_so():
+def test_a_program_cut_short_says_so():
     split = synthetic("independent", 0, rows=200, columns=800)
     found = reweighted(split.x, split.y, Penalty("mcp", 0.01), limit=1e-3)
     assert not found["complete"]

@@ -1,4 +1,4 @@
-"""What a planner benchmark makes of its runs."""
+"""Summary that the planner benchmark makes of its runs."""
 
 import pytest
 

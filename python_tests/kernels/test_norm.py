@@ -6,7 +6,7 @@ import torch
 from oases.kernels import bias_dropout_residual_norm
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of the largest number: a few roundings of the dtype."""
+"""Relative to the largest number: a few roundings of the dtype."""
 ROWS = [
     (5, 1),
     (3, 7),

@@ -12,7 +12,7 @@ from oases.parallel.sharding import holders
 
 CONFIG = MoEGPTConfig(vocabulary=32, hidden=16, layers=2, heads=4, sequence=8, experts=4, expert_hidden=24)
 COSTS = Costs(token_seconds=1e-3, token_bytes=128, expert_bytes=256, bandwidth=1e9)
-"""Of compute that is dear and a link that is free, so that experts are copied."""
+"""Expensive compute and a free link, so that experts are copied."""
 
 
 def gradients(tensor=1, steps=2, **options):

@@ -29,14 +29,20 @@ class Failing(torch.autograd.Function):
 
 
 class Fragile(Mlp):
-    """A block whose `plan`, (method, countdown, exception), raises in that method's countdown-th call."""
+    """A block whose `plan`, (method, countdown, exception), raises in that method's countdown-th call.
+
+    meeting: group whose ranks raise together, before one hears of the other.
+    """
 
     plan = None
+    meeting = None
 
     def act(self, method):
         if self.plan is not None and self.plan[0] == method:
             self.plan[1] -= 1
             if self.plan[1] == 0:
+                if self.meeting is not None:
+                    dist.barrier(self.meeting)
                 raise self.plan[2]
 
     def partial(self, x):
@@ -189,6 +195,7 @@ def check_both_fail():
     expected = step(stack, x)
     rank = dist.get_rank()
     stack.blocks[0].plan = ["partial", 2, ValueError(f"told by {rank}")]
+    stack.blocks[0].meeting = dist.new_group()
     with pytest.raises(
         FailedRankError, match=rf"rank {rank} failed at F 0\.1 .*ValueError: told by {rank}"
     ) as caught:

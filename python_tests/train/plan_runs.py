@@ -18,7 +18,7 @@ DEEP = dataclasses.replace(MODEL, layers=4)
 
 
 EXPERTS = TrainConfig(
-    hidden=32, layers=2, heads=4, sequence=16, batch=8, steps=10, warmup=2, validation_batches=1, learning_rate=3e-3,
+    hidden=32, layers=2, heads=4, sequence=16, batch=8, steps=6, warmup=2, validation_batches=1, learning_rate=3e-3,
     experts=4, expert_hidden=48, balance_weight=0.0,
 )  # fmt: skip
 """A small GPT with experts."""

@@ -208,6 +208,7 @@ def test_the_array_of_plans_covers_every_pair():
         Run(config_for(plan, pairs.options(2, None)), plan).corpus()
 
 
+@pytest.mark.slow
 def test_rows_of_the_array_train_like_one_process(corpus):
     """Three rows; `python pairs.py` runs them all."""
     expected = pairs.alone(3, corpus)

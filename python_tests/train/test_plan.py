@@ -50,7 +50,10 @@ def two_steps(text, corpus, path):
     trainer.save(path)
 
 
-@pytest.mark.parametrize("name", ["4 -> 2", "1 -> 4 -> 2", "2 -> 4"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("4 -> 2", marks=pytest.mark.slow), "1 -> 4 -> 2", pytest.param("2 -> 4", marks=pytest.mark.slow)],
+)
 def test_a_checkpoint_goes_on_under_any_plan(two_ranks, four_ranks, corpus, plain_run, tmp_path, name):
     path = str(tmp_path / "checkpoint")
     four_ranks.run(two_steps, PLANS[4][name].to_json(), corpus, path)

@@ -30,7 +30,7 @@ LEGS = {
     "1,2,2 again": even(4, 2, 2, "oases", "none", "gpipe"),
 }  # fmt: skip
 STEPS = 2
-"""Of each leg."""
+"""Steps of each leg."""
 
 
 def config_of(plan, data, **changes):

@@ -96,6 +96,7 @@ def test_stages_that_cannot_be_executed_are_refused():
 EIGHT = even(8, 2, 2, "oases", "some", "shifted_critical_path", zero=True)
 
 
+@pytest.mark.slow
 def test_eight_ranks_train_like_one_process(corpus, deep_plain_run):
     with RankPool(8) as eight_ranks:
         eight_ranks.run(check_plan, EIGHT.to_json(), corpus, deep_plain_run)

@@ -103,7 +103,7 @@ def fails_in_the_third_step(text, data, folder, victim, where):
     ("text", "victim", "where"),
     [
         pytest.param(TP, 0, "forward", marks=pytest.mark.slow),
-        (DP, 3, "forward"),
+        pytest.param(DP, 3, "forward", marks=pytest.mark.slow),
         pytest.param(DP, 0, "forward", marks=pytest.mark.slow),
         (TP, 3, "optimizer"),
     ],
