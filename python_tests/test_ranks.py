@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from marked_processes import wait_until_gone, with_mark
 from rank_programs import dawdles, dies_in_mid_step, rank_and_size, refuse, runs_out_of_memory, stumble
 
 from oases.errors import UsageError
-from oases.launch.ranks import RankOptions, run_ranks
+from oases.launch.ranks import RankOptions, _join, run_ranks
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_more_ranks_than_the_launcher_gives(monkeypatch):
 def training(ready, **environment):
     """A process whose two ranks train, once they do."""
     code = (
-        "import rank_programs as t; from oases.launch.ranks import RankOptions, run_ranks\n"
+        "import rank_programs as t; from oases.launch.ranks import RankOptions, _join, run_ranks\n"
         f"run_ranks(t.tells_when_training, ({str(ready)!r},), RankOptions(2))"
     )
     run = subprocess.Popen(
@@ -120,3 +121,28 @@ def test_an_interrupt_ends_the_run_in_one_line_and_leaves_no_folder(tmp_path):
     assert "oases: interrupted" in error
     assert "Traceback" not in error
     assert [name for name in os.listdir(folder) if not name.startswith("torchinductor_")] == []  # torch's cache stays
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "taken", "message"),
+    [
+        (0, "127.0.0.1", True, r"port \d+ is in use on this machine; give the ranks a free one, by MASTER_PORT"),
+        (0, "127.0.0.1", False, r"1 of 2 ranks came to 127\.0\.0\.1:\d+ within 1 s; start the missing ones"),
+        (1, "127.0.0.1", False, r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+; check MASTER_ADDR and MASTER_PORT"),
+        (1, "", False, "rank 1 cannot join .*MASTER_ADDR expected, but not set; check MASTER_ADDR"),
+    ],
+)
+def test_ranks_that_do_not_come_together_say_why(monkeypatch, rank, address, taken, message):
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        if taken:
+            other.listen()
+        port = other.getsockname()[1]
+        if not taken:
+            other.close()
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        if not address:
+            monkeypatch.delenv("MASTER_ADDR")
+        with pytest.raises(UsageError, match=message):
+            _join(RankOptions(2, timeout_seconds=1), 0)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from oases.autotp.layers import has_argument
 from oases.autotp.preconditions import checkpoints
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_name, group_of, group_size
+from oases.execution.agreement import is_sampled, samples_of
+from oases.execution.failure import monitor_of
+from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
 
 _CAPTURED = ("output_attentions", "output_router_logits")
 """Outputs that transformers captures by hooks inside of layers, which the traced graphs bypass."""
@@ -30,7 +32,7 @@ class ModelHooks:
         self._group = group_name(group)
         self._caches = has_argument(model, "use_cache")
         self._seed: int | None = None
-        self._calls = 0
+        self._calls = self._number = 0
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._filled = False
 
@@ -41,6 +43,7 @@ class ModelHooks:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._require_right_time(model)
+        self._agree(model, args, kwargs)
         for name in _CAPTURED:
             if kwargs.get(name, getattr(getattr(model, "config", None), name, None)):
                 raise UsageError(
@@ -71,6 +74,24 @@ class ModelHooks:
                 f"{type(model).__name__} is recomputed in a backward pass, by torch.utils.checkpoint around it, and "
                 "would draw other random masks; give parallelize() recompute='full' instead"
             )
+
+    def _agree(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise UsageError unless all ranks call the model with equal shapes, types and modes, and, where they are
+        compared, with equal inputs.
+        """
+        group = group_of(self._group)
+        if group is None or group_size(group) == 1:
+            return
+        given = {**{f"argument {at}": value for at, value in enumerate(args)}, **kwargs}
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        form: list[Any] = ["computation of gradients", torch.is_grad_enabled(), "training mode", model.training]
+        for name, tensor in tensors.items():
+            form += [f"shape of {name}", tensor.shape, f"type of {name}", tensor.dtype]
+        self._number += 1
+        monitor = monitor_of(group, scheduler_of(group), next(model.parameters()).device)
+        monitor.check()
+        samples = samples_of(tensors.values()) if is_sampled(self._number) else None
+        monitor.begin_call(type(model).__name__, tuple(form), samples)
 
     def _end(self, model: nn.Module, args: Any, result: Any) -> None:
         if self._before:

@@ -28,6 +28,7 @@ from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_rank, group_size
+from oases.parallel.guards import register_shards
 from oases.parallel.mesh import Mesh
 from oases.parallel.sharding import Cut
 from oases.plans.plan import Plan
@@ -277,3 +278,4 @@ def declare(module: nn.Module, name: str, cut: Cut, group: ProcessGroup | None) 
         getattr(module, attribute)[name] = value
     setattr(module, "_group_name", group_name(group))  # noqa: B010
     setattr(module, "tensor_parallel", group_size(group))  # noqa: B010
+    register_shards(module)

@@ -16,6 +16,7 @@ from oases.autotp.logits import VocabularyLogits
 from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size
 from oases.parallel.chunks import Chunks, NumChunks
 from oases.parallel.embedding import look_up
+from oases.parallel.guards import register_shards
 from oases.parallel.linear import under_autocast
 from oases.parallel.sharding import Cut
 
@@ -303,3 +304,4 @@ def _hold(module: Any, process_group: ProcessGroup, rows: int, **given: nn.Param
     module.process_group = process_group
     module.shard_dims = dict.fromkeys(names, 0)
     module.shard_segments = dict.fromkeys(names, (rows,))
+    register_shards(module)

@@ -29,6 +29,8 @@ _TIMELINES = (
     "the link. Pale: compute waits for it. Names are BLOCK.SUB-BATCH. Drag to zoom, hover for names and times."
 )
 _LOSSES = "Training loss per step. A schedule changes the order of execution, not the result, so the curves coincide."
+_MOST_OF_IDEAL = 1.1
+"""A step cannot be faster than the ideal; beyond this excess, in measurements, other load has disturbed them."""
 HEADER = ("schedule", "step", "against sync", "tokens/s", "hidden", "of ideal", "loss", "validation loss")
 
 
@@ -104,10 +106,30 @@ def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
+def void(result: dict[str, Any]) -> str:
+    """Why the times mean nothing, with the remedy, or ""."""
+    beyond = [
+        f"{percent(row['of_ideal'])} ({name})"
+        for name, row in result["schedules"].items()
+        if row["of_ideal"] > _MOST_OF_IDEAL
+    ]
+    if not beyond:
+        return ""
+    return (
+        f"This measurement is void: {' and '.join(beyond)} of the ideal speed were measured, which no schedule "
+        "reaches. Other load on the machine has disturbed it; run the demo again on an idle machine."
+    )
+
+
 def show(result: dict[str, Any], link: str, folder: Path) -> None:
     """Print the table; write oases-report.html and oases-trace.json to `folder`."""
     rows = table_rows(result)
     console.print(table(HEADER, rows))
+    unusable = void(result)
+    title = f"oases is {result['schedules']['oases']['speedup']:.2f} x as fast as synchronous tensor parallelism"
+    if unusable:
+        console.print(unusable)
+        title, unusable = "A void measurement: the machine was busy", f"{unusable} "
     difference = result["largest_loss_difference"]
     console.print(
         f"Losses of the two schedules differ by at most {difference:.1e}, relative, over all steps.\n'hidden' "
@@ -119,8 +141,8 @@ def show(result: dict[str, Any], link: str, folder: Path) -> None:
     losses = {name: row["losses"] for name, row in result["schedules"].items()}
     write_page(
         page,
-        title=f"oases is {result['schedules']['oases']['speedup']:.2f} x as fast as synchronous tensor parallelism",
-        subtitle=f"{config['layers']} layers of width {config['hidden']}, batch {config['batch']} x "
+        title=title,
+        subtitle=f"{unusable}{config['layers']} layers of width {config['hidden']}, batch {config['batch']} x "
         f"{config['sequence']}, {config['tp']} ranks, {link}",
         header=HEADER,
         rows=rows,

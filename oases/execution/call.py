@@ -96,13 +96,15 @@ class ScheduledCall:
             return self._work.output()
 
     def begin(self, grad: Tensor) -> None:
-        """Begin the backward pass. RuntimeError for a second one."""
+        """Begin the backward pass. RuntimeError for a second one, and for one that is to be differentiated."""
+        refuse_second_derivatives(self._name)
         if self._begun:
             raise RuntimeError(
                 f"the backward pass of this {self._name} call has run already and freed its graphs; call the stack "
                 "again for a second backward pass"
             )
         self._begun = True
+        self._guard.watch_backward()
         self._work.begin_backward(grad)
         if self._gathering is not None:
             self._gathering.begin(self._backward[self._position :])
@@ -155,6 +157,15 @@ class ScheduledCall:
         self._work.forget()
         if self._gathering is not None:
             self._gathering.forget()
+
+
+def refuse_second_derivatives(name: str) -> None:
+    """In a backward pass: raise RuntimeError where it is recorded, by create_graph=True."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"second derivatives of {name} are not available: its backward pass runs collectives and in-place sums, "
+            "which are not recorded; leave out create_graph=True"
+        )
 
 
 def _put(parameters: Sequence[BlockParameters], leaves: Sequence[Leaves], block: int) -> None:

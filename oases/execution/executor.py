@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakMethod, ref
 
+import torch
+
 from oases.errors import UsageError
 from oases.execution.failure import FailedRankError, Failure, FailureMonitor, error_of, is_out_of_memory, lost_a_rank
 from oases.schedule import Op, Schedule
@@ -173,6 +175,8 @@ class FailureScope:
             forget
         )  # a strong reference would be a cycle, which keeps tensors until a garbage collection
         self._failures = 0
+        self.failed = False
+        """Whether an op has failed."""
 
     def __enter__(self) -> None:
         self._failures = self._monitor.scheduler.failures if self._monitor is not None else 0
@@ -180,7 +184,10 @@ class FailureScope:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, FailedRankError):
+        if error is None:
+            return
+        self.failed = True
+        if isinstance(error, FailedRankError):
             return
         monitor = self._monitor
         if monitor is not None and monitor.scheduler.failures != self._failures:  # the scheduler stopped this rank
@@ -198,16 +205,22 @@ class FailureScope:
         if failure.out_of_memory:
             traceback.clear_frames(trace)  # frames hold tensors, too
         broken = monitor.fail(failure) if monitor is not None else ""
-        if isinstance(error, UsageError):
-            return
+        if isinstance(error, UsageError) or not isinstance(error, Exception):
+            return  # an interrupt or exit keeps its type here, too
         raise error_of(failure, broken, monitor.size if monitor is not None else 1) from error
+
+    def watch_backward(self) -> None:
+        """In a backward pass: if it ends by an exception outside of the call, such as a hook's, tell all ranks."""
+        if self._monitor is not None:
+            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine.queue_callback(_BackwardPass(self, self._monitor, self._label).end)
 
     def _forget(self) -> None:
         forget = self._forget_weakly()
         if forget is not None:
             forget()
 
-    def _described(self, error: Exception, rank: int) -> Failure:
+    def _described(self, error: BaseException, rank: int) -> Failure:
         schedule, op = self._schedule, self.current_op
         where = f"{op} ({self._label}, schedule {schedule.name})"
         if isinstance(op, Op):
@@ -220,6 +233,26 @@ class FailureScope:
             remedy = f"; use {more}more than {schedule.num_sub_batches} sub_batches, or a smaller batch"
         first_line = (str(error).strip().splitlines() or [""])[0]
         return Failure(rank, where, f"{type(error).__name__}: {first_line}", remedy, out_of_memory)
+
+
+class _BackwardPass:
+    """A backward pass of the caller around a stack's. torch calls `end`, or drops it where the pass was cut short."""
+
+    def __init__(self, guard: FailureScope, monitor: FailureMonitor, label: str) -> None:
+        self._guard, self._monitor, self._label = guard, monitor, label
+        self._failures = monitor.scheduler.failures
+        self._ended = False
+
+    def end(self) -> None:
+        """Note that it is complete."""
+        self._ended = True
+
+    def __del__(self) -> None:
+        if self._ended or self._guard.failed or self._monitor.scheduler.failures != self._failures:
+            return
+        where, rank = f"the backward pass around {self._label}", self._monitor.rank
+        cause = f"an exception outside of the stack, in a hook or an autograd function; see the output of rank {rank}"
+        self._monitor.fail(Failure(rank, where, cause, "", False))
 
 
 class Executor:

@@ -16,12 +16,14 @@ Where that is impossible (a rank does not answer, a pending collective was not s
 even for zeros), the monitors abort the process group. Errors are raised even then: NCCL's abort ends its kernels;
 gloo has no abort, so a rank that waits outside of the scheduler waits for gloo's timeout.
 
-Exceptions outside of a stack's schedule (in a loss, a hook, an optimizer) are not propagated.
+An exception in the backward pass around a stack (a hook's, say) is propagated, too; one in a loss before it or in an
+optimizer is not.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -36,6 +38,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from oases.errors import UsageError
+from oases.execution.agreement import CallAgreement, Form, Samples
 from oases.execution.group import ProcessGroup, group_of
 
 _INTERVAL_SECONDS = 0.5
@@ -110,6 +113,8 @@ class FailureMonitor:
         self._store: dist.Store = dist.HashStore() if alone else store.clone()
         self._prefix = f"oases/failure/{self._name}/{incarnation}"
         self._settled = 0
+        self._process = os.getpid()
+        self._calls = CallAgreement(self._store, f"{self._prefix}/calls", self.rank, self._ranks)
         self._wake = threading.Event()
         self._stopped = False
         scheduler.renew()
@@ -143,6 +148,25 @@ class FailureMonitor:
                 self._give_up(lost)
             self._wake.set()
 
+    def begin_call(self, caller: str, form: Form, samples: Samples | None = None) -> None:
+        """Begin a call whose collectives all ranks start; see `CallAgreement.begin`.
+
+        UsageError, on all ranks, where their forms or samples differ; FailedRankError where a rank is in its call
+        already. RuntimeError in a fork of the process that created the group.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{caller} was called in a fork of the process that created its process group, whose connections and "
+                "threads a fork does not have; start processes by spawn, or create group and model after the fork"
+            )
+        found = self._calls.begin(caller, form, self.scheduler.failures, samples, self.check)
+        if found is None:
+            return
+        if not found.stuck:
+            raise UsageError(f"{caller}: {found.text}")
+        failure = Failure(self.rank, caller, found.text, "", False)
+        raise error_of(failure, self.fail(failure), self.size)
+
     def check(self) -> None:
         """Raise another rank's failure, if there is one."""
         try:
@@ -165,6 +189,7 @@ class FailureMonitor:
                 self._wake.clear()
                 if self._stopped:
                     return
+                self._calls.answer()
                 if self._store.check([self._key("failure")]):
                     self._settle()
                     if self._broken:
@@ -301,7 +326,7 @@ def fail_together(
     before = monitor.scheduler.failures if monitor is not None else 0
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         if monitor is None or isinstance(error, (FailedRankError, *unanimous)):
             raise
         if monitor.scheduler.failures != before:  # the scheduler stopped this rank
@@ -312,18 +337,18 @@ def fail_together(
         cause = f"{type(error).__name__}: {first_line}"
         failure = Failure(monitor.rank, where, cause, "", is_out_of_memory(error))
         broken = monitor.fail(failure)
-        if isinstance(error, UsageError):
+        if isinstance(error, UsageError) or not isinstance(error, Exception):
             raise
         raise error_of(failure, broken, monitor.size) from error
 
 
-def lost_a_rank(error: Exception) -> bool:
+def lost_a_rank(error: BaseException) -> bool:
     """Whether a link or a rank is gone, rather than an op has failed."""
     # Collectives outside the scheduler (barriers, object exchange) fail with gloo's bare RuntimeError.
     return isinstance(error, dist.DistBackendError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an op ran out of memory."""
     # On the CPU torch raises a RuntimeError, recognisable by its text alone.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)

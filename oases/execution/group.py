@@ -19,8 +19,16 @@ ProcessGroup = dist.ProcessGroup
 
 
 def resolve(process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group itself, the default group for None, or None where there is only this process."""
+    """Return the group itself, the default group for None, or None where there is only this process.
+
+    TypeError for anything else.
+    """
     if process_group is not None:
+        if not isinstance(process_group, ProcessGroup):
+            raise TypeError(
+                f"a process group was expected, got {process_group!r:.80}; give one of torch.distributed.new_group, "
+                "mesh.get_group(name) of a DeviceMesh, or None for the default group"
+            )
         return process_group
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD

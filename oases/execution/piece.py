@@ -52,7 +52,17 @@ def recorded(
     """Call `function(*inputs, *values)` as a piece; return its detached result and the piece."""
     piece = Piece(leaves, whole)
     result = function(*map(piece.input, inputs), *values)
+    if overwritten:
+        result = own_memory(result, (*inputs, *values))
     return piece.output(result, overwritten), piece
+
+
+def own_memory(result: Tensor, others: Sequence[Any]) -> Tensor:
+    """`result`, or a copy where it shares memory with one of `others` or is a leaf, so that it can be overwritten."""
+    shared = result.is_leaf and result.requires_grad
+    for other in others:
+        shared = shared or (isinstance(other, Tensor) and torch._C._is_alias_of(result, other))  # type: ignore[attr-defined]
+    return result.clone() if shared else result
 
 
 class BlockParameters:

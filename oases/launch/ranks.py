@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -217,7 +218,7 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
         dist.destroy_process_group()
         return result
     except UsageError as error:
-        if rank == 0:
+        if rank == 0 or not dist.is_initialized():  # all ranks that came together raise it
             print(f"oases: error: {error}", file=sys.stderr, flush=True)
         _leave(2)
     except SavedExit as ended:
@@ -252,7 +253,32 @@ def _join(options: RankOptions, local_rank: int) -> None:
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
         extra |= {"rank": int(os.environ["RANK"]), "world_size": options.size}
         extra["store"] = dist.PrefixStore(f"oases/attempt {attempt}", store)
-    dist.init_process_group(options.backend.activate(), timeout=timeout, **extra)
+    try:
+        dist.init_process_group(options.backend.activate(), timeout=timeout, **extra)
+    except (dist.DistError, ValueError) as error:
+        raise UsageError(_why_apart(str(error), options)) from error
+
+
+def _why_apart(error: str, options: RankOptions) -> str:
+    """Why the ranks did not come together, by the error of torch, with the remedy."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    rank = os.environ.get("RANK", "")
+    if "EADDRINUSE" in error:
+        return f"port {port} is in use on this machine; give the ranks a free one, by MASTER_PORT or --master-port"
+    if "clients joined" in error:
+        found = re.search(r"(\d+)/\d+ clients", error)
+        came = found[1] if found else "not all"
+        return (
+            f"{came} of {options.size} ranks came to {address}:{port} within {options.timeout_seconds:g} s; start "
+            f"the missing ones with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE={options.size}"
+        )
+    if "client socket" in error:
+        return (
+            f"rank {rank} cannot reach rank 0 at {address}:{port}; check MASTER_ADDR and MASTER_PORT, that rank 0 "
+            "has started, and the firewall between them"
+        )
+    first = (error.strip().splitlines() or [""])[0]
+    return f"rank {rank} cannot join the others at {address}:{port}: {first}; check MASTER_ADDR and MASTER_PORT"
 
 
 def _end(message: str, roll_call: RollCall) -> NoReturn:

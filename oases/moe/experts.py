@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve
 from oases.moe.placement_data import owner_ranks
+from oases.parallel.guards import register_shards
 
 
 class ExpertWeights(NamedTuple):
@@ -78,6 +79,7 @@ class Experts(HoldsGroup, nn.Module):
         self.up_bias = nn.Parameter(torch.empty((local, width), **options)) if bias else None
         self.down_bias = nn.Parameter(torch.empty((local, hidden), **options)) if bias else None
         self.reset_parameters()
+        register_shards(self)
 
     @property
     def local(self) -> int:

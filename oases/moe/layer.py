@@ -244,7 +244,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
             row_bytes = self.hidden * tokens.element_size()
             expert_bytes = 0 if transfer is None else transfer.bytes
             self.last = self._described(demand, setting, plan, expert_bytes, routing, row_bytes)
-        return y if opened is None else closing(y, opened)
+        return closing(y, opened, self.name)
 
     def _route(
         self, x: Tensor, group: ProcessGroup | None

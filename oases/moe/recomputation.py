@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oases.execution.call import refuse_second_derivatives
 from oases.moe.dispatch import RoutingError
 from oases.moe.placement_data import Integers, Placement
 
@@ -90,16 +91,24 @@ class OpenPasses:
 
 class _Closing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, each: ForwardPass) -> Tensor:
-        ctx.each = each
+    def forward(ctx: Any, x: Tensor, each: ForwardPass | None, label: str) -> Tensor:
+        ctx.each, ctx.label, ctx.has_run = each, label, False
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.each.closed = True
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        refuse_second_derivatives(ctx.label)
+        if ctx.has_run:
+            raise RuntimeError(
+                f"the backward pass of this call of {ctx.label} has run already; call the layer again for a second "
+                "backward pass"
+            )
+        ctx.has_run = True
+        if ctx.each is not None:
+            ctx.each.closed = True
+        return grad, None, None
 
 
-def closing(x: Tensor, each: ForwardPass) -> Tensor:
-    """`x`, the output of a pass; its backward pass closes the pass."""
-    return _Closing.apply(x, each)
+def closing(x: Tensor, each: ForwardPass | None, label: str) -> Tensor:
+    """`x`, the output of the layer `label`; its one backward pass closes the training pass `each`."""
+    return _Closing.apply(x, each, label)

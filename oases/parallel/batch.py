@@ -186,6 +186,11 @@ class CallInputs:
         """Arguments of a block's methods besides the activation, for sub-batch `s`."""
         return self._values[block][s] if self._values else ()
 
+    def versions(self) -> list[int]:
+        """Versions of the tensors among the values."""
+        rows = {id(rows): rows for rows in self._values}
+        return [v._version for parts in rows.values() for row in parts for v in row if isinstance(v, Tensor)]
+
     def start_sums(self, scheduler: Scheduler, label: str) -> None:
         """Start to sum partial gradients over the ranks, after the last block that contributes."""
         self._shares = self._joined(self.leaves[0].take(False))

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from oases.execution.executor import Place, Program, Step
-from oases.execution.piece import Leaves, Piece, method_of, recorded
+from oases.execution.piece import Leaves, Piece, method_of, own_memory, recorded
 from oases.execution.weight_gradient import DeferredGradients, deferring
 from oases.execution.wire import PendingCollective, Wire
 from oases.parallel.batch import CallInputs, SubBatches
-from oases.parallel.randomness import MethodName, Randomness
-from oases.schedule import Op, Schedule
+from oases.parallel.randomness import MethodName, Randomness, hash_of
+from oases.schedule import Op, Schedule, format_schedule
 
 _NO_CHANGE = nullcontext()
 _OF_NEXT = ("C", "RC", "B", "BC")
@@ -49,6 +49,8 @@ class BlockProgram(Program):
         self.summed_again: frozenset[Place] = frozenset(
             (op.block, op.sub_batch) for op in schedule if op.of == "R" and op.kind != "wait"
         )
+        self.order = hash_of(format_schedule(schedule))
+        """Hash of the ops, which every rank must run alike."""
         super().__init__(schedule, label, layer_of)
 
     def reads(self, op: Op) -> Sequence[int]:
@@ -141,6 +143,11 @@ class BlockWork:
         """The output [batch, ...], in the order of the input, after the last op of the forward pass."""
         self.randomness.end()
         return self._cut.join([self._outputs.pop(s) for s in range(self._cut.number)])
+
+    def versions(self) -> list[int]:
+        """Versions of tensors of the caller that recomputation reads, which changes in place increase."""
+        held = [x._version for tensors in (self._x, self._h) for (block, _), x in tensors.items() if block == 0]
+        return held + self.inputs.versions()
 
     def begin_backward(self, grad: Tensor) -> None:
         """Set the gradient of the output."""
@@ -245,12 +252,12 @@ class BlockWork:
 
         def run() -> Tensor:
             if deferred is None:
-                return method(h, *values)  # type: ignore[no-any-return]
+                return own_memory(method(h, *values), (h, *values))
             deferred.begin(skip_last)
             token = deferring.set(deferred)
             try:
                 if not graph:
-                    return method(h, *values)  # type: ignore[no-any-return]
+                    return own_memory(method(h, *values), (h, *values))
                 # The all-reduce overwrites y. If a graph has saved y itself, autograd raises.
                 y, self._partial_pieces[place] = recorded(
                     method, (h,), values, [self.leaves[block], *self.inputs.leaves], overwritten=True

@@ -1,4 +1,4 @@
-"""Call of an OverlappedStack: its gradients, returned block by block, and agreement of the ranks on its schedule."""
+"""Call of an OverlappedStack: its gradients, returned block by block, and the ranks' common seed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from oases.execution.wire import NullScheduler, Scheduler
 from oases.parallel.autotune import Tuning
 from oases.parallel.blocks import BlockProgram, BlockWork
 from oases.parallel.fsdp import FsdpUnit, UnitGatherer
-from oases.parallel.randomness import hash_of
+from oases.parallel.guards import register_shards
 from oases.parallel.sharding import sharded_parameters
-from oases.schedule import Schedule, ScheduleError, format_schedule
+from oases.schedule import ScheduleError
 
 
 class StackParameters(BlockParameters):
@@ -34,6 +34,7 @@ class StackParameters(BlockParameters):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)
+        register_shards(block)
         cut = {id(parameter) for _, parameter, _ in sharded_parameters(block)}
         self.sharded = [number for number in self.trained if id(self.parameters[number]) in cut]
         self.replicated = [number for number in self.trained if id(self.parameters[number]) not in cut]
@@ -76,6 +77,8 @@ class StackCall(ScheduledCall):
         tuning = options.tuning
         self._tuning = None if tuning is None or tuning.choice is not None else tuning
         self._seconds = 0.0
+        self._recomputes = differentiable and bool(program.schedule.recomputed)
+        self._versions: tuple[list[int], list[int]] | None = None
         # Of the block finished last: gradients by parameter index, and the all-reduce of the replicated ones.
         self._shares: list[Tensor | None] = []
         self._whole: list[Tensor | None] = []
@@ -98,13 +101,15 @@ class StackCall(ScheduledCall):
 
     def forward(self) -> Tensor:
         """Run the forward pass, timed while a schedule is being chosen."""
-        if self._tuning is None:
-            return super().forward()
-        synchronize(self._blocks.device)
-        self._seconds -= time.perf_counter()
+        if self._tuning is not None:
+            synchronize(self._blocks.device)
+            self._seconds -= time.perf_counter()
         output = super().forward()
-        synchronize(self._blocks.device)
-        self._seconds += time.perf_counter()
+        if self._tuning is not None:
+            synchronize(self._blocks.device)
+            self._seconds += time.perf_counter()
+        if self._recomputes:
+            self._versions = self._current_versions()
         return output
 
     def begin(self, grad: Tensor) -> None:
@@ -112,6 +117,7 @@ class StackCall(ScheduledCall):
         if self._tuning is not None:
             synchronize(grad.device)
             self._seconds -= time.perf_counter()
+        self._require_unchanged()
         super().begin(grad)
 
     def finish_block(self, block: int) -> list[Tensor | None]:
@@ -146,6 +152,11 @@ class StackCall(ScheduledCall):
 
     # --- for a pipeline, which splits the backward pass ---
 
+    def recompute(self) -> None:
+        """Run the recomputation ops and their collectives now, in schedule order."""
+        self._require_unchanged()
+        super().recompute()
+
     def defer_weights(self) -> None:
         """Skip W in the backward pass; `compute_weights` runs it later."""
         self._blocks.keep_deferred = True
@@ -166,6 +177,23 @@ class StackCall(ScheduledCall):
                     torch.autograd.backward(self._chosen(block, numbers), [found[number] for number in numbers])
 
     # --- inside ---
+
+    def _current_versions(self) -> tuple[list[int], list[int]]:
+        """Versions of inputs and of recomputed blocks' parameters. Gathered weights are copied anew each time."""
+        blocks = () if self._units else {block for _, block, _ in self._program.schedule.recomputed}
+        return self._blocks.versions(), [p._version for block in blocks for p in self._cut[block].parameters]
+
+    def _require_unchanged(self) -> None:
+        """Raise RuntimeError where recomputation would read other values than the forward pass did."""
+        before, self._versions = self._versions, None
+        if before is None:
+            return
+        for what, then, now in zip(("inputs", "weights"), before, self._current_versions(), strict=True):
+            if then != now:
+                raise RuntimeError(
+                    f"{what} of a stack were changed in place between its forward and its backward pass, and "
+                    "recomputation would read the new values; change a copy, or change them after the backward pass"
+                )
 
     def _summed(self, block: int) -> list[Tensor | None]:
         """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks."""
@@ -197,26 +225,10 @@ def leaves_of(parameters: Sequence[BlockParameters], units: Sequence[FsdpUnit]) 
     return [Leaves(each.whole(unit.parameters)) for each, unit in zip(parameters, units, strict=True)]
 
 
-def agree_on_schedule(
-    schedule: Schedule, group: ProcessGroup | None, wire_dtype: torch.dtype | None, calls: int
-) -> tuple[int, int]:
-    """Common seed and call count of the ranks, exchanged before a schedule's first run.
-
-    Raises ScheduleError unless every rank runs the same schedule; sums would mix otherwise.
-    """
-    mine = (schedule.name, schedule.num_sub_batches, hash_of(format_schedule(schedule)), str(wire_dtype))
-    said = (mine, torch.initial_seed(), calls)
-    everyone: list[Any] = [said] * group_size(group)
+def agree_on_seed(group: ProcessGroup | None, calls: int) -> tuple[int, int]:
+    """Common seed and call count of the ranks, exchanged before the first call and after a failure."""
+    said = (torch.initial_seed(), calls)
+    everyone: list[tuple[int, int]] = [said] * group_size(group)
     if group_size(group) > 1:
         dist.all_gather_object(everyone, said, group=group)
-    for rank, (theirs, *_) in enumerate(everyone):
-        if theirs != everyone[0][0]:
-            first = everyone[0][0]
-            raise ScheduleError(
-                f"rank 0 runs schedule '{first[0]}' with {first[1]} sub-batches and wire dtype {first[3]}, rank "
-                f"{rank} runs '{theirs[0]}' with {theirs[1]} and {theirs[3]}"
-                + ("" if first[:2] != theirs[:2] else ", of another order")
-                + "; all ranks of a group must run the same list"
-            )
-    # After a failure some ranks may be a call ahead.
-    return everyone[0][1], max(calls for *_, calls in everyone)
+    return everyone[0][0], max(calls for _, calls in everyone)  # after a failure some may be a call ahead

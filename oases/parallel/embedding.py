@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
 from oases.parallel.collectives import gather, reduce
+from oases.parallel.guards import register_shards
 from oases.parallel.linear import shard
 from oases.parallel.sharding import Cut
 
@@ -72,6 +73,7 @@ class OverlappedEmbedding(HoldsGroup, nn.Module):
         self.weight = nn.Parameter(torch.empty((rows, embedding_dim), device=device, dtype=dtype))
         if not self.weight.is_meta:
             nn.init.normal_(self.weight)
+        register_shards(self)
 
     @classmethod
     def from_embedding(

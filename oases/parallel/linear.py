@@ -17,6 +17,7 @@ from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_si
 from oases.execution.weight_gradient import linear
 from oases.parallel.chunks import Chunks, Kind, NumChunks
 from oases.parallel.collectives import gather, scatter
+from oases.parallel.guards import register_shards
 
 
 class _OverlappedLinear(HoldsGroup, nn.Module):
@@ -54,6 +55,7 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
         else:
             self.bias = nn.Parameter(torch.empty(bias_features, device=device, dtype=dtype))
         self.reset_parameters()
+        register_shards(self)
 
     def reset_parameters(self) -> None:
         """Draw a shard with `nn.Linear`'s bounds. For weights that do not depend on the degree use `from_linear`."""

@@ -88,6 +88,11 @@ def holders(module: nn.Module) -> dict[int, nn.Module]:
     return found
 
 
+def sharded_modules(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(module, path) of each module that declares sharded parameters, each once."""
+    return list({id(child): (child, prefix) for prefix, child, _, _ in _cut(module)}.values())
+
+
 def _cut(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
     for prefix, child in module.named_modules():
         for name, dim in getattr(child, "shard_dims", {}).items():

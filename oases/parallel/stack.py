@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from oases.errors import OverlapError
+from oases.execution.agreement import is_sampled, samples_of
 from oases.execution.call import apply_call
 from oases.execution.executor import Context
 from oases.execution.failure import FailureMonitor, monitor_of
@@ -22,11 +22,19 @@ from oases.extension import OverlapScheduler
 from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
 from oases.parallel.batch import BlockInputs, CallInputs, SequenceShard, SubBatches, differentiable, refuse_mixing
 from oases.parallel.blocks import BlockProgram, BlockWork
-from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_schedule, leaves_of
+from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_seed, leaves_of
+from oases.parallel.checks import (
+    BlockList,
+    BypassedHooks,
+    form_of,
+    require_activation,
+    require_blocks,
+    require_overlap,
+)
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.randomness import MethodName, Randomness
-from oases.reporting import WHOLE_BATCH, report
+from oases.reporting import WHOLE_BATCH
 from oases.schedule import (
     Recompute,
     Schedule,
@@ -98,13 +106,6 @@ class OverlappedStack(HoldsGroup, nn.Module):
             raise ValueError(f"small_batch must be 'refuse' or 'whole', got {small_batch!r}")
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
             raise ValueError(f"wire_dtype must be a floating-point type such as torch.bfloat16, got {wire_dtype!r}")
-        for index, block in enumerate(self.blocks):
-            for method in ("partial", "combine"):
-                if not callable(getattr(block, method, None)):
-                    raise ValueError(
-                        f"block {index} ({type(block).__name__}) has no method {method}(); a block needs partial() "
-                        "and combine(), or give the whole model to oases.parallelize"
-                    )
         if layer_of is not None and len(layer_of) != len(self.blocks):
             raise ValueError(f"layer_of has {len(layer_of)} entries for {len(self.blocks)} blocks; give one for each")
         if not re.fullmatch(r"[\w .-]*", name):
@@ -112,8 +113,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.layer_of = None if layer_of is None else tuple(layer_of)
         self.name = name
         self.process_group = resolve(process_group)
-        refuse_mixing(self.blocks)
-        adopt_dropouts(self.blocks)
+        self._adopt_blocks()
         self.sequence_parallel = sequence_parallel
         self.wire_dtype = wire_dtype
         self.small_batch = small_batch
@@ -123,14 +123,22 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.first_block, self._replica = first_block, replica
         self._units: list[FsdpUnit] = []  # by block, where weights are sharded
         self._compiled: list[nn.Module] = []
-        self._block_parameters: list[StackParameters] = []
-        self._programs: dict[int, BlockProgram] = {}  # by the id of the schedule, which they hold
-        self._draws: dict[tuple[int, MethodName], bool] = {}
         self._seed: int | None = None
-        self._agreed: set[tuple[int, int]] = set()  # ids of programs, with the failures before
+        self._agreed = -1  # failures of the group before the ranks agreed on seed and calls
         self._calls = 0
         self._monitor: Callable[[], FailureMonitor | None] = _nothing  # weakly: a stack keeps no group alive
         self.run_as(schedule, sub_batches, recompute)
+
+    def _adopt_blocks(self) -> None:
+        """Check the blocks and prepare them; drop what is known of earlier ones."""
+        require_blocks([*self.blocks])
+        refuse_mixing(self.blocks)
+        adopt_dropouts(self.blocks)
+        self._block_list = BlockList(self.blocks)
+        self._block_parameters: list[StackParameters] = []
+        self._hooks: list[BypassedHooks] = []
+        self._programs: dict[int, BlockProgram] = {}  # by the id of the schedule, which they hold
+        self._draws: dict[tuple[int, MethodName], bool] = {}
 
     @property
     def label(self) -> str:
@@ -155,11 +163,12 @@ class OverlappedStack(HoldsGroup, nn.Module):
         caches: dict[str, Any] = {
             "_monitor": _nothing,
             "_block_parameters": [],
+            "_hooks": [],
             "_programs": {},
             "_by_tokens": {},
             "_whole": {},
         }
-        return {**self.__dict__, **caches, "_agreed": set()}
+        return {**self.__dict__, **caches, "_agreed": -1}
 
     def run_as(
         self,
@@ -170,7 +179,6 @@ class OverlappedStack(HoldsGroup, nn.Module):
         """Change the schedule of later calls."""
         self._tunings: dict[str, Tuning] | None = None
         self._programs = {}
-        self._agreed = set()
         # Replacements of a schedule for batches too small for it.
         self._by_tokens: dict[int, Schedule] = {}  # by the id of the schedule
         self._whole: dict[int, Schedule] = {}
@@ -207,6 +215,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         record, a pipeline's handles. ValueError where they do not fit the blocks or the batch, or sub-batches are
         parts of the sequence.
         """
+        require_activation(x)
         if x.is_cuda:
             refuse_capture(x)
         given = self._checked(inputs)
@@ -217,7 +226,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if self.tensor_parallel > 1:
             scheduler = OverlapScheduler.of(self._group_name)
         if self.require_overlap and (tuning is None or tuning.choice is not None):
-            self._require_overlap(self._schedule_for(x, given))
+            asked, run = self.schedule.num_sub_batches, self._schedule_for(x, given)
+            small = asked if any(run is whole for whole in self._whole.values()) else 0
+            require_overlap(run, self.process_group, self.label, self._calls, small, tuning is not None)
         return self.run(x, scheduler, tuning, given, context)
 
     def _checked(self, inputs: Sequence[BlockInputs] | None) -> Sequence[BlockInputs]:
@@ -293,25 +304,6 @@ class OverlappedStack(HoldsGroup, nn.Module):
             self._by_tokens[id(schedule)] = self._along_sequence(parts, self._recomputed_layers(schedule))
         return self._by_tokens[id(schedule)]
 
-    def _require_overlap(self, schedule: Schedule) -> None:
-        """Raise OverlapError if `schedule` cannot overlap communication, or this stack's did not overlap."""
-        why = None
-        if self.tensor_parallel == 1:
-            why = "the group has one rank, so nothing is communicated"
-        elif not schedule.overlaps:
-            why = f"schedule '{schedule.name}' with {schedule.num_sub_batches} sub-batches overlaps nothing"
-            if any(schedule is whole for whole in self._whole.values()):
-                why += f"; the batch has fewer samples than the {self.schedule.num_sub_batches} sub-batches"
-            elif self._tunings is not None:
-                why += "; it was chosen as the fastest in measurements"
-        elif self._calls >= 4:
-            rows = [row for row in report(self.process_group).stacks if row.where == self.label]
-            if rows and rows[0].hidden is not None and rows[0].hidden < 0.01:
-                waited, busy = rows[0].blocked_seconds, rows[0].link_seconds
-                why = f"the compute waited {waited:.2f} s for {busy:.2f} s of communication"
-        if why is not None:
-            raise OverlapError(f"overlap is required, but {why} ({self.label}; see oases.report())")
-
     def run(
         self,
         x: Tensor,
@@ -325,7 +317,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         tuning: receives the seconds of this call's forward and backward pass. inputs, context: as for `forward`.
         """
         schedule = self._schedule_for(x, inputs)
-        blocks = self._compiled or list(self.blocks)
+        blocks = self._current_blocks()
         parameters = self._parameters_of(blocks)
         with_gradients = torch.is_grad_enabled() and (
             x.requires_grad or any(each.trained for each in parameters) or bool(differentiable(inputs))
@@ -339,11 +331,15 @@ class OverlappedStack(HoldsGroup, nn.Module):
         monitor = None
         if isinstance(scheduler, OverlapScheduler):
             monitor = self._checked_monitor(scheduler, x.device)
+            form = form_of(
+                x, schedule, program.order, self.wire_dtype, training=self.training, gradients=with_gradients
+            )
+            monitor.begin_call(self.label, form, samples_of([x]) if is_sampled(self._calls + 1) else None)
         failures = 0 if monitor is None else monitor.scheduler.failures
-        if (id(program), failures) not in self._agreed:
-            seed, self._calls = agree_on_schedule(schedule, self.process_group, self.wire_dtype, self._calls)
+        if self._agreed != failures:
+            seed, self._calls = agree_on_seed(self.process_group, self._calls)
             self._seed = seed if self._seed is None else self._seed
-            self._agreed.add((id(program), failures))
+            self._agreed = failures
         assert self._seed is not None
         self._calls += 1
         leaves = leaves_of(parameters, self._units) if with_gradients else []
@@ -363,26 +359,35 @@ class OverlappedStack(HoldsGroup, nn.Module):
         context.handles.add(call)
         return apply_call(call, x)
 
+    def _current_blocks(self) -> Sequence[nn.Module]:
+        """The blocks, or what torch.compile made of them. RuntimeError where their number has changed."""
+        if not self._block_list.is_of(self.blocks):
+            if self._compiled:
+                raise RuntimeError("blocks were replaced after compile_blocks(); make a new OverlappedStack of them")
+            self._adopt_blocks()
+        return self._compiled or list(self.blocks)
+
     def _checked_monitor(self, scheduler: OverlapScheduler, device: torch.device) -> FailureMonitor:
         """The group's failure monitor. Raises another rank's failure, if there is one."""
         monitor = self._monitor()
         if monitor is None or monitor.scheduler is not scheduler:
             monitor = monitor_of(cast(ProcessGroup, self.process_group), scheduler, device)
             self._monitor = ref(monitor)
-        try:
-            scheduler.check()
-        except RuntimeError as error:
-            raise monitor.error() from error
+        monitor.check()
         return monitor
 
     def _parameters_of(self, blocks: Sequence[nn.Module]) -> list[StackParameters]:
         """Current parameters of the blocks; refreshed where modules have changed."""
         if len(self._block_parameters) != len(blocks):
             self._block_parameters = [StackParameters(block) for block in blocks]
+            self._hooks = [BypassedHooks(block) for block in blocks]
         elif not self._units:  # sharded parameters are not in their places between calls
             for number, known in enumerate(self._block_parameters):
                 if not known.current:
                     self._block_parameters[number] = StackParameters(blocks[number])
+        if not self._units:  # FSDP has hooks of its own
+            for number, hooks in enumerate(self._hooks):
+                hooks.refuse(number)
         return self._block_parameters
 
     def _program_of(self, schedule: Schedule, blocks: Sequence[nn.Module]) -> BlockProgram:

@@ -330,3 +330,62 @@ def test_a_group_of_one_names_the_op():
         stack(x)
     stack.blocks[1].plan = None
     step(stack, x)
+
+
+# --- failures that are no exceptions of an op ---
+
+
+def check_interruption(kind):
+    """An interrupt or exit in a block keeps its type on its rank; the other hears of it."""
+    stack = make_stack(plain_blocks(2), dist.group.WORLD, Fragile)
+    x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
+    expected = step(stack, x)
+    if dist.get_rank() == 0:
+        stack.blocks[1].plan = ["partial", 2, kind("enough")]
+        with pytest.raises(kind, match="enough"):
+            stack(x)
+        stack.blocks[1].plan = None
+    else:
+        with pytest.raises(FailedRankError, match=rf"rank 0 failed at F 1\.1 .*{kind.__name__}: enough"):
+            step(stack, x)
+    for a, b in zip(step(stack, x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_a_block_is_told_to_all(two_ranks, kind):
+    two_ranks.run(check_interruption, kind, timeout_seconds=60)
+
+
+def two_steps(stack, x):
+    """The first ends where there are no collectives after the failed hook."""
+    step(stack, x)
+    step(stack, x)
+
+
+def check_hook(block, after_accumulation):
+    """A hook of a parameter fails on one rank, in the middle of the backward pass or after its last collective."""
+    stack = make_stack(plain_blocks(3), dist.group.WORLD)
+    x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
+    expected = step(stack, x)
+
+    def fail(_):
+        raise ValueError("a hook's")
+
+    weight = stack.blocks[block].up.weight
+    if dist.get_rank() == 1:
+        register = weight.register_post_accumulate_grad_hook if after_accumulation else weight.register_hook
+        handle = register(fail)
+        with pytest.raises(ValueError, match="a hook's"):
+            step(stack, x)
+        handle.remove()
+    else:
+        with pytest.raises(FailedRankError, match=r"rank 1 failed at the backward pass around stack .* in a hook"):
+            two_steps(stack, x)
+    for a, b in zip(step(stack, x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("block", "after_accumulation"), [(2, False), (1, True), (0, True)])
+def test_a_failed_hook_is_told_to_all(two_ranks, block, after_accumulation):
+    two_ranks.run(check_hook, block, after_accumulation, timeout_seconds=60)

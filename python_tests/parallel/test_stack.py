@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oases
 from oases import OverlappedStack
-from oases.errors import OverlapError
+from oases.errors import OverlapError, UsageError
 from oases.execution.executor import Context
 from oases.execution.group import scheduler_of
 from oases.parallel.linear import shard
@@ -234,7 +234,7 @@ def test_bad_arguments():
 def check_other_schedules():
     schedule = ["oases", "sync"][dist.get_rank()]
     stack = make_stack(plain_blocks(2), dist.group.WORLD, schedule=schedule)
-    with pytest.raises(ScheduleError, match=r"rank 0 runs schedule 'oases' with 2 .* rank 1 runs 'sync' with 1"):
+    with pytest.raises(UsageError, match=r"the schedule differs .*: oases on rank 0, sync on rank 1; make the same"):
         stack(torch.randn(4, 3, WIDTH, dtype=torch.float64))
 
 

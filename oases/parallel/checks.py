@@ -1,0 +1,122 @@
+"""Checks of what a user gives an OverlappedStack; each error names the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oases.errors import OverlapError
+from oases.execution.agreement import Form
+from oases.execution.group import ProcessGroup, group_size
+from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
+from oases.reporting import report
+from oases.schedule import Schedule
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def require_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Raise ValueError unless there are blocks, and each has the methods of one."""
+    if not blocks:
+        raise ValueError("OverlappedStack was given no blocks; give at least one")
+    for index, block in enumerate(blocks):
+        for method in ("partial", "combine"):
+            if not callable(getattr(block, method, None)):
+                raise ValueError(
+                    f"block {index} ({type(block).__name__}) has no method {method}(); a block needs partial() "
+                    "and combine(), or give the whole model to oases.parallelize"
+                )
+
+
+def require_activation(x: Any) -> None:
+    """Raise TypeError or ValueError unless `x` is a tensor [batch, ...] of floating-point numbers."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"an OverlappedStack was called with {x!r:.80}; give a tensor [batch, ...]")
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"an OverlappedStack was called with a tensor of shape {list(x.shape)} and type {x.dtype}; give an "
+            "activation [batch, ...] of a floating-point type, such as an embedding of tokens"
+        )
+
+
+def require_overlap(
+    schedule: Schedule, group: ProcessGroup | None, label: str, calls: int, too_small_for: int, measured: bool
+) -> None:
+    """Raise OverlapError if `schedule` cannot overlap communication, or the stack called `label` did not.
+
+    calls: of the stack so far. too_small_for: sub-batches that the batch has too few samples for, or 0. measured:
+    whether the schedule was chosen by measurements.
+    """
+    why = None
+    if group_size(group) == 1:
+        why = "the group has one rank, so nothing is communicated"
+    elif not schedule.overlaps:
+        why = f"schedule '{schedule.name}' with {schedule.num_sub_batches} sub-batches overlaps nothing"
+        if too_small_for:
+            why += f"; the batch has fewer samples than the {too_small_for} sub-batches"
+        elif measured:
+            why += "; it was chosen as the fastest in measurements"
+    elif calls >= 4:
+        rows = [row for row in report(group).stacks if row.where == label]
+        if rows and rows[0].hidden is not None and rows[0].hidden < 0.01:
+            waited, busy = rows[0].blocked_seconds, rows[0].link_seconds
+            why = f"the compute waited {waited:.2f} s for {busy:.2f} s of communication"
+    if why is not None:
+        raise OverlapError(f"overlap is required, but {why} ({label}; see oases.report())")
+
+
+class BlockList:
+    """Blocks of a stack as they were when it was made."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self._blocks = list(blocks)
+
+    def is_of(self, blocks: nn.ModuleList) -> bool:
+        """Whether these are the blocks. RuntimeError where their number has changed."""
+        now = [*blocks._modules.values()]
+        if len(now) != len(self._blocks):
+            raise RuntimeError(
+                f"the stack was made of {len(self._blocks)} blocks, for which its schedule is, and has {len(now)} "
+                "now; make a new OverlappedStack of them"
+            )
+        return all(one is other for one, other in zip(now, self._blocks, strict=True))
+
+
+class BypassedHooks:
+    """Hooks of a block that a stack would not call: it calls partial() and combine(), and no forward().
+
+    Those of other modules inside of a block are called by the block itself.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        plain: nn.Module = getattr(block, "_orig_mod", block)
+        linears = (OverlappedColumnLinear, OverlappedRowLinear)
+        modules = [(path, part) for path, part in plain.named_modules() if part is plain or isinstance(part, linears)]
+        self._hooks = [(path, part, getattr(part, kind)) for path, part in modules for kind in _HOOKS]
+
+    def refuse(self, number: int) -> None:
+        """Raise RuntimeError where there is one."""
+        for path, part, hooks in self._hooks:
+            if hooks:
+                where = f"block {number}" + (f", module '{path}'" if path else "")
+                raise RuntimeError(
+                    f"{where} ({type(part).__name__}) has hooks, which would not be called: a stack calls partial() "
+                    "and combine(), and no forward(); register them on the stack, on its parameters or on another "
+                    "module inside of the block"
+                )
+
+
+def form_of(
+    x: Tensor, schedule: Schedule, order: int, wire_dtype: torch.dtype | None, *, training: bool, gradients: bool
+) -> Form:
+    """What all ranks must have in common in a call. order: hash of the schedule's ops."""
+    kind = x.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return (
+        "shape of the input", x.shape, "type of the input", x.dtype, "computation of gradients", gradients,
+        "training mode", training, "autocast", autocast, "schedule", schedule.name,
+        "number of sub-batches", schedule.num_sub_batches, "wire_dtype", wire_dtype, "order of ops", order,
+    )  # fmt: skip

@@ -1,0 +1,54 @@
+"""Wrong uses of a parallelized model on two ranks: each raises an error with the remedy on both."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from autotp.zoo import batch, build
+from torch.nn.parallel import DistributedDataParallel
+
+import oases
+from oases.errors import UsageError
+from oases.execution.failure import FailedRankError
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
+DATA = batch("llama")
+
+
+def check_wrappers():
+    model = oases.parallelize(build("llama"))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(UsageError, match=r"overwrite model\.\S+, which is sharded over ranks \[0, 1\].*Trainer"):
+        DistributedDataParallel(model)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    model(**DATA).loss.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    with pytest.raises(UsageError, match=r"sharded over tensor-parallel ranks: .*oases\.clip_grad_norm"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert torch.equal(model.lm_head.weight.grad, gradient)
+
+
+def test_wrappers_that_take_shards_for_the_whole_are_refused(two_ranks):
+    two_ranks.run(check_wrappers, timeout_seconds=100)
+
+
+def check_batches():
+    """Of equal shape at the first call, of another length later; then all is in order again."""
+    model, rank = oases.parallelize(build("llama")), dist.get_rank()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"ranks 0 and 1 were given different inputs, .*give all ranks"):
+            model(**batch("llama", seed=1 + rank))
+    for _ in range(3):
+        loss = model(**DATA).loss
+    if rank:
+        with pytest.raises(FailedRankError, match=r"the shape of input_ids differs .*\[4, 10\].* 0, .*\[4, 12\].* 1"):
+            model(**batch("llama", length=12))
+    else:
+        # In a collective outside of a stack, the embedding's.
+        with pytest.raises(RuntimeError, match=r"rank 1 failed at LlamaForCausalLM: the shape of input_ids"):
+            model(**DATA)
+    assert torch.equal(model(**DATA).loss, loss)
+
+
+def test_ranks_with_different_batches_are_told(two_ranks):
+    two_ranks.run(check_batches, timeout_seconds=100)
