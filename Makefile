@@ -8,7 +8,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_to
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-slow test-cpp test-gpu mutations bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
+.PHONY: demo test test-python test-slow test-cpp test-gpu test-versions mutations bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -26,6 +26,11 @@ test-slow: build-tests $(VENV)/slow
 # Faults of oases/ and csrc/, one at a time in a copy of the tree: every one must fail a test.
 mutations: build-tests
 	$(PY) python_tests/mutations.py
+
+# Every torch and Python that is promised; SESSIONS takes some: make test-versions SESSIONS="versions-3.11(torch='2.15')".
+SESSIONS ?=
+test-versions: $(VENV)/nox
+	$(VENV)/bin/nox $(if $(SESSIONS),--session "$(SESSIONS)")
 
 # On a machine with a GPU and a CUDA torch.
 test-gpu: build-tests
@@ -87,6 +92,10 @@ $(VENV)/linters: requirements-lint.txt $(VENV)/built
 
 $(VENV)/slow: requirements-slow.txt $(VENV)/installed
 	$(PY) -m pip install --quiet -r requirements-slow.txt
+	@touch $@
+
+$(VENV)/nox: requirements-versions.txt $(VENV)/torch
+	$(PY) -m pip install --quiet -r requirements-versions.txt
 	@touch $@
 
 $(VENV)/docs: requirements-docs.txt $(VENV)/built $(VENV)/tests
