@@ -27,10 +27,10 @@ test-slow: build-tests $(VENV)/slow
 mutations: build-tests
 	$(PY) python_tests/mutations.py
 
-# Every torch and Python that is promised; SESSIONS takes some: make test-versions SESSIONS="versions-3.11(torch='2.15')".
-SESSIONS ?=
-test-versions: $(VENV)/nox
-	$(VENV)/bin/nox $(if $(SESSIONS),--session "$(SESSIONS)")
+# Every torch and Python that is promised (docs/versions.md), or one: make test-versions SESSION="versions(python='3.11', torch='2.15')".
+SESSION ?=
+test-versions: $(VENV)/release
+	$(VENV)/bin/nox $(if $(SESSION),--session "$(SESSION)")
 
 # On a machine with a GPU and a CUDA torch.
 test-gpu: build-tests
@@ -94,8 +94,8 @@ $(VENV)/slow: requirements-slow.txt $(VENV)/installed
 	$(PY) -m pip install --quiet -r requirements-slow.txt
 	@touch $@
 
-$(VENV)/nox: requirements-versions.txt $(VENV)/torch
-	$(PY) -m pip install --quiet -r requirements-versions.txt
+$(VENV)/release: requirements-release.txt $(VENV)/installed
+	$(PY) -m pip install --quiet -r requirements-release.txt
 	@touch $@
 
 $(VENV)/docs: requirements-docs.txt $(VENV)/built $(VENV)/tests
@@ -120,7 +120,7 @@ format: $(VENV)/linters
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 # A wheel for the torch of $(VENV), and the sources. twine checks what a package index shows of them.
-dist: $(VENV)/linters
+dist: $(VENV)/release
 	rm -rf dist
 	$(PY) -m build --no-isolation --outdir dist
 	$(PY) -m twine check --strict dist/*

@@ -1,8 +1,8 @@
 """Sessions of `make test-versions`: build, import and test oases with every torch and Python that it promises.
 
-Each session installs its torch, builds oases against it in isolation, as `pip install .` does, and runs the main tests
-in a folder that holds no oases, so that the installed one is tested. docs/versions.md has the results. Interpreters
-are taken from PATH; a torch with CUDA is 5 GB on disk, and its environment goes after tests that passed.
+Each session installs its torch, builds oases against it in isolation, by `pip install .`, and runs the main tests in
+a folder that holds no oases, so that the installed one is tested. docs/versions.md has the results. Interpreters are
+taken from PATH; a torch with CUDA is 5 GB on disk, and its environment is removed after tests that passed.
 """
 
 import shutil
@@ -15,13 +15,14 @@ VERSIONS = [
     ("3.10", "2.14"),  # torch 2.15 has no wheel for Python 3.10
     ("3.12", "2.15"), ("3.13", "2.15"),
 ]  # fmt: skip
-TESTS = """
-    execution graph/test_trace.py kernels/test_norm.py moe/test_moe_layer.py parallel/test_chunks.py
-    parallel/test_embedding.py parallel/test_exactness.py parallel/test_fsdp.py parallel/test_gradient_averaging.py
-    parallel/test_gradient_clipping.py parallel/test_linear.py parallel/test_styles.py schedule sparse/test_sparse_hook.py
-    test_cli.py train/test_checkpoint.py train/test_precision.py train/test_trainer.py
-""".split()
-UNEDITED_MODELS = "autotp/test_logits.py autotp/test_parallelize.py autotp/test_pretrained.py".split()
+TESTS = [
+    "execution", "graph/test_trace.py", "kernels/test_norm.py", "moe/test_moe_layer.py", "parallel/test_chunks.py",
+    "parallel/test_embedding.py", "parallel/test_exactness.py", "parallel/test_fsdp.py",
+    "parallel/test_gradient_averaging.py", "parallel/test_gradient_clipping.py", "parallel/test_linear.py",
+    "parallel/test_styles.py", "schedule", "sparse/test_sparse_hook.py", "test_cli.py", "train/test_checkpoint.py",
+    "train/test_precision.py", "train/test_trainer.py",
+]  # fmt: skip
+UNEDITED_MODELS = ["autotp/test_logits.py", "autotp/test_parallelize.py", "autotp/test_pretrained.py"]
 TREE = ("python_tests", "benchmarks", "examples", "pyproject.toml")
 """What tests read besides the package."""
 

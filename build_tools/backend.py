@@ -2,7 +2,7 @@
 
 pip builds in an environment without the user's packages and installs the newest torch into it. An extension built
 against that does not load beside the torch that the user has. This backend therefore takes the user's torch where
-there is one, by adding the user's packages at the end of the path; otherwise it asks for the newest of the tried ones.
+there is one, by adding the user's packages at the end of the path; otherwise it asks for the newest that was tried.
 Either way the wheel requires the minor version that it was built against, so pip combines it with no other.
 """
 

@@ -26,7 +26,7 @@ def built_against(torch_version: str) -> None:
     """
     minor = tuple(int(part) for part in torch_version.split(".")[:2])
     if minor < OLDEST:
-        raise SystemExit(f"oases: error: torch {torch_version} is installed; oases needs {TORCH}: pip install '{TORCH}'")
+        raise SystemExit(f"oases: error: torch {torch_version} is too old for oases; pip install '{TORCH}'")
     if minor > NEWEST:
         report(f"oases: torch {torch_version} is newer than {'.'.join(map(str, NEWEST))}, the last that was tried")
     os.environ[_MINOR] = ".".join(map(str, minor))
