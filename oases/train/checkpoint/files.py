@@ -12,6 +12,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from oases.parallel.fsdp import laid_out, local, mesh_of, units_of
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.safetensors_files import write_header
 from oases.train.checkpoint.coordination import SaveError, run_on_all_ranks
-from oases.train.checkpoint.integrity import checksums, find_fault, write_checksums
+from oases.train.checkpoint.integrity import INDEX, checksums, find_fault, write_checksums
 from oases.train.checkpoint.metadata import RECORD, Metadata, is_checkpoint
 from oases.train.optimizer import HasMasterWeights, Optimizer, state_of, weight_of
 
@@ -94,7 +95,7 @@ def write(path: str | Path, state: State, record: Metadata, group: ProcessGroup 
     try:
         _by_first(prepare, what, group)
         run_on_all_ranks(store, what, group)
-        own = [RECORD, ".metadata"] if rank == 0 else []  # besides the shards, which carry the rank in their names
+        own = [RECORD, INDEX] if rank == 0 else []  # besides the shards, which carry the rank in their names
         parts = run_on_all_ranks(
             lambda: checksums([*(aside / name for name in own), *sorted(aside.glob(f"__{rank}_*"))]), what, group
         )
@@ -138,7 +139,11 @@ def load(
         wanted |= {_random(name, rank): one.get_state() for name, one in generators.items()}
     import torch.distributed.checkpoint as dcp
 
-    dcp.load(wanted, checkpoint_id=path, process_group=group, no_dist=group is None)
+    from oases.train.checkpoint.reader import CheckpointReader
+
+    reader = CheckpointReader(path)
+    reader.read_metadata()  # an error on all ranks alike
+    dcp.load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
     if optimizer is not None:
         for parameter in model.parameters():
             moments = state_of(optimizer, parameter)
@@ -274,8 +279,9 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
     corrupt checkpoint, one of a newer format, and a file that cannot be written.
     """
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from oases.train.checkpoint.reader import CheckpointReader
 
     path, file = Path(checkpoint), Path(file)
     if not is_checkpoint(path):
@@ -284,9 +290,10 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
     fault = find_fault(path, None)
     if fault:
         raise UsageError(f"checkpoint {str(path)!r} is corrupt: {fault}; use another")
+    reader = CheckpointReader(path)
     stored = {
         name.removeprefix(_WEIGHTS): kept
-        for name, kept in FileSystemReader(path).read_metadata().state_dict_metadata.items()
+        for name, kept in reader.read_metadata().state_dict_metadata.items()
         if name.startswith(_WEIGHTS) and isinstance(kept, TensorStorageMetadata)
     }
     header = {name: (kept.properties.dtype, tuple(kept.size)) for name, kept in stored.items()}
@@ -296,13 +303,15 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
             begins = write_header(out, header)
             for name, (dtype, shape) in header.items():
                 tensor = torch.empty(shape, dtype=dtype)
-                dcp.load({_WEIGHTS + name: tensor}, checkpoint_id=path, no_dist=True)
+                dcp.load({_WEIGHTS + name: tensor}, storage_reader=reader, no_dist=True)
                 out.seek(begins[name])
                 out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             out.flush()
             os.fsync(out.fileno())
         aside.rename(file)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise UsageError(f"{str(file)!r} cannot be written: {error.strerror}; give another path") from error
+    finally:
+        with suppress(OSError):
+            aside.unlink()
     return {name: shape for name, (_, shape) in header.items()}

@@ -1,11 +1,14 @@
-"""Checksums of a checkpoint's files, to detect corruption."""
+"""Checksums of a checkpoint's files, to detect corruption, and reading of files that may be anything."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.train.checkpoint.coordination import all_gather_objects
@@ -14,7 +17,33 @@ from oases.train.checkpoint.metadata import RECORD, write_synced
 CHECKSUMS = "checksums.json"
 """File with {"files": {NAME: SHA-256}, "sha256": of "files"}; the same in every checkpoint format."""
 
+INDEX = ".metadata"
+"""Metadata of torch.distributed.checkpoint: shapes of tensors and the places of their shards."""
+
 _BLOCK_BYTES = 1 << 20
+
+
+def open_file(folder: Path, name: str) -> BinaryIO:
+    """Open a regular file of a folder. OSError for anything else: links, devices, pipes, files of other folders."""
+    if Path(name).name != name:
+        raise OSError(f"{name!r} is not the name of a file in the checkpoint")
+    # O_NONBLOCK: the opening of a pipe would wait for its writer.
+    descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{name!r} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def listed_files(folder: Path) -> dict[str, str]:
+    """SHA-256 of a checkpoint's files as it lists them, by name. Raises OSError, ValueError or RecursionError."""
+    with open_file(folder, CHECKSUMS) as file:
+        given = json.loads(file.read())
+    if not isinstance(given, dict) or not isinstance(files := given.get("files"), dict):
+        raise ValueError("it lists no files")
+    if given.get("sha256") != _of(files) or not {RECORD, INDEX} <= files.keys():
+        raise ValueError("it is not as it was written")
+    return files
 
 
 def checksums(files: Iterable[Path]) -> dict[str, str]:
@@ -22,7 +51,7 @@ def checksums(files: Iterable[Path]) -> dict[str, str]:
     found = {}
     for file in files:
         digest = hashlib.sha256()
-        with file.open("rb") as stream:
+        with open_file(file.parent, file.name) as stream:
             while block := stream.read(_BLOCK_BYTES):
                 digest.update(block)
         found[file.name] = digest.hexdigest()
@@ -44,22 +73,23 @@ def find_fault(folder: Path, group: ProcessGroup | None) -> str:
 
 def _fault(folder: Path, group: ProcessGroup | None) -> str:
     try:
-        given = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        files, own = given["files"], given["sha256"]
-        if own != _of(files) or RECORD not in files:
-            return f"{CHECKSUMS} is not as it was written"
+        files = listed_files(folder)
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{CHECKSUMS} cannot be read ({error})"
     for name in sorted(files)[group_rank(group) :: group_size(group)]:
         try:
-            if checksums([folder / name])[name] != files[name]:
+            if Path(name).name != name or checksums([folder / name])[name] != files[name]:
                 return f"{name} is not as it was written"
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+            return f"{name} cannot be read ({error.strerror or error})"
+    if group_rank(group) == 0:
+        from oases.train.checkpoint.reader import find_index_fault
+
+        return find_index_fault(folder)
     return ""
 
 

@@ -23,6 +23,10 @@ _KINDS = {"step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict
 """Types of the fields that a resumed run reads."""
 
 
+class NewerFormatError(UsageError):
+    """Checkpoint of a format that a later version of oases writes."""
+
+
 @dataclass(frozen=True)
 class Metadata:
     """State of a run when it was saved.
@@ -58,7 +62,7 @@ class Metadata:
             given = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
             version = given["format"]
             if isinstance(version, int) and version > FORMAT:
-                raise UsageError(
+                raise NewerFormatError(
                     f"checkpoint {str(folder)!r} is of format {version}, this oases reads formats up to {FORMAT}; "
                     "upgrade oases"
                 )
@@ -67,7 +71,9 @@ class Metadata:
                 if not isinstance(getattr(record, name), kind):
                     raise TypeError(f"{name} is {getattr(record, name)!r}")
             return record
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except NewerFormatError:
+            raise
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
                 f"checkpoint {str(folder)!r} is corrupt: its {RECORD} cannot be read ({error}); use another"
             ) from error

@@ -11,7 +11,7 @@ from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank
 from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.integrity import find_fault
-from oases.train.checkpoint.metadata import Metadata, is_checkpoint
+from oases.train.checkpoint.metadata import RECORD, Metadata, NewerFormatError, is_checkpoint
 
 AUTO = "auto"
 """Value of `resume` for the newest checkpoint in the run's own folder, or the start."""
@@ -45,7 +45,8 @@ def require_resumable(own: str | None, resume: str | None, resumes_newest: bool,
     """Check before any rank starts. UsageError unless there is a checkpoint of these sizes, if one is needed."""
     if resumes_newest:
         for path in retention.checkpoints(own or "")[:1]:
-            _fits(path, sizes)
+            if not _unreadable(path):  # else the ranks skip it
+                _fits(path, sizes)
     if resume is None or resume == AUTO:
         return
     path = Path(resume)
@@ -81,13 +82,22 @@ def _newest(folder: str | Path, group: ProcessGroup | None) -> Path | None:
     """Newest valid checkpoint in a folder."""
     candidates = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, candidates):
-        fault = find_fault(path, group)
+        fault = find_fault(path, group) or _unreadable(path)
         if not fault:
-            Metadata.read(path)  # raises for a newer format: skipping it would lose steps
             return path
         if group_rank(group) == 0:
             warnings.warn(f"checkpoint {str(path)!r} is corrupt and skipped: {fault}", stacklevel=2)
     return None
+
+
+def _unreadable(path: Path) -> str:
+    try:
+        Metadata.read(path)
+    except NewerFormatError:
+        raise  # skipping it would lose steps
+    except UsageError as error:
+        return f"{RECORD} cannot be read ({error.__cause__ or error})"
+    return ""
 
 
 def _require_latest(folder: str | Path, step: int, group: ProcessGroup | None) -> None:
@@ -95,7 +105,7 @@ def _require_latest(folder: str | Path, step: int, group: ProcessGroup | None) -
     for path in map(Path, later):
         if retention.step_of(path) <= step:
             break
-        if not find_fault(path, group):
+        if not (find_fault(path, group) or _unreadable(path)):
             raise UsageError(
                 f"checkpoint {str(folder)!r} holds {path.name}, which is later than the step {step} that this run "
                 "begins with; give --resume auto to resume from the newest, or a new folder"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 from oases.errors import UsageError
@@ -55,16 +56,20 @@ def require_folder(folder: str | Path) -> Path:
 
 
 def tidy(folder: str | Path) -> None:
-    """Remove incomplete checkpoints of a run that ended while writing or removing one."""
+    """Remove incomplete checkpoints of a run that ended while writing or removing one; warn of those that stay."""
     for path in Path(folder).glob(".step-*"):
         if _LEFT.fullmatch(path.name):
-            shutil.rmtree(path)
+            try:
+                _remove(path)
+            except OSError as error:  # one rank tidies: it must not fail alone
+                warnings.warn(f"{str(path)!r} cannot be removed: {error.strerror}", stacklevel=2)
 
 
 def set_aside(path: Path) -> Path:
     """Rename a corrupt checkpoint so that it is no longer a candidate; returns the new path."""
     target = path.with_name(path.name + _BROKEN)
-    shutil.rmtree(target, ignore_errors=True)
+    if target.is_symlink() or target.exists():
+        _remove(target)
     return path.rename(target)
 
 
@@ -72,4 +77,11 @@ def prune(folder: str | Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints; 0: remove none."""
     for path in checkpoints(folder)[keep:] if keep else []:
         # Rename first: a partially removed folder must not look like a checkpoint.
-        shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
+        _remove(path.rename(path.with_name(f".{path.name}.old")))
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()  # what it refers to is not this run's
+    else:
+        shutil.rmtree(path)
