@@ -17,6 +17,7 @@ import oases
 from oases import OverlappedColumnLinear, OverlappedEmbedding, OverlappedMoE, OverlappedStack
 from oases.errors import UsageError
 from oases.execution.failure import FailedRankError
+from oases.moe.stack import ExpertStack
 from oases.parallel import BlockInputs
 
 
@@ -48,6 +49,20 @@ class Passing(nn.Module):
         return x
 
     def combine(self, x, y):
+        return x + y
+
+
+class ExpertsAlone(nn.Module):
+    """A block of experts and a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = OverlappedMoE(WIDTH, 8, 4, placement="none")
+
+    def before(self, x):
+        return x, x
+
+    def after(self, x, y):
         return x + y
 
 
@@ -135,6 +150,23 @@ def with_other_weights():
     y.sum().backward()
 
 
+def expert_stack():
+    return ExpertStack([ExpertsAlone() for _ in range(2)], schedule="plain", recompute=True)
+
+
+def with_another_input_of_experts():
+    stack, x = expert_stack(), torch.ones(6, WIDTH)
+    y = stack(x)
+    x.mul_(2)
+    y.sum().backward()
+
+
+def with_another_block_of_experts():
+    stack = expert_stack()
+    stack.blocks.append(ExpertsAlone())
+    stack(torch.ones(6, WIDTH))
+
+
 def with_two_backward_passes():
     y = started()(example())
     y.sum().backward(retain_graph=True)
@@ -146,6 +178,11 @@ def with_two_backward_passes_of_experts():
     y = layer(torch.ones(6, WIDTH, requires_grad=True)).sum()
     y.backward(retain_graph=True)
     y.backward()
+
+
+def with_second_derivatives_of_an_expert_stack():
+    x = torch.ones(6, WIDTH, requires_grad=True)
+    torch.autograd.grad(expert_stack()(x).square().sum(), x, create_graph=True)
 
 
 def with_second_derivatives():
@@ -211,6 +248,12 @@ def with_other_wire_types():
     started(wire_dtype=torch.float32 if is_first() else None)(example())
 
 
+def with_other_types_of_experts():
+    dtype = torch.float32 if is_first() else torch.float64
+    layer = OverlappedMoE(WIDTH, 8, 4, placement="none", name="experts of another type", dtype=dtype)
+    layer(torch.ones(6, WIDTH, dtype=dtype))
+
+
 class Misuse(NamedTuple):
     """act: what a user does on both ranks. error, message: what it raises on both."""
 
@@ -229,12 +272,15 @@ CASES = (
     Misuse(with_inputs_of_one_block, ValueError, "1 BlockInputs were given to 2 blocks; give one for each"),
     Misuse(linear_over_a_named_group, TypeError, "a process group was expected, got 'tp'"),
     Misuse(parallelized_over_a_named_group, TypeError, "a process group was expected, got 'tp'"),
-    Misuse(with_another_block, RuntimeError, "made of 2 blocks, .* has 3 now; make a new OverlappedStack"),
-    Misuse(with_fewer_blocks, RuntimeError, "made of 2 blocks, .* has 1 now; make a new OverlappedStack"),
+    Misuse(with_another_block, RuntimeError, "made of 2 blocks, .* has 3 now; make a new stack"),
+    Misuse(with_fewer_blocks, RuntimeError, "made of 2 blocks, .* has 1 now; make a new stack"),
     Misuse(with_hooks_of_a_block, RuntimeError, r"block 0 \(Mlp\) has hooks, which would not be called"),
     Misuse(with_hooks_of_a_linear, RuntimeError, r"block 1, module 'up' \(OverlappedColumnLinear\) has hooks"),
     Misuse(with_another_input, RuntimeError, "inputs of a stack were changed in place between .*change a copy"),
     Misuse(with_other_weights, RuntimeError, "weights of a stack were changed in place between its forward"),
+    Misuse(with_another_input_of_experts, RuntimeError, "inputs of a stack were changed in place"),
+    Misuse(with_another_block_of_experts, RuntimeError, "made of 2 blocks, .* has 3 now"),
+    Misuse(with_second_derivatives_of_an_expert_stack, RuntimeError, "second derivatives of ExpertStack are not"),
     Misuse(with_two_backward_passes, RuntimeError, "has run already .* call the stack again"),
     Misuse(with_two_backward_passes_of_experts, RuntimeError, "has run already; call the layer again"),
     Misuse(with_second_derivatives, RuntimeError, "second derivatives"),
@@ -246,6 +292,7 @@ CASES = (
     Misuse(with_other_inputs_later, UsageError, "ranks 0 and 1 were given different inputs"),
     Misuse(with_other_sizes_at_first, UsageError, r"shape of the input differs .*\[4, 3, 16\].* rank 0, .*\[6,"),
     Misuse(with_other_types_at_first, UsageError, "type of the input differs .*float32 on rank 0, torch.float64"),
+    Misuse(with_other_types_of_experts, UsageError, "type of the input differs .*float32 on rank 0, torch.float64"),
     Misuse(with_other_schedules, UsageError, "the schedule differs .*oases on rank 0, sync on rank 1"),
     Misuse(with_other_wire_types, UsageError, "the wire_dtype differs .*float32 on rank 0, None on rank 1"),
 )
