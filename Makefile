@@ -8,7 +8,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_to
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-slow test-cpp test-gpu mutations bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
+.PHONY: demo test test-python test-slow test-cpp test-gpu test-versions mutations campaign bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -26,6 +26,15 @@ test-slow: build-tests $(VENV)/slow
 # Faults of oases/ and csrc/, one at a time in a copy of the tree: every one must fail a test.
 mutations: build-tests
 	$(PY) python_tests/mutations.py
+
+# Faults that hit training runs, compared with undisturbed runs: an hour; goes on where it was cut off.
+campaign: build-tests
+	$(PY) python_tests/campaign.py
+
+# Every torch and Python that is promised (docs/versions.md), or one: make test-versions SESSION="versions(python='3.11', torch='2.15')".
+SESSION ?=
+test-versions: $(VENV)/release
+	$(VENV)/bin/nox $(if $(SESSION),--session "$(SESSION)")
 
 # On a machine with a GPU and a CUDA torch.
 test-gpu: build-tests
@@ -89,6 +98,10 @@ $(VENV)/slow: requirements-slow.txt $(VENV)/installed
 	$(PY) -m pip install --quiet -r requirements-slow.txt
 	@touch $@
 
+$(VENV)/release: requirements-release.txt $(VENV)/installed
+	$(PY) -m pip install --quiet -r requirements-release.txt
+	@touch $@
+
 $(VENV)/docs: requirements-docs.txt $(VENV)/built $(VENV)/tests
 	$(PY) -m pip install --quiet -r requirements-docs.txt
 	@touch $@
@@ -111,7 +124,7 @@ format: $(VENV)/linters
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 # A wheel for the torch of $(VENV), and the sources. twine checks what a package index shows of them.
-dist: $(VENV)/linters
+dist: $(VENV)/release
 	rm -rf dist
 	$(PY) -m build --no-isolation --outdir dist
 	$(PY) -m twine check --strict dist/*

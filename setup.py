@@ -19,6 +19,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 from build_tools.cuda_build import Toolkit, kernel_units, leave_out, wanted_toolkit
+from build_tools.dependencies import dependencies
 from build_tools.objects import BUILD, ROOT, CompileError, Unit, compile_units, report
 
 CSRC = ROOT / "csrc"
@@ -82,6 +83,7 @@ class Build(build_ext):
                 raise SystemExit(f"{error.output}\noases: error: {error}") from None
             leave_out(error)
             self.compile(objects, None)
+        self.force = True  # setuptools looks at times alone: a file linked for another torch may be newer
         super().build_extensions()
 
     def compile(self, objects: Objects, toolkit: Toolkit | None) -> None:
@@ -92,9 +94,8 @@ class Build(build_ext):
         kernels = [] if toolkit is None else kernel_units(toolkit)
         compile_units([*core, *svm, *kernels])
         c, c_svm = self.extensions
-        # depends: linked again where an object is newer.
-        c.extra_objects = c.depends = [str(unit.target) for unit in core + kernels]
-        c_svm.extra_objects = c_svm.depends = [str(unit.target) for unit in svm]
+        c.extra_objects = [str(unit.target) for unit in core + kernels]
+        c_svm.extra_objects = [str(unit.target) for unit in svm]
         c.libraries, c.library_dirs = LIBRARIES, library_paths()
         c.extra_link_args = [] if toolkit is None else toolkit.link_arguments()
 
@@ -107,6 +108,7 @@ def description() -> str:
 setup(
     long_description=description(),
     long_description_content_type="text/markdown",
+    install_requires=dependencies(),
     ext_modules=[Extension(name, [], language="c++") for name in ("oases._C", "oases._svm")],
     cmdclass={"build_ext": Build},
 )

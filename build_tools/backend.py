@@ -2,22 +2,23 @@
 
 pip builds in an environment without the user's packages and installs the newest torch into it. An extension built
 against that does not load beside the torch that the user has. This backend therefore takes the user's torch where
-there is one, by adding the user's packages at the end of the path; otherwise it asks for the torch that the package's
-dependencies ask for, which is the one that pip installs beside the wheel.
+there is one, by adding the user's packages at the end of the path; otherwise it asks for the newest that was tried.
+Either way the wheel requires the minor version that it was built against, so pip combines it with no other.
 """
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  (the hooks that need no torch)
 
-from build_tools.objects import ROOT, report
+from build_tools.dependencies import TORCH, built_against
+from build_tools.objects import report
 
 Settings = Mapping[str, Any] | None
 
@@ -42,27 +43,19 @@ def users_path() -> list[str] | None:
     return path if torch else None
 
 
-def required_torch() -> str:
-    """The requirement on torch of pyproject.toml."""
-    # Python 3.10 has no tomllib.
-    found = re.search(r'^dependencies = \["(torch[^"]*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    if found is None:
-        raise SystemExit("oases: error: pyproject.toml names no torch at the head of its dependencies")
-    return found[1]
-
-
 def requirements() -> list[str]:
     """Requirements of a build beyond setuptools."""
     if users_path() is not None:
         return []
-    report(f"oases: no torch in this environment; building against {required_torch()}, as pip will install")
-    return [required_torch()]
+    report(f"oases: no torch in this environment; pip now installs one to build against, {TORCH}")
+    return [TORCH]
 
 
 def with_torch() -> None:
-    """Make torch importable and progress visible."""
+    """Make torch importable, the dependency on its minor version known to setup.py, and progress visible."""
     os.environ["OASES_BUILD_TTY"] = "1"
     sys.path += [entry for entry in users_path() or [] if entry and entry not in sys.path]
+    built_against(version("torch"))
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:

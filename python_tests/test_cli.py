@@ -19,8 +19,10 @@ from oases.schedule import format_schedule, generate
     ("arguments", "parts"),
     [
         (["train", "--tp", "3"], ["heads 8", "--tp 3", "degrees that do: 1, 2, 4, 8"]),
-        (["train", "--hidden", "100"], ["--tp 2", "heads 1"]),
+        (["train", "--hidden", "100"], ["--tp 2", "heads 1", "or change --heads"]),
         (["train", "--clip-grad", "1"], ["--clip-grad 1 (did you mean --clip?); see 'oases train --help'"]),
+        (["train", "--lr", "1"], ["did you mean --learning-rate?"]),
+        (["train", "--bf16"], ["did you mean --precision bfloat16?"]),
         (["bench", "overlap", "--iters", "3"], ["did you mean --iterations?", "'oases bench overlap --help'"]),
         (["train", "--hidden", "96", "--heads", "5"], ["hidden 96", "5 heads"]),
         (["train", "--tp", "0"], ["--tp", "got 0"]),

@@ -1,14 +1,17 @@
 """Build backend: the torch that a build in isolation uses, and the files of an sdist."""
 
+import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from build_tools import backend, objects
+from build_tools import backend, dependencies, objects
+from oases.extension import BUILT_AGAINST
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,10 +65,52 @@ def test_a_build_takes_the_users_torch():
 
 def test_a_build_without_a_torch_asks_for_the_one_that_pip_will_install(monkeypatch, capsys):
     monkeypatch.setattr(backend, "users_path", lambda: None)
-    (asked,) = backend.requirements()
-    assert f'"{asked}"' in (ROOT / "pyproject.toml").read_text()
-    assert asked.startswith("torch>=")
-    assert f"building against {asked}" in capsys.readouterr().err
+    assert backend.requirements() == [dependencies.TORCH]
+    assert f"build against, {dependencies.TORCH}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_build(monkeypatch):
+    """Undo what `built_against` leaves for setup.py."""
+    monkeypatch.setenv("OASES_BUILD_TORCH", "")
+    monkeypatch.delenv("OASES_BUILD_TORCH")
+
+
+def test_an_sdist_requires_a_range_of_torch_and_a_wheel_the_one_that_it_was_built_against(sdist, no_build):
+    assert "Requires-Dist: torch<2.16,>=2.11" in sdist[1]
+    dependencies.built_against("2.13.0+cpu")
+    assert dependencies.dependencies() == ["torch==2.13.*", *dependencies.OTHERS]
+
+
+def test_a_torch_that_is_too_old_is_refused_and_a_new_one_is_told(no_build, capsys):
+    with pytest.raises(SystemExit, match=r"torch 2\.9\.1 is too old for oases; pip install 'torch>=2\.11,<2\.16'"):
+        dependencies.built_against("2.9.1")
+    assert "OASES_BUILD_TORCH" not in os.environ
+    dependencies.built_against("2.16.0a0+git1")
+    assert "torch 2.16.0a0+git1 is newer than 2.15" in capsys.readouterr().err
+
+
+def test_a_file_linked_for_another_torch_is_linked_again(tmp_path):
+    """setuptools compares times alone, and that file may be newer than the objects for this torch."""
+    library = tmp_path / "oases" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    library.parent.mkdir()
+    library.write_bytes(b"")
+    os.utime(library, (2**32, 2**32))
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        tmp_path,
+        "--build-temp",
+        tmp_path / "temp",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = BUILT_AGAINST.search(library.read_bytes())
+    assert found is not None
+    assert found[1].decode() == torch.__version__
 
 
 def test_an_object_is_older_than_a_source_saved_while_it_compiles(tmp_path):

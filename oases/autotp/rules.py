@@ -84,7 +84,10 @@ def _of_partial(s: Splitter, node: fx.Node) -> Value | None:
     ]
     first = values[0] if values else None
     if name in _SAME and first is not None and first.partial:
-        kept = node.meta["val"].is_floating_point() and s.shape(args_of(node)[0]) == shape
+        # A value is summed before it is cast: in bfloat16 half the bytes of float32, and both the norm, which casts,
+        # and the residual, which does not, read one sum.
+        x = args_of(node)[0]
+        kept = node.meta["val"].dtype == x.meta["val"].dtype and s.shape(x) == shape
         return _each(s, node, first, 0) if kept else None
     if len(values) < 2 or node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return None

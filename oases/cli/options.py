@@ -18,6 +18,31 @@ from oases.errors import UsageError, make_folder
 from oases.launch import fork_server
 from oases.testbed import Backend
 
+ELSEWHERE = {
+    "--lr": "--learning-rate",
+    "--bf16": "--precision bfloat16",
+    "--clip-grad": "--clip",
+    "--max-grad-norm": "--clip",
+    "--tensor-model-parallel-size": "--tp",
+    "--pipeline-model-parallel-size": "--pp",
+    "--num-layers": "--layers",
+    "--hidden-size": "--hidden",
+    "--num-attention-heads": "--heads",
+    "--seq-length": "--sequence",
+    "--global-batch-size": "--batch",
+    "--gradient-accumulation-steps": "--micro-batches",
+    "--train-iters": "--steps",
+    "--max-steps": "--steps",
+    "--save": "--checkpoint",
+    "--output-dir": "--checkpoint",
+    "--save-interval": "--checkpoint-every",
+    "--load": "--resume",
+    "--num-experts": "--experts",
+    "--use-distributed-optimizer": "--zero",
+    "--gradient-checkpointing": "--recompute full",
+}
+"""Options of Megatron and transformers, and ours."""
+
 
 class Parser(argparse.ArgumentParser):
     """Argument parser that reports errors like all others: one line, exit code 2."""
@@ -27,7 +52,9 @@ class Parser(argparse.ArgumentParser):
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
+            known = ELSEWHERE.get(name, "")
+            near = [known] if known.split(" ")[0] in self._option_string_actions else []
+            near = near or difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
             meant = f" (did you mean {near[0]}?)" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return options, unknown

@@ -204,8 +204,10 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
         console.print(rivals_table(found, best))
     if options.json is not None:
         Path(options.json).write_text(best.to_json(), encoding="utf-8")
+        nodes = max(1, world // hardware.ranks_per_node)
+        start = f"torchrun --nnodes {nodes} --nproc-per-node {hardware.ranks_per_node} ... -m " if nodes > 1 else ""
         console.print(
-            f"written to {options.json}; execute it with: oases train --plan {options.json}", soft_wrap=True
+            f"written to {options.json}; execute it with: {start}oases train --plan {options.json}", soft_wrap=True
         )
 
 

@@ -13,12 +13,13 @@ from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan import searched, space_of
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
+from oases.planner.balance import part_blocks
 from oases.planner.block_chain import StackTimings
 from oases.planner.explain import throughput
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
 from oases.planner.recomputation import Recomputation
-from oases.planner.search import SettingSearch, part_blocks
+from oases.planner.search import SettingSearch
 from oases.planner.space import Setting, Space
 from oases.plans.plan import PLANNED, Plan, Segment, Stage, read_plan
 from oases.plans.shape import ModelShape

@@ -132,7 +132,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
             raise UsageError("a plan needs all its ranks, and this backend runs a single process; use gloo or nccl")
     link = enter_link(options, given, ranks=plan.world)
     console.print(plan.text(), soft_wrap=True)
-    console.print(f"{corpus.described()}; starting {plan.world} ranks {link}", soft_wrap=True)
+    console.print(f"{corpus.described()}; starting {plan.world} rank{'s' * (plan.world > 1)} {link}", soft_wrap=True)
     result = run_ranks(_train_on_rank, (run, options.timeout), ranks)
     if is_first_rank():
         _show(result, config)

@@ -58,7 +58,7 @@ def _run_agent(
     entrypoint: Callable[..., Any], arguments: tuple[Any, ...], start_method: str, **options: Any
 ) -> dict[int, Any]:
     """Run an agent in this process; returns the results of its ranks."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -66,7 +66,11 @@ def _run_agent(
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = LaunchConfig(run_id="oases", max_restarts=0, start_method=start_method, monitor_interval=0.1, **options)
+    config = LaunchConfig(
+        run_id="oases", max_restarts=0, start_method=start_method, monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else a temporary folder stays
+        **options,
+    )  # fmt: skip
     try:
         return elastic_launch(config, fork_server.as_started_by)(fork_server.Launcher(), entrypoint, *arguments)
     except SignalException as error:

@@ -5,16 +5,18 @@ Where a platform has no fork server, ranks are spawned and each imports torch it
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing import connection, reduction, resource_tracker
+from multiprocessing import connection, reduction, resource_tracker, util
 from typing import Any
 
 MODULES = ["torch.distributed", "torch._dynamo"]
@@ -24,6 +26,8 @@ second, which takes as long as all the rest of torch."""
 HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that are blocked in ranks until those handle them, so that an early one ends them without a traceback."""
 
+_FOLDER = "OASES_FORK_SERVER_FOLDER"
+"""Variable with the temporary folder of the server's socket, set while the server starts."""
 _PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 _SET_BY_AGENT = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_\w+|TORCH\w+)")
 
@@ -37,10 +41,14 @@ def start(modules: Iterable[str] = ()) -> str:
         return "spawn"
     from multiprocessing import forkserver
 
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*MODULES, *modules])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *MODULES, *modules])
     resource_tracker.ensure_running()  # its start would unblock the signals
-    with signals_held():
-        forkserver.ensure_running()
+    os.environ[_FOLDER] = util.get_temp_dir()
+    try:
+        with signals_held():
+            forkserver.ensure_running()
+    finally:
+        del os.environ[_FOLDER]
     return "forkserver"
 
 
@@ -134,3 +142,7 @@ def die_with_parent() -> None:
 def _follow(sentinel: int) -> None:
     connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+if _FOLDER in os.environ:  # in the server, whose launcher removes the folder but when it is killed
+    atexit.register(shutil.rmtree, os.environ.pop(_FOLDER), ignore_errors=True)

@@ -28,6 +28,20 @@ LEAST_GAP = 1e-6
 """Smallest relative gap that HiGHS can prove in double precision."""
 
 
+def relaxed_cost(costs: Array, weights: Array, capacity: float) -> float:
+    """Least average cost of nodes with these states whose average weight is within the capacity, edges left out.
+
+    A lower bound: nodes may divide themselves among states. inf if every state weighs more.
+    """
+    light = weights <= capacity
+    if not light.any():
+        return float("inf")
+    low, high = weights[light, None], weights[None, ~light]
+    share = (capacity - low) / (high - low)
+    mixed = costs[light, None] * (1 - share) + costs[None, ~light] * share
+    return float(min(costs[light].min(), mixed.min(initial=np.inf)))
+
+
 def solve_flow(
     chain: DenseChain, capacity: float, gap: float, time_limit: float
 ) -> tuple[list[int] | None, float, float]:

@@ -154,9 +154,15 @@ class _StageTiming:
         return self._next is None
 
     def run(self, activations: list[list[float]], gradients: list[list[float]]) -> None:
-        """Run passes until the list ends or an input has not been sent; record arrivals at neighbouring parts."""
-        while self._next is not None:
-            kind, part, m = self._next
+        """Run passes until the list ends or an input has not been sent; record arrivals at neighbouring parts.
+
+        The planner spends a good part of its time here: what changes is kept in local variables meanwhile.
+        """
+        ahead, parts = self._passes, len(activations)
+        now, waited, exposed, held, peak = self.now, self.waited, self.exposed, self._held, self.peak
+        following = self._next
+        while following is not None:
+            kind, part, m = following
             costs = self._costs[part]
             if kind == "F":
                 cost, arrival = costs.forward, activations[part][m]
@@ -166,21 +172,24 @@ class _StageTiming:
             else:
                 cost, arrival = costs.recompute if kind == "R" else costs.weights, 0.0
             if arrival < 0:
-                return
-            if arrival > self.now:
-                self.waited += arrival - self.now
-                self.now = arrival
-            self._next = next(self._passes, None)
-            if self._next is None:
+                break
+            if arrival > now:
+                waited += arrival - now
+                now = arrival
+            following = next(ahead, None)
+            if following is None:
                 cost = self._last
-            self.peak = max(self.peak, self._held + cost.peak)
-            self._held += cost.kept
-            self.exposed += cost.exposed
-            sent = self.now + cost.until_sent
-            self.now += cost.seconds
-            if kind == "F" and part + 1 < len(activations):
+            if held + cost.peak > peak:
+                peak = held + cost.peak
+            held += cost.kept
+            exposed += cost.exposed
+            sent = now + cost.until_sent
+            now += cost.seconds
+            if kind == "F" and part + 1 < parts:
                 self._sent_forward = max(sent, self._sent_forward) + costs.message_seconds
                 activations[part + 1][m] = self._sent_forward
             elif kind == "B" and part:
                 self._sent_backward = max(sent, self._sent_backward) + costs.message_seconds
                 gradients[part - 1][m] = self._sent_backward
+        self._next = following
+        self.now, self.waited, self.exposed, self._held, self.peak = now, waited, exposed, held, peak

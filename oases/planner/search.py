@@ -2,31 +2,32 @@
 
 The cost of a block in a state (degree, recomputed or not) comes from simulated stacks: time per additional layer
 and constant time per stack. A change of degree costs the resharding and the overlap lost at the border. The
-resulting plans and the uniform ones are then simulated as a whole. `balanced` divides layers into pipeline stages
-so that the slowest stage takes the least time.
+resulting plans and the uniform ones are then simulated as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from heapq import heapify, heapreplace
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
+from typing import TypeAlias
 
 import numpy as np
 
+from oases.planner.balance import StageLoad, balanced, part_blocks
 from oases.planner.block_chain import Chain, StackTiming, StackTimings
 from oases.planner.ends import ends_seconds
 from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes
-from oases.planner.milp import InfeasibleError, Solution, solve
+from oases.planner.milp import InfeasibleError, Solution, relaxed_cost, solve
 from oases.planner.predict import Predictor
 from oases.planner.space import Setting
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import KINDS, BlockKind
 
-State = tuple[int, bool]
+State: TypeAlias = tuple[int, bool]
 """(degree, whether the block is recomputed)."""
+Row: TypeAlias = tuple[float, ...]
+"""A number per state."""
 
 
 class SettingSearch:
@@ -42,6 +43,9 @@ class SettingSearch:
         self.predictor = predictor
         self.degrees = setting.degrees(timings.model, timings.hardware, timings.space)
         self._nodes: dict[tuple[BlockKind, State, float], float] = {}
+        self._timing: dict[State, StackTiming] = {}
+        self._weights: dict[tuple[BlockKind, State, int], float] = {}
+        self._known_edges: dict[tuple[State, ...], tuple[Row, ...]] = {}
         self._sizes: dict[tuple[tuple[int, ...], tuple[float, ...] | None], list[int]] = {}
 
     @cached_property
@@ -55,8 +59,10 @@ class SettingSearch:
 
     def timing_of(self, state: State) -> StackTiming:
         """Timing of the fastest way to run blocks in this state."""
-        tp, recomputed = state
-        return self._timings.fastest(tp, self.setting.samples(tp), recompute=recomputed)
+        if state not in self._timing:
+            tp, recomputed = state
+            self._timing[state] = self._timings.fastest(tp, self.setting.samples(tp), recompute=recomputed)
+        return self._timing[state]
 
     def ways(self, tp: int) -> list[tuple[str, int]]:
         """Schedules and sub-batches that a stack of this degree can run."""
@@ -78,6 +84,16 @@ class SettingSearch:
         """Lower bound of the step time of a choice; cheap compared with simulating it."""
         return self._least([sum(self.timing_of(state).layer_seconds / 2 for state in states) for states in chosen])
 
+    def _least_fitting(self, states: tuple[State, ...]) -> float:
+        """Lower bound of the step time of any choice that fits; cheap compared with solving the stages."""
+        seconds = np.array([self.timing_of(state).layer_seconds for state in states])
+        stages = []
+        for stage, count in enumerate(self._blocks(states)):
+            heavy = np.array([sum(self._weight(kind, state, stage) for kind in KINDS) for state in states])
+            free = self.capacity - min(self._once(state, stage) for state in states)
+            stages.append(count / 2 * relaxed_cost(seconds, heavy, free / (count / 2)))
+        return self._least(stages) * (1 - 1e-9)  # rounding
+
     def solve(
         self, stage: int, count: int, states: tuple[State, ...], capacity: float, gradients: float,
         border: int | None = None,
@@ -87,20 +103,22 @@ class SettingSearch:
         gradients: fraction of the gradient all-reduces that is assumed exposed. border: degree of the first block,
         if the previous stage passes its samples on.
         """
-        kinds = [self.model.kind_of(b) for b in range(count)]  # stages hold whole layers
-        by_kind = {kind: np.array([self._node_seconds(kind, state, gradients) for state in states]) for kind in KINDS}
-        costs = [by_kind[kind] for kind in kinds]
-        fixed = np.array([self.setting.micro_batches * self.timing_of(state).fixed_seconds / 2 for state in states])
-        costs[0], costs[-1] = costs[0] + fixed, costs[-1] + fixed
-        if border is not None:
-            costs[0] = np.where([tp == border for tp, _ in states], costs[0], np.inf)
-        heavy = {kind: np.array([self._weight(kind, state, stage) for state in states]) for kind in KINDS}
-        weights = [heavy[kind] for kind in kinds]
-        weights[0] = weights[0] + np.array([float(self._once(state, stage)) for state in states])
-        edges = np.array([[self._edge_seconds(one, other) for other in states] for one in states])
-        return solve(
-            Chain((states,) * count, tuple(costs), tuple(weights), (edges,) * (count - 1), capacity), gap=1e-4
-        )
+        found = _solved(
+            states, count, capacity, border,
+            tuple(tuple(self._node_seconds(kind, state, gradients) for state in states) for kind in KINDS),
+            tuple(self.setting.micro_batches * self.timing_of(state).fixed_seconds / 2 for state in states),
+            tuple(tuple(self._weight(kind, state, stage) for state in states) for kind in KINDS),
+            tuple(float(self._once(state, stage)) for state in states), self._edges(states),
+        )  # fmt: skip
+        if isinstance(found, float):
+            raise InfeasibleError(found, capacity)
+        return found
+
+    def _edges(self, states: tuple[State, ...]) -> tuple[Row, ...]:
+        if states not in self._known_edges:
+            rows = (tuple(self._edge_seconds(one, other) for other in states) for one in states)
+            self._known_edges[states] = tuple(rows)
+        return self._known_edges[states]
 
     def _node_seconds(self, kind: BlockKind, state: State, gradients: float) -> float:
         key = (kind, state, gradients)
@@ -135,6 +153,12 @@ class SettingSearch:
 
     def _weight(self, kind: BlockKind, state: State, stage: int) -> float:
         """Bytes of parameters and activations. Early recomputation holds one whole micro-batch."""
+        key = kind, state, stage
+        if key not in self._weights:
+            self._weights[key] = self._weight_of(*key)
+        return self._weights[key]
+
+    def _weight_of(self, kind: BlockKind, state: State, stage: int) -> float:
         tp, recomputed = state
         parameters, samples = self.model.block_parameters(kind, tp), self.setting.samples(tp)
         replicas = self.setting.stage_ranks // tp
@@ -262,6 +286,8 @@ class SettingSearch:
 
         None if no plan can take less than `limit` seconds: less memory only takes longer.
         """
+        if (least := self._least_fitting(states)) > limit or least == np.inf:
+            return None
         stages = self.setting.stages
         capacities = [float(self.capacity)] * stages
         corrections = 4
@@ -317,6 +343,30 @@ def _least(loads: Sequence[StageLoad], layers: int) -> float:
     return min(load.seconds(layers) for load in loads)
 
 
+@lru_cache(maxsize=1 << 14)
+def _solved(
+    states: tuple[State, ...], count: int, capacity: float, border: int | None, seconds: tuple[Row, ...],
+    fixed: Row, heavy: tuple[Row, ...], once: Row, edges: tuple[Row, ...],
+) -> Solution | float:  # fmt: skip
+    """Best states of `count` blocks, or the bytes of the lightest choice if none fits.
+
+    Cached: settings differ in what few stages see. seconds, heavy: of a block by kind. fixed: seconds at either end.
+    once: bytes besides each block's.
+    """
+    kinds = [b % len(KINDS) for b in range(count)]  # stages hold whole layers
+    costs = [np.array(seconds[kind]) for kind in kinds]
+    costs[0], costs[-1] = costs[0] + fixed, costs[-1] + fixed
+    if border is not None:
+        costs[0] = np.where([tp == border for tp, _ in states], costs[0], np.inf)
+    weights = [np.array(heavy[kind]) for kind in kinds]
+    weights[0] = weights[0] + once
+    chain = Chain((states,) * count, tuple(costs), tuple(weights), (np.array(edges),) * (count - 1), capacity)
+    try:
+        return solve(chain, gap=1e-4)
+    except InfeasibleError as error:
+        return error.smallest_weight
+
+
 class _StageInfeasibleError(Exception):
     """Error for a stage without a feasible choice of states. smallest: bytes of the lightest."""
 
@@ -331,57 +381,3 @@ def _parts(states: tuple[State, ...], chunks: int) -> Iterator[tuple[State, ...]
     for count in part_blocks(len(states), chunks):
         yield states[first : first + count]
         first += count
-
-
-def part_blocks(blocks: int, chunks: int) -> list[int]:
-    """Divide a stage's blocks into its model parts: whole layers, the first parts longer if they do not divide."""
-    layers = blocks // 2
-    return [2 * (layers // chunks + (chunk < layers % chunks)) for chunk in range(chunks)]
-
-
-@dataclass(frozen=True)
-class StageLoad:
-    """Time of a stage per micro-batch by its number of layers, keeping what fits and recomputing the rest.
-
-    layer_seconds, recomputed_seconds: of a layer without and with recomputation. fixed_seconds: embedding or head.
-    kept_bytes, recomputed_bytes: of such layers, with state and tensors in flight. held_bytes: besides the layers.
-    capacity: bytes of memory.
-    """
-
-    layer_seconds: float
-    recomputed_seconds: float
-    fixed_seconds: float = 0.0
-    kept_bytes: float = 0.0
-    recomputed_bytes: float = 0.0
-    held_bytes: float = 0.0
-    capacity: float = float("inf")
-
-    def seconds(self, layers: int) -> float:
-        """Seconds, increasing in layers; steep where memory does not suffice even with recomputation."""
-        free = self.capacity - self.held_bytes - layers * self.recomputed_bytes
-        more = self.kept_bytes - self.recomputed_bytes
-        keeping = layers if free >= layers * more else max(0, int(free // more)) if more else 0
-        seconds = self.fixed_seconds + keeping * self.layer_seconds + (layers - keeping) * self.recomputed_seconds
-        return seconds if free >= 0 else seconds * (1 + _STEEP * -free / self.capacity)
-
-
-_STEEP = 1e3
-"""Penalty weight: lack of memory is worse than any time."""
-
-
-def balanced(layers: int, loads: Sequence[Callable[[int], float]], least: int = 1) -> list[int]:
-    """Layers of each stage, at least `least`, with the smallest maximum load.
-
-    loads: of each stage by its number of layers, increasing. Ties favour the middle stages: the first has more
-    micro-batches in flight, the last the head. There must be enough layers for all stages.
-    """
-    counts, middle = [least] * len(loads), (len(loads) - 1) / 2
-    assert layers >= sum(counts), f"{layers} layers are too few for {len(loads)} stages of {least}"
-    # Greedy is optimal for increasing loads: give every layer to the stage with the smallest resulting load.
-    heap = [(load(least + 1), abs(stage - middle), stage) for stage, load in enumerate(loads)]
-    heapify(heap)
-    for _ in range(layers - sum(counts)):
-        _, place, stage = heap[0]
-        counts[stage] += 1
-        heapreplace(heap, (loads[stage](counts[stage] + 1), place, stage))
-    return counts

@@ -75,7 +75,8 @@ class ModelOptions:
         for name, size in sizes.items():
             if size % degree:
                 fits = ", ".join(str(t) for t in range(1, 65) if not any(other % t for other in sizes.values()))
-                raise UsageError(f"{name} {size} does not divide by --tp {degree}; degrees that do: {fits}")
+                change = "; or change --heads" if name == "heads" else ""
+                raise UsageError(f"{name} {size} does not divide by --tp {degree}; degrees that do: {fits}{change}")
 
     def resolve_schedule(self, name: str, layer_of: LayerOf = None, num_blocks: int = 0) -> Schedule:
         """Resolve a schedule, by name or file, for this model.

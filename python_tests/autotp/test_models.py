@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from autotp.zoo import MODELS, OTHERS, build
+from autotp.zoo import MODELS, OTHERS, batch, build
 from autotp.zoo_runs import DOCS, trained_beside_itself
 
 import oases
@@ -72,6 +72,26 @@ def test_other_ways_to_run(two_ranks, name, options):
     for result in two_ranks.run(trained_beside_itself, name, options):
         assert result["logits"] <= 1e-5
         assert result["gradients"][0] <= 1e-5, result["gradients"]
+
+
+def in_bfloat16(name):
+    model = build(name).bfloat16()
+    given = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch(name).items()}
+    expected = model(**given).loss
+    oases.parallelize(model, sub_batches=2)
+    loss = model(**given).loss
+    loss.backward()
+    return float(expected), float(loss), [each.runs for each in model.oases_partition.layers]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in MODELS if each != "llama")]
+)
+def test_layers_in_bfloat16_overlap_like_those_in_float32(two_ranks, name):
+    """Norms cast to float32; the residual beside them does not: both are of one sum."""
+    for expected, loss, runs in two_ranks.run(in_bfloat16, name):
+        assert runs == ["across layers"] * len(runs)
+        assert loss == pytest.approx(expected, rel=0.01)
 
 
 def plans(name):

@@ -10,6 +10,7 @@ import pytest
 from oases.errors import UsageError
 from oases.planner import NoPlanError, Plan, Predictor, Segment, Space, Stage, plan, rank_plans
 from oases.planner.choose import BORDER, seconds_of
+from oases.planner.search import SettingSearch
 from oases.plans.shape import ModelShape
 from oases.simulator.cluster import cluster_called
 from oases.simulator.program import Contention
@@ -173,3 +174,21 @@ def test_a_profile_without_the_rate_of_a_type_is_named():
     rates = replace(hardware().device, flops_per_second={"bfloat16": 1e13})
     with pytest.raises(UsageError, match="flops_per_second holds no float32; it holds bfloat16"):
         rates.rate("float32")
+
+
+def test_what_the_lower_bound_prunes_is_no_plan_of_the_answer(monkeypatch):
+    model = ModelShape(hidden=2048, layers=8, heads=16, sequence=1024, vocabulary=8192, name="of some size")
+    cluster, world = cluster_called("8x3090")
+    pruned = []
+    exact = SettingSearch._least_fitting
+
+    def noted(search, states):
+        pruned.append(exact(search, states))
+        return pruned[-1]
+
+    monkeypatch.setattr(SettingSearch, "_least_fitting", noted)
+    space = Space(micro_batches=(8,))
+    found = rank_plans(model, cluster, world, 16, budget=7 * GIB, space=space)
+    assert max(pruned) > 1.1 * seconds_of(found[0])
+    monkeypatch.setattr(SettingSearch, "_least_fitting", lambda search, states: 0.0)
+    assert rank_plans(model, cluster, world, 16, budget=7 * GIB, space=space) == found

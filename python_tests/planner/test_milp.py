@@ -7,7 +7,7 @@ import pytest
 
 from oases.errors import UsageError
 from oases.planner.block_chain import Chain, DenseChain
-from oases.planner.milp import InfeasibleError, solve
+from oases.planner.milp import InfeasibleError, relaxed_cost, solve
 
 
 def random_chain(seed: int) -> Chain:
@@ -134,3 +134,19 @@ def test_no_path_is_named():
 def test_shapes_and_numbers_are_checked(costs, edges, message):
     with pytest.raises(UsageError, match=message):
         Chain(((1, 2), (1, 2)), costs, (np.zeros(2), np.zeros(2)), edges)
+
+
+def test_the_relaxed_cost_is_a_lower_bound():
+    """Of chains of equal nodes without edges; reached where nodes can divide themselves as the mixture does."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        costs, weights = rng.random((2, 4))
+        capacity = float(rng.uniform(0.5 * weights.min(), weights.max()))
+        bound = relaxed_cost(costs, weights, capacity)
+        chain = Chain(((0, 1, 2, 3),) * 4, (costs,) * 4, (weights,) * 4, (np.zeros((4, 4)),) * 3, 4 * capacity)
+        if capacity < weights.min():
+            assert bound == np.inf
+        else:
+            assert bound <= solve(chain).cost / 4 + 1e-9
+    assert relaxed_cost(np.array([4.0, 2.0]), np.array([0.0, 8.0]), 2.0) == 3.5
+    assert relaxed_cost(np.array([4.0, 2.0]), np.array([0.0, 8.0]), 9.0) == 2.0
