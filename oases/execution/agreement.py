@@ -171,7 +171,7 @@ def _difference(said: Mapping[int, dict[str, Any]]) -> Disagreement | None:
         for name, value, other in zip(names, values, theirs["form"][1::2], strict=False):
             if other != value:
                 return Disagreement(
-                    f"the {name} differs between ranks of one tensor-parallel group: {value} on rank {first}, "
+                    f"the {name} differs between ranks of one group: {value} on rank {first}, "
                     f"{other} on rank {rank}; make the same calls on all of them",
                     stuck,
                 )

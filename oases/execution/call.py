@@ -35,6 +35,9 @@ class Work(Protocol):
     def output(self) -> Tensor:
         """The output, after the last op of the forward pass."""
 
+    def versions(self) -> list[int]:
+        """Versions of the caller's tensors that recomputation reads, which changes in place increase."""
+
     def begin_backward(self, grad: Tensor) -> None:
         """Set the gradient of the output."""
 
@@ -82,6 +85,8 @@ class ScheduledCall:
             handlers = gathering.around(handlers, program, partial(_put, parameters, work.leaves))
         self._executor = Executor(handlers, self._guard, context)
         self._backward, self._ends = program.backward, program.ends
+        self._recomputes = differentiable and bool(program.schedule.recomputed)
+        self._versions: tuple[list[int], list[int]] | None = None
         self._position = 0
         self._begun = False
 
@@ -93,7 +98,10 @@ class ScheduledCall:
                 self._gathering.begin(steps)
             self._executor.run(steps)
             self._guard.current_op = "the output"
-            return self._work.output()
+            output = self._work.output()
+        if self._recomputes:
+            self._versions = self._current_versions()
+        return output
 
     def begin(self, grad: Tensor) -> None:
         """Begin the backward pass. RuntimeError for a second one, and for one that is to be differentiated."""
@@ -103,6 +111,7 @@ class ScheduledCall:
                 f"the backward pass of this {self._name} call has run already and freed its graphs; call the stack "
                 "again for a second backward pass"
             )
+        self._require_unchanged()
         self._begun = True
         self._guard.watch_backward()
         self._work.begin_backward(grad)
@@ -115,6 +124,7 @@ class ScheduledCall:
         again = [step for step in rest if (step.op.of or step.op.kind) in self.RECOMPUTE]
         if not again:
             return
+        self._require_unchanged()
         left = tuple(step for step in rest if (step.op.of or step.op.kind) not in self.RECOMPUTE)
         self._backward = self._backward[: self._position] + left
         self._ends = self._program.ends_of(self._backward)
@@ -122,6 +132,23 @@ class ScheduledCall:
             self._gathering.begin(again)
         with self._guard:
             self._run(again)
+
+    def _current_versions(self) -> tuple[list[int], list[int]]:
+        """Versions of inputs and of recomputed blocks' parameters. Gathered weights are copied anew each time."""
+        read = self._program.read_again if self._gathering is None else ()
+        return self._work.versions(), [p._version for block in read for p in self._parameters[block].parameters]
+
+    def _require_unchanged(self) -> None:
+        """Raise RuntimeError where recomputation would read other values than the forward pass did."""
+        before, self._versions = self._versions, None
+        if before is None:
+            return
+        for what, then, now in zip(("inputs", "weights"), before, self._current_versions(), strict=True):
+            if then != now:
+                raise RuntimeError(
+                    f"{what} of a stack were changed in place between its forward and its backward pass, and "
+                    "recomputation would read the new values; change a copy, or change them after the backward pass"
+                )
 
     def _run_to(self, end: int) -> None:
         begin, self._position = self._position, max(end, self._position)

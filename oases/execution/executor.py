@@ -61,6 +61,9 @@ class Program(ABC):
             steps[op] = Step(op, f"{named} ({place})")
         self.forward = tuple(steps[op] for op in schedule.forward)
         self.backward = tuple(steps[op] for op in schedule.backward)
+        again = {kind for kind, *_ in schedule.recomputed}
+        self.read_again = sorted({block for op in schedule.backward if op.kind in again for block in self.reads(op)})
+        """Blocks whose parameters a recomputation reads."""
         self.ends = self.ends_of(self.backward)
 
     def layer(self, block: int) -> int:

@@ -120,6 +120,11 @@ class ExpertWork:
         self._ends = []
         return output
 
+    def versions(self) -> list[int]:
+        """Version of the input, which a recomputation reads."""
+        run = self._runs.get(("N", 0))
+        return [] if run is None else [each._version for each in run.inputs]
+
     def begin_backward(self, grad: Tensor) -> None:
         """Set the gradient of the output."""
         for state in self._states:

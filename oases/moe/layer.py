@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from oases.errors import UsageError
-from oases.execution.failure import fail_together, monitor_of
+from oases.execution.failure import fail_together
 from oases.execution.group import (
     HoldsGroup,
     ProcessGroup,
@@ -25,7 +25,6 @@ from oases.execution.group import (
     group_size,
     refuse_capture,
     resolve,
-    scheduler_of,
 )
 from oases.moe.cost_measurement import measure_costs
 from oases.moe.costs import Costs
@@ -43,7 +42,7 @@ from oases.moe.dispatch import (
 from oases.moe.experts import Experts, ExpertWeights, SharedExpert, compute
 from oases.moe.placement_data import Placement
 from oases.moe.placement_state import METHODS, MoEStatistics, PlacementState
-from oases.moe.recomputation import ForwardPass, RoutingState, closing, is_recomputation
+from oases.moe.recomputation import ForwardPass, RoutingState, begin_call, closing, is_recomputation
 from oases.moe.router import Gate, Router, Routing
 from oases.moe.token_shards import experts_are_shared, gather_tokens, shard_bounds, shard_tokens, sum_gradients
 from oases.moe.traces import Recorder
@@ -203,9 +202,7 @@ class OverlappedMoE(HoldsGroup, nn.Module):
         """[..., hidden], any number of tokens, also 0 -> the same shape."""
         refuse_capture(x)
         group = self.process_group
-        monitor = None
-        if group is not None and group_size(group) > 1:
-            monitor = monitor_of(group, scheduler_of(group), x.device)
+        monitor = begin_call(group, self.name, x, training=self.training)
         with fail_together(monitor, self.name, unanimous=(RoutingError, _StopRecomputationError)):
             if x.dim() < 1 or x.shape[-1] != self.hidden or not x.is_floating_point():
                 raise UsageError(

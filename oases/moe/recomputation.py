@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from oases.execution.call import refuse_second_derivatives
+from oases.execution.failure import FailureMonitor, monitor_of
+from oases.execution.group import ProcessGroup, group_size, scheduler_of
 from oases.moe.dispatch import RoutingError
 from oases.moe.placement_data import Integers, Placement
 
@@ -87,6 +89,22 @@ class OpenPasses:
             "the router must be deterministic: keep the random state (preserve_rng_state=True), and use "
             "deterministic kernels"
         )
+
+
+def begin_call(group: ProcessGroup | None, label: str, x: Tensor, *, training: bool) -> FailureMonitor | None:
+    """Begin a call of a layer or stack; return the group's monitor, None for one rank.
+
+    UsageError or FailedRankError, on all ranks, where their calls differ in more than the number of tokens.
+    """
+    if group is None or group_size(group) == 1:
+        return None
+    monitor = monitor_of(group, scheduler_of(group), x.device)
+    monitor.check()
+    if not is_recomputation():  # under activation checkpointing its mode is another than that of the forward pass
+        gradients = torch.is_grad_enabled()
+        form = ("type of the input", x.dtype, "computation of gradients", gradients, "training mode", training)
+        monitor.begin_call(label, form)
+    return monitor
 
 
 class _Closing(torch.autograd.Function):

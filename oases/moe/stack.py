@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.call import apply_call
 from oases.execution.executor import Context
-from oases.execution.failure import fail_together, monitor_of
-from oases.execution.group import HoldsGroup, ProcessGroup, group_size, refuse_capture, scheduler_of
+from oases.execution.failure import fail_together
+from oases.execution.group import HoldsGroup, ProcessGroup, refuse_capture
 from oases.moe.blocks import ExpertWork
 from oases.moe.call import ExpertCall
 from oases.moe.cost_measurement import mean_seconds, measure_costs
@@ -23,7 +23,9 @@ from oases.moe.costs import Costs
 from oases.moe.dispatch import RoutingError
 from oases.moe.layer import OverlappedMoE
 from oases.moe.program import ExpertBlock, ExpertParameters, ExpertProgram
+from oases.moe.recomputation import begin_call
 from oases.parallel.call import leaves_of
+from oases.parallel.checks import BlockList
 from oases.parallel.fsdp import FsdpUnit
 from oases.schedule import Schedule, generate_experts, validate
 
@@ -53,6 +55,7 @@ class ExpertStack(HoldsGroup, nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        self._block_list = BlockList(self.blocks)
         if not len(self.blocks):
             raise UsageError("ExpertStack: it has no blocks; give at least 1")
         for number, block in enumerate(self.blocks):
@@ -134,9 +137,10 @@ class ExpertStack(HoldsGroup, nn.Module):
     def forward(self, x: Tensor, *, context: Context | None = None) -> Tensor:
         """[..., hidden] -> the same shape. context: spans to record, a pipeline's handles."""
         refuse_capture(x)
-        group, monitor = self.process_group, None
-        if group is not None and group_size(group) > 1:
-            monitor = monitor_of(group, scheduler_of(group), x.device)
+        if not self._block_list.is_of(self.blocks):
+            raise RuntimeError(f"{self.label}: its blocks were replaced; make a new ExpertStack of them")
+        group = self.process_group
+        monitor = begin_call(group, self.label, x, training=self.training)
         differentiable = torch.is_grad_enabled()
         context = Context() if context is None else context
         blocks = self._compiled or list(self.blocks)

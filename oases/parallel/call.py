@@ -77,8 +77,6 @@ class StackCall(ScheduledCall):
         tuning = options.tuning
         self._tuning = None if tuning is None or tuning.choice is not None else tuning
         self._seconds = 0.0
-        self._recomputes = differentiable and bool(program.schedule.recomputed)
-        self._versions: tuple[list[int], list[int]] | None = None
         # Of the block finished last: gradients by parameter index, and the all-reduce of the replicated ones.
         self._shares: list[Tensor | None] = []
         self._whole: list[Tensor | None] = []
@@ -108,8 +106,6 @@ class StackCall(ScheduledCall):
         if self._tuning is not None:
             synchronize(self._blocks.device)
             self._seconds += time.perf_counter()
-        if self._recomputes:
-            self._versions = self._current_versions()
         return output
 
     def begin(self, grad: Tensor) -> None:
@@ -117,7 +113,6 @@ class StackCall(ScheduledCall):
         if self._tuning is not None:
             synchronize(grad.device)
             self._seconds -= time.perf_counter()
-        self._require_unchanged()
         super().begin(grad)
 
     def finish_block(self, block: int) -> list[Tensor | None]:
@@ -152,11 +147,6 @@ class StackCall(ScheduledCall):
 
     # --- for a pipeline, which splits the backward pass ---
 
-    def recompute(self) -> None:
-        """Run the recomputation ops and their collectives now, in schedule order."""
-        self._require_unchanged()
-        super().recompute()
-
     def defer_weights(self) -> None:
         """Skip W in the backward pass; `compute_weights` runs it later."""
         self._blocks.keep_deferred = True
@@ -177,23 +167,6 @@ class StackCall(ScheduledCall):
                     torch.autograd.backward(self._chosen(block, numbers), [found[number] for number in numbers])
 
     # --- inside ---
-
-    def _current_versions(self) -> tuple[list[int], list[int]]:
-        """Versions of inputs and of recomputed blocks' parameters. Gathered weights are copied anew each time."""
-        blocks = () if self._units else {block for _, block, _ in self._program.schedule.recomputed}
-        return self._blocks.versions(), [p._version for block in blocks for p in self._cut[block].parameters]
-
-    def _require_unchanged(self) -> None:
-        """Raise RuntimeError where recomputation would read other values than the forward pass did."""
-        before, self._versions = self._versions, None
-        if before is None:
-            return
-        for what, then, now in zip(("inputs", "weights"), before, self._current_versions(), strict=True):
-            if then != now:
-                raise RuntimeError(
-                    f"{what} of a stack were changed in place between its forward and its backward pass, and "
-                    "recomputation would read the new values; change a copy, or change them after the backward pass"
-                )
 
     def _summed(self, block: int) -> list[Tensor | None]:
         """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks."""

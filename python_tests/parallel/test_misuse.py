@@ -1,22 +1,19 @@
 """Wrong uses of the API on two ranks: each raises an error with the remedy, and no rank hangs or trains garbage."""
 
-import io
-import multiprocessing
-import pickle
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from block_examples import WIDTH, Mlp, make_stack, plain_blocks
+from block_examples import WIDTH, Mlp, Passing, make_stack, plain_blocks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oases
 from oases import OverlappedColumnLinear, OverlappedEmbedding, OverlappedMoE, OverlappedStack
 from oases.errors import UsageError
-from oases.execution.failure import FailedRankError
+from oases.moe.stack import ExpertStack
 from oases.parallel import BlockInputs
 
 
@@ -41,13 +38,17 @@ def is_first():
     return dist.get_rank() == 0
 
 
-class Passing(nn.Module):
-    """A block whose partial(x) is `x` itself: nothing is computed before the sum."""
+class ExpertsAlone(nn.Module):
+    """A block of experts and a residual."""
 
-    def partial(self, x):
-        return x
+    def __init__(self):
+        super().__init__()
+        self.experts = OverlappedMoE(WIDTH, 8, 4, placement="none")
 
-    def combine(self, x, y):
+    def before(self, x):
+        return x, x
+
+    def after(self, x, y):
         return x + y
 
 
@@ -135,6 +136,23 @@ def with_other_weights():
     y.sum().backward()
 
 
+def expert_stack():
+    return ExpertStack([ExpertsAlone() for _ in range(2)], schedule="plain", recompute=True)
+
+
+def with_another_input_of_experts():
+    stack, x = expert_stack(), torch.ones(6, WIDTH)
+    y = stack(x)
+    x.mul_(2)
+    y.sum().backward()
+
+
+def with_another_block_of_experts():
+    stack = expert_stack()
+    stack.blocks.append(ExpertsAlone())
+    stack(torch.ones(6, WIDTH))
+
+
 def with_two_backward_passes():
     y = started()(example())
     y.sum().backward(retain_graph=True)
@@ -146,6 +164,11 @@ def with_two_backward_passes_of_experts():
     y = layer(torch.ones(6, WIDTH, requires_grad=True)).sum()
     y.backward(retain_graph=True)
     y.backward()
+
+
+def with_second_derivatives_of_an_expert_stack():
+    x = torch.ones(6, WIDTH, requires_grad=True)
+    torch.autograd.grad(expert_stack()(x).square().sum(), x, create_graph=True)
 
 
 def with_second_derivatives():
@@ -211,6 +234,12 @@ def with_other_wire_types():
     started(wire_dtype=torch.float32 if is_first() else None)(example())
 
 
+def with_other_types_of_experts():
+    dtype = torch.float32 if is_first() else torch.float64
+    layer = OverlappedMoE(WIDTH, 8, 4, placement="none", name="experts of another type", dtype=dtype)
+    layer(torch.ones(6, WIDTH, dtype=dtype))
+
+
 class Misuse(NamedTuple):
     """act: what a user does on both ranks. error, message: what it raises on both."""
 
@@ -229,12 +258,15 @@ CASES = (
     Misuse(with_inputs_of_one_block, ValueError, "1 BlockInputs were given to 2 blocks; give one for each"),
     Misuse(linear_over_a_named_group, TypeError, "a process group was expected, got 'tp'"),
     Misuse(parallelized_over_a_named_group, TypeError, "a process group was expected, got 'tp'"),
-    Misuse(with_another_block, RuntimeError, "made of 2 blocks, .* has 3 now; make a new OverlappedStack"),
-    Misuse(with_fewer_blocks, RuntimeError, "made of 2 blocks, .* has 1 now; make a new OverlappedStack"),
+    Misuse(with_another_block, RuntimeError, "made of 2 blocks, .* has 3 now; make a new stack"),
+    Misuse(with_fewer_blocks, RuntimeError, "made of 2 blocks, .* has 1 now; make a new stack"),
     Misuse(with_hooks_of_a_block, RuntimeError, r"block 0 \(Mlp\) has hooks, which would not be called"),
     Misuse(with_hooks_of_a_linear, RuntimeError, r"block 1, module 'up' \(OverlappedColumnLinear\) has hooks"),
     Misuse(with_another_input, RuntimeError, "inputs of a stack were changed in place between .*change a copy"),
     Misuse(with_other_weights, RuntimeError, "weights of a stack were changed in place between its forward"),
+    Misuse(with_another_input_of_experts, RuntimeError, "inputs of a stack were changed in place"),
+    Misuse(with_another_block_of_experts, RuntimeError, "made of 2 blocks, .* has 3 now"),
+    Misuse(with_second_derivatives_of_an_expert_stack, RuntimeError, "second derivatives of ExpertStack are not"),
     Misuse(with_two_backward_passes, RuntimeError, "has run already .* call the stack again"),
     Misuse(with_two_backward_passes_of_experts, RuntimeError, "has run already; call the layer again"),
     Misuse(with_second_derivatives, RuntimeError, "second derivatives"),
@@ -246,6 +278,7 @@ CASES = (
     Misuse(with_other_inputs_later, UsageError, "ranks 0 and 1 were given different inputs"),
     Misuse(with_other_sizes_at_first, UsageError, r"shape of the input differs .*\[4, 3, 16\].* rank 0, .*\[6,"),
     Misuse(with_other_types_at_first, UsageError, "type of the input differs .*float32 on rank 0, torch.float64"),
+    Misuse(with_other_types_of_experts, UsageError, "type of the input differs .*float32 on rank 0, torch.float64"),
     Misuse(with_other_schedules, UsageError, "the schedule differs .*oases on rank 0, sync on rank 1"),
     Misuse(with_other_wire_types, UsageError, "the wire_dtype differs .*float32 on rank 0, None on rank 1"),
 )
@@ -259,129 +292,3 @@ def raised(act, error, message):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.act.__name__)
 def test_misuse_is_an_error_on_both_ranks(two_ranks, case):
     two_ranks.run(raised, *case, timeout_seconds=60)
-
-
-# --- one rank that differs while the other is in the call of before ---
-
-
-def larger(stack):
-    stack(example(6))
-
-
-def without_gradients(stack):
-    with torch.no_grad():
-        stack(example())
-
-
-def in_evaluation_mode(stack):
-    stack.eval()(example())
-
-
-def check_one_that_differs(act, message):
-    stack = used()
-    expected = stack.blocks[0].up.weight.grad.clone()
-    if is_first():
-        with pytest.raises(FailedRankError, match=message):
-            stack(example())
-    else:
-        with pytest.raises(FailedRankError, match=message) as caught:
-            act(stack)
-        assert caught.value.usable
-    stack.train().zero_grad()
-    stack(example()).sum().backward()
-    assert torch.equal(stack.blocks[0].up.weight.grad, expected)
-
-
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (
-            larger,
-            r"rank 1 failed at stack \d+: the shape of the input differs .*\[4, .* rank 0, .*\[6, ",
-        ),
-        (without_gradients, "the computation of gradients differs .*True on rank 0, False on rank 1"),
-        (in_evaluation_mode, "the training mode differs .*True on rank 0, False on rank 1"),
-    ],
-)
-def test_a_rank_that_makes_another_call_than_before_is_told_on_all(two_ranks, act, message):
-    two_ranks.run(check_one_that_differs, act, message, timeout_seconds=60)
-
-
-# --- what works ---
-
-
-def check_own_result():
-    stack = OverlappedStack([Passing()], sub_batches=1, schedule="sync", recompute="full")
-    x = torch.ones(2, 3, requires_grad=True)
-    with torch.no_grad():
-        assert torch.equal(stack(x), torch.full((2, 3), 3.0))
-        assert torch.equal(x, torch.ones(2, 3))
-    for recompute in ("none", "full"):
-        stack.run_as("sync", 1, recompute)
-        x.grad = None
-        y = stack(x)
-        y.sum().backward()
-        assert torch.equal(x.detach(), torch.ones(2, 3))
-        assert torch.equal(y, torch.full((2, 3), 3.0))
-        assert torch.equal(x.grad, torch.full((2, 3), 3.0))
-
-
-def test_the_sum_is_not_written_over_an_input_that_partial_returns(two_ranks):
-    two_ranks.run(check_own_result)
-
-
-def check_replaced():
-    stack, other = used(), used()
-    stack.blocks[0] = other.blocks[0]
-    stack.zero_grad()
-    with torch.no_grad():
-        other.blocks[0].up.weight.mul_(0.5)
-    stack(example()).sum().backward()
-    other(example()).sum()
-    assert other.blocks[0].up.weight.grad is not None
-    expected = make_stack(plain_blocks(2), dist.group.WORLD)
-    with torch.no_grad():
-        expected.blocks[0].up.weight.mul_(0.5)
-    assert torch.equal(stack(example()), expected(example()))
-
-
-def test_a_replaced_block_is_run(two_ranks):
-    two_ranks.run(check_replaced)
-
-
-def check_copies():
-    stack = used()
-    expected = stack(example())
-    assert torch.equal(pickle.loads(pickle.dumps(stack))(example()), expected)
-    file = io.BytesIO()
-    torch.save(stack, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(example()), expected)
-
-
-def test_a_used_stack_can_be_pickled_and_saved(two_ranks):
-    two_ranks.run(check_copies)
-
-
-def call_in_child(stack, connection):
-    try:
-        stack(example())
-    except RuntimeError as error:
-        connection.send(str(error))
-
-
-def check_fork():
-    stack = used()
-    ours, theirs = multiprocessing.Pipe()
-    multiprocessing.current_process()._config["daemon"] = False  # so that it may have a child
-    process = multiprocessing.get_context("fork").Process(target=call_in_child, args=(stack, theirs))
-    process.start()
-    assert ours.poll(20)
-    text = ours.recv()
-    process.join(20)
-    return text
-
-
-def test_a_fork_that_uses_a_stack_raises(two_ranks):
-    for text in two_ranks.run(check_fork):
-        assert "in a fork of the process that created its process group" in text
