@@ -109,8 +109,8 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
 def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Operands of a linear in autocast's type, where it is on: custom ops are not on its lists."""
     device = x.device.type
-    # Devices without autocast (meta) must not be asked for its state.
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # meta has no autocast to ask for; is_autocast_available is not traced by the Dynamo of torch 2.11.
+    if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return x, weight, bias

@@ -71,7 +71,8 @@ def _measure_cpu(
 ) -> StepMemory:
     # Read by the profiler at its first start; without it, the profiler logs its start and end to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    # acc_events: the profiler of torch 2.11 warns without it that it keeps one cycle; there is one.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         output = forward()
         with record_function(_MARK):
             pass
