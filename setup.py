@@ -83,7 +83,8 @@ class Build(build_ext):
                 raise SystemExit(f"{error.output}\noases: error: {error}") from None
             leave_out(error)
             self.compile(objects, None)
-        self.force = True  # setuptools looks at times alone: a file linked for another torch may be newer
+        # setuptools looks at times alone: a file linked for another torch may be newer.
+        self.force = self.compiler.force = True
         super().build_extensions()
 
     def compile(self, objects: Objects, toolkit: Toolkit | None) -> None:

@@ -42,4 +42,4 @@ def _listened(folder: str, function: Callable[..., Any], arguments: tuple[Any, .
 
 def poll_often() -> None:
     """Let this rank notice a failure of another at once."""
-    failure._INTERVAL_SECONDS = 0.02
+    failure._INTERVAL_SECONDS = 0.1

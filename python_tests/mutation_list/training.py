@@ -83,8 +83,8 @@ TRAINING = (
     Mutation(
         "checkpoint_checksum_not_compared",
         "oases/train/checkpoint/integrity.py",
-        "            if checksums([folder / name])[name] != files[name]:\n",
-        "            if name not in checksums([folder / name]):\n",
+        "or checksums([folder / name])[name] != files[name]:\n",
+        "or name not in checksums([folder / name]):\n",
         ("train/test_checkpoint.py", "train/test_survival.py"),
         "A file of a checkpoint is not compared with its checksum.",
     ),

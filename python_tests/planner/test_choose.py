@@ -187,7 +187,7 @@ def test_what_the_lower_bound_prunes_is_no_plan_of_the_answer(monkeypatch):
         return pruned[-1]
 
     monkeypatch.setattr(SettingSearch, "_least_fitting", noted)
-    space = Space(micro_batches=(8,))
+    space = Space(micro_batches=(4, 8))
     found = rank_plans(model, cluster, world, 16, budget=7 * GIB, space=space)
     assert max(pruned) > 1.1 * seconds_of(found[0])
     monkeypatch.setattr(SettingSearch, "_least_fitting", lambda search, states: 0.0)
