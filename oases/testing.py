@@ -33,8 +33,10 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
         if task is None:
             break
         function, args = task
+        if function is _destroy_groups:
+            _destroy_groups()
+            continue
         try:
-            _destroy_groups()  # those of the call before, which all ranks have left by now
             connection.send((True, function(*args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
@@ -89,6 +91,19 @@ class RankPool:
             self._start()
         for connection in self._connections:
             connection.send((function, args))
+        results, failures = self._collect(timeout_seconds)
+        if failures or len(results) < self.size:
+            self._kill()
+            if failures:
+                raise RuntimeError(failures)
+            missing = min(set(range(self.size)) - set(results))
+            raise TimeoutError(f"rank {missing} did not answer within {timeout_seconds} s")
+        for connection in self._connections:  # all ranks have left the call, and none waits for this one
+            connection.send((_destroy_groups, ()))
+        return [results[rank] for rank in range(self.size)]
+
+    def _collect(self, timeout_seconds: float) -> tuple[dict[int, Any], str]:
+        """Results that came in time, by rank, and what went wrong, or ""."""
         waiting = dict(zip(self._connections, range(self.size), strict=True))
         results: dict[int, Any] = {}
         failures = ""
@@ -106,12 +121,7 @@ class RankPool:
                     if not succeeded:
                         failures += f"rank {rank} failed:\n{results[rank]}"
                         end = min(end, time.monotonic() + 10.0)
-        if failures or waiting:
-            self._kill()
-            if failures:
-                raise RuntimeError(failures)
-            raise TimeoutError(f"rank {min(waiting.values())} did not answer within {timeout_seconds} s")
-        return [results[rank] for rank in range(self.size)]
+        return results, failures
 
     def _kill(self) -> None:
         for process in self._processes:
