@@ -24,7 +24,7 @@ TESTS = [
 ]  # fmt: skip
 UNEDITED_MODELS = ["autotp/test_logits.py", "autotp/test_parallelize.py", "autotp/test_pretrained.py"]
 TREE = ("python_tests", "benchmarks", "examples", "pyproject.toml")
-"""What tests read besides the package."""
+"""Files that tests read besides the package."""
 
 nox.options.error_on_missing_interpreters = True
 nox.options.stop_on_first_error = False

@@ -33,6 +33,6 @@ def built_against(torch_version: str) -> None:
 
 
 def dependencies() -> list[str]:
-    """What the package requires: after `built_against` that minor version of torch, else any that was tried."""
+    """Requirements of the package: after `built_against` that minor version of torch, else any that was tried."""
     minor = os.environ.get(_MINOR)
     return [TORCH if minor is None else f"torch=={minor}.*", *OTHERS]

@@ -76,36 +76,17 @@ def parallelize(
     inputs = spec.inputs or example_inputs(model)
     names = [*vocabulary.tables, *vocabulary.heads] if vocabulary is not None else []
     observed = observe(twin, inputs, [twin.get_submodule(name) for name in names])
-    lists = observed.lists
-    if not lists and not spec.layers:
-        lists = [single_layer(twin, inputs)]
-    if spec.layers is not None:
-        missing = set(spec.layers) - {each.name for each in lists}
-        if missing:
-            raise UsageError(f"spec.layers names {sorted(missing)}; lists found: {[each.name for each in lists]}")
-        lists = [each for each in lists if each.name in spec.layers]
-    if plan is not None:
-        require_layers(plan, [len(each.calls) for each in lists])
+    lists = _chosen_lists(twin, observed.lists, inputs, spec, plan)
     found = [(each, layer_signatures(each, model, spec, tp)) for each in lists]
-    _require_divisible(
-        [
-            (each.name, signature)
-            for each, signatures in found
-            for signature in signatures
-            if isinstance(signature, LayerSignature)
-        ],
-        tp,
-    )
+    cuttable = [
+        (each, path, signature)
+        for each, signatures in found
+        for path, signature in zip(each.paths, signatures, strict=True)
+        if isinstance(signature, LayerSignature)
+    ]
+    _require_divisible([(each.name, signature) for each, _, signature in cuttable], tp)
     hooks = ModelHooks(model, group)
-    cut_parameters(
-        (
-            (model.get_submodule(path), signature.cuts)
-            for each, signatures in found
-            for path, signature in zip(each.paths, signatures, strict=True)
-            if isinstance(signature, LayerSignature)
-        ),
-        group,
-    )
+    cut_parameters(((model.get_submodule(path), signature.cuts) for _, path, signature in cuttable), group)
     for each, signatures in found:
         report.layers.append(_install(model, each, signatures, group, options))
     _cut_vocabulary(model, vocabulary, observed.outside_reads, group, report)
@@ -122,6 +103,26 @@ def parallelize(
         object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
     return model
+
+
+def _chosen_lists(
+    twin: nn.Module,
+    found: list[LayerList],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    spec: ParallelSpec,
+    plan: Plan | None,
+) -> list[LayerList]:
+    """Lists of layers to cut: those found that `spec` names, or the model as one layer where there are none."""
+    if not found and not spec.layers:
+        found = [single_layer(twin, inputs)]
+    if spec.layers is not None:
+        missing = set(spec.layers) - {each.name for each in found}
+        if missing:
+            raise UsageError(f"spec.layers names {sorted(missing)}; lists found: {[each.name for each in found]}")
+        found = [each for each in found if each.name in spec.layers]
+    if plan is not None:
+        require_layers(plan, [len(each.calls) for each in found])
+    return found
 
 
 def _install(

@@ -22,7 +22,7 @@ from torch import Tensor
 Form = tuple[Any, ...]
 """Hashable description of a call: alternating names and values, for messages."""
 Samples = list[tuple[bool, list[float]]]
-"""Of each tensor, whether its numbers are exact (integers), and a sample of them."""
+"""Sample of each tensor, with whether its numbers are exact (integers)."""
 
 _SAMPLED = 64
 """Numbers per tensor."""
@@ -58,7 +58,7 @@ class Disagreement(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What the main thread runs. asks: whether it writes its form to the store itself."""
+    """Call that the main thread runs. asks: whether it writes its form to the store itself."""
 
     round: int
     number: int
@@ -135,7 +135,7 @@ class CallAgreement:
         return json.dumps({"number": call.number, "form": form, "stuck": not call.asks, "samples": samples})
 
     def _wait_for_others(self, failures: int, number: int, check: Callable[[], None]) -> dict[int, dict[str, Any]]:
-        """What the others said of this call; {} for one that has gone on from it, and so agreed."""
+        """Collect the answers of the others, by rank; {} for one that has gone on from it, and so agreed."""
         found: dict[int, dict[str, Any]] = {}
         store: Any = self._store
         end = time.monotonic() + store.timeout.total_seconds()

@@ -115,7 +115,7 @@ class BypassedHooks:
 def form_of(
     x: Tensor, schedule: Schedule, order: int, wire_dtype: torch.dtype | None, *, training: bool, gradients: bool
 ) -> Form:
-    """What all ranks must have in common in a call. order: hash of the schedule's ops."""
+    """Form of a call, equal on all ranks. order: hash of the schedule's ops."""
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (

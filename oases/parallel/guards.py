@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import clip_grad
 
+import oases.parallel.state_shards as state_shards
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_of
-from oases.parallel import state_shards
 from oases.parallel.sharding import sharded_modules, sharded_parameters
 
 _holders: WeakSet[nn.Module] = WeakSet()

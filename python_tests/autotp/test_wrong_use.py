@@ -33,7 +33,7 @@ def test_wrappers_that_take_shards_for_the_whole_are_refused(two_ranks):
 
 
 def check_batches():
-    """Of equal shape at the first call, of another length later; then all is in order again."""
+    """Give batches of equal shape at the first call, of another length later; then all is in order again."""
     model, rank = oases.parallelize(build("llama")), dist.get_rank()
     for _ in range(2):
         with pytest.raises(UsageError, match=r"ranks 0 and 1 were given different inputs, .*give all ranks"):

@@ -137,7 +137,7 @@ def test_shapes_and_numbers_are_checked(costs, edges, message):
 
 
 def test_the_relaxed_cost_is_a_lower_bound():
-    """Of chains of equal nodes without edges; reached where nodes can divide themselves as the mixture does."""
+    """Take chains of equal nodes without edges; the bound is reached where nodes can be divided as the mixture is."""
     rng = np.random.default_rng(0)
     for _ in range(50):
         costs, weights = rng.random((2, 4))

@@ -86,10 +86,6 @@ def _fault(folder: Path, group: ProcessGroup | None) -> str:
             return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror or error})"
-    if group_rank(group) == 0:
-        from oases.train.checkpoint.reader import find_index_fault
-
-        return find_index_fault(folder)
     return ""
 
 

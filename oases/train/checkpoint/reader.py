@@ -86,12 +86,3 @@ def _check(found: Any, sizes: Mapping[str, int]) -> None:
             raise UsageError(f"{name} is no tensor")
         if kept.size.numel() * kept.properties.dtype.itemsize > bytes_in_all:
             raise UsageError(f"{name} of shape {tuple(kept.size)} is larger than all files")
-
-
-def find_index_fault(folder: Path) -> str:
-    """Describe what is wrong with the metadata of a checkpoint, or ""."""
-    try:
-        CheckpointReader(folder).read_metadata()
-    except UsageError as error:
-        return f"{INDEX} cannot be read ({error.__cause__ or error})"
-    return ""

@@ -10,7 +10,7 @@ import oases.train.checkpoint.retention as retention
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank
 from oases.train.checkpoint.coordination import all_gather_objects
-from oases.train.checkpoint.integrity import find_fault
+from oases.train.checkpoint.integrity import INDEX, find_fault
 from oases.train.checkpoint.metadata import RECORD, Metadata, NewerFormatError, is_checkpoint
 
 AUTO = "auto"
@@ -45,7 +45,7 @@ def require_resumable(own: str | None, resume: str | None, resumes_newest: bool,
     """Check before any rank starts. UsageError unless there is a checkpoint of these sizes, if one is needed."""
     if resumes_newest:
         for path in retention.checkpoints(own or "")[:1]:
-            if not _unreadable(path):  # else the ranks skip it
+            if not _record_fault(path):  # else the ranks skip it
                 _fits(path, sizes)
     if resume is None or resume == AUTO:
         return
@@ -82,7 +82,7 @@ def _newest(folder: str | Path, group: ProcessGroup | None) -> Path | None:
     """Newest valid checkpoint in a folder."""
     candidates = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, candidates):
-        fault = find_fault(path, group) or _unreadable(path)
+        fault = _fault(path, group)
         if not fault:
             return path
         if group_rank(group) == 0:
@@ -90,7 +90,12 @@ def _newest(folder: str | Path, group: ProcessGroup | None) -> Path | None:
     return None
 
 
-def _unreadable(path: Path) -> str:
+def _fault(path: Path, group: ProcessGroup | None) -> str:
+    """Describe what is wrong with a checkpoint, or "". Collective; the same on all ranks."""
+    return find_fault(path, group) or _record_fault(path) or _index_fault(path)
+
+
+def _record_fault(path: Path) -> str:
     try:
         Metadata.read(path)
     except NewerFormatError:
@@ -100,12 +105,22 @@ def _unreadable(path: Path) -> str:
     return ""
 
 
+def _index_fault(path: Path) -> str:
+    from oases.train.checkpoint.reader import CheckpointReader  # takes half a second
+
+    try:
+        CheckpointReader(path).read_metadata()
+    except UsageError as error:
+        return f"{INDEX} cannot be read ({error.__cause__ or error})"
+    return ""
+
+
 def _require_latest(folder: str | Path, step: int, group: ProcessGroup | None) -> None:
     later = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, later):
         if retention.step_of(path) <= step:
             break
-        if not (find_fault(path, group) or _unreadable(path)):
+        if not _fault(path, group):
             raise UsageError(
                 f"checkpoint {str(folder)!r} holds {path.name}, which is later than the step {step} that this run "
                 "begins with; give --resume auto to resume from the newest, or a new folder"
