@@ -46,12 +46,19 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
 def _destroy_groups() -> None:
     """Destroy all groups but the default one: each has threads that poll, and a pool makes hundreds of groups.
 
-    Groups that are named after their ranks stay, because the next one of that name would read stale addresses.
+    Groups that are named after their ranks stay without their monitors, because the next one of that name would read
+    stale addresses.
     """
+    from oases.execution.failure import stop_monitor  # not before the pool's functions import it
+
     world = dist.distributed_c10d._world
     for group, name in list(world.pg_names.items()):
-        if group is not dist.group.WORLD and name.isdigit():
+        if group is dist.group.WORLD:
+            continue
+        if name.isdigit():
             dist.destroy_process_group(group)
+        else:
+            stop_monitor(group)
 
 
 class RankPool:

@@ -108,8 +108,9 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
-    from oases.launch.ranks import run_ranks
+    from oases.launch.ranks import run_ranks, under_torchrun
     from oases.terminal import console
+    from oases.train.checkpoint.lock import require_free
 
     if options.write_config:
         _write_config(options)
@@ -131,6 +132,8 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
         if ranks.backend.single_process and plan.world > 1:
             raise UsageError("a plan needs all its ranks, and this backend runs a single process; use gloo or nccl")
     link = enter_link(options, given, ranks=plan.world)
+    if config.checkpoint is not None and not under_torchrun():
+        require_free(config.checkpoint)  # now rather than in the ranks
     console.print(plan.text(), soft_wrap=True)
     console.print(f"{corpus.described()}; starting {plan.world} rank{'s' * (plan.world > 1)} {link}", soft_wrap=True)
     result = run_ranks(_train_on_rank, (run, options.timeout), ranks)

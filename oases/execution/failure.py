@@ -308,6 +308,13 @@ def monitor_of(group: ProcessGroup, scheduler: Any, device: torch.device) -> Fai
     return _monitors[group]
 
 
+def stop_monitor(group: ProcessGroup) -> None:
+    """Stop the monitor of a group that stays idle; the next use of the group starts another. All ranks call it."""
+    monitor = _monitors.pop(group, None)
+    if monitor is not None:
+        monitor.stop()
+
+
 def _innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -54,6 +54,7 @@ class TrainingCallbacks:
         if config.tensorboard is not None and self.first:
             self._scalars = self._open.enter_context(Scalars(config.tensorboard, self.trainer.steps_done))
         if config.checkpoint is not None:
+            self._open.callback(self.trainer.unlock)
             self._writer = self._open.enter_context(
                 CheckpointWriter(config.checkpoint, config.keep, self.trainer.group)
             )

@@ -24,6 +24,7 @@ from oases.plans.plan import Plan
 from oases.reporting import Report, report
 from oases.train.callbacks import TrainingCallbacks
 from oases.train.checkpoint.files import load, random_streams, save
+from oases.train.checkpoint.lock import lock_folder
 from oases.train.checkpoint.metadata import Metadata
 from oases.train.checkpoint.resume import starting_checkpoint
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings
@@ -93,6 +94,8 @@ class Trainer:
         """Global norm of the last step's gradient, before clipping."""
         self.meter = Meter(self.group, self._groups(), self.stage.messages, self.device)
         self.step_check = StepCheck(cast(Policy, config.bad_loss), config.spike)
+        # Before anything of another run is read or removed.
+        self._lock = None if config.checkpoint is None else lock_folder(config.checkpoint, self.group)
         self.resumed = starting_checkpoint(config.checkpoint, config.resume, config.resumes_newest, self.group)
         """Checkpoint that this run resumed from."""
         if self.resumed is not None:
@@ -271,11 +274,17 @@ class Trainer:
         if isinstance(self.model, MoEGPT):
             self.model.settle()
 
+    def unlock(self) -> None:
+        """Let other runs have the checkpoint folder; `train` does so at its end."""
+        if self._lock is not None:
+            self._lock.release()
+
     def _groups(self) -> list[ProcessGroup]:
         return [group for group in (self.group, *self.mesh.groups) if group is not None]
 
     def close(self) -> None:
         """Destroy the process groups created here. Collective over all ranks."""
+        self.unlock()
         self.stage.close()
         if self._owns_mesh:
             self.mesh.destroy()

@@ -25,6 +25,7 @@ from oases.train.checkpoint import files as checkpoint
 from oases.train.checkpoint import integrity
 from oases.train.checkpoint.coordination import SaveError
 from oases.train.checkpoint.files import export
+from oases.train.checkpoint.lock import LOCK
 from oases.train.checkpoint.metadata import FORMAT, Metadata
 from oases.train.config import config_for
 from oases.train.plan import Run
@@ -64,7 +65,8 @@ def stop_after(steps):
 
 
 def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
+    """Names in a folder but that of its lock, which another rank may be about to remove."""
+    return sorted(path.name for path in Path(folder).iterdir() if path.name != LOCK)
 
 
 # --- going on ---

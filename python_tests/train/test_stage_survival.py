@@ -190,6 +190,7 @@ def finds_the_disk_full(text, data, folder, victim):
     with mock.patch.object(checkpoint, "checksums", checksums):
         failed = trainer.train()["checkpoints"]["failed"]
     trainer.close()
+    dist.barrier()  # the first rank has removed the lock
     return failed, sorted(os.listdir(folder))
 
 

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from oases.errors import UsageError
+from oases.train.checkpoint.lock import LOCK
 from oases.train.checkpoint.metadata import is_checkpoint
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -47,7 +48,7 @@ def require_folder(folder: str | Path) -> Path:
             f"checkpoint {str(folder)!r} is a checkpoint itself; give the folder for the checkpoints of all steps"
         )
     if path.is_dir():
-        names = [item.name for item in path.iterdir()]
+        names = [item.name for item in path.iterdir() if item.name != LOCK]
         if names and not any(_NAME.match(name) or _LEFT.fullmatch(name) for name in names):
             raise UsageError(
                 f"checkpoint {str(folder)!r} holds other files and no checkpoint; give a new or empty folder"

@@ -14,6 +14,7 @@ import oases.train.checkpoint.retention as retention
 from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.train.checkpoint.coordination import SaveError, run_on_all_ranks
 from oases.train.checkpoint.files import State, write
+from oases.train.checkpoint.lock import lock_folder
 from oases.train.checkpoint.metadata import Metadata
 
 PATIENCE_SECONDS = 30.0
@@ -24,11 +25,13 @@ class CheckpointWriter:
     """Asynchronous writer of checkpoints into `folder`, one at a time. All methods are collectives.
 
     keep: number of newest checkpoints to keep, 0: all. process_group: all ranks. The threads use a gloo group of
-    their own: in the run's groups their collectives would interleave with those of the step.
+    their own: in the run's groups their collectives would interleave with those of the step. The folder is locked
+    until the end of the context; UsageError where another run holds it.
     """
 
     def __init__(self, folder: str | Path, keep: int, process_group: ProcessGroup | None) -> None:
         self.folder = Path(folder).resolve()
+        self._lock = lock_folder(self.folder, process_group)
         self.keep = keep
         self.saved = 0
         """Checkpoints written."""
@@ -80,6 +83,8 @@ class CheckpointWriter:
             self.wait()
         else:
             self._settle()
+        if self._lock is not None and self._thread is None:
+            self._lock.release()
         if self._group is not None and self._thread is None and not self._stays:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -99,10 +104,15 @@ class CheckpointWriter:
         if self._first:
             warnings.warn(f"the pending checkpoint in {str(self.folder)!r} is incomplete: {why}", stacklevel=4)
 
+    def _require_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.require()
+
     def _write(self, state: State, record: Metadata) -> None:
         start = time.perf_counter()
         try:
             path = retention.folder_of(self.folder, record.step)
+            run_on_all_ranks(self._require_lock, f"checkpoint {str(path)!r}", self._group)
             write(path, state, record, self._group)
             what = f"after checkpoint {str(path)!r}, its folder"
             run_on_all_ranks(
