@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 
 from oases.launch import fork_server
+from oases.launch.agents import loopback_store
 
 
 def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
     fork_server.release_signals()
     torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port)
+    store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     while True:
         task = connection.recv()
@@ -76,7 +77,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = fork_server.context()
-        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(

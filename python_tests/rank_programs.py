@@ -16,6 +16,18 @@ def rank_and_size():
     return dist.get_rank(), dist.get_world_size()
 
 
+def listening():
+    """Local addresses, in hexadecimal, at which this rank and its launcher listen."""
+    launcher = os.getppid()  # the fork server's parent
+    launcher = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
+    sockets = set()
+    for process in (os.getpid(), launcher):
+        for link in Path(f"/proc/{process}/fd").iterdir():
+            sockets |= {os.readlink(link)} if link.is_symlink() else set()
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
 def refuse():
     raise UsageError("steps 0 is too few")
 

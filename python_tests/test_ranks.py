@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from marked_processes import wait_until_gone, with_mark
-from rank_programs import dawdles, dies_in_mid_step, rank_and_size, refuse, runs_out_of_memory, stumble
+from rank_programs import dawdles, dies_in_mid_step, listening, rank_and_size, refuse, runs_out_of_memory, stumble
 
 from oases.errors import UsageError
 from oases.launch.ranks import RankOptions, _join, run_ranks
@@ -35,6 +35,13 @@ def test_result_of_rank_zero(monkeypatch):
     monkeypatch.setenv("OASES_TEST", "set after the fork server was started")
     assert run_ranks(rank_and_size, (), RankOptions(2)) == (0, 2)
     assert run_ranks(os.getenv, ("OASES_TEST",), RankOptions(2)) == os.environ["OASES_TEST"]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
+def test_ranks_of_one_machine_are_reached_from_it_alone():
+    found = run_ranks(listening, (), RankOptions(2))
+    assert len(found) >= 2  # the launcher's store, and the rank's group
+    assert set(found) == {"0100007F"}  # 127.0.0.1
 
 
 def test_a_mistake_found_by_the_ranks_exits_with_2(failed):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,9 +18,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from oases.launch import fork_server
 from oases.testbed import Nodes
 
+_LOCAL = "127.0.0.1"
+_LOOPBACK = "oases-loopback"
+"""Name of the rendezvous of a single agent."""
 _PORT = 29400  # of the store on node 0, which has a network of its own
 _EXIT_SECONDS = 20.0  # ranks make a roll call before they end
 _SAVING_SECONDS = 35.0  # ranks may save at SIGTERM; an agent waits 30 s for its own
@@ -42,11 +48,57 @@ def launch(entrypoint: Callable[..., Any], arguments: tuple[Any, ...], size: int
     """
     if nodes is not None:
         return _launch_on(nodes, entrypoint, arguments, size)
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register(_LOOPBACK, _loopback_rendezvous)
     method = fork_server.start(_modules_of(entrypoint, *arguments))
     return _run_agent(
-        entrypoint, arguments, method, min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", local_addr="localhost",
+        entrypoint, arguments, method, min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend=_LOOPBACK,
+        local_addr=_LOCAL,
     )[0]  # fmt: skip
+
+
+def loopback_store() -> TCPStore:
+    """Start a store that only this machine reaches; torch's own listens on every interface."""
+    listener = socket.create_server((_LOCAL, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(_LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _loopback_rendezvous(parameters: Any) -> Any:
+    """Rendezvous of a single agent over `loopback_store`, which its ranks share."""
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+    class LoopbackRendezvous(RendezvousHandler):
+        def __init__(self) -> None:
+            self._store = loopback_store()
+            self._closed = False
+
+        use_agent_store = True
+
+        def get_backend(self) -> str:
+            return _LOOPBACK
+
+        def get_run_id(self) -> str:
+            return str(parameters.run_id)
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(_LOCAL, self._store.port))
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def is_closed(self) -> bool:
+            return self._closed
+
+        def set_closed(self) -> None:
+            self._closed = True
+
+        def shutdown(self) -> bool:
+            self._closed = True
+            return True
+
+    return LoopbackRendezvous()
 
 
 def _modules_of(*values: Any) -> list[str]:
