@@ -15,9 +15,10 @@ demo: build
 
 test: build-tests test-cpp test-python
 
-# Two files of tests at a time: ranks mostly wait for one another.
+# One file of tests more than there are cores at a time, because ranks often wait for one another; at most 8 for memory.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n + 1 : 8)))
 test-python: build-tests
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 # The cases that take long, of which `make test` runs some.
 test-slow: build-tests $(VENV)/slow
