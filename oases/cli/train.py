@@ -172,8 +172,8 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
     with working("building the model", dist.get_rank() == 0):
         mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timedelta(seconds=timeout_seconds))
         trainer = Trainer(run, process_group=dist.group.WORLD, mesh=mesh)
-    if trainer.resumed is not None and dist.get_rank() == 0:
-        console.print(f"resumed from {trainer.resumed} at step {trainer.steps_done}", soft_wrap=True)
+    if (trainer.resumed is not None or trainer.resumed_from_memory) and dist.get_rank() == 0:
+        console.print(f"resumed from {trainer.resumed or 'memory'} at step {trainer.steps_done}", soft_wrap=True)
     with progress(
         "training", config.steps, dist.get_rank() == 0,
         done_before=trainer.steps_done, every=config.print_every, log=True,
