@@ -49,16 +49,16 @@ class StateMemory:
 
     def newest(self, at_most: float = math.inf) -> int:
         """Newest step that all shards have; 0 without one. Collective: the least `at_most` of all ranks applies."""
-        mine = {file.step: file.shard for file in self._files if file.step}
+        mine = [(file.step, file.shard) for file in self._files if file.step]
         everyone = all_gather_objects((self._shard, mine, at_most), self._group)
         limit = min(most for _, _, most in everyone)
-        for step in sorted({step for _, held, _ in everyone for step in held if step <= limit}, reverse=True):
-            holders = {held[step]: rank for rank, (_, held, _) in enumerate(everyone) if step in held}
+        for step in sorted({step for _, held, _ in everyone for step, _ in held if step <= limit}, reverse=True):
+            holders = {shard: rank for rank, (_, held, _) in enumerate(everyone) for at, shard in held if at == step}
             if all(wanted in holders for wanted, _, _ in everyone):
                 self._sources = {
                     rank: (holders[wanted], wanted)
                     for rank, (wanted, held, _) in enumerate(everyone)
-                    if held.get(step) != wanted
+                    if (step, wanted) not in held
                 }
                 return step
         return 0
