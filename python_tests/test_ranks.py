@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 from marked_processes import wait_until_gone, with_mark
-from rank_programs import dawdles, dies_in_mid_step, listening, rank_and_size, refuse, runs_out_of_memory, stumble
+from rank_programs import (
+    dawdles,
+    dies_in_mid_step,
+    listening,
+    rank_and_size,
+    refuse,
+    runs_out_of_memory,
+    stumble,
+    waits_for_one_that_leaves,
+)
 
 from oases.errors import UsageError
 from oases.launch.ranks import RankOptions, _join, run_ranks
@@ -81,6 +90,13 @@ def test_a_collective_that_does_not_end_names_who_is_missing(failed):
     assert "bytes" in error
     assert "; rank 1 is missing: it has not come to it" in error
     assert "rank 1 was ended by the launcher" in error
+
+
+def test_a_rank_that_waits_for_the_store_ends_with_the_others(failed):
+    """Its main thread cannot handle a signal meanwhile; the launcher would kill it after 30 s, without a word."""
+    code, error = failed(waits_for_one_that_leaves, size=2)
+    assert code == 1
+    assert "rank 0 was ended by the launcher" in error
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a rank's parent is known to the kernel on Linux alone")
