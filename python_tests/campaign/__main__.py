@@ -5,7 +5,7 @@
 A session is a run that meets several faults and is started again, as a scheduler would, when its launcher has ended.
 Every session is a row of FOLDER/sessions-SEED.jsonl; a campaign that was cut off goes on after its last complete one.
 Exit code 1 when a session differs from the undisturbed run in a bit of its losses or weights, lost a step beyond its
-last checkpoint, took longer than 30 s to the next step, or left a process or a file behind.
+last checkpoint, took longer than --most-seconds to the next step, or left a process or a file behind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kills import lines_of, write_corpus  # noqa: E402
 
 from campaign.faults import Fault  # noqa: E402
 from campaign.report import COLUMNS, WORLD_COLUMNS, hits, rows_by_kind, rows_by_world, summary, write_report  # noqa: E402
-from campaign.sessions import WORLDS, Session, play  # noqa: E402
+from campaign.sessions import WORLDS, Plan, Session, play  # noqa: E402
 from oases.terminal import console, progress, table  # noqa: E402
 
 
@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     corpus = write_corpus(options.folder / "text.txt")
     rows = options.folder / f"sessions-{options.seed}.jsonl"
     sessions = [Session(**row | {"faults": [Fault(**fault) for fault in row["faults"]]}) for row in lines_of(rows)]
-    worlds = _possible(options.worlds)
+    plan = Plan(options.seed, options.each, _possible(options.worlds), options.most_seconds)
     end = time.monotonic() + 60 * options.minutes
     with progress("faults", options.faults, log=True, every=1) as advance:
         while len(hits(sessions)) < options.faults and time.monotonic() < end:
-            session = play(len(sessions), options.seed, options.each, worlds, corpus, options.folder)
+            session = play(len(sessions), plan, corpus, options.folder)
             sessions.append(session)
             with rows.open("a") as file:
                 file.write(json.dumps(asdict(session)) + "\n")
@@ -65,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         "--minutes", type=float, default=float("inf"), metavar="N", help="begin no session after this time"
     )
     parser.add_argument("--each", type=int, default=5, metavar="N", help="faults of a session (default: 5)")
+    parser.add_argument(
+        "--most-seconds", type=float, default=30.0, metavar="S", help="to the next step; more is a hang (default: 30)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of kinds and moments (default: 0)")
     parser.add_argument(
         "--worlds", nargs="+", choices=WORLDS, default=list(WORLDS), metavar="NAME",

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from campaign.runs import HANG_SECONDS, ReshardedRun, Run, send
+from campaign.runs import ReshardedRun, Run, send
 
 MOMENTS = ("save", "save", "save", "step", "start")
 STOP_SECONDS = (0.5, 3.0)
@@ -181,11 +181,6 @@ def _moment(run: Run, fault: Fault, generator: random.Random) -> bool:
         if fault.moment != "save" or run.saving():
             break
     return run.process.poll() is None
-
-
-def hung(fault: Fault) -> bool:
-    """Whether it took too long to the next step."""
-    return fault.seconds is not None and fault.seconds > HANG_SECONDS
 
 
 def lost_steps(fault: Fault) -> bool:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from campaign.faults import Fault, hung, lost_steps
-from campaign.runs import HANG_SECONDS, STEPS
+from campaign.faults import Fault, lost_steps
+from campaign.runs import STEPS
 from campaign.sessions import KINDS, WORLDS, Session
 from oases.profile.run import device_name
 
-COLUMNS = ("fault", "number", "while saving", "median s", "worst s", f"over {HANG_SECONDS:.0f} s", "steps lost")
+COLUMNS = ("fault", "number", "while saving", "median s", "worst s", "over 30 s", "steps lost")
 WORLD_COLUMNS = ("run", "sessions", "faults", "stuck", "differences", "left behind")
 
 
@@ -38,7 +38,14 @@ def _row(kind: str, faults: Sequence[Fault]) -> tuple[str, ...]:
     saving = sum(fault.hit_while_saving for fault in faults)
     share = f"{saving} ({100 * saving / len(faults):.0f} %)"
     times = (f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}")
-    return kind, f"{len(faults)}", share, *times, f"{sum(map(hung, faults))}", f"{sum(map(lost_steps, faults))}"
+    return (
+        kind,
+        f"{len(faults)}",
+        share,
+        *times,
+        f"{sum(each > 30 for each in seconds)}",
+        f"{sum(map(lost_steps, faults))}",
+    )
 
 
 def rows_by_world(sessions: Sequence[Session]) -> list[tuple[str, ...]]:

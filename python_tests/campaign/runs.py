@@ -23,7 +23,6 @@ from oases.train.checkpoint.files import export
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
 SAVE_EVERY = 2
-HANG_SECONDS = 30.0
 GIVE_UP_SECONDS = 180.0
 END_SECONDS = 10.0
 """Time that processes have to end after the run."""
@@ -129,14 +128,14 @@ class Run:
         self.start()
         return True
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = GIVE_UP_SECONDS) -> bool:
+    def wait_for(self, condition: Callable[[], bool], what: str) -> bool:
         """Wait for a condition; False where the run ends before. Raises TimeoutError."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + GIVE_UP_SECONDS
         while not condition():
             if not self.keep_alive():
                 return False
             if time.monotonic() > end:
-                raise TimeoutError(f"{what} did not come within {seconds:.0f} s")
+                raise TimeoutError(f"{what} did not come within {GIVE_UP_SECONDS:.0f} s")
             time.sleep(0.002)
         return True
 

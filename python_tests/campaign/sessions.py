@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import campaign.nodes as nodes
 import campaign.surroundings as surroundings
-from campaign.faults import FAULTS, MOMENTS, OF_DEGREES, OF_RANKS, Fault, hung, lost_steps, suffer
+from campaign.faults import FAULTS, MOMENTS, OF_DEGREES, OF_RANKS, Fault, lost_steps, suffer
 from campaign.nodes import NodesRun
 from campaign.runs import SAVE_EVERY, STEPS, ReshardedRun, Run, TorchrunRun
 from campaign.surroundings import ClockRun, DiskRun
@@ -82,8 +82,18 @@ class Session:
         return [fault for fault in self.faults if fault.seconds is not None]
 
 
-def plan_faults(number: int, seed: int, count: int, worlds: Sequence[str]) -> tuple[str, list[Fault]]:
+class Plan(NamedTuple):
+    """What a campaign plays. count: faults of a session. worlds: in turn. most_seconds: see `judge`."""
+
+    seed: int
+    count: int
+    worlds: Sequence[str]
+    most_seconds: float = 30.0
+
+
+def plan_faults(number: int, plan: Plan) -> tuple[str, list[Fault]]:
     """World of a session, and its faults in order of their steps: all kinds come before one comes again."""
+    seed, count, worlds, _ = plan
     generator = random.Random(f"{seed}/{number}")
     world = worlds[number % len(worlds)]
     deck = WORLDS[world].kinds
@@ -99,15 +109,15 @@ def plan_faults(number: int, seed: int, count: int, worlds: Sequence[str]) -> tu
     return world, faults
 
 
-def play(number: int, seed: int, count: int, worlds: Sequence[str], corpus: Path, folder: Path) -> Session:
-    """Run a session of `count` faults and judge it. Its folder stays if something was wrong."""
-    name, faults = plan_faults(number, seed, count, worlds)
+def play(number: int, plan: Plan, corpus: Path, folder: Path) -> Session:
+    """Run a session and judge it. Its folder stays if something was wrong."""
+    name, faults = plan_faults(number, plan)
     world, session = WORLDS[name], Session(number, name, faults)
     expected = undisturbed(name, corpus, folder)
     place = folder / f"session-{number:04d}"
     shutil.rmtree(place, ignore_errors=True)
     run = world.run(world.options, corpus, place)
-    generator = random.Random(f"{seed}/{number}/moments")
+    generator = random.Random(f"{plan.seed}/{number}/moments")
     try:
         try:
             for fault in faults:
@@ -116,7 +126,7 @@ def play(number: int, seed: int, count: int, worlds: Sequence[str], corpus: Path
         except (TimeoutError, RuntimeError) as error:
             session.wrong.append(("stuck", str(error)))
         else:
-            session.wrong += judge(run, session, expected)
+            session.wrong += judge(run, session, expected, plan.most_seconds)
     finally:
         run.end()
     session.starts = run.starts
@@ -149,12 +159,15 @@ def undisturbed(world: str, corpus: Path, folder: Path) -> Expected:
     return Expected(losses_of(place / "steps.jsonl"), (place / "digest").read_text(), place / "weights")
 
 
-def judge(run: Run, session: Session, expected: Expected) -> list[tuple[str, str]]:
-    """What was wrong with a session, with a sentence for each; none for a good one."""
+def judge(run: Run, session: Session, expected: Expected, most_seconds: float) -> list[tuple[str, str]]:
+    """What was wrong with a session, with a sentence for each; none for a good one.
+
+    most_seconds: from a fault to the next step.
+    """
     wrong = [
         ("hang", f"{fault.seconds:.0f} s from {fault.kind} to the next step")
         for fault in session.hits()
-        if hung(fault)
+        if (fault.seconds or 0) > most_seconds
     ]
     for fault in filter(lost_steps, session.hits()):
         text = f"step {fault.next_step} was repeated although checkpoint {fault.checkpoint} was complete"

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from campaign.faults import Kind, kill
-from campaign.runs import HANG_SECONDS, Run
+from campaign.runs import Run
 
 # --- disks ---
 
@@ -90,8 +90,8 @@ def _read_only(run: DiskRun) -> Iterator[None]:
 def go_on_without(run: DiskRun, generator: random.Random) -> None:
     """Wait until the run has gone on without a checkpoint. RuntimeError if one was lost meanwhile."""
     before, newest, steps = run.said().count(WARNS), run.newest(), run.steps()
-    told = run.wait_for(lambda: run.said().count(WARNS) > before, "a warning of the disk", HANG_SECONDS)
-    if told and run.wait_for(lambda: run.steps() > steps, "a step", HANG_SECONDS) and run.newest() < newest:
+    told = run.wait_for(lambda: run.said().count(WARNS) > before, "a warning of the disk")
+    if told and run.wait_for(lambda: run.steps() > steps, "a step") and run.newest() < newest:
         raise RuntimeError(f"checkpoint {newest} was lost while the disk could not be written")
 
 
