@@ -4,7 +4,8 @@ Outside torchrun a command starts its own ranks; under torchrun each process is 
 
 A rank whose collective failed or timed out makes a roll call. Live ranks answer with what they wait for, even while
 their main thread is blocked in a collective; those that do not answer are gone. An idle thread polls the store once
-per interval.
+per interval. A rank that has answered and still waits some seconds later ends, too: where a link was lost, nothing
+else may tell it that its peer is gone.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from oases.launch.agents import RankFailedError, launch
 from oases.testbed import Backend, Nodes
 
 _INTERVAL_SECONDS = 0.5
+_FAREWELL_SECONDS = 8.0
+"""Time that a rank has to fail by itself after another made a roll call; more than that one takes to end."""
+_MOST_CONNECTIONS = 3
+"""Connections to the store that a thread tries: a link that was lost for some seconds breaks one."""
 
 
 class RollCall:
@@ -47,6 +52,8 @@ class RollCall:
         # A launcher may start the ranks again over the same store.
         self._call = f"oases/roll-call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._stop = threading.Event()
+        self._calls = False
+        """Whether this rank made a roll call, and so is ending."""
         self._thread = threading.Thread(target=self._answer, name="oases-roll-call", daemon=True)
         self._thread.start()
 
@@ -60,6 +67,7 @@ class RollCall:
 
         Empty if the store is gone, too.
         """
+        self._calls = True
         answers: dict[int, str | None] = {rank: None for rank in range(self.size) if rank != self.rank}
         try:
             store = _connect()
@@ -75,15 +83,27 @@ class RollCall:
         return answers
 
     def _answer(self) -> None:
-        try:
-            store = _connect()
-            while not self._stop.wait(_INTERVAL_SECONDS):
-                if store.check([self._call]):
-                    # "here": the store would wait forever for an empty value.
-                    store.set(f"{self._call}/{self.rank}", f"here {self._waiting_for()}")
-                    return
-        except (RuntimeError, OSError):
-            return  # the launcher, which holds the store, is gone
+        for _ in range(_MOST_CONNECTIONS):
+            try:
+                store = _connect()
+                while not self._stop.wait(_INTERVAL_SECONDS):
+                    if store.check([self._call]):
+                        # "here": the store would wait forever for an empty value.
+                        store.set(f"{self._call}/{self.rank}", f"here {self._waiting_for()}")
+                        return self._farewell(store.get(self._call).decode())
+                return None
+            except (RuntimeError, OSError):
+                continue  # a lost link, or the launcher, which holds the store, is gone
+        return None
+
+    def _farewell(self, caller: str) -> None:
+        """End this process unless it ends by itself in time."""
+        if self._stop.wait(_FAREWELL_SECONDS) or self._calls:
+            return
+        waiting = self._waiting_for()
+        doing = f" while it waited for {waiting}" if waiting else ""
+        print(f"oases: rank {self.rank}: rank {caller} has left{doing}", file=sys.stderr, flush=True)
+        _leave(1)
 
 
 def _connect() -> TCPStore:
@@ -232,7 +252,8 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
         from oases.execution.failure import lost_a_rank
 
         if lost_a_rank(error):
-            _end(str(error).strip().splitlines()[0], roll_call)
+            lost = "the connection to the ranks' store is lost: " * isinstance(error, dist.DistNetworkError)
+            _end(lost + str(error).strip().splitlines()[0], roll_call)
         print(f"oases: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         _leave(1)
 
