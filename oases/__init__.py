@@ -26,6 +26,7 @@ _PUBLIC = {
     "save_pretrained": "oases.autotp",
     "Trainer": "oases.train",
     "TrainConfig": "oases.train",
+    "UsageError": "oases.errors",
 }
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "S2Reducer",
     "TrainConfig",
     "Trainer",
+    "UsageError",
     "__version__",
     "clip_grad_norm",
     "full_state_dict",
@@ -55,6 +57,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from oases.autotp import ParallelSpec, full_state_dict, load_weights, parallelize, save_pretrained
+    from oases.errors import UsageError
     from oases.moe.layer import OverlappedMoE
     from oases.parallel import (
         OverlappedColumnLinear,

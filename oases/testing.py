@@ -121,7 +121,7 @@ class RankPool:
                 rank = waiting.pop(connection)
                 try:
                     succeeded, results[rank] = connection.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     self._processes[rank].join()
                     failures += f"rank {rank} ended with exit code {self._processes[rank].exitcode}\n"
                     end = 0.0

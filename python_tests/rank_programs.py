@@ -72,6 +72,12 @@ def raise_out_of_memory(x, y):
     raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
 
 
+def waits_for_one_that_leaves():
+    if dist.get_rank() == 1:
+        raise KeyError("a bug")
+    dist.distributed_c10d._get_default_store().wait(["a key that nobody sets"])
+
+
 def dawdles(seconds):
     trainer = Trainer(TrainConfig(hidden=32, layers=2, heads=4, sequence=32, batch=4, steps=1000))
     if dist.get_rank() == 1:

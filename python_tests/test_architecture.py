@@ -48,8 +48,8 @@ ALGORITHMS = {"oases/moe/shadowing.py": "an algorithm with a citation"}
 PUBLIC = (
     "OverlappedColumnLinear", "OverlappedColwiseParallel", "OverlappedEmbedding", "OverlappedMoE",
     "OverlappedRowLinear", "OverlappedRowwiseParallel", "OverlappedStack", "ParallelDropout", "ParallelSpec",
-    "S2Reducer", "TrainConfig", "Trainer", "__version__", "clip_grad_norm", "full_state_dict", "load_weights",
-    "parallel_cross_entropy", "parallelize", "plan", "report", "s2_hook", "save_pretrained",
+    "S2Reducer", "TrainConfig", "Trainer", "UsageError", "__version__", "clip_grad_norm", "full_state_dict",
+    "load_weights", "parallel_cross_entropy", "parallelize", "plan", "report", "s2_hook", "save_pretrained",
 )  # fmt: skip
 PUBLIC_OF_PARTS = {
     "oases.svm": ("NonconvexSVC",),

@@ -22,6 +22,7 @@ from rank_programs import (
     refuse,
     runs_out_of_memory,
     stumble,
+    waits_for_one_that_leaves,
 )
 
 from oases.errors import UsageError
@@ -73,11 +74,11 @@ def test_a_rank_without_its_store_says_so_in_a_line(failed):
 
 WAITS_FOR_EVER = """
 import os, sys, threading, time
-from oases.launch import agents, ranks
+from oases.launch import agents, roll_call
 store = agents.loopback_store()
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-ranks._FAREWELL_SECONDS = 0.5
-calls = ranks.RollCall(0, 2, lambda: "all_reduce of F 3.1")
+roll_call._FAREWELL_SECONDS = 0.5
+calls = roll_call.RollCall(0, 2, lambda: "all_reduce of F 3.1")
 if sys.argv[1] == "another":
     store.set(calls._call, "1")
 else:
@@ -125,6 +126,13 @@ def test_a_collective_that_does_not_end_names_who_is_missing(failed):
     assert "bytes" in error
     assert "; rank 1 is missing: it has not come to it" in error
     assert "rank 1 was ended by the launcher" in error
+
+
+def test_a_rank_that_waits_for_the_store_ends_with_the_others(failed):
+    """Its main thread cannot handle a signal meanwhile; the launcher would kill it after 30 s, without a word."""
+    code, error = failed(waits_for_one_that_leaves, size=2)
+    assert code == 1
+    assert "rank 0 was ended by the launcher" in error
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a rank's parent is known to the kernel on Linux alone")

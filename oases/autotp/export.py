@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,15 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from oases.autotp.backward_code import code_of_backward
 from oases.autotp.module_snapshot import assigned_attributes
+from oases.autotp.rewrites import (
+    differentiable_copies,
+    drop_asserts,
+    inline_grad_modes,
+    normalise_linears,
+    without_in_place,
+)
 from oases.errors import UsageError
 
 
@@ -125,7 +133,7 @@ def export(
         )
     call, changed = _Call(layer), assigned_attributes(layer)
     try:
-        with quiet():
+        with quiet(), code_of_backward() as lost:
             program = torch.export.export(
                 call,
                 (args, kwargs),
@@ -138,6 +146,10 @@ def export(
         raise UnsplittableError(f"{type(layer).__name__} cannot be traced: {why}") from error
     if changed():
         raise UnsplittableError(f"{type(layer).__name__} sets {', '.join(changed())} in its forward")
+    if lost():
+        raise UnsplittableError(
+            f"{type(layer).__name__} calls {', '.join(lost())}, whose backward is not in a traced graph"
+        )
     return _read(program, layer, (args, kwargs))
 
 
@@ -168,14 +180,17 @@ class _Call(nn.Module):
 def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -> Exported:
     layer = type(traced).__name__
     _refuse_mutation(program, layer)
-    if not _without_in_place(program.graph):
+    inline_grad_modes(program)
+    if not without_in_place(program.graph):
         with quiet():  # last resort: this decomposes composite ops that the rules know
             program = program.run_decompositions({})
         _refuse_mutation(program, layer)
     signature = program.graph_signature
     graph = program.graph
-    _drop_asserts(graph)
-    _normalise_linears(graph, signature.inputs_to_parameters)
+    drop_asserts(graph)
+    if not differentiable_copies(graph):
+        raise UnsplittableError(f"{layer} assigns a tensor to a part of another of another shape")
+    normalise_linears(graph, signature.inputs_to_parameters)
     given = pytree.tree_leaves(call)
     names = iter(signature.user_inputs)
     inputs = tuple(name if isinstance(leaf, Tensor) else None for leaf, name in zip(given, names, strict=True))
@@ -222,83 +237,6 @@ def _guards(graph: fx.Graph) -> tuple[Any, ...]:
                 later = [each.expr for several in known.deferred_runtime_asserts.values() for each in several]
                 return tuple(known.simplify(each) for each in [*(guard.expr for guard in known.guards), *later])
     return ()
-
-
-def _drop_asserts(graph: fx.Graph) -> None:
-    """Remove assertions; a program's shapes are checked before it runs."""
-    for node in reversed(list(graph.nodes)):
-        name = str(node.target)
-        if node.op == "call_function" and ("_assert" in name or "sym_constrain_range" in name) and not node.users:
-            graph.erase_node(node)
-    for node in reversed(list(graph.nodes)):  # nodes that only assertions read
-        if node.op == "call_function" and not node.users and not getattr(node.target, "_schema", None):
-            graph.erase_node(node)
-
-
-_VIEWS = (
-    "view",
-    "reshape",
-    "transpose",
-    "permute",
-    "slice",
-    "select",
-    "expand",
-    "squeeze",
-    "split",
-    "chunk",
-    *("flatten", "unbind", "aten.t.", "numpy_T", "aten.mT", "aten.mH", "aten.H.", "narrow", "movedim", "swapaxes"),
-    *("detach", "alias", "contiguous", "aten.to.", "diagonal", "unfold", "lift_fresh", "as_strided", "type_as"),
-    *(
-        "ravel",
-        "atleast_",
-        "broadcast",
-        "real",
-        "imag",
-        "unsafe_chunk",
-        "swapdims",
-        "moveaxis",
-        "dropout",
-        "expand_as",
-    ),
-)
-
-
-def _without_in_place(graph: fx.Graph) -> bool:
-    """Replace `x.add_(y)` by `x = x.add(y)` for later readers of x. Returns False where that is not possible."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        base, _, overload = str(node.target).removeprefix("aten.").partition(".")
-        target = node.args[0]
-        aliased = not isinstance(target, fx.Node) or target.op == "placeholder" or _looks_like_view(target)
-        aliased = aliased or any(_looks_like_view(user) and order[user] < order[node] for user in target.users)
-        functional = getattr(getattr(torch.ops.aten, base.rstrip("_"), None), overload, None)
-        if aliased or functional is None or not base.endswith("_"):
-            return False
-        node.target = functional
-        target.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)
-    return True
-
-
-def _looks_like_view(node: fx.Node) -> bool:
-    if "getitem" in str(node.target):  # one of several results: a view for split, a new tensor for top-k
-        return _looks_like_view(node.all_input_nodes[0])
-    return any(name in str(node.target) for name in _VIEWS)
-
-
-def _normalise_linears(graph: fx.Graph, parameters: Mapping[str, str]) -> None:
-    """Rewrite `x @ weight.T` as a linear."""
-    for node in graph.nodes:
-        if str(node.target) not in ("aten.matmul.default", "aten.mm.default"):
-            continue
-        turned = node.args[1]
-        flips = ("aten.numpy_T.default", "aten.t.default", "aten.transpose.int", "aten.mT.default")
-        if str(turned.target) in flips and turned.args[0].name in parameters and turned.meta["val"].dim() == 2:
-            node.target, node.args = torch.ops.aten.linear.default, (node.args[0], turned.args[0])
-            if not turned.users:
-                graph.erase_node(turned)
 
 
 @contextmanager

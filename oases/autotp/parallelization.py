@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from oases.autotp.runner import Layer, Runner
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
-from oases.errors import UsageError
+from oases.errors import OverlapError, UsageError
 from oases.execution.group import ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.guards import register_shards
 from oases.parallel.mesh import Mesh
@@ -62,7 +64,8 @@ def parallelize(
     shard. Gradients, loss and logits are those of the unsharded model.
 
     Raises UsageError where sizes do not divide (with the degrees that do), where the model does not run on fake
-    tensors, for quantised weights, and for a plan of another model. Source: arXiv 2206.04959, section 4.
+    tensors, for quantised weights, and for a plan of another model; OverlapError with require_overlap=True for layers
+    that all stay replicated, of which a warning tells otherwise. Source: arXiv 2206.04959, section 4.
     """
     spec = spec or ParallelSpec()
     group, options = tensor_parallel_group(mesh, plan, schedule, stack_options)
@@ -85,6 +88,8 @@ def parallelize(
         if isinstance(signature, LayerSignature)
     ]
     _require_divisible([(each.name, signature) for each, _, signature in cuttable], tp)
+    required = options.get("require_overlap") or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
+    _tell_of_whole_layers(model, found, tp, required)
     hooks = ModelHooks(model, group)
     cut_parameters(((model.get_submodule(path), signature.cuts) for _, path, signature in cuttable), group)
     for each, signatures in found:
@@ -103,6 +108,27 @@ def parallelize(
         object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
     return model
+
+
+def _tell_of_whole_layers(
+    model: nn.Module,
+    found: list[tuple[LayerList, list[LayerSignature | UnsplittableError]]],
+    tp: GroupRank,
+    required: bool,
+) -> None:
+    """Warn of lists of layers that stay whole. OverlapError where overlap is required."""
+    whole = [
+        f"{each.name or type(model).__name__} ({len(signatures)} layers): {signatures[0]}"
+        for each, signatures in found
+        if all(isinstance(signature, UnsplittableError) for signature in signatures)
+    ]
+    if not whole or tp.ranks == 1:
+        return
+    text = f"every rank computes these layers whole, with no less time and memory: {'; '.join(whole)}"
+    if required:
+        raise OverlapError(f"require_overlap: {text}")
+    if tp.rank == 0:
+        warnings.warn(text, stacklevel=3)
 
 
 def _chosen_lists(

@@ -28,6 +28,7 @@ from oases.autotp.shapes import Segments
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.splitter import Splitter
 from oases.autotp.structure import Structure, find
+from oases.errors import UsageError
 from oases.parallel.sharding import Cut
 
 
@@ -228,8 +229,15 @@ class LayerSignature:
             exported = export(self.twin, args, kwargs, _varying)
             walk = self._walked(exported)
         except UnsplittableError:  # some layers cannot be traced with dynamic lengths: trace these alone
-            exported = export(self.twin, args, kwargs)
-            walk = self._walked(exported)
+            try:
+                exported = export(self.twin, args, kwargs)
+                walk = self._walked(exported)
+            except UnsplittableError as error:
+                raise UsageError(
+                    f"{error}, in a call with other arguments or modes than at parallelize(), which sharded this "
+                    "layer; call model.train() or model.eval() before it, as in most calls, and give such arguments "
+                    "as spec=ParallelSpec(inputs=...): layers that cannot be sharded with them then stay whole"
+                ) from error
         blocks, others, reason = None, list[Any](), ""
         try:
             name = None if activation is None or activation < 0 else exported.inputs[activation]

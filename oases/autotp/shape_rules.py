@@ -10,7 +10,7 @@ from torch import fx
 from oases.autotp.export import UnsplittableError
 from oases.autotp.rules import tensors
 from oases.autotp.shapes import pieces, viewed
-from oases.autotp.splitter import Split, Splitter, Value, args_of, keyword, name_of, rule
+from oases.autotp.splitter import RULES, Split, Splitter, Value, args_of, keyword, name_of, rule
 
 
 @rule("view", "reshape", "_unsafe_view", "unflatten", "flatten")
@@ -159,23 +159,12 @@ def taken_apart(s: Splitter, node: fx.Node) -> tuple[Value, ...]:
     at = 1 if name == "unbind" else 2
     dim = int(args_of(node)[at] if len(args_of(node)) > at else keyword(node, "dim", 0)) % len(s.shape(x))
 
-    def item(whole: fx.Node, place: int) -> fx.Node:
-        return s.graph.call_function(_item, (whole, place))
-
-    def several(made: fx.Node) -> list[fx.Node]:
-        found = []
-        for place, output in enumerate(outputs):
-            one = item(made, place)
-            one.meta["like"] = _Like(node, output)
-            found.append(one)
-        return found
-
     if split is None:
-        return tuple(Value(each) for each in several(s.copy(node)))
+        return tuple(Value(each) for each in _several(s, node, s.copy(node)))
     if dim != split.dim:
         after = split.dim - (name == "unbind" and dim < split.dim)
         made = _with_first(s, node, s.value(x).node)
-        return tuple(s.split(each, after, split.segments) for each in several(made))
+        return tuple(s.split(each, after, split.segments) for each in _several(s, node, made))
     if name == "unbind":
         raise UnsplittableError(f"{node.target} runs along the sharded dimension")
     lengths = [int(output.shape[dim]) for output in outputs]
@@ -185,7 +174,7 @@ def taken_apart(s: Splitter, node: fx.Node) -> tuple[Value, ...]:
     made = s.call(
         torch.ops.aten.split_with_sizes.default, (s.value(x).node, [s.local(n) for n in lengths], dim), node
     )
-    return tuple(s.split(each, dim, segments) for each, segments in zip(several(made), inside, strict=True))
+    return tuple(s.split(each, dim, segments) for each, segments in zip(_several(s, node, made), inside, strict=True))
 
 
 class _Like:
@@ -193,6 +182,37 @@ class _Like:
 
     def __init__(self, node: fx.Node, value: Any) -> None:
         self.name, self.meta = node.name, {"val": value}
+
+
+def _several(s: Splitter, node: fx.Node, made: fx.Node) -> list[fx.Node]:
+    """Outputs of `made`, which has as many as `node`."""
+    found = []
+    for place, output in enumerate(node.meta["val"]):
+        one = s.graph.call_function(_item, (made, place))
+        one.meta["like"] = _Like(node, output)
+        found.append(one)
+    return found
+
+
+@rule("max", "min")
+def extremes(s: Splitter, node: fx.Node) -> Value | tuple[Value, ...]:
+    """Largest or smallest values along a dimension that is not sharded, with their places; or of two tensors."""
+    x, *rest = args_of(node)
+    if isinstance(node.meta["val"], torch.Tensor):
+        if rest:  # element-wise
+            return RULES["mul"](s, node)
+        if s.value(x).split is not None:
+            raise UnsplittableError(f"{node.target} needs a replicated input")
+        return Value(s.copy(node))
+    split, dims = s.value(x).split, len(s.shape(x))
+    if split is None:
+        return tuple(Value(each) for each in _several(s, node, s.copy(node)))
+    dim = int(rest[0]) % dims
+    if dim == split.dim:
+        raise UnsplittableError(f"{node.target} runs along the sharded dimension")
+    after = split.dim - (dim < split.dim and len(node.meta["val"][0].shape) < dims)
+    made = s.copy(node, {x: s.value(x).node})
+    return tuple(s.split(each, after, split.segments) for each in _several(s, node, made))
 
 
 def _item(several: Any, place: int) -> Any:

@@ -25,8 +25,10 @@ from oases.errors import UsageError, make_folder
 
 if TYPE_CHECKING:
     from oases.train.config import TrainConfig
+    from oases.train.metrics import StepReport
     from oases.train.plan import Run
 
+_MOST_REPLICAS = 4096
 _NOT_OF_DEMO = (
     "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
     "degrees", "pipeline_schedule", "micro_batches", "zero", "fsdp", "plan", "tensorboard", "peak_flops",
@@ -60,7 +62,11 @@ def add(commands: Any) -> None:
     )
     add_options(train, TrainConfig(), skip=("degrees",), only_given=True)
     add_ranks(train, link=None, tp=None)
-    train.add_argument("--dp", "--data-parallel", type=int, metavar="N", help="data-parallel degree (default: 1)")
+    train.add_argument(
+        "--dp", "--data-parallel", type=_replicas, metavar="N|MIN:MAX",
+        help="data-parallel degree; MIN:MAX to go on with fewer replicas when some are lost (default: 1; under "
+        "torchrun with --tp, what its ranks make)",
+    )  # fmt: skip
     train.add_argument(
         "--pp", "--pipeline", type=int, metavar="N", help="pipeline-parallel degree, stages (default: 1)"
     )
@@ -116,10 +122,13 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
         _write_config(options)
         return
     prepare_ranks(options, "oases.train.trainer")
-    run = _run_of(options)
+    run, *fewer = _runs_of(options)
     config, plan = run.config, run.plan
     corpus = run.corpus()
     ranks = _restarting(options, make_rank_options(options, config.device, plan.world))
+    ranks = dataclasses.replace(
+        ranks, fewer=tuple((each.plan.world, (each, options.timeout)) for each in _lowered(fewer, options))
+    )
     if ranks.backend.single_process and not (config.checkpoint is config.resume is None):
         raise UsageError(
             "checkpoints need all ranks, and this backend runs a single process; leave out --checkpoint and "
@@ -151,7 +160,7 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
 
     import torch.distributed as dist
 
-    from oases.launch.ranks import require_agreement
+    from oases.launch.ranks import report_progress, require_agreement
     from oases.parallel.mesh import Mesh
     from oases.terminal import console, progress, working
     from oases.train.config import settings
@@ -163,13 +172,18 @@ def _train_on_rank(run: Run, timeout_seconds: float) -> dict[str, Any]:
     with working("building the model", dist.get_rank() == 0):
         mesh = Mesh.of(plan, process_group=dist.group.WORLD, timeout=timedelta(seconds=timeout_seconds))
         trainer = Trainer(run, process_group=dist.group.WORLD, mesh=mesh)
-    if trainer.resumed is not None and dist.get_rank() == 0:
-        console.print(f"resumed from {trainer.resumed} at step {trainer.steps_done}", soft_wrap=True)
+    if (trainer.resumed is not None or trainer.resumed_from_memory) and dist.get_rank() == 0:
+        console.print(f"resumed from {trainer.resumed or 'memory'} at step {trainer.steps_done}", soft_wrap=True)
     with progress(
         "training", config.steps, dist.get_rank() == 0,
         done_before=trainer.steps_done, every=config.print_every, log=True,
     ) as advance:  # fmt: skip
-        result = trainer.train(lambda report: advance(report.step, report.text()))
+
+        def show(report: StepReport) -> None:
+            report_progress()
+            advance(report.step, report.text())
+
+        result = trainer.train(show)
     return {"config": settings(config) | {"tp": plan.uniform_tp}, "plan": json.loads(written), **result}
 
 
@@ -246,14 +260,50 @@ def _values_of(options: argparse.Namespace) -> dict[str, Any]:
     known = dataclasses.fields(TrainConfig)
     in_file = {} if options.config is None else read_values(options.config, known)
     given = values(TrainConfig, options)
-    named = {"data": options.dp, "pipeline": options.pp, "tensor": options.tp}
+    named = {"data": options.dp and options.dp[-1], "pipeline": options.pp, "tensor": options.tp}
     degrees = {name: degree for name, degree in named.items() if degree is not None}
-    for option, degree in (("--dp", options.dp), ("--pp", options.pp), ("--tp", options.tp)):
+    for option, degree in (("--pp", options.pp), ("--tp", options.tp)):
         if degree is not None and degree < 1:
             raise UsageError(f"{option} must be at least 1, got {degree}")
     if degrees:
         given["degrees"] = dataclasses.replace(Degrees.of(in_file.get("degrees", {})), **degrees)
-    return TrainConfig.merged(in_file, given)
+    found = TrainConfig.merged(in_file, given)
+    file_degrees = in_file.get("degrees", {})
+    if options.dp is None and isinstance(file_degrees, dict) and "data" not in file_degrees:
+        _fill_replicas(found)
+    return found
+
+
+def _replicas(text: str) -> range:
+    """Data-parallel degrees of `N` or `MIN:MAX`, at least one."""
+    least, colon, most = text.partition(":")
+    found = range(0)
+    if least.isdecimal() and (most.isdecimal() or not colon) and len(text) < 20:
+        found = range(int(least), int(most or least) + 1)
+    if not found or not 1 <= found[0] <= found[-1] <= _MOST_REPLICAS:
+        raise argparse.ArgumentTypeError(
+            f"must be a degree from 1 to {_MOST_REPLICAS}, or two as MIN:MAX, e.g. 1:2, got {text!r}"
+        )
+    return found
+
+
+def _fill_replicas(found: dict[str, Any]) -> None:
+    """Let the ranks of a launcher be replicas of the given tensor-parallel degree. Runs with experts do so anyway."""
+    from oases.train.model_options import Degrees
+
+    launched, degrees = _launched(), Degrees.of(found.get("degrees", {}))
+    of_one = degrees.pipeline * degrees.tensor
+    if launched and degrees.tensor and launched % of_one == 0 and not (found.get("experts") or found.get("plan")):
+        found["degrees"] = dataclasses.replace(degrees, data=launched // of_one)
+
+
+def _launched() -> int | None:
+    """Number of ranks that a launcher has started; None without one."""
+    import os
+
+    from oases.launch.ranks import under_torchrun
+
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
 def _write_config(options: argparse.Namespace) -> None:
@@ -266,11 +316,8 @@ def _write_config(options: argparse.Namespace) -> None:
     print(config_text(found, dataclasses.fields(TrainConfig)), end="")
 
 
-def _run_of(options: argparse.Namespace) -> Run:
-    """Validated run of the options."""
-    import os
-
-    from oases.launch.ranks import under_torchrun
+def _runs_of(options: argparse.Namespace) -> list[Run]:
+    """Validated runs of the options: the one to start with, then those with fewer replicas that --dp allows."""
     from oases.train.config import TrainConfig, values_for
     from oases.train.plan import Run, num_ranks, read_plan, resolve_degrees
 
@@ -281,8 +328,43 @@ def _run_of(options: argparse.Namespace) -> Run:
                 f"the plan sets the tensor-parallel degree of every segment; leave out --tp {options.tp}"
             )
         plan = read_plan(found["plan"])
-        return Run(TrainConfig(**values_for(plan, found)), plan)
+        return [Run(TrainConfig(**values_for(plan, found)), plan)]
     config = TrainConfig(**found)
-    launched = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-    ranks = num_ranks(config, launched, one_replica=options.dp == 1)
-    return Run.of(dataclasses.replace(config, degrees=resolve_degrees(config, ranks)), ranks)
+    replicas = options.dp or range(0)
+    if len(replicas) < 2:
+        ranks = num_ranks(config, _launched(), one_replica=replicas == range(1, 2))
+        return [Run.of(dataclasses.replace(config, degrees=resolve_degrees(config, ranks)), ranks)]
+    degrees = resolve_degrees(config, num_ranks(config))  # at the most replicas; the other degrees stay
+    runs = []
+    for data in reversed(replicas):
+        each = dataclasses.replace(degrees, data=data)
+        try:
+            made = Run.of(dataclasses.replace(config, degrees=each), data * degrees.pipeline * degrees.tensor)
+        except UsageError as error:
+            raise UsageError(f"--dp {replicas[0]}:{replicas[-1]} with {data} replicas: {error}") from error
+        runs.append(made)
+    launched = _launched()
+    if launched is None:
+        return runs
+    fitting = [run for run in runs if run.plan.world == launched]
+    if not fitting:
+        raise UsageError(
+            f"--dp {replicas[0]}:{replicas[-1]} needs {runs[-1].plan.world} to {runs[0].plan.world} ranks, "
+            f"{degrees.pipeline * degrees.tensor} for each replica, but the launcher gives {launched}; start others, "
+            "or change --dp"
+        )
+    return fitting
+
+
+def _lowered(fewer: Sequence[Run], options: argparse.Namespace) -> Sequence[Run]:
+    """The runs with fewer replicas. UsageError where they would never be started, or not on the nodes."""
+    if fewer and not options.max_restarts:
+        raise UsageError(
+            f"--dp {options.dp[0]}:{options.dp[-1]} lowers the replicas at a restart; give --max-restarts N, or one "
+            "degree"
+        )
+    if fewer and options.nodes != 1:
+        raise UsageError(
+            f"--nodes {options.nodes} emulates nodes that are never lost; leave it out, or give --dp one degree"
+        )
+    return fewer

@@ -9,7 +9,7 @@ pass, stand-ins replace the blocks' parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 
@@ -81,6 +81,8 @@ class ScheduledCall:
         self._guard = FailureScope(program.schedule, program.label, monitor, self._forget, unanimous)
         self._gathering = gathering
         handlers = work.handlers()
+        if differentiable and program.schedule.recomputed:
+            handlers = _as_now(handlers, self.RECOMPUTE)
         if gathering is not None:
             handlers = gathering.around(handlers, program, partial(_put, parameters, work.leaves))
         self._executor = Executor(handlers, self._guard, context)
@@ -184,6 +186,26 @@ class ScheduledCall:
         self._work.forget()
         if self._gathering is not None:
             self._gathering.forget()
+
+
+def _as_now(handlers: Handlers, kinds: Collection[str]) -> Handlers:
+    """Handlers of which those of `kinds` run under the autocast of this moment, whatever is on around backward()."""
+    devices = ("cpu", "cuda")
+    states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in devices]
+
+    def wrapped(handler: Callable[[Step], None]) -> Callable[[Step], None]:
+        def run(step: Step) -> None:
+            with ExitStack() as contexts:
+                for kind, enabled, dtype in states:
+                    now = torch.is_autocast_enabled(kind)
+                    if now != enabled or (enabled and torch.get_autocast_dtype(kind) != dtype):
+                        # No cache: a cast weight would be shared by the graphs of sub-batches, which are freed apart.
+                        contexts.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+                handler(step)
+
+        return run
+
+    return {kind: wrapped(handler) if kind in kinds else handler for kind, handler in handlers.items()}
 
 
 def refuse_second_derivatives(name: str) -> None:

@@ -1,11 +1,6 @@
 """Start of a run's ranks through torchrun's API, and their end with a message that names the cause.
 
 Outside torchrun a command starts its own ranks; under torchrun each process is one of them already.
-
-A rank whose collective failed or timed out makes a roll call. Live ranks answer with what they wait for, even while
-their main thread is blocked in a collective; those that do not answer are gone. An idle thread polls the store once
-per interval. A rank that has answered and still waits some seconds later ends, too: where a link was lost, nothing
-else may tell it that its peer is gone.
 """
 
 from __future__ import annotations
@@ -25,94 +20,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
-from oases.launch import fork_server
+from oases.launch import fork_server, memory
 from oases.launch.agents import RankFailedError, launch
+from oases.launch.roll_call import RollCall
 from oases.testbed import Backend, Nodes
-
-_INTERVAL_SECONDS = 0.5
-_FAREWELL_SECONDS = 8.0
-"""Time that a rank has to fail by itself after another made a roll call; more than that one takes to end."""
-_MOST_CONNECTIONS = 3
-"""Connections to the store that a thread tries: a link that was lost for some seconds breaks one."""
-
-
-class RollCall:
-    """Thread that answers roll calls for `rank` of `size` until stopped, over a connection of its own.
-
-    waiting_for: returns the op that the rank's main thread waits for, "" while it computes.
-    """
-
-    def __init__(self, rank: int, size: int, waiting_for: Callable[[], str]) -> None:
-        self.rank = rank
-        self.size = size
-        self._waiting_for = waiting_for
-        # A launcher may start the ranks again over the same store.
-        self._call = f"oases/roll-call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._stop = threading.Event()
-        self._calls = False
-        """Whether this rank made a roll call, and so is ending."""
-        self._thread = threading.Thread(target=self._answer, name="oases-roll-call", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        self._thread.join()
-
-    def call(self, patience_seconds: float = 3.0) -> dict[int, str | None]:
-        """Make a roll call; return the op every other rank waits for ("": it computes), None for ranks that are gone.
-
-        Empty if the store is gone, too.
-        """
-        self._calls = True
-        answers: dict[int, str | None] = {rank: None for rank in range(self.size) if rank != self.rank}
-        try:
-            store = _connect()
-            store.set(self._call, str(self.rank))
-            end = time.monotonic() + patience_seconds
-            while None in answers.values() and time.monotonic() < end:
-                time.sleep(0.05)
-                for rank, answer in answers.items():
-                    if answer is None and store.check([f"{self._call}/{rank}"]):
-                        answers[rank] = store.get(f"{self._call}/{rank}").decode().removeprefix("here ")
-        except (RuntimeError, OSError):  # the store went down with the rank that held it
-            return {}
-        return answers
-
-    def _answer(self) -> None:
-        for _ in range(_MOST_CONNECTIONS):
-            try:
-                store = _connect()
-                while not self._stop.wait(_INTERVAL_SECONDS):
-                    if store.check([self._call]):
-                        # "here": the store would wait forever for an empty value.
-                        store.set(f"{self._call}/{self.rank}", f"here {self._waiting_for()}")
-                        return self._farewell(store.get(self._call).decode())
-                return None
-            except (RuntimeError, OSError):
-                continue  # a lost link, or the launcher, which holds the store, is gone
-        return None
-
-    def _farewell(self, caller: str) -> None:
-        """End this process unless it ends by itself in time."""
-        if self._stop.wait(_FAREWELL_SECONDS) or self._calls:
-            return
-        waiting = self._waiting_for()
-        doing = f" while it waited for {waiting}" if waiting else ""
-        print(f"oases: rank {self.rank}: rank {caller} has left{doing}", file=sys.stderr, flush=True)
-        _leave(1)
-
-
-def _connect() -> TCPStore:
-    # The default group's client would do, were it not locked while another thread uses it.
-    return TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False,
-        timeout=timedelta(seconds=5),
-    )  # fmt: skip
-
 
 _RESTARTS = "OASES_RESTARTS"
 """Environment variable of the ranks: number of restarts by `run_ranks`."""
@@ -124,8 +37,10 @@ class RankOptions:
 
     timeout_seconds: limit for a collective. nodes: nodes of the testbed to place the ranks on, for a process behind
     their link; None: one node. asked: option that determined the number of ranks, for errors; empty: --tp.
-    max_restarts: restarts of all ranks after one failed. exit_code: shared value, set by `run_ranks`, in which ranks
-    that ended with their state saved leave their exit code.
+    max_restarts: restarts of all ranks after one failed. fewer: (size, arguments) of the function to go on with, in
+    turn, after a restart that made no progress (`report_progress`): what failed then is lost for good. exit_code,
+    progress: shared values, set by `run_ranks`, in which ranks that ended with their state saved leave their exit
+    code, and ranks report progress.
     """
 
     size: int
@@ -134,7 +49,19 @@ class RankOptions:
     nodes: Nodes | None = None
     asked: str = ""
     max_restarts: int = 0
+    fewer: tuple[tuple[int, tuple[Any, ...]], ...] = ()
     exit_code: Any = None
+    progress: Any = None
+
+
+_progress: Any = None
+"""The shared value of this rank's options."""
+
+
+def report_progress() -> None:
+    """Tell the launcher that this start of the ranks works."""
+    if _progress is not None:
+        _progress.value = 1
 
 
 def restart_count() -> int:
@@ -164,7 +91,8 @@ def run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], options:
         return _rank_main(function, arguments, options)
     if options.backend.single_process:
         return _stand_for_all(function, arguments, options)
-    return _launch(function, arguments, options)
+    with memory.kept_for(options.size):
+        return _launch(function, arguments, options)
 
 
 def _stand_for_all(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
@@ -183,15 +111,22 @@ def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: R
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.size)))
     # Not the agent's own restarts: agents of several nodes do not restart together, and they would repeat errors that
     # no restart can fix.
-    saved = multiprocessing.get_context("spawn").Value("i", 0, lock=False)
-    options = replace(options, exit_code=saved)
+    spawn = multiprocessing.get_context("spawn")
+    saved, progress = spawn.Value("i", 0, lock=False), spawn.Value("i", 0, lock=False)
+    options = replace(options, exit_code=saved, progress=progress)
     try:
         for restart in range(options.max_restarts + 1):
             os.environ[_RESTARTS] = str(restart)
+            progress.value = 0
             try:
                 return launch(_rank_main, (function, arguments, options), options.size, options.nodes)
             except RankFailedError as error:
-                _restart_or_exit(error, saved.value, restart, options.max_restarts)
+                how = ""
+                if restart and not progress.value and options.fewer:
+                    before, ((size, arguments), *fewer) = options.size, options.fewer
+                    options = replace(options, size=size, fewer=tuple(fewer))
+                    how = f" with {size} ranks instead of {before}"
+                _restart_or_exit(error, saved.value, restart, options.max_restarts, how)
     except KeyboardInterrupt:
         if not saved.value:
             print("oases: interrupted", file=sys.stderr)
@@ -201,20 +136,22 @@ def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], options: R
     raise AssertionError("the last start returns or exits")
 
 
-def _restart_or_exit(error: RankFailedError, saved: int, restart: int, max_restarts: int) -> None:
+def _restart_or_exit(error: RankFailedError, saved: int, restart: int, max_restarts: int, how_many: str = "") -> None:
     """Exit, with the saved-exit code of the ranks or one for the failure, unless they are to be restarted."""
     if error.exit_code == 2 or saved:  # an error that no restart can fix
         sys.exit(saved or 2)
     how = f"exit code {error.exit_code}"
     if error.exit_code < 0:
         how = f"signal {signal.Signals(-error.exit_code).name}"
-    then = f"restart {restart + 1} of {max_restarts}" if restart < max_restarts else "the run is over"
+    then = f"restart {restart + 1} of {max_restarts}{how_many}" if restart < max_restarts else "the run is over"
     print(f"oases: {error.who} ended with {how}; {then}", file=sys.stderr, flush=True)
     if restart == max_restarts:
         sys.exit(1)
 
 
 def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options: RankOptions) -> Any:
+    global _progress
+    _progress = options.progress
     fork_server.die_with_parent()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     if options.nodes is None:
@@ -227,7 +164,7 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
     ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     roll_call = RollCall(rank, options.size, _waiting_for)
-    signal.signal(signal.SIGTERM, lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
+    _end_at_sigterm(lambda number, frame: _end(f"rank {rank} was ended by the launcher", roll_call))
     signal.signal(signal.SIGINT, lambda number, frame: _leave(130))  # Ctrl-C: the launcher says so
     fork_server.release_signals()
     try:
@@ -256,6 +193,26 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
             _end(lost + str(error).strip().splitlines()[0], roll_call)
         print(f"oases: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         _leave(1)
+
+
+def _end_at_sigterm(handler: Callable[[int, Any], NoReturn]) -> None:
+    """Handle SIGTERM, from a thread where the main thread cannot: blocked by a store or gloo for a peer.
+
+    Without it the launcher would wait half a minute before it kills the rank. Another handler that is set later, of a
+    run that saves first, is left alone.
+    """
+    signal.signal(signal.SIGTERM, handler)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while number := os.read(read, 1):
+            time.sleep(0.5)  # for the main thread, whose handler sets another
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler:
+                handler(signal.SIGTERM, None)
+
+    threading.Thread(target=watch, name="oases-sigterm", daemon=True).start()
 
 
 def _join(options: RankOptions, local_rank: int) -> None:
@@ -304,7 +261,8 @@ def _why_apart(error: str, options: RankOptions) -> str:
 
 def _end(message: str, roll_call: RollCall) -> NoReturn:
     """Exit with a last message: the failure, the op this rank waited for, and the missing ranks."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank, waiting = roll_call.rank, _waiting_for()
     if not message.startswith(f"rank {rank} "):
         message = f"rank {rank}: {message}"

@@ -1,14 +1,18 @@
 """Guards against wrappers and functions of torch that take this rank's shards for the whole model.
 
 torch does not know what a plain parameter is a part of. DistributedDataParallel over tensor-parallel ranks would
-overwrite every rank's shards with the first rank's; `clip_grad_norm_` would compute another norm on each rank.
-Modules with sharded parameters are registered here, and both are refused for them. DistributedDataParallel is checked
-when a module is registered in it, by torch's hook for that; `clip_grad_norm_` by a wrapper of its second half.
+overwrite every rank's shards with the first rank's, FSDP would mix the shards of all; `clip_grad_norm_` would compute
+another norm on each rank. Modules with sharded parameters are registered here, and all are refused for them.
+DistributedDataParallel and FSDP1 are checked when a module is registered in them, by torch's hook for that; FSDP2
+when it takes a parameter and `clip_grad_norm_` in its second half, by wrappers of those.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from functools import wraps
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -21,6 +25,10 @@ from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_of
 from oases.parallel.sharding import sharded_modules, sharded_parameters
 
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
+"""Module of torch with FSDP2's parameters; patched once it is imported, because that takes half a second."""
+_WRAPPED = {"DistributedDataParallel": "module", "FullyShardedDataParallel": "_fsdp_wrapped_module"}
+"""Names of the wrapped module in torch's wrappers."""
 _holders: WeakSet[nn.Module] = WeakSet()
 _clips_whole = clip_grad._clip_grads_with_norm_
 
@@ -32,6 +40,7 @@ def register_shards(module: nn.Module) -> None:
             _holders.add(holder)
             clip_grad._clip_grads_with_norm_ = _clip_grads_with_norm
             state_shards.install(registered_shards)
+            _guard_fsdp2()
 
 
 def registered_shards() -> dict[int, tuple[nn.Parameter, str]]:
@@ -59,25 +68,55 @@ def _clip_grads_with_norm(
     _clips_whole(given, max_norm, total_norm, foreach)
 
 
-def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Raise UsageError where DistributedDataParallel is given a module sharded over two or more of its ranks."""
-    if not isinstance(wrapper, nn.parallel.DistributedDataParallel) or name != "module" or module is None:
+def _guard_fsdp2() -> None:
+    """Check the parameters that `fully_shard` takes from now on."""
+    fsdp2: Any = sys.modules.get(_FSDP2)
+    if fsdp2 is None or hasattr(fsdp2.FSDPParam.__init__, "__wrapped__"):
         return
-    ranks = set(dist.get_process_group_ranks(wrapper.process_group))
-    ignored: set[str] = wrapper.parameters_to_ignore
+    take = fsdp2.FSDPParam.__init__
+
+    @wraps(take)
+    def checked(self: Any, param: nn.Parameter, module_info: Any, mesh_info: Any, *others: Any, **named: Any) -> None:
+        holder = module_info.module
+        if holder in _holders and any(param is each for _, each, _ in sharded_parameters(holder)):
+            name = f"{type(holder).__name__}.{module_info.param_name}"
+            _require_apart("fully_shard", set(mesh_info.mesh.mesh.flatten().tolist()), holder, name)
+        take(self, param, module_info, mesh_info, *others, **named)
+
+    fsdp2.FSDPParam.__init__ = checked
+
+
+def _require_apart(wrapper: str, ranks: set[int], holder: nn.Module, name: str) -> None:
+    """Raise UsageError where two or more of a wrapper's ranks have shards of a parameter."""
+    group: ProcessGroup | None = group_of(getattr(holder, "_group_name", ""))
+    if group is None or len(ranks & set(dist.get_process_group_ranks(group))) < 2:
+        return
+    harm = "overwrite" if wrapper == "DistributedDataParallel" else "mix the shards of"
+    means = "with the shard of one rank" if wrapper == "DistributedDataParallel" else "as if they were equal"
+    how = 'mesh=mesh["dp"]' if wrapper == "fully_shard" else 'process_group=mesh.get_group("dp")'
+    raise UsageError(
+        f"{wrapper} over ranks {sorted(ranks)} would {harm} {name}, which is sharded over ranks "
+        f"{dist.get_process_group_ranks(group)}, {means}; give it the data-parallel group alone, {how}, or train "
+        "without it where all ranks are tensor-parallel (accelerate and the Trainer of transformers wrap models in "
+        "it, too)"
+    )
+
+
+def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raise UsageError where DDP or FSDP1 is given a module sharded over two or more of its ranks."""
+    bases = (each.__name__ for each in type(wrapper).__mro__ if each.__module__.startswith("torch."))
+    kind = next((each for each in bases if each in _WRAPPED), "")
+    if _WRAPPED.get(kind) != name or module is None:
+        return
+    ddp = kind == "DistributedDataParallel"
+    ranks = set(dist.get_process_group_ranks(cast(Any, wrapper).process_group))
+    ignored: set[str] = cast(Any, wrapper).parameters_to_ignore if ddp else set()
     for holder, path in sharded_modules(module):
-        group: ProcessGroup | None = group_of(getattr(holder, "_group_name", ""))
-        if group is None or len(ranks & set(dist.get_process_group_ranks(group))) < 2:
-            continue
-        for own, _, _ in sharded_parameters(holder):
-            full = f"{path}.{own}" if path else own
+        # FSDP1 has already replaced the parameters.
+        for own in [each for each, _, _ in sharded_parameters(holder)] if ddp else [""]:
+            full = f"{path}.{own}".strip(".")
             if full not in ignored:
-                raise UsageError(
-                    f"DistributedDataParallel over ranks {sorted(ranks)} would overwrite {full}, which is sharded "
-                    f"over ranks {dist.get_process_group_ranks(group)}, with the shard of one rank; give it the "
-                    'data-parallel group alone, process_group=mesh.get_group("dp"), or train without it where all '
-                    "ranks are tensor-parallel (accelerate and the Trainer of transformers wrap models in it, too)"
-                )
+                _require_apart(kind, ranks, holder, full)
 
 
 register_module_module_registration_hook(_refuse_replication)

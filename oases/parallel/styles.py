@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from oases.parallel.chunks import Chunks, Kind, NumChunks
+from oases.parallel.linear import under_autocast
 
 
 class _Overlapped(ParallelStyle):
@@ -54,17 +55,20 @@ class _Overlapped(ParallelStyle):
         chunks = Chunks(self.kind)  # one for every module: a style may be applied to many
 
         def forward(linear: nn.Linear, x: Tensor) -> Tensor:
-            needed, made, sequence = self._layouts(x.dim())
+            # Of a DTensor or a row-parallel input the whole length is known; other shards are taken for even ones.
+            even = x.dim() < 2 or x.shape[-2] % device_mesh.size() == 0
+            even = even or not (isinstance(x, DTensor) or self.kind == "row")
+            needed, made, sequence = self._layouts(x.dim(), even)
             x = _local(x, device_mesh, given, needed)
-            y = chunks.linear(self.num_chunks, x, *_weights(linear), name, sequence)
+            y = chunks.linear(self.num_chunks, *under_autocast(x, *_weights(linear)), name, sequence)
             return _laid_out(y, device_mesh, made, wanted, self.use_local_output)
 
         module.forward = MethodType(forward, module)  # type: ignore[method-assign]
         return module
 
     @abstractmethod
-    def _layouts(self, ndim: int) -> tuple[Placement, Placement, bool]:
-        """Layouts of the op's input and output, and whether it is sequence-parallel."""
+    def _layouts(self, ndim: int, even: bool) -> tuple[Placement, Placement, bool]:
+        """Layouts of the op's input and output, and whether it is sequence-parallel; even: the sequence divides."""
 
 
 class OverlappedColwiseParallel(_Overlapped, ColwiseParallel):
@@ -75,9 +79,9 @@ class OverlappedColwiseParallel(_Overlapped, ColwiseParallel):
 
     kind = "column"
 
-    def _layouts(self, ndim: int) -> tuple[Placement, Placement, bool]:
+    def _layouts(self, ndim: int, even: bool) -> tuple[Placement, Placement, bool]:
         given = self.input_layouts[0]
-        sequence = _is_sequence(given, ndim)
+        sequence = even and _is_sequence(given, ndim)
         return given if sequence else Replicate(), Shard(-1), sequence
 
 
@@ -89,9 +93,9 @@ class OverlappedRowwiseParallel(_Overlapped, RowwiseParallel):
 
     kind = "row"
 
-    def _layouts(self, ndim: int) -> tuple[Placement, Placement, bool]:
+    def _layouts(self, ndim: int, even: bool) -> tuple[Placement, Placement, bool]:
         wanted = self.output_layouts[0]
-        sequence = _is_sequence(wanted, ndim)
+        sequence = even and _is_sequence(wanted, ndim)
         return Shard(ndim - 1), wanted if sequence else Replicate(), sequence
 
 

@@ -25,11 +25,13 @@ from oases.reporting import Report, report
 from oases.train.callbacks import TrainingCallbacks
 from oases.train.checkpoint.files import load, random_streams, save
 from oases.train.checkpoint.lock import lock_folder
+from oases.train.checkpoint.memory import StateMemory
 from oases.train.checkpoint.metadata import Metadata
 from oases.train.checkpoint.resume import starting_checkpoint
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings
 from oases.train.failure_notifier import FailureNotifier
 from oases.train.load_balance import LoadBalance
+from oases.train.logs import last_logged_step
 from oases.train.master_weights import make_optimizer
 from oases.train.meter import Meter
 from oases.train.metrics import Reporter, StepReport
@@ -96,10 +98,19 @@ class Trainer:
         self.step_check = StepCheck(cast(Policy, config.bad_loss), config.spike)
         # Before anything of another run is read or removed.
         self._lock = None if config.checkpoint is None else lock_folder(config.checkpoint, self.group)
-        self.resumed = starting_checkpoint(config.checkpoint, config.resume, config.resumes_newest, self.group)
+        self.memory = self._make_memory() if config.memory_every else None
+        held = 0 if self.memory is None else self.memory.newest(self._last_logged())
+        self.resumed = starting_checkpoint(config.checkpoint, config.resume, config.resumes_newest, self.group, held)
         """Checkpoint that this run resumed from."""
+        self.resumed_from_memory = held > 0 and self.resumed is None
         if self.resumed is not None:
             self._resume(self.resumed)
+        elif self.memory is not None and held:
+            record = self.memory.restore(held)
+            self.steps_done, self.updates = held, record["updates"]
+            self.step_check.recent.extend(record["losses"])
+        if self.memory is not None:
+            self.memory.forget(but=held if self.resumed is None else 0)
         if isinstance(self.model, MoEGPT):
             stages = self.mesh.num_stages
             self.balance = LoadBalance(self.group, stages, config.record_loads, self.steps_done)
@@ -117,6 +128,26 @@ class Trainer:
                 f"checkpoint {str(path)!r} is at step {self.steps_done} of {self.config.steps}: nothing is "
                 "left to do; raise --steps"
             )
+
+    def _make_memory(self) -> StateMemory:
+        """Memory that ranks with the same state share a name in: replicas, unless state is sharded over them."""
+        tensor, mesh = self.plan.uniform_tp, self.mesh
+        shard = f"stage {mesh.stage}, part {mesh.rank % (tensor or 1)}"
+        if tensor is None or self.plan.zero or self.plan.fsdp or self.plan.experts is not None:
+            shard = f"rank {group_rank(self.group)} of {group_size(self.group)}"
+        return StateMemory(self.model, self.optimizer, shard, self.group)
+
+    def _last_logged(self) -> float:
+        """Last step in the log, behind which a run cannot go on without a hole in it; infinity without a log."""
+        log = self.config.step_log
+        return last_logged_step(log) if log is not None and group_rank(self.group) == 0 else math.inf
+
+    def remember(self) -> None:
+        """Copy the state to memory. All ranks call it after the same step."""
+        if self.memory is not None:
+            self.settle()
+            record = {"updates": self.updates, "losses": list(self.step_check.recent)}
+            self.memory.save(self.steps_done, record)
 
     def _data(self) -> dict[str, Any]:
         config = self.config

@@ -13,11 +13,14 @@ WIDTH = 64
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
+        self.types = []
         self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.experts = OverlappedMoE(WIDTH, 2 * WIDTH, num_experts=4, gated=True)
 
     def before(self, x):
-        x = x + self.mix(x)
+        mixed = self.mix(x)
+        self.types.append(mixed.dtype)
+        x = x + mixed
         return x, self.norm(x)
 
     def after(self, x, y):
@@ -48,3 +51,16 @@ def check(stacked):
 @pytest.mark.parametrize("stacked", [False, True], ids=["layer", "stack"])
 def test_results_under_autocast(two_ranks, stacked):
     two_ranks.run(check, stacked)
+
+
+def check_recomputed():
+    torch.manual_seed(0)
+    stack = ExpertStack([Block(), Block()], recompute=True)
+    gradients(stack, torch.randn(32, WIDTH), True)
+    for block in stack.blocks:
+        assert len(block.types) > 1
+        assert set(block.types) == {torch.bfloat16}
+
+
+def test_recomputation_runs_under_the_autocast_of_the_forward_pass(two_ranks):
+    two_ranks.run(check_recomputed)

@@ -91,10 +91,26 @@ TRAINING = (
     Mutation(
         "checkpoint_moments_at_step_0",
         "oases/train/checkpoint/files.py",
-        'moments["step"].fill_(float(record.updates))',
+        'moments["step"].fill_(float(updates))',
         'moments["step"].fill_(0.0)',
         ("train/test_checkpoint.py",),
         "Bias correction of AdamW starts anew in a resumed run.",
+    ),
+    Mutation(
+        "memory_restores_what_was_cut_off",
+        "oases/train/checkpoint/memory.py",
+        "        file.step = 0\n        state = self._state()",
+        "        state = self._state()",
+        ("train/test_state_memory.py",),
+        "A copy in memory counts as complete while it is being written.",
+    ),
+    Mutation(
+        "memory_takes_a_step_that_is_not_logged",
+        "oases/train/checkpoint/memory.py",
+        "for step, _ in held if step <= limit}",
+        "for step, _ in held}",
+        ("train/test_state_memory.py",),
+        "The log of a run that goes on from memory has a hole.",
     ),
     Mutation(
         "data_same_batch_in_pairs",

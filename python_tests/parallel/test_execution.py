@@ -193,3 +193,32 @@ def test_sums_are_not_written_over_what_is_put_off():
     for block, (_, up, _) in zip(stack.blocks, blocks, strict=True):
         torch.testing.assert_close(block.up.weight.grad, up.weight.grad)
         torch.testing.assert_close(block.shift.grad.sum((0, 1)), up.bias.grad)
+
+
+@pytest.mark.parametrize("schedule", ["oases", "sync"])
+@pytest.mark.parametrize("around", ["forward", "backward", "both"])
+def test_recomputation_runs_under_the_autocast_of_the_forward_pass(schedule, around):
+    types = []
+
+    class Recorded(Mlp):
+        def partial(self, x):
+            y = super().partial(x)
+            types.append(y.dtype)
+            return y
+
+    def gradients(recompute):
+        stack = make_stack(plain_blocks(2), None, Recorded, schedule=schedule, recompute=recompute).float()
+        types.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=around != "backward"):
+            y = stack(torch.linspace(-1, 1, 12 * WIDTH).view(4, 3, WIDTH))
+        with torch.autocast("cpu", torch.bfloat16, enabled=around != "forward"):
+            y.float().square().sum().backward()
+        return [parameter.grad for parameter in stack.parameters()]
+
+    expected = gradients("none")
+    forward = list(types)
+    found = gradients("full")
+    assert types == 2 * forward
+    assert set(forward) == {torch.float32 if around == "backward" else torch.bfloat16}
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.02, atol=1e-3)

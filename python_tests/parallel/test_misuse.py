@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from block_examples import WIDTH, Mlp, Passing, make_stack, plain_blocks
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import oases
@@ -196,6 +197,14 @@ def with_an_embedding_under_ddp():
     DistributedDataParallel(nn.Sequential(OverlappedEmbedding(8, 4), nn.Linear(4, 4)))
 
 
+def under_fsdp2_over_tensor_parallel_ranks():
+    fully_shard(started())
+
+
+def under_fsdp1_over_tensor_parallel_ranks():
+    FullyShardedDataParallel(nn.Sequential(started()), device_id=torch.device("cpu"))
+
+
 def clipped_by_torch():
     stack = used()
     nn.utils.clip_grad_norm_(stack.parameters(), 1.0)
@@ -273,6 +282,8 @@ CASES = (
     Misuse(with_second_derivatives_of_experts, RuntimeError, "second derivatives"),
     Misuse(under_ddp_over_tensor_parallel_ranks, UsageError, r"ranks \[0, 1\] would overwrite .*get_group\(.dp"),
     Misuse(with_an_embedding_under_ddp, UsageError, r"would overwrite 0\.weight, .* process_group=mesh"),
+    Misuse(under_fsdp2_over_tensor_parallel_ranks, UsageError, r"would mix the shards of Over.*mesh=mesh\[.dp"),
+    Misuse(under_fsdp1_over_tensor_parallel_ranks, UsageError, r"would mix the shards of 0\..*get_group\(.dp"),
     Misuse(clipped_by_torch, UsageError, r"OverlappedColumnLinear\.weight, .*oases\.clip_grad_norm\(model"),
     Misuse(with_other_inputs, UsageError, "ranks 0 and 1 were given different inputs, .*the same batch"),
     Misuse(with_other_inputs_later, UsageError, "ranks 0 and 1 were given different inputs"),

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from oases import OverlappedColwiseParallel, OverlappedRowwiseParallel
@@ -80,3 +80,54 @@ def check_head():
 
 def test_gathered_head_and_embedding(two_ranks):
     two_ranks.run(check_head)
+
+
+def both(outside, call):
+    """Results of `call(model, whole)` and gradients with torch's styles, and with ours."""
+    torch.manual_seed(0)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    results = []
+    for column, row in (
+        (ColwiseParallel, RowwiseParallel),
+        (OverlappedColwiseParallel, OverlappedRowwiseParallel),
+    ):
+        styles = {"0": column(input_layouts=outside), "2": row(output_layouts=outside)}
+        model = parallelize_module(copy.deepcopy(plain), mesh, styles)
+        y = call(model, mesh)
+        y.float().square().sum().backward()
+        results.append([y, *(p.grad.full_tensor() for p in model.parameters())])
+    return results
+
+
+def check_autocast(activations, outside):
+    x = part(torch.randn(2, 4, 8), outside).to(activations)
+
+    def call(model, mesh):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    theirs, ours = both(outside, call)
+    assert ours[0].dtype == theirs[0].dtype == torch.bfloat16
+    for expected, got in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("outside", [Replicate(), Shard(1)], ids=str)
+@pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
+def test_autocast_gives_torch_s_types(two_ranks, activations, outside):
+    two_ranks.run(check_autocast, activations, outside)
+
+
+def check_uneven():
+    whole = torch.randn(2, 7, 8)
+
+    def call(model, mesh):
+        return model(distribute_tensor(whole, mesh, [Shard(1)]))
+
+    for expected, got in zip(*both(Shard(1), call), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_an_uneven_sequence(two_ranks):
+    two_ranks.run(check_uneven)

@@ -1,6 +1,8 @@
 """Kills ranks of a run at random moments: `python kills.py [--stages] [KILLS [SEED]]`; the tests do it with few.
 
 --stages: of a run by a plan of two stages with two tensor-parallel ranks each, else of two tensor-parallel ranks.
+`python kills.py --seconds [KILLS [SEED]]` measures the time from a kill to the next step that was not done before, by
+checkpoints on disk and by memory, of two replicas of 25 million parameters.
 """
 
 import contextlib
@@ -8,6 +10,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -197,8 +200,42 @@ def unbroken_run(corpus, folder, *, steps, plan=None, **options):
     return log
 
 
+def seconds_lost(corpus, folder, *, kills, seed, **options):
+    """Kill a rank `kills` times; returns for each the seconds to the next step that was not done before."""
+    log, generator, found = folder / "log.jsonl", random.Random(seed), []
+    sizes = {"hidden": 512, "layers": 8, "heads": 8, "sequence": 64, "batch": 4, "steps": 20 * kills + 15}
+    words = arguments(
+        corpus, dp=2, tp=1, checkpoint=folder / "run", checkpoint_every=20, keep=1, step_log=log, max_restarts=kills,
+        **sizes, **options,
+    )  # fmt: skip
+
+    def kill(run):
+        for number in range(kills):
+            moment = 20 * number + generator.randrange(22, 38)
+            wait_until(lambda moment=moment: len(lines_of(log)) >= moment, run)
+            begin, done = time.monotonic(), lines_of(log)[-1]["step"]
+            os.kill(generator.choice(run.ranks()[-2:]), signal.SIGKILL)
+            wait_until(lambda done=done: lines_of(log)[-1]["step"] > done, run)
+            found.append(time.monotonic() - begin)
+
+    code = Run(words, folder / "stderr").call(kill)
+    assert code == 0, (folder / "stderr").read_text()
+    return found
+
+
+def print_seconds(kills, seed):
+    for name, options in {"disk": {}, "memory": {"memory_every": 1}}.items():
+        with tempfile.TemporaryDirectory() as directory:
+            folder = Path(directory)
+            found = seconds_lost(write_corpus(folder / "text.txt"), folder, kills=kills, seed=seed, **options)
+        print(f"{name}: median {statistics.median(found):.1f} s, worst {max(found):.1f} s of {kills} kills")
+
+
 def main(words):
-    numbers = [int(word) for word in words if word != "--stages"]
+    numbers = [int(word) for word in words if not word.startswith("--")]
+    if "--seconds" in words:
+        print_seconds(*numbers, *(5, 0)[len(numbers) :])
+        return
     kills, seed = (*numbers, *(20, 0)[len(numbers) :])
     kinds = [("step", "checkpoint", "step", "checkpoint", "start")[i % 5] for i in range(kills)]
     with tempfile.TemporaryDirectory() as directory:

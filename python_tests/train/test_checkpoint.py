@@ -340,8 +340,9 @@ def test_a_run_that_lost_a_rank_does_not_wait_for_its_checkpoint(monkeypatch, tm
             saving.start({}, mock.Mock(step=1))
             raise error
 
-    with pytest.warns(UserWarning, match=f"is incomplete: it took more than {seconds} s"):
-        pytest.raises(type(error), fails)
+    why = f"is incomplete: it took more than {seconds} s"
+    with pytest.warns(UserWarning, match=why), pytest.raises(type(error)):
+        fails()
     ended.set()
 
 

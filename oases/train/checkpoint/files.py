@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -145,15 +145,25 @@ def load(
     reader.read_metadata()  # an error on all ranks alike
     dcp.load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
     if optimizer is not None:
-        for parameter in model.parameters():
-            moments = state_of(optimizer, parameter)
-            if moments is not None:
-                moments["step"].fill_(float(record.updates))
-        if isinstance(optimizer, HasMasterWeights):
-            optimizer.copy_masters_to_model()
-        for name, generator in generators.items():
-            generator.set_state(wanted[_random(name, rank)])
+        random = {name: wanted[_random(name, rank)] for name in generators}
+        finish_loading(model, optimizer, record.updates, random)
     return record
+
+
+def finish_loading(model: nn.Module, optimizer: Optimizer, updates: int, random: Mapping[str, Tensor]) -> None:
+    """Set what follows from loaded tensors or is not among them. updates: number of the optimizer's.
+
+    random: states of the generators, by name; those without one stay.
+    """
+    for parameter in model.parameters():
+        moments = state_of(optimizer, parameter)
+        if moments is not None:
+            moments["step"].fill_(float(updates))
+    if isinstance(optimizer, HasMasterWeights):
+        optimizer.copy_masters_to_model()
+    for name, generator in _generators(model).items():
+        if name in random:
+            generator.set_state(random[name])
 
 
 def state(model: nn.Module, optimizer: Optimizer | None, group: ProcessGroup | None) -> State:
@@ -192,19 +202,36 @@ def _state(
             meshes[name] = mesh_of([cutting], device or parameter.device.type)
         return DTensor.from_local(tensor, meshes[name], [Shard(dim)])
 
-    found: State = {}
-    for name, parameter in model.named_parameters():
-        weight, moments = weight_of(optimizer, parameter), _moments_of(optimizer, parameter)
-        if weight is not None:
-            found[_WEIGHTS + name] = whole(weight, parameter)
-        # With ZeRO-1, the moments of a parameter may be on another rank, which writes them.
-        found |= {f"optimizer.{name}.{kind}": whole(moment, parameter) for kind, moment in moments.items()}
+    found: State = {name: whole(tensor, parameter) for name, tensor, parameter in _tensors(model, optimizer)}
     for name, buffer in _buffers(model):  # the same on all ranks
         found[_WEIGHTS + name] = copied(buffer.detach())
     if optimizer is not None:
         for name, generator in _generators(model).items():
             found[_random(name, group_rank(group))] = generator.get_state()
     return found
+
+
+def local_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Collect this rank's shards as plain tensors, without copying, and copies of its random states, by name.
+
+    Weights are included whose masters other ranks have.
+    """
+    found = {}
+    for name, tensor, _ in [*_tensors(model, None), *_tensors(model, optimizer)]:
+        found[name] = local(tensor.detach())
+    found |= {_WEIGHTS + name: buffer.detach() for name, buffer in _buffers(model)}
+    return found | {name: generator.get_state() for name, generator in _generators(model).items()}
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
+    """Weights, or their masters, and moments that this rank has, by name and with their parameter."""
+    for name, parameter in model.named_parameters():
+        weight = weight_of(optimizer, parameter)
+        if weight is not None:
+            yield _WEIGHTS + name, weight, parameter
+        # With ZeRO-1, the moments of a parameter may be on another rank, which writes them.
+        for kind, moment in _moments_of(optimizer, parameter).items():
+            yield f"optimizer.{name}.{kind}", moment, parameter
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

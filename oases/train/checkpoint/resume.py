@@ -18,12 +18,13 @@ AUTO = "auto"
 
 
 def starting_checkpoint(
-    own: str | None, resume: str | None, resumes_newest: bool, group: ProcessGroup | None
+    own: str | None, resume: str | None, resumes_newest: bool, group: ProcessGroup | None, held: int = 0
 ) -> Path | None:
     """Find the checkpoint to resume from; None: start from scratch. Collective; the same on all ranks.
 
     own: folder that the run writes to. resume: the option's value. resumes_newest: the run was restarted, or resume
-    is "auto"; then the newest valid checkpoint in `own` comes first. The result's checksums are verified.
+    is "auto"; then the newest valid checkpoint in `own` comes first. held: step that the ranks have in memory, 0
+    without; then None unless there is a later checkpoint, and no other is read. The result's checksums are verified.
     Corrupt checkpoints are skipped with a warning that names file and fault, and renamed in `own`. UsageError for a
     given checkpoint that is corrupt, and for a folder with later checkpoints than the one to resume from, which would
     count as newer than those the run writes.
@@ -33,11 +34,11 @@ def starting_checkpoint(
         if group_rank(group) == 0:
             retention.tidy(own)
         if resumes_newest:
-            found = _newest(own, group)
-    if found is None and resume is not None and resume != AUTO:
+            found = _newest(own, group, held)
+    if found is None and not held and resume is not None and resume != AUTO:
         found = _whole(Path(resume), group)
     if own is not None:
-        _require_latest(own, 0 if found is None else Metadata.read(found).step, group)
+        _require_latest(own, held if found is None else Metadata.read(found).step, group)
     return found
 
 
@@ -78,10 +79,12 @@ def _whole(given: Path, group: ProcessGroup | None) -> Path:
     return found
 
 
-def _newest(folder: str | Path, group: ProcessGroup | None) -> Path | None:
-    """Newest valid checkpoint in a folder."""
+def _newest(folder: str | Path, group: ProcessGroup | None, after: int = 0) -> Path | None:
+    """Newest valid checkpoint in a folder, of a later step than `after`."""
     candidates = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, candidates):
+        if after and retention.step_of(path) <= after:
+            break
         fault = _fault(path, group)
         if not fault:
             return path
