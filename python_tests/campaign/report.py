@@ -16,7 +16,8 @@ from campaign.sessions import KINDS, WORLDS, Session
 from oases.profile.run import device_name
 
 COLUMNS = ("fault", "number", "while saving", "median s", "worst s", "over 30 s", "steps lost")
-WORLD_COLUMNS = ("run", "sessions", "faults", "stuck", "differences", "left behind")
+WORLD_COLUMNS = ("run", "sessions", "faults", "restarts' median s", "worst s", "stuck", "differences", "left behind")
+"""Restarts: faults after which ranks were started anew."""
 
 
 def hits(sessions: Iterable[Session]) -> list[Fault]:
@@ -37,15 +38,14 @@ def _row(kind: str, faults: Sequence[Fault]) -> tuple[str, ...]:
     seconds = [fault.seconds or 0.0 for fault in faults]
     saving = sum(fault.hit_while_saving for fault in faults)
     share = f"{saving} ({100 * saving / len(faults):.0f} %)"
-    times = (f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}")
-    return (
-        kind,
-        f"{len(faults)}",
-        share,
-        *times,
-        f"{sum(each > 30 for each in seconds)}",
-        f"{sum(map(lost_steps, faults))}",
-    )
+    late, lost = sum(each > 30 for each in seconds), sum(map(lost_steps, faults))
+    return kind, f"{len(faults)}", share, *_times(faults), f"{late}", f"{lost}"
+
+
+def _times(faults: Sequence[Fault]) -> tuple[str, str]:
+    """Median and worst seconds, "-" without faults."""
+    seconds = [fault.seconds or 0.0 for fault in faults]
+    return (f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}") if seconds else ("-", "-")
 
 
 def rows_by_world(sessions: Sequence[Session]) -> list[tuple[str, ...]]:
@@ -55,8 +55,9 @@ def rows_by_world(sessions: Sequence[Session]) -> list[tuple[str, ...]]:
         own = [session for session in sessions if session.world == world]
         wrong = [kind for session in own for kind, _ in session.wrong]
         if own:
-            counts = [len(own), len(hits(own)), *(wrong.count(kind) for kind in ("stuck", "difference", "left"))]
-            rows.append((world, *map(str, counts)))
+            restarts = [fault for fault in hits(own) if KINDS[fault.kind].ends]
+            wrongs = [str(wrong.count(kind)) for kind in ("stuck", "difference", "left")]
+            rows.append((world, f"{len(own)}", f"{len(hits(own))}", *_times(restarts), *wrongs))
     return rows
 
 
@@ -78,7 +79,7 @@ def write_report(file: Path, sessions: Sequence[Session], command: str) -> None:
         f"{summary(sessions)}. A session is a run of {STEPS} steps that meets faults at random moments and is",
         "started again when its launcher has ended; its losses and weights are compared to the bit with those of an",
         "undisturbed run, after a start with other degrees within float32's rounding. Seconds run from the fault, or",
-        "the end of one that lasts, to the next step.",
+        "the end of one that lasts, to the next step; those of a restart, to the first of the new ranks.",
         "",
         *_markdown(COLUMNS, rows_by_kind(sessions)),
         "",

@@ -162,8 +162,7 @@ class Run:
     def end(self) -> None:
         """Kill what is left of it."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.kill_job()
 
 
 class ReshardedRun(Run):

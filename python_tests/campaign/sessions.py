@@ -61,6 +61,7 @@ WORLDS = {
     "torchrun, files": World(TorchrunRun, "files", OF_TORCHRUN, "torchrun, shards"),
     "pp 2 x tp 2": World(Run, "--pp 2 --tp 2 --micro-batches 2 --pipeline-schedule shifted_critical_path"),
     "dp 2 x tp 2": World(Run, "--dp 2 --tp 2"),
+    "dp 2, from memory": World(Run, "--dp 2 --tp 1 --zero --memory-every 1", same_as="dp 2"),
     "experts 4 over dp 2": World(Run, "--dp 2 --tp 1 --experts 4 --expert-hidden 48 --placement none"),
 }
 """By name."""
