@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from oases import testbed
 from oases.errors import UsageError, make_folder
 from oases.launch import fork_server
+from oases.limits import require_numbers
 from oases.testbed import Backend
 
 ELSEWHERE = {
@@ -57,6 +58,7 @@ class Parser(argparse.ArgumentParser):
             near = near or difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
             meant = f" (did you mean {near[0]}?)" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        require_numbers(vars(options), flags=True)
         return options, unknown
 
     def error(self, message: str) -> NoReturn:

@@ -22,6 +22,7 @@ from oases.cli.options import (
     write_json,
 )
 from oases.errors import UsageError, make_folder
+from oases.testbed import Backend
 
 if TYPE_CHECKING:
     from oases.train.config import TrainConfig
@@ -87,7 +88,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     config = config_from(TrainConfig, options)
     runs = [Run.of(dataclasses.replace(config, schedule=name), options.tp) for name in demo.SCHEDULES]
-    corpus = runs[0].corpus()
+    corpus = runs[0].corpus(single_process=Backend.parse(options.backend).single_process)
     if options.tp < 2:
         raise UsageError(f"--tp {options.tp} does not communicate, so there is nothing to overlap; give at least 2")
     folder = make_folder(options.out, "--out")
@@ -117,8 +118,8 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     prepare_ranks(options, "oases.train.trainer")
     run = _run_of(options)
     config, plan = run.config, run.plan
-    corpus = run.corpus()
     ranks = _restarting(options, make_rank_options(options, config.device, plan.world))
+    corpus = run.corpus(single_process=ranks.backend.single_process)
     if ranks.backend.single_process and not (config.checkpoint is config.resume is None):
         raise UsageError(
             "checkpoints need all ranks, and this backend runs a single process; leave out --checkpoint and "

@@ -29,6 +29,7 @@ from torch.distributed import TCPStore
 from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.launch import fork_server
 from oases.launch.agents import RankFailedError, launch
+from oases.limits import MOST_LOCAL_RANKS
 from oases.testbed import Backend, Nodes
 
 _INTERVAL_SECONDS = 0.5
@@ -115,6 +116,14 @@ class RankOptions:
     asked: str = ""
     max_restarts: int = 0
     exit_code: Any = None
+
+    def __post_init__(self) -> None:
+        if self.size > MOST_LOCAL_RANKS and not (self.backend.single_process or under_torchrun()):
+            asked = self.asked or f"--tp {self.size}"
+            raise UsageError(
+                f"{asked} needs {self.size} ranks, and oases starts up to {MOST_LOCAL_RANKS} on a machine; give a "
+                "smaller degree, or start the ranks on several machines by torchrun"
+            )
 
 
 def restart_count() -> int:

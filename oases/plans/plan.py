@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
+from oases.limits import require_numbers, short
 from oases.plans.segment import AUTO, Segment, Stage, generated
-from oases.plans.shape import LARGEST, Experts, ModelShape
+from oases.plans.shape import Experts, ModelShape
 from oases.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
 from oases.schedule.pipeline import chunks_of, name_of, require_sizes
 
@@ -104,9 +105,8 @@ class Plan:
         for name in ("world", "ranks_per_node", "global_batch", "micro_batches"):
             value = getattr(self, name)
             if value < 1:
-                raise UsageError(f"plan: {name} must be at least 1, got {value}")
-            if value > LARGEST:
-                raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
+                raise UsageError(f"plan: {name} must be at least 1, got {short(value)}")
+            require_numbers({name: value}, "plan: ")
         if self.zero and self.fsdp:
             raise UsageError("plan: fsdp includes zero; leave out zero")
         if self.pipeline not in PLANNED and not is_text(self.pipeline):

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from oases.errors import UsageError
-from oases.train.model_options import type_mismatch
+from oases.train.model_options import value_fault
 
 _WIDTH = 100
 
@@ -100,7 +100,7 @@ def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, An
             if name in given:
                 raise UsageError(f"{line}: {name} is given twice; leave one out")
             given[name] = loader.construct_object(node, deep=True)
-            fault = type_mismatch(by_name[name], given[name])
+            fault = value_fault(by_name[name], given[name])
             if fault:
                 raise UsageError(f"{line}: {fault}")
     except yaml.YAMLError as error:

@@ -115,9 +115,9 @@ SEGMENT = ("stages", 0, "segments", 0)
         (put("prediction", "step_seconds", float("nan")), "step_seconds must be finite and at least 0, got nan"),
         (put("prediction", "exposed_seconds", -1), "exposed_seconds must be finite and at least 0, got -1"),
         (put("prediction", [1]), r"prediction must be an object or null, got \[1\]"),
-        (put("model", "sequence", 10**400), "sequence must be at most 2147483647"),
+        (put("model", "sequence", 10**400), "sequence must be at most 16777216"),
         (put("model", "layers", 10**6), "layers must be at most 4096, got 1000000"),
-        (put("global_batch", 10**400), "global_batch must be at most 2147483647"),
+        (put("global_batch", 10**400), "global_batch must be at most 4194304"),
     ],
 )
 def test_what_is_wrong_is_named(change, message):

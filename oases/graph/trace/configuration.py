@@ -13,7 +13,7 @@ from torch import nn
 
 from oases.errors import UsageError
 from oases.graph.layer_graph import LARGEST_FILE
-from oases.plans.shape import MOST_LAYERS
+from oases.limits import MOST_LAYERS
 
 _HEADS = (
     "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification",
