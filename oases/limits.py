@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -105,11 +106,26 @@ def fault(name: str, value: Any, shown: str = "") -> str:
     return ""
 
 
+class _Short(reprlib.Repr):
+    """Representation of any value that a parser gives: deep, long, shared many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 4, 80, 80
+
+    def repr_int(self, value: int, level: int) -> str:
+        """Python refuses to print integers of over 4300 digits."""
+        if abs(value) < 10**60:
+            return repr(value)
+        return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
+
+
+_SHORT = _Short()
+
+
 def short(value: Any) -> str:
     """A value for an error message, cut after 80 characters."""
-    if isinstance(value, int) and abs(value) >= 10**60:  # Python refuses to print long integers
-        return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
-    text = repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

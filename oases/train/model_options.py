@@ -161,10 +161,10 @@ class Degrees:
             return given
         known = [item.name for item in fields(cls)]
         if not isinstance(given, Mapping):
-            raise UsageError(f"degrees must be a mapping with {', '.join(known)}, got {given!r}")
+            raise UsageError(f"degrees must be a mapping with {', '.join(known)}, got {short(given)}")
         for name in given:
             if name not in known:
-                raise UsageError(f"degrees: unknown {name!r}; known are {', '.join(known)}")
+                raise UsageError(f"degrees: unknown {short(name)}; known are {', '.join(known)}")
         return cls(**given)
 
     def tensor_of(self, ranks: int) -> int:
@@ -195,7 +195,11 @@ def value_fault(item: Field[Any], value: Any) -> str:
     """Error message for a field's value of the wrong type or beyond its limit; empty for a right one."""
     kinds, what = _KINDS.get(str(item.type), ((object,), ""))
     fits = isinstance(value, kinds) and (bool in kinds or object in kinds or not isinstance(value, bool))
-    return fault(item.name, value) if fits else f"{item.name} must be {what}, got {short(value)}"
+    if not fits:
+        return f"{item.name} must be {what}, got {short(value)}"
+    if isinstance(value, str) and "\0" in value:
+        return f"{item.name} must be text without null characters, got {short(value)}"
+    return fault(item.name, value)
 
 
 def require_types(config: Any) -> None:
