@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import threading
 
@@ -254,3 +255,52 @@ def test_json_of_this_module_is_not_strict_by_itself():
     """json.loads takes all of these, so the checks are ours."""
     assert json.loads('{"a": NaN, "a": 1e999}')["a"] == float("inf")
     assert sys.getrecursionlimit() >= 1000
+
+
+ON_A_FULL_DISK = """
+import contextlib, io, json, sys
+from pathlib import Path
+from oases import cli
+disk, trace = Path(sys.argv[1]), sys.argv[2]
+(disk / "filler").write_bytes(b"x" * 16384)
+model = "--cluster 4x3090 --hidden 256 --layers 2 --heads 4 --sequence 128 --global-batch 8 --tp 1".split()
+for words in (
+    ["simulate", *model, "--json"],
+    ["simulate", *model, "--html"],
+    ["simulate", *model, "--trace"],
+    ["simulate", "--schedule", "plain", "--trace"],
+    ["plan", *model[:-2], "--degrees", "1", "--micro-batches", "1", "--json"],
+    ["loads", trace, "--json"],
+    ["loads", trace, "--html"],
+):
+    error, code = io.StringIO(), 0
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            cli.main([*words, str(disk / "out")])
+        except SystemExit as exit:
+            code = exit.code
+    left = sorted(path.name for path in disk.iterdir())
+    print(json.dumps([" ".join([words[0], words[-1]]), code, error.getvalue(), left]))
+"""
+
+
+def test_every_command_says_that_the_disk_is_full_and_leaves_nothing(tmp_path):
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("user namespaces are off")
+    disk, trace = tmp_path / "disk", tmp_path / "loads.jsonl"
+    disk.mkdir()
+    with Recorder(trace) as recorder:
+        recorder.write(0, 0, next(generate(experts=4, devices=2, tokens=64)))
+    mounted = 'mount -t tmpfs -o size=16k none "$1"; exec "$0" -c "$3" "$1" "$2"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mounted, sys.executable, str(disk), str(trace), ON_A_FULL_DISK],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 7
+    for command, code, error, left in rows:
+        assert (code, left) == (2, ["filler"]), (command, error)
+        assert error.startswith("oases: error: "), command
+        assert error.rstrip().endswith("out' cannot be written: No space left on device; give another path"), error
+        assert error.count("\n") == 1
