@@ -8,7 +8,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_to
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-slow test-cpp test-gpu test-versions mutations campaign bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
+.PHONY: demo test test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -32,6 +32,11 @@ mutations: build-tests
 # A part, and a report: make campaign CAMPAIGN="--minutes 10 --report campaign.md".
 campaign: build-tests
 	$(PY) python_tests/campaign $(CAMPAIGN)
+
+# Coverage-guided fuzzing of every parser, half an hour each: make fuzz MINUTES=1
+MINUTES ?= 30
+fuzz: build-tests $(VENV)/slow
+	$(PY) python_tests/fuzz.py --minutes $(MINUTES)
 
 # Every torch and Python that is promised (docs/versions.md), or one: make test-versions SESSION="versions(python='3.11', torch='2.15')".
 SESSION ?=

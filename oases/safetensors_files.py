@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from oases.errors import UsageError
+from oases.files import read_json
 
 Index = tuple[slice, ...]
 """Index of a slice of a tensor: start and stop of each dimension."""
@@ -209,10 +210,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{str(path)!r} is not JSON: {error}; fetch it again") from error
+    found = read_json(path, "index", "fetch it again", strict=False)
     if not isinstance(found, dict):
         raise UsageError(f"{str(path)!r} is not a JSON object; fetch it again")
     return found

@@ -11,7 +11,6 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from rich.console import RenderableType
 
 from oases.errors import UsageError
+from oases.files import write_text
 from oases.kernels import permute
 from oases.kernels.norm import bias_dropout_residual_norm
 from oases.kernels.sparse import sketch_encode
@@ -156,7 +156,7 @@ def run_gpu_bench(config: GpuBenchConfig, shows: bool) -> Result:
         on_step(name)
         result[name] = measure()
     if config.report is not None:
-        Path(config.report).write_text(markdown(result))
+        write_text(config.report, markdown(result), "--report")
     return result
 
 

@@ -31,12 +31,13 @@ from oases.autotp.parallelization import parallelize
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup
 from oases.launch.ranks import RankOptions, run_ranks
+from oases.limits import MOST_LAYERS
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.parallel.batch import BlockInputs
 from oases.terminal import progress, table
 from oases.testbed import Backend
-from oases.train.config import settings
+from oases.train.config import require_bytes, settings
 from oases.train.model_options import option, require_choices
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
@@ -73,6 +74,8 @@ class HostBenchConfig(BenchConfig):
         if self.hidden < 1 or self.hidden % (2 * HEADS):
             raise UsageError(f"hidden {self.hidden} must be a positive multiple of {2 * HEADS}")
         require_choices(self)
+        size = 2 * 12 * 4 * self.hidden**2 * max(self.depths)
+        require_bytes({"weights and gradients (--hidden, --layers)": size}, f"hidden {self.hidden}")
         for name in self.models:
             if name not in LEAST_LAYERS:
                 raise UsageError(f"unknown model {name!r}; known are {', '.join(LEAST_LAYERS)}")
@@ -90,8 +93,11 @@ class HostBenchConfig(BenchConfig):
     def depths(self) -> list[int]:
         """The numbers of layers asked for. UsageError for what is not a positive number."""
         texts = [text.strip() for text in self.layers.split(",") if text.strip()]
-        if not texts or any(not text.isdecimal() or int(text) < 1 for text in texts):
-            raise UsageError(f"layers {self.layers!r} must be positive numbers joined by commas, e.g. 12,96")
+        if not texts or any(not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_LAYERS for text in texts):
+            raise UsageError(
+                f"layers {self.layers!r:.80} must be positive numbers up to {MOST_LAYERS}, joined by "
+                "commas, e.g. 12,96"
+            )
         return [int(text) for text in texts]
 
 

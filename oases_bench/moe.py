@@ -30,7 +30,7 @@ from oases.moe.router import Router, Routing
 from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
 from oases.terminal import progress, table
-from oases.train.config import option, settings
+from oases.train.config import option, require_bytes, settings
 from oases.train.load_replay import METHODS, PLACEMENT_METHODS, PlacementMethod, rb
 from oases_bench.harness import (
     BenchConfig,
@@ -180,6 +180,12 @@ class ExpertsBenchConfig(BenchConfig):
         if self.top_k > self.experts:
             raise UsageError(f"--top-k {self.top_k} is more than the {self.experts} experts")
         owner_ranks(self.experts, ranks)
+        size = 2 * 2 * 4 * self.blocks * self.experts * self.hidden * self.intermediate
+        sent = 4 * ranks * self.tokens * self.top_k * self.hidden
+        require_bytes(
+            {"experts (--blocks, --experts, --hidden, --intermediate)": size, "tokens (--tokens, --top-k)": sent},
+            f"{self.blocks} blocks of {self.experts} experts",
+        )
         self.contestants()
 
     def contestants(self) -> dict[str, PlacementMethod]:

@@ -23,6 +23,7 @@ from oases.kernels.sparse import bitmap_unpack
 from oases.sparse.gradient import DenseRows
 from oases.sparse.sketch import Sketch
 from oases.terminal import percent, progress, table
+from oases.train.config import require_bytes
 from oases.train.model_options import option, require_choices
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, max_over_ranks, milliseconds
 from oases_bench.sparse_modes import Contestant, parse_modes
@@ -77,6 +78,9 @@ class SparseBenchConfig(BenchConfig):
         """See `BenchConfig`."""
         if ranks.size < 2:
             raise UsageError(f"--tp {ranks.size} averages nothing; give at least 2 data-parallel ranks")
+        tables = self.tables if self.workload == "dlrm" else 1
+        size = 4 * ranks.size * self.vocabulary * self.width * tables
+        require_bytes({"embeddings (--vocabulary, --width, --tables)": size}, f"--workload {self.workload}")
         return self
 
     def described(self) -> str:

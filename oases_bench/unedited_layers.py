@@ -127,7 +127,7 @@ def of_model(config: OverlapBenchConfig, given: Collection[str], degree: int) ->
     count = sum(parameter.numel() for parameter in model.parameters())
     # Each rank builds the whole model and then keeps its part; the parts get gradients.
     need = (degree + 2) * count * DTYPES[config.dtype].itemsize
-    require_bytes(need, f"--model {config.model} on each of {degree} ranks", "give a smaller one, or --layers")
+    require_bytes({"weights (--model, --layers)": need}, f"--model {config.model} on each of {degree} ranks")
     return config
 
 

@@ -20,7 +20,7 @@ EXTENSIONS = ("oases._C", "oases._svm", "oases_svm._svm")
 """Compiled modules, below all layers."""
 
 LAYERS = (
-    "errors", "terminal", "extension", "oases_svm", "svm",
+    "errors", "limits", "files", "terminal", "extension", "oases_svm", "svm",
     "schedule", "plans", "simulator", "graph", "planner",
     "execution", "reporting", "kernels", "sparse", "parallel", "safetensors_files", "moe", "autotp",
     "models", "testbed", "launch", "testing", "train", "profile", "cli.options", "oases_bench", "cli", "__main__",

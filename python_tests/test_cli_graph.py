@@ -149,7 +149,7 @@ def test_files_that_are_no_graph(tmp_path, capsys):
         path.write_text(text)
         assert said in fails(capsys, "plan", "--graph", str(path))
     path.write_bytes(b"\xff")
-    assert "is not JSON" in fails(capsys, "plan", "--graph", str(path))
+    assert "is not UTF-8 text" in fails(capsys, "plan", "--graph", str(path))
     assert "is not a file" in fails(capsys, "plan", "--graph", str(tmp_path))
     path.write_text(json.dumps({"format": "oases graph", "version": 1, "name": 3}))
     assert "name must be a string" in fails(capsys, "plan", "--graph", str(path))

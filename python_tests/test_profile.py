@@ -257,7 +257,7 @@ def test_sizes_and_degrees():
         (["--iterations", "0"], ["iterations", "got 0"]),
         (["--append"], ["--append needs --json"]),
         (["--convert", "/nowhere"], ["--convert needs --json"]),
-        (["--convert", "/nowhere", "--json", "x.json"], ["'/nowhere' is not a file"]),
+        (["--convert", "/nowhere", "--json", "x.json"], ["'/nowhere' cannot be read: No such file"]),
         (["--json", "/dev/null/x.json"], ["a file is in the way"]),
     ],
     ids=" ".join,

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (UsageError, ScheduleError, ExtensionError) as error:
         fail(str(error))
     except OSError as error:  # an invalid path: too long, in a folder without permission, on a full disk
-        fail(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
+        fail(f"{error.filename!r}: {error.strerror}" if error.filename else error.strerror or str(error))
 
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:

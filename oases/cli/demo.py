@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from oases.files import write_text
 from oases.launch.ranks import require_agreement
 from oases.profile.config import OverlapConfig
 from oases.profile.overlap import OverlapBench
@@ -151,5 +152,5 @@ def show(result: dict[str, Any], link: str, folder: Path) -> None:
             Section("The same training", _LOSSES, draw_curves(losses, x="step", y="training loss, nats per byte")),
         ],
     )
-    trace.write_text(trace_json(timelines))
+    write_text(trace, trace_json(timelines), "trace")
     console.print(f"Timelines: {page}   Trace for Perfetto: {trace}", soft_wrap=True)

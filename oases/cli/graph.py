@@ -11,6 +11,7 @@ from typing import Any
 from oases.cli.options import require_writable
 from oases.cli.plan_options import cluster_of, require_count
 from oases.errors import UsageError
+from oases.files import write_text
 from oases.graph.layer_graph import FORMAT, LayerGraph, layer_of, read_graph
 from oases.graph.part import Part, shards, travels
 from oases.graph.stages import BALANCES, Stage, shared_parameters, split
@@ -193,7 +194,7 @@ def show_graph(options: argparse.Namespace) -> None:
     for line in _remarks(parts):
         console.print(line, soft_wrap=True)
     if options.json is not None:
-        Path(options.json).write_text(graph.to_json(), encoding="utf-8")
+        write_text(options.json, graph.to_json(), "--json")
         console.print(f"written to {options.json}; read it with: oases plan --graph {options.json}", soft_wrap=True)
     if options.html is not None:
         from oases.cli.graph import write_drawing

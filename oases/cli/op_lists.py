@@ -10,6 +10,7 @@ from typing import Any
 
 from oases.cli.options import write_json
 from oases.errors import UsageError
+from oases.files import write_text
 from oases.schedule import (
     EXPERT_SCHEDULES,
     GENERATORS,
@@ -168,7 +169,7 @@ def _write(options: argparse.Namespace, schedule: Schedule, timeline: Timeline, 
     if options.trace is not None:
         from oases.simulator.timeline import trace_json
 
-        Path(options.trace).write_text(trace_json([timeline]), encoding="utf-8")
+        write_text(options.trace, trace_json([timeline]), "--trace")
         console.print(f"written to {options.trace}", soft_wrap=True)
     if options.html is None:
         return

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from oases import testbed
 from oases.errors import UsageError, make_folder
+from oases.files import write_text
 from oases.launch import fork_server
+from oases.limits import require_numbers
 from oases.testbed import Backend
 
 ELSEWHERE = {
@@ -57,6 +59,7 @@ class Parser(argparse.ArgumentParser):
             near = near or difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
             meant = f" (did you mean {near[0]}?)" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        require_numbers(vars(options), flags=True)
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -245,6 +248,8 @@ def require_writable(name: str, path: str | None) -> None:
     target = Path(path)
     if not path or target.is_dir():
         raise UsageError(f"{name} {path!r} is a folder; give the path of a file")
+    if target.is_fifo() or target.is_socket() or target.is_block_device():
+        raise UsageError(f"{name} {path!r} is a pipe, socket or disk; give the path of a file")
     make_folder(target.resolve().parent, name)
     if not os.access(target if target.exists() else target.resolve().parent, os.W_OK):
         raise UsageError(f"{name} {path!r} cannot be written: permission denied")
@@ -253,7 +258,7 @@ def require_writable(name: str, path: str | None) -> None:
 def write_json(path: str | None, result: dict[str, Any]) -> None:
     """Write a command's result as JSON, if a path was given."""
     if path is not None:
-        Path(path).write_text(json.dumps(_plain(result), indent=2, allow_nan=False) + "\n")
+        write_text(path, json.dumps(_plain(result), indent=2, allow_nan=False) + "\n", "--json")
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -14,6 +13,7 @@ from oases.cli.graph import add_graph, require_no_graph, show_graph
 from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of
 from oases.errors import UsageError, make_folder
+from oases.files import write_text
 from oases.planner.choose import rank_plans
 from oases.planner.explain import Rival, Throughput, throughput
 from oases.planner.memory import usable_bytes
@@ -203,7 +203,7 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
             found = rivals(plans, predictor, capacity)
         console.print(rivals_table(found, best))
     if options.json is not None:
-        Path(options.json).write_text(best.to_json(), encoding="utf-8")
+        write_text(options.json, best.to_json(), "--json")
         nodes = max(1, world // hardware.ranks_per_node)
         start = f"torchrun --nnodes {nodes} --nproc-per-node {hardware.ranks_per_node} ... -m " if nodes > 1 else ""
         console.print(

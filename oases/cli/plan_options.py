@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from oases.errors import UsageError
-from oases.plans.shape import ELEMENT_BYTES, LARGEST, MODELS, ModelShape, model_called
+from oases.plans.shape import ELEMENT_BYTES, MODELS, ModelShape, model_called
 from oases.simulator.cluster import cluster_called, known_clusters
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware
@@ -118,10 +118,7 @@ def batch_of(options: argparse.Namespace) -> int:
     """Global batch size. UsageError if missing or out of range."""
     if options.global_batch is None:
         raise UsageError("how many samples make one optimizer step? Give --global-batch N")
-    batch = require_count("--global-batch", options.global_batch)
-    if batch > LARGEST:
-        raise UsageError(f"--global-batch must be at most {LARGEST}, got {batch}")
-    return batch
+    return require_count("--global-batch", options.global_batch)
 
 
 def require_count(name: str, value: int) -> int:

@@ -13,6 +13,7 @@ from oases.cli.options import command, require_writable, write_json
 from oases.cli.plan import searched, space_of
 from oases.cli.plan_options import add_cluster, add_limits, add_model, batch_of, cluster_of, model_of, require_count
 from oases.errors import UsageError
+from oases.files import write_text
 from oases.planner.balance import part_blocks
 from oases.planner.block_chain import StackTimings
 from oases.planner.explain import throughput
@@ -265,5 +266,5 @@ def _write_trace(path: Path, plan: Plan, predictor: Predictor, hardware: Hardwar
     from oases.simulator.timeline import trace_json
 
     timeline, left_out = excerpt(predictor, plan, TRACE_SPANS)
-    path.write_text(trace_json([dataclasses.replace(timeline, name=plan.model.name)]), encoding="utf-8")
+    write_text(path, trace_json([dataclasses.replace(timeline, name=plan.model.name)]), "--trace")
     return left_out

@@ -22,6 +22,7 @@ from oases.cli.options import (
     write_json,
 )
 from oases.errors import UsageError, make_folder
+from oases.testbed import Backend
 
 if TYPE_CHECKING:
     from oases.train.config import TrainConfig
@@ -93,7 +94,7 @@ def _demo(options: argparse.Namespace, given: Sequence[str]) -> None:
 
     config = config_from(TrainConfig, options)
     runs = [Run.of(dataclasses.replace(config, schedule=name), options.tp) for name in demo.SCHEDULES]
-    corpus = runs[0].corpus()
+    corpus = runs[0].corpus(single_process=Backend.parse(options.backend).single_process)
     if options.tp < 2:
         raise UsageError(f"--tp {options.tp} does not communicate, so there is nothing to overlap; give at least 2")
     folder = make_folder(options.out, "--out")
@@ -124,11 +125,11 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     prepare_ranks(options, "oases.train.trainer")
     run, *fewer = _runs_of(options)
     config, plan = run.config, run.plan
-    corpus = run.corpus()
     ranks = _restarting(options, make_rank_options(options, config.device, plan.world))
     ranks = dataclasses.replace(
         ranks, fewer=tuple((each.plan.world, (each, options.timeout)) for each in _lowered(fewer, options))
     )
+    corpus = run.corpus(single_process=ranks.backend.single_process)
     if ranks.backend.single_process and not (config.checkpoint is config.resume is None):
         raise UsageError(
             "checkpoints need all ranks, and this backend runs a single process; leave out --checkpoint and "

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from oases.errors import UsageError
+from oases.files import parse_json, read_json
+from oases.limits import short
 
 LARGEST = 10**24
 """Upper bound of FLOPs, bytes and features; anything larger is a typing error."""
@@ -26,7 +28,7 @@ class Record:
 
     def __init__(self, data: Any, where: str) -> None:
         if not isinstance(data, Mapping):
-            raise UsageError(f"graph: {where} must be an object, got {_short(data)}")
+            raise UsageError(f"graph: {where} must be an object, got {short(data)}")
         self._data = data
         self._where = where
 
@@ -34,7 +36,9 @@ class Record:
         """Build an instance of `kind`. Raises UsageError for fields that are not among `values`."""
         for name in self._data:
             if name not in values:
-                raise UsageError(f"graph: {self._where} has an unknown field {name!r}; known are {', '.join(values)}")
+                raise UsageError(
+                    f"graph: {self._where} has an unknown field {short(name)}; known are {', '.join(values)}"
+                )
         return kind(**values)
 
     def text(self, name: str) -> str:
@@ -95,21 +99,17 @@ class Record:
         return value
 
     def _wrong(self, name: str, wanted: str, value: Any) -> UsageError:
-        return UsageError(f"graph: {self._where}: {name} must be {wanted}, got {_short(value)}")
+        return UsageError(f"graph: {self._where}: {name} must be {wanted}, got {short(value)}")
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 VERSION = 1
 FORMAT = "oases graph"
-LARGEST_FILE = 2**29
+_REMEDY = "write one with: oases plan --graph MODEL --json FILE"
+LARGEST_FILE = 2**26
 """Maximum size of a graph file in bytes; a model of 1000 layers takes 20 MB."""
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex64": 8, "complex128": 16, "int64": 8, "int32": 4,
@@ -300,16 +300,16 @@ class LayerGraph(Run):
     @staticmethod
     def from_json(text: str) -> LayerGraph:
         """Parse a graph. Raises UsageError naming the field that is missing, unknown or of the wrong type."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(
-                f"graph: not JSON: {error}; write one with: oases plan --graph MODEL --json FILE"
-            ) from error
+        return LayerGraph._of(parse_json(text, "graph", _REMEDY))
+
+    @staticmethod
+    def _of(data: Any) -> LayerGraph:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UsageError(f"graph: this is not an {FORMAT}; write one with: oases plan --graph MODEL --json FILE")
         if data.get("version") != VERSION:
-            raise UsageError(f"graph: version {data.get('version')!r} is unknown; this oases reads version {VERSION}")
+            raise UsageError(
+                f"graph: version {short(data.get('version'))} is unknown; this oases reads version {VERSION}"
+            )
         body = Record({key: value for key, value in data.items() if key not in ("format", "version")}, "graph")
         return body.made(
             LayerGraph,
@@ -346,17 +346,11 @@ def layer_of(module: str) -> str | None:
 
 def read_graph(path: str | Path) -> LayerGraph:
     """Read a graph file. Raises UsageError for a file that cannot be read or is not a graph."""
-    target = Path(path)
-    if target.exists() and not target.is_file():  # reading a pipe or a device may block
-        raise UsageError(f"graph {str(path)!r} is not a file; write one with: oases plan --graph MODEL --json FILE")
+    data = read_json(path, "graph", _REMEDY, LARGEST_FILE)
     try:
-        if target.stat().st_size > LARGEST_FILE:
-            raise UsageError(f"graph {str(path)!r} has over {LARGEST_FILE} bytes, more than any model's graph")
-        return LayerGraph.from_json(target.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"graph {str(path)!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"graph {str(path)!r} is not UTF-8 text: {error.reason}") from error
+        return LayerGraph._of(data)
+    except UsageError as error:
+        raise UsageError(f"graph {str(path)!r}: {str(error).removeprefix('graph: ')}") from error
 
 
 def _add(known: dict[str, str], name: str, kind: str) -> None:

@@ -25,6 +25,7 @@ from oases.errors import SAVED_EXIT_CODE, SavedExit, UsageError
 from oases.launch import fork_server, memory
 from oases.launch.agents import RankFailedError, launch
 from oases.launch.roll_call import RollCall
+from oases.limits import MOST_LOCAL_RANKS
 from oases.testbed import Backend, Nodes
 
 _RESTARTS = "OASES_RESTARTS"
@@ -52,6 +53,14 @@ class RankOptions:
     fewer: tuple[tuple[int, tuple[Any, ...]], ...] = ()
     exit_code: Any = None
     progress: Any = None
+
+    def __post_init__(self) -> None:
+        if self.size > MOST_LOCAL_RANKS and not (self.backend.single_process or under_torchrun()):
+            asked = self.asked or f"--tp {self.size}"
+            raise UsageError(
+                f"{asked} needs {self.size} ranks, and oases starts up to {MOST_LOCAL_RANKS} on a machine; give a "
+                "smaller degree, or start the ranks on several machines by torchrun"
+            )
 
 
 _progress: Any = None

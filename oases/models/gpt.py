@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
+from oases.limits import require_numbers
 from oases.parallel import OverlappedColumnLinear, OverlappedEmbedding, OverlappedRowLinear, parallel_cross_entropy
 from oases.parallel.fsdp import FsdpUnit, ShardedGradientAverager
 from oases.parallel.mesh import Mesh
@@ -39,6 +40,7 @@ class GPTConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        require_numbers(vars(self))
         for name in ("vocabulary", "hidden", "layers", "heads", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -6,14 +6,18 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from oases.errors import UsageError
+from oases.files import parse_json, read_lines, unwritable
+from oases.limits import short
 from oases.moe.placement_data import Integers, checked_counts
 
 KIND = "oases loads"
+_REMEDY = "record one with --record-loads"
 
 
 class Recorder:
@@ -23,17 +27,27 @@ class Recorder:
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
+        self._path = path
         self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115  (close closes it)
         if not append or not self._file.tell():
-            self._file.write(json.dumps({"kind": KIND, "version": 1}) + "\n")
+            self._put({"kind": KIND, "version": 1})
 
     def write(self, step: int, layer: int, counts: ArrayLike) -> None:
         """Write one layer's counts [expert, device] of a step."""
-        self._file.write(json.dumps({"step": step, "layer": layer, "counts": checked_counts(counts).tolist()}) + "\n")
+        self._put({"step": step, "layer": layer, "counts": checked_counts(counts).tolist()})
+
+    def _put(self, row: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise unwritable("trace", self._path, error) from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. UsageError where the rest could not be written."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise unwritable("trace", self._path, error) from error
 
     def __enter__(self) -> Recorder:
         return self
@@ -49,28 +63,41 @@ def replay(path: str | Path) -> Iterator[tuple[int, int, Integers]]:
 
     A truncated last line, of a killed run, ends the trace.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-        head = json.loads(lines[0]) if lines else {}
-    except (OSError, ValueError) as error:
-        raise UsageError(f"trace {str(path)!r} cannot be read: {error}; record one with --record-loads") from error
-    if not isinstance(head, dict) or head.get("kind") != KIND:
-        raise UsageError(f"trace {str(path)!r} is not a trace of loads; record one with --record-loads")
-    if head.get("version") != 1:
-        raise UsageError(f"trace {str(path)!r} is of version {head.get('version')}; this oases reads version 1")
-    shape: tuple[int, ...] | None = None
-    for number, line in enumerate(lines[1:], start=2):
+    where, number, shape = f"trace {str(path)!r}", 0, None
+    for number, line in read_lines(path, "trace", _REMEDY):
+        at = f"{where}, line {number}"
+        if number == 1:
+            _require_head(line, at)
+            continue
         try:
-            found = json.loads(line)
-            step, layer, counts = int(found["step"]), int(found["layer"]), checked_counts(found["counts"])
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
+            found = parse_json(line, at, _REMEDY)
+            step, layer = (_count(found, name) for name in ("step", "layer"))
+            counts = checked_counts(found.get("counts"))
+        except (ValueError, TypeError, OverflowError) as error:  # of numpy, for lists of lists of something else
+            if not line.endswith(b"\n"):
                 return
-            raise UsageError(f"trace {str(path)!r}, line {number}: {error}") from error
+            raise UsageError(str(error) if str(error).startswith(at) else f"{at}: {error}") from error
         if shape is not None and counts.shape != shape:
-            raise UsageError(f"trace {str(path)!r}, line {number}: counts of {counts.shape} after {shape}")
+            raise UsageError(f"{at}: counts of {counts.shape} after {shape}")
         shape = counts.shape
         yield step, layer, counts
+    if not number:
+        raise UsageError(f"{where} is empty, so it is not a trace of loads; {_REMEDY}")
+
+
+def _require_head(line: bytes, at: str) -> None:
+    head = parse_json(line, at, _REMEDY)
+    if not isinstance(head, dict) or head.get("kind") != KIND:
+        raise UsageError(f"{at} is not a trace of loads; {_REMEDY}")
+    if head.get("version") != 1:
+        raise UsageError(f"{at} is of version {short(head.get('version'))}; this oases reads version 1")
+
+
+def _count(found: Any, name: str) -> int:
+    value = found.get(name) if isinstance(found, dict) else found
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise UsageError(f"{name} must be a whole number of at least 0, got {short(value)}")
+    return value
 
 
 def generate(

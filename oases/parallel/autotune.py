@@ -18,7 +18,9 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.files import read_json
 from oases.schedule import LayerOf, Recompute, Schedule, along_sequence, generate
 
 ROUNDS = 3
@@ -146,16 +148,16 @@ class Autotune(Generic[Candidate]):
 
     def _read(self) -> str | None:
         try:
-            label = json.loads(cache_path().read_text())[self.key]
-        except (OSError, ValueError, KeyError, TypeError):
+            label = _cached()[self.key]
+        except (UsageError, KeyError):
             return None  # no valid cached choice: measure
         return next((known for known in self.candidates if known == label), None)
 
     def _write(self, best: str) -> None:
         path = cache_path()
         try:
-            known = json.loads(path.read_text())
-        except (OSError, ValueError):
+            known = _cached()
+        except UsageError:
             known = {}
         known[self.key] = best
         aside = path.with_suffix(f".{os.getpid()}")
@@ -165,6 +167,14 @@ class Autotune(Generic[Candidate]):
             aside.replace(path)
         except OSError as error:
             print(f"oases: the choice {best!r} could not be saved to {path}: {error.strerror}")
+
+
+def _cached() -> dict[str, Any]:
+    """Cached labels by key. UsageError for a file without any."""
+    found = read_json(cache_path(), "cache of choices", "delete it")
+    if not isinstance(found, dict):
+        raise UsageError(f"cache of choices {str(cache_path())!r} is not a JSON object; delete it")
+    return found
 
 
 Tuning = Autotune[Schedule]

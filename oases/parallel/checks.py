@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from oases.errors import OverlapError
 from oases.execution.agreement import Form
 from oases.execution.group import ProcessGroup, group_size
+from oases.limits import require_numbers
 from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.reporting import report
 from oases.schedule import Schedule
@@ -29,6 +30,13 @@ def require_blocks(blocks: Sequence[nn.Module]) -> None:
                     f"block {index} ({type(block).__name__}) has no method {method}(); a block needs partial() "
                     "and combine(), or give the whole model to oases.parallelize"
                 )
+
+
+def require_sub_batches(sub_batches: int | str) -> None:
+    """Raise ValueError, or UsageError beyond the limit, unless this is a number of sub-batches or "auto"."""
+    if sub_batches != "auto" and (not isinstance(sub_batches, int) or sub_batches < 1):
+        raise ValueError(f"sub_batches must be at least 1 or 'auto', got {sub_batches!r:.80}")
+    require_numbers({"sub_batches": sub_batches})
 
 
 def require_activation(x: Any) -> None:

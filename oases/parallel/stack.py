@@ -30,6 +30,7 @@ from oases.parallel.checks import (
     require_activation,
     require_blocks,
     require_overlap,
+    require_sub_batches,
 )
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import FsdpUnit
@@ -100,8 +101,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        if sub_batches != "auto" and sub_batches < 1:
-            raise ValueError(f"sub_batches must be at least 1 or 'auto', got {sub_batches}")
+        require_sub_batches(sub_batches)
         if small_batch not in ("refuse", "whole"):
             raise ValueError(f"small_batch must be 'refuse' or 'whole', got {small_batch!r}")
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):

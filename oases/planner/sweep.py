@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
+from oases.files import unwritable
 from oases.planner.choose import rank_plans, seconds_of
 from oases.planner.space import Space
 from oases.plans.plan import Plan
@@ -182,8 +183,12 @@ def write_png(path: Path, title: str, panels: Sequence[Panel]) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(SERIES), frameon=False)
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise unwritable("sweep", path, error) from error
+    finally:
+        pyplot.close(figure)
 
 
 def _known(panel: Panel) -> list[float]:

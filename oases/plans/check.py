@@ -10,7 +10,7 @@ from oases.plans.plan import AUTO, Plan
 from oases.plans.shape import Experts, ModelShape
 from oases.schedule import Schedule, is_text
 from oases.schedule.experts import resolve_experts
-from oases.schedule.pipeline import resolve_pipeline
+from oases.schedule.pipeline import name_of, require_places, resolve_pipeline
 
 _ANY_NUMBER = ("gpipe",)
 """Pipelines that also work with fewer micro-batches than stages."""
@@ -48,6 +48,7 @@ def check(plan: Plan) -> None:
             f"plan: {plan.pipeline} needs as many micro-batches as stages, got {plan.micro_batches} for {stages} "
             "stages; give more, or fewer stages"
         )
+    require_places(name_of(plan.pipeline), len(plan.parts), plan.micro_batches)
     for number, stage in enumerate(plan.stages):
         require_nested(degrees_of(plan, number))
         for segment in stage.segments:

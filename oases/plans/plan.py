@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
+from oases.files import parse_json, read_json
+from oases.limits import require_numbers, short
 from oases.plans.segment import AUTO, Segment, Stage, generated
-from oases.plans.shape import LARGEST, Experts, ModelShape
+from oases.plans.shape import Experts, ModelShape
 from oases.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
 from oases.schedule.pipeline import chunks_of, name_of, require_sizes
 
@@ -30,6 +32,7 @@ __all__ = [
 
 VERSION = 1
 FORMAT = "oases plan"
+_REMEDY = "write one with: oases plan --json FILE"
 PLANNED = tuple(PIPELINES)
 """Pipelines whose time and memory the planner predicts."""
 
@@ -104,9 +107,8 @@ class Plan:
         for name in ("world", "ranks_per_node", "global_batch", "micro_batches"):
             value = getattr(self, name)
             if value < 1:
-                raise UsageError(f"plan: {name} must be at least 1, got {value}")
-            if value > LARGEST:
-                raise UsageError(f"plan: {name} must be at most {LARGEST}, got {value}")
+                raise UsageError(f"plan: {name} must be at least 1, got {short(value)}")
+            require_numbers({name: value}, "plan: ")
         if self.zero and self.fsdp:
             raise UsageError("plan: fsdp includes zero; leave out zero")
         if self.pipeline not in PLANNED and not is_text(self.pipeline):
@@ -266,14 +268,16 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """Parse a plan. Raises UsageError naming the field that is missing, unknown or of the wrong type."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"plan: not JSON: {error}; write one with: oases plan --json FILE") from error
+        return Plan._of(parse_json(text, "plan", _REMEDY))
+
+    @staticmethod
+    def _of(data: Any) -> Plan:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UsageError(f"plan: the file is not an {FORMAT}; write one with: oases plan --json FILE")
         if data.get("version") != VERSION:
-            raise UsageError(f"plan: version {data.get('version')!r} is unknown; this oases reads version {VERSION}")
+            raise UsageError(
+                f"plan: version {short(data.get('version'))} is unknown; this oases reads version {VERSION}"
+            )
         body = {key: value for key, value in data.items() if key not in ("format", "version")}
         stages = tuple(
             Stage(tuple(_made(Segment, item, f"stage {number}") for item in _listed(stage, "segments", number)))
@@ -284,7 +288,7 @@ class Plan:
             memory = tuple(_listed(prediction, "memory_bytes", "prediction"))
             prediction = _made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
         elif prediction is not None:
-            raise UsageError(f"plan: prediction must be an object or null, got {prediction!r}")
+            raise UsageError(f"plan: prediction must be an object or null, got {short(prediction)}")
         model, experts = _made(ModelShape, body.get("model"), "model"), body.get("experts")
         if experts is not None:
             experts = _made(Experts, experts, "experts")
@@ -301,26 +305,22 @@ def _check_prediction(prediction: Prediction, stages: int) -> None:
         if name == "optimizer_seconds" and value is None:
             continue
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise UsageError(f"plan: prediction: {name} must be finite and at least 0, got {value!r}")
+            raise UsageError(f"plan: prediction: {name} must be finite and at least 0, got {short(value)}")
     memory = prediction.memory_bytes
     if len(memory) != stages or not all(type(each) is int and each >= 0 for each in memory):
         raise UsageError(
             f"plan: prediction: memory_bytes must be a whole number of at least 0 for each of {stages} stages, got "
-            f"{list(memory)!r}"
+            f"{short(list(memory))}"
         )
 
 
 def read_plan(path: str | Path) -> Plan:
     """Read a plan file. Raises UsageError for a file that cannot be read or is not a plan."""
-    if Path(path).exists() and not Path(path).is_file():  # reading a pipe or a device may block
-        raise UsageError(f"plan {str(path)!r} is not a file; write one with: oases plan --json FILE")
+    data = read_json(path, "plan", _REMEDY)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"plan {str(path)!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"plan {str(path)!r} is not UTF-8 text: {error.reason}") from error
-    return Plan.from_json(text)
+        return Plan._of(data)
+    except UsageError as error:
+        raise UsageError(f"plan {str(path)!r}: {str(error).removeprefix('plan: ')}") from error
 
 
 def _listed(data: Any, name: str, where: Any) -> list[Any]:
@@ -333,16 +333,16 @@ def _listed(data: Any, name: str, where: Any) -> list[Any]:
 def _made(cls: type[Any], data: Any, where: str) -> Any:
     """Build a dataclass from a mapping, checking the names and types of its fields."""
     if not isinstance(data, Mapping):
-        raise UsageError(f"plan: {where} must be an object, got {data!r}")
+        raise UsageError(f"plan: {where} must be an object, got {short(data)}")
     known = {item.name: item for item in fields(cls)}
     for name in data:
         if name not in known:
-            raise UsageError(f"plan: {where} has an unknown field {name!r}; known are {', '.join(known)}")
+            raise UsageError(f"plan: {where} has an unknown field {short(name)}; known are {', '.join(known)}")
     plain: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float)}
     for name, value in data.items():
         wanted = plain.get(str(known[name].type))
         if wanted and (not isinstance(value, wanted) or (bool not in wanted and isinstance(value, bool))):
-            raise UsageError(f"plan: {where}: {name} must be {known[name].type}, got {value!r}")
+            raise UsageError(f"plan: {where}: {name} must be {known[name].type}, got {short(value)}")
     try:
         return cls(**data)
     except TypeError as error:  # missing field: Python's message names it

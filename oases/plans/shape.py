@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from oases.errors import UsageError
+from oases.limits import require_numbers, short
 from oases.schedule import from_text, is_text
 
 BlockKind = Literal["attention", "mlp"]
@@ -17,8 +17,6 @@ GRADIENT_BYTES = 4
 
 LARGEST = 2**31 - 1
 """Upper bound of any size or count; anything larger is a typing error."""
-MOST_LAYERS = 4096
-"""Maximum number of layers; a search over more would not finish."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,12 @@ class ModelShape:
         for name in ("hidden", "layers", "heads", "sequence", "vocabulary"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"model: {name} must be a whole number of at least 1, got {value!r}")
-            most = MOST_LAYERS if name == "layers" else LARGEST
-            if value > most:
-                raise UsageError(f"model: {name} must be at most {most}, got {value}")
+                raise UsageError(f"model: {name} must be a whole number of at least 1, got {short(value)}")
         for name in ("head_size", "kv_heads", "intermediate"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
-                raise UsageError(f"model: {name} must be a whole number from 0 to {LARGEST}, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise UsageError(f"model: {name} must be a whole number of at least 0, got {short(value)}")
+        require_numbers(vars(self), "model: ")
         if self.kv_heads and self.heads % self.kv_heads:
             raise UsageError(f"model: {self.heads} heads do not divide by kv_heads {self.kv_heads}")
         if not self.head_size and self.hidden % self.heads:
@@ -190,16 +186,11 @@ class Experts:
     expert_schedule: str = "block_wise"
 
     def __post_init__(self) -> None:
+        require_numbers(vars(self))
         if self.experts < 1:
             raise UsageError(f"experts must be at least 1, or 0 for a dense model, got {self.experts}")
         if not 1 <= self.top_k <= self.experts:
             raise UsageError(f"top_k must be from 1 to the {self.experts} experts, got {self.top_k}")
-        for name in ("expert_hidden", "shared_hidden", "balance_weight", "z_weight", "bias_update_rate",
-                     "capacity_factor"):  # fmt: skip
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
-        if self.expert_memory < -1:
-            raise UsageError(f"expert_memory must be at least 0 bytes, or -1 for any, got {self.expert_memory}")
         if self.placement != "none" and self.expert_schedule == "plain":
             raise UsageError(
                 f"expert_schedule plain moves no experts, but placement is {self.placement}; give placement none, or "

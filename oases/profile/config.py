@@ -15,7 +15,6 @@ from oases.train.config import (
     option,
     require_device,
     require_memory,
-    require_seed,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,7 +36,6 @@ class StackOptions(ModelOptions):
         super().__post_init__()
         if self.iterations < 1:
             raise UsageError(f"iterations must be at least 1, got {self.iterations}")
-        require_seed(self.seed)
         require_device(self.device)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from oases.limits import MOST_PLACES
 from oases.schedule.ops import Compute, Op, ScheduleError, Transfer
 from oases.schedule.schedule import Extent, Schedule
 from oases.schedule.text import from_text, is_text
@@ -144,6 +145,8 @@ def generate_experts(name: str, num_blocks: int, recompute: bool = False) -> Sch
         raise ScheduleError(f"unknown expert schedule {name!r}; known are {', '.join(EXPERT_SCHEDULES)}")
     if num_blocks < 1:
         raise ScheduleError(f"{name} needs at least 1 block of experts, got {num_blocks}")
+    if num_blocks > MOST_PLACES:
+        raise ScheduleError(f"{name} takes up to {MOST_PLACES} blocks of experts, got {num_blocks}; give fewer")
     schedule = EXPERT_SCHEDULES[name](num_blocks, recompute)
     validate(schedule)
     return schedule

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
+from oases.limits import MOST_PLACES
 from oases.schedule.ops import Op, ScheduleError
 from oases.schedule.schedule import Pass, Schedule, StageReading, passes_of
 from oases.schedule.text import from_text, is_text
@@ -139,6 +140,7 @@ def _listed(
     """Build the schedule. keeps_last: the last stage never recomputes."""
     require_sizes(name, num_stages, num_micro_batches, chunks)
     parts = num_stages * chunks
+    require_places(name, parts, num_micro_batches)
 
     def ops(stage: int) -> Iterator[Op]:
         recomputed = recompute and not (keeps_last and stage == num_stages - 1)
@@ -241,6 +243,15 @@ def require_sizes(pipeline: str, num_stages: int, num_micro_batches: int, chunks
         raise ScheduleError(
             f"interleaved needs at least 1 chunk and micro-batches in multiples of the {num_stages} stages, got "
             f"{chunks} and {num_micro_batches}"
+        )
+
+
+def require_places(pipeline: str, num_parts: int, num_micro_batches: int) -> None:
+    """Raise ScheduleError for so many passes that a list of them is too long to be built."""
+    if num_parts * num_micro_batches > MOST_PLACES:
+        raise ScheduleError(
+            f"{pipeline} of {num_parts} model parts in {num_micro_batches} micro-batches has more than {MOST_PLACES} "
+            "forward passes; give fewer micro-batches"
         )
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import groupby
 from typing import Literal
 
+from oases.limits import MOST_PLACES
 from oases.schedule.ops import Compute, Op, ScheduleError
 from oases.schedule.schedule import Extent, Schedule
 from oases.schedule.validate import validate
@@ -256,6 +257,12 @@ def generate(
     """Generate the named schedule and validate it. Those in WHOLE get one sub-batch. Raises ScheduleError."""
     if name not in GENERATORS:
         raise ScheduleError(f"unknown schedule {name!r}; known are {', '.join(sorted(GENERATORS))}")
-    schedule = GENERATORS[name](num_blocks, 1 if name in WHOLE else num_sub_batches, recompute, layer_of)
+    many = 1 if name in WHOLE else num_sub_batches
+    if num_blocks * many > MOST_PLACES:
+        raise ScheduleError(
+            f"{name} of {num_blocks} blocks in {many} sub-batches has more than {MOST_PLACES} parts; give fewer "
+            "sub-batches"
+        )
+    schedule = GENERATORS[name](num_blocks, many, recompute, layer_of)
     validate(schedule)
     return schedule

@@ -18,10 +18,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+from oases.errors import UsageError
+from oases.files import read_text
+from oases.limits import short
 from oases.schedule.ops import OPS, TRANSFERS, Op, ScheduleError, Unit
 from oases.schedule.schedule import Schedule
 from oases.schedule.validate import validate
 
+_MOST_BYTES = 2**23
 _NAME = r"(?P<name>[\w.-]+)"
 _HEADERS: dict[Unit, tuple[str, re.Pattern[str]]] = {
     "block": (
@@ -103,7 +107,9 @@ def parse_schedule(text: str) -> Schedule:
     if found is None:
         column = line.index(line.strip()) + 1
         others = "" if line.split()[0] in _WORDS else " (or experts ..., pipeline ...)"
-        raise ScheduleSyntaxError(f"expected the header '{expected}'{others}, got {line.strip()!r}", number, column)
+        raise ScheduleSyntaxError(
+            f"expected the header '{expected}'{others}, got {short(line.strip())}", number, column
+        )
     header = found.groupdict()
     kinds = tuple(name for name, row in OPS.items() if unit in row.reads)
     ops = tuple(_parse_op(line, number, unit, kinds) for number, line in rest)
@@ -135,7 +141,7 @@ def _parse_op(line: str, number: int, unit: Unit, kinds: tuple[str, ...]) -> Op:
 
     kind, column = words[0]
     if kind not in kinds:
-        raise ScheduleSyntaxError(f"unknown op {kind!r}; known are {', '.join(kinds)}", number, column)
+        raise ScheduleSyntaxError(f"unknown op {short(kind)}; known are {', '.join(kinds)}", number, column)
     of = None
     if OPS[kind].stream == "link" and kind not in TRANSFERS:
         carried = [name for name in kinds if OPS[name].stream == "compute"]
@@ -143,16 +149,16 @@ def _parse_op(line: str, number: int, unit: Unit, kinds: tuple[str, ...]) -> Op:
         of, column = word(1, f"the op whose result '{kind}' carries, one of {', '.join(carried)}")
         if of not in carried:
             raise ScheduleSyntaxError(
-                f"'{kind}' carries a compute op ({', '.join(carried)}), not {of!r}", number, column
+                f"'{kind}' carries a compute op ({', '.join(carried)}), not {short(of)}", number, column
             )
     place_at = 1 if of is None else 2
     place, column = word(place_at, _PLACES[unit])
     match = _PLACE.match(place)
     if match is None:
-        raise ScheduleSyntaxError(f"expected {_PLACES[unit]}, got {place!r}", number, column)
+        raise ScheduleSyntaxError(f"expected {_PLACES[unit]}, got {short(place)}", number, column)
     if len(words) > place_at + 1:
         extra, column = words[place_at + 1]
-        raise ScheduleSyntaxError(f"unexpected text after the op: {extra!r}", number, column)
+        raise ScheduleSyntaxError(f"unexpected text after the op: {short(extra)}", number, column)
     return Op(cast(Any, kind), int(match["block"]), int(match["sub_batch"]), cast(Any, of))
 
 
@@ -185,11 +191,9 @@ def read_schedule(
     """
     file = f"schedule file {str(path)!r}"
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"{file} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"{file} is not UTF-8 text: {error.reason}") from error
+        text = read_text(path, "schedule file", "oases simulate --help says what it holds", _MOST_BYTES)
+    except UsageError as error:
+        raise ScheduleError(str(error)) from error
     try:
         schedule = parse_schedule(text)
         if unit in (None, schedule.unit):

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
+from oases.files import write_text
 from oases.simulator.timeline import Timeline
 
 _STYLE = """
@@ -46,7 +47,8 @@ def write_page(
         + section.figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
         for section in sections
     )
-    path.write_text(
+    write_text(
+        path,
         f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>
 <script>{get_plotlyjs()}</script></head><body>
@@ -55,7 +57,7 @@ def write_page(
 {body}
 </body></html>
 """,
-        encoding="utf-8",
+        "page",
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from oases.errors import UsageError
+from oases.limits import short
 from oases.plans.shape import ELEMENT_BYTES, KINDS
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead
@@ -40,8 +41,8 @@ def hardware_of(data: Any, where: str) -> Hardware:
         raise UsageError(f"{where} is not a hardware profile; write one with: oases profile --json FILE")
     if data.get("version") != VERSION:
         raise UsageError(
-            f"{where}: version {data.get('version')!r} is unknown; this oases reads version {VERSION}: measure again "
-            "with oases profile, or update oases"
+            f"{where}: version {short(data.get('version'))} is unknown; this oases reads version {VERSION}: measure "
+            "again with oases profile, or update oases"
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version")}
     return _hardware(body, where)
@@ -52,10 +53,10 @@ def hardware_of(data: Any, where: str) -> Hardware:
 
 def _number(value: Any, where: str, unit: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UsageError(f"{where} must be a number of {unit}, got {value!r}")
+        raise UsageError(f"{where} must be a number of {unit}, got {short(value)}")
     # Whole numbers of any length are JSON.
     if not -sys.float_info.max <= value <= sys.float_info.max:
-        raise UsageError(f"{where} must be finite, got {str(value)[:20]}")
+        raise UsageError(f"{where} must be finite, got {short(value)}")
     return float(value)
 
 
@@ -63,9 +64,9 @@ def _seconds(*, above_zero: bool) -> Check:
     def check(value: Any, where: str) -> float:
         number = _number(value, where, "seconds")
         if number < 0 or (above_zero and number == 0):
-            raise UsageError(f"{where} must be {'above' if above_zero else 'at least'} 0, got {value!r}")
+            raise UsageError(f"{where} must be {'above' if above_zero else 'at least'} 0, got {short(value)}")
         if number > _HOUR:
-            raise UsageError(f"{where} is {value!r}, over an hour; the unit is seconds, not milliseconds")
+            raise UsageError(f"{where} is {short(value)}, over an hour; the unit is seconds, not milliseconds")
         return number
 
     return check
@@ -75,9 +76,9 @@ def _rate(unit: str, least: float, hint: str) -> Check:
     def check(value: Any, where: str) -> float:
         number = _number(value, where, unit)
         if number <= 0:
-            raise UsageError(f"{where} must be above 0, got {value!r}")
+            raise UsageError(f"{where} must be above 0, got {short(value)}")
         if number < least:
-            raise UsageError(f"{where} is {value!r}, below {least:g}; the unit is {unit}, {hint}")
+            raise UsageError(f"{where} is {short(value)}, below {least:g}; the unit is {unit}, {hint}")
         return number
 
     return check
@@ -87,9 +88,9 @@ def _whole(least: int = 1, unit: str = "") -> Check:
     def check(value: Any, where: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             of = f" of {unit}" if unit else ""
-            raise UsageError(f"{where} must be a whole number{of} of at least {least}, got {value!r}")
+            raise UsageError(f"{where} must be a whole number{of} of at least {least}, got {short(value)}")
         if value >= 2**63:
-            raise UsageError(f"{where} must be below 2^63, got {str(value)[:20]}...")
+            raise UsageError(f"{where} must be below 2^63, got {short(value)}")
         return value
 
     return check
@@ -98,34 +99,34 @@ def _whole(least: int = 1, unit: str = "") -> Check:
 def _memory(value: Any, where: str) -> int:
     number: int = _whole(unit="bytes")(value, where)
     if number < 1 << 20:
-        raise UsageError(f"{where} is {value!r}, below a mebibyte; the unit is bytes, not gigabytes")
+        raise UsageError(f"{where} is {short(value)}, below a mebibyte; the unit is bytes, not gigabytes")
     return number
 
 
 def _samples(value: Any, where: str) -> float:
     number = _number(value, where, "samples")
     if number <= 0:
-        raise UsageError(f"{where} must be above 0, got {value!r}")
+        raise UsageError(f"{where} must be above 0, got {short(value)}")
     return number
 
 
 def _slowdown(value: Any, where: str) -> float:
     number = _number(value, where, "times as long")
     if number < 1:
-        raise UsageError(f"{where} must be at least 1 (no slowdown), got {value!r}")
+        raise UsageError(f"{where} must be at least 1 (no slowdown), got {short(value)}")
     return number
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{where} must be a text, got {value!r}")
+        raise UsageError(f"{where} must be a text, got {short(value)}")
     return value
 
 
 def _one_of(*known: str) -> Check:
     def check(value: Any, where: str) -> str:
         if value not in known:
-            raise UsageError(f"{where} is {value!r}; known are {', '.join(known)}")
+            raise UsageError(f"{where} is {short(value)}; known are {', '.join(known)}")
         return str(value)
 
     return check
@@ -134,7 +135,7 @@ def _one_of(*known: str) -> Check:
 def _flops(value: Any, where: str) -> dict[str, float]:
     if not isinstance(value, Mapping) or not value:
         raise UsageError(
-            f"{where} must be an object from dtype to FLOP/s, such as {{'float32': 1e13}}, got {value!r}"
+            f"{where} must be an object from dtype to FLOP/s, such as {{'float32': 1e13}}, got {short(value)}"
         )
     rate = _rate("FLOP/s", 1e6, "not TFLOP/s")
     return {_DTYPE(name, f"{where}: a dtype"): rate(number, f"{where}: {name}") for name, number in value.items()}
@@ -174,10 +175,10 @@ _OVERHEAD = {
 def _object(value: Any, where: str, known: Mapping[str, _Field]) -> dict[str, Any]:
     """Fields of an object, checked. Raises UsageError for missing and unknown ones, with a suggestion."""
     if not isinstance(value, Mapping):
-        raise UsageError(f"{where} must be an object, got {value!r}")
+        raise UsageError(f"{where} must be an object, got {short(value)}")
     for name in value:
         if name not in known:
-            raise UsageError(f"{where}: unknown field {name!r}; {_meant(str(name), known)}")
+            raise UsageError(f"{where}: unknown field {short(name)}; {_meant(str(name), known)}")
     for name, field in known.items():
         if name not in value and field.default is _REQUIRED:
             raise UsageError(f"{where}: field {name!r} is missing; add it, or measure with oases profile")
@@ -202,7 +203,7 @@ def _meant(name: str, known: Mapping[str, Any]) -> str:
 def _list_of(make: Check) -> Check:
     def check(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise UsageError(f"{where} must be a list, got {value!r}")
+            raise UsageError(f"{where} must be a list, got {short(value)}")
         return tuple(make(item, f"{where}[{number}]") for number, item in enumerate(value))
 
     return check

@@ -13,9 +13,7 @@ null means that the configuration did not fit. all_reduce_ms is an all-reduce of
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -23,6 +21,8 @@ from statistics import median
 from typing import Any
 
 from oases.errors import UsageError
+from oases.files import parse_json, read_text, write_text
+from oases.limits import short
 from oases.plans.shape import ELEMENT_BYTES, KINDS, LARGEST, ModelShape
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import Device, Hardware, MeasuredBlock, MeasuredOverhead
@@ -33,6 +33,7 @@ from oases.simulator.program import Contention
 HEAD_WIDTH = 64
 """Assumed features per head: published tables do not give the number of heads."""
 _GIB = 1 << 30
+_REMEDY = "write one with: oases profile --json FILE"
 
 
 def is_published(data: Any) -> bool:
@@ -49,11 +50,11 @@ def from_published(data: Mapping[str, Any], where: str) -> Hardware:
     sequence, gpus, per_server = (_whole(data, name, where) for name in ("sequence", "gpus", "gpus_per_server"))
     dtype, device = data.get("dtype"), data.get("device")
     if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
-        raise UsageError(f"{where}: dtype is {dtype!r}; known are {', '.join(ELEMENT_BYTES)}")
+        raise UsageError(f"{where}: dtype is {short(dtype)}; known are {', '.join(ELEMENT_BYTES)}")
     if gpus < 2:
         raise UsageError(f"{where}: gpus must be at least 2, between which all_reduce_ms was measured, got {gpus}")
     if not isinstance(data["rows"], list) or not data["rows"]:
-        raise UsageError(f"{where}: rows must be a list of at least one row, got {data['rows']!r}")
+        raise UsageError(f"{where}: rows must be a list of at least one row, got {short(data['rows'])}")
     rows = [_row(row, f"{where}: rows[{number}]") for number, row in enumerate(data["rows"])]
     blocks: list[MeasuredBlock] = []
     reduced: dict[int, list[float]] = {}
@@ -91,7 +92,7 @@ def from_published(data: Mapping[str, Any], where: str) -> Hardware:
 
 def _row(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
-        raise UsageError(f"{where} must be an object, got {row!r}")
+        raise UsageError(f"{where} must be an object, got {short(row)}")
     found: dict[str, Any] = {name: _whole(row, name, where) for name in ("hidden", "tp", "batch")}
     for name in (*(f"{kind}_{pass_}_ms" for kind in KINDS for pass_ in ("forward", "backward")), "all_reduce_ms"):
         if name not in row:
@@ -102,7 +103,7 @@ def _row(row: Any, where: str) -> dict[str, Any]:
         ):
             raise UsageError(
                 f"{where}: {name} must be a number of milliseconds above 0 and up to an hour, or null, got "
-                f"{str(value)[:40]}"
+                f"{short(value)}"
             )
         found[name] = value
     return found
@@ -111,9 +112,9 @@ def _row(row: Any, where: str) -> dict[str, Any]:
 def _whole(data: Mapping[str, Any], name: str, where: str) -> int:
     value = data.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{where}: {name} must be a whole number of at least 1, got {value!r}")
+        raise UsageError(f"{where}: {name} must be a whole number of at least 1, got {short(value)}")
     if value > LARGEST:
-        raise UsageError(f"{where}: {name} must be at most {LARGEST}, got {str(value)[:20]}")
+        raise UsageError(f"{where}: {name} must be at most {LARGEST}, got {short(value)}")
     return value
 
 
@@ -123,7 +124,7 @@ def _device(name: str, dtype: str, blocks: list[MeasuredBlock], where: str) -> D
     """
     memory = re.search(r"(\d+)\s*Gi?B", name, re.IGNORECASE)
     if memory is None:
-        raise UsageError(f"{where}: device {name!r} does not state its memory; write it as 'RTX 3090 24 GiB'")
+        raise UsageError(f"{where}: device {short(name)} does not state its memory; write it as 'RTX 3090 24 GiB'")
     flops = moved = 0.0
     for block in blocks:
         shape = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=dtype)
@@ -145,10 +146,7 @@ def read_hardware(path_or_text: str | Path) -> Hardware:
     Files of published block times in milliseconds (see `from_published`) are converted.
     """
     text, where = _text_of(path_or_text)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON: {error}; write one with: oases profile --json FILE") from error
+    data = parse_json(text, where, _REMEDY)
     if is_published(data):
         hardware = from_published(data, where)
         require_distinct(hardware, where)
@@ -158,18 +156,7 @@ def read_hardware(path_or_text: str | Path) -> Hardware:
 
 def write(hardware: Hardware, path: str | Path) -> None:
     """Write a profile atomically, for `read_hardware`."""
-    target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.resolve().parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(to_json(hardware))
-        mask = os.umask(0)  # mkstemp makes files that only the owner can read
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_text(path, to_json(hardware), "hardware profile")
 
 
 def to_json(hardware: Hardware) -> str:
@@ -218,12 +205,4 @@ def _timed_out(overhead: MeasuredOverhead) -> dict[str, Any]:
 def _text_of(path_or_text: str | Path) -> tuple[str, str]:
     if isinstance(path_or_text, str) and path_or_text.lstrip()[:1] in ("{", "["):
         return path_or_text, "hardware profile"
-    path = Path(path_or_text)
-    if not str(path_or_text) or not path.is_file():
-        raise UsageError(
-            f"hardware profile {str(path_or_text)!r} is not a file; write one with: oases profile --json FILE"
-        )
-    try:
-        return path.read_text(encoding="utf-8"), f"hardware profile {str(path)!r}"
-    except UnicodeDecodeError as error:
-        raise UsageError(f"hardware profile {str(path)!r} is not UTF-8 text: {error.reason}") from error
+    return read_text(path_or_text, "hardware profile", _REMEDY), f"hardware profile {str(path_or_text)!r}"

@@ -15,9 +15,14 @@ from typing import Any
 import yaml
 
 from oases.errors import UsageError
-from oases.train.model_options import type_mismatch
+from oases.files import read_text
+from oases.limits import short
+from oases.train.model_options import value_fault
 
 _WIDTH = 100
+_MOST_LISTS = 400
+_MOST_BYTES = 2**15
+"""Size of a configuration: YAML is parsed at a hundred kilobytes a second."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,14 +52,7 @@ def read_values(path: str | Path, known: Sequence[Field[Any]]) -> dict[str, Any]
     and the line if known, for an unreadable file, an unknown field (with the nearest known one) and a wrong type.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else None
-    except OSError as error:
-        raise UsageError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"config {str(path)!r} is not UTF-8 text: {error.reason}") from error
-    if text is None:
-        raise UsageError(f"config {str(path)!r} is not a file; write one with: oases train --write-config")
+    text = read_text(path, "config", "write one with: oases train --write-config", _MOST_BYTES)
     return _of_python(path, known) if path.suffix == ".py" else _of_yaml(path, text, known)
 
 
@@ -76,14 +74,16 @@ def config_text(values: Mapping[str, Any], known: Sequence[Field[Any]]) -> str:
 def unknown_field_message(name: object, known: Sequence[Field[Any]]) -> str:
     """Error message for an unknown field, with the nearest known one."""
     names = [item.name for item in known]
-    near = difflib.get_close_matches(str(name), names, n=1)
+    near = difflib.get_close_matches(short(name).strip("'"), names, n=1)
     remedy = f"did you mean {near[0]!r}?" if near else "oases train --write-config lists all"
-    return f"unknown field {str(name)!r}; {remedy}"
+    return f"unknown field {short(name)}; {remedy}"
 
 
 def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, Any]:
     where = f"config {str(path)!r}"
     by_name = {item.name: item for item in known}
+    if sum(map(text.count, ("[", "{", "- "))) > _MOST_LISTS:  # which PyYAML takes seconds for
+        raise UsageError(f"{where} has too many lists and mappings; give lines such as 'hidden: 512'")
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -94,13 +94,13 @@ def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, An
         given: dict[str, Any] = {}
         for key, node in root.value:
             line = f"{where}, line {key.start_mark.line + 1}"
-            name = loader.construct_object(key, deep=True)
+            name = key.value if isinstance(key, yaml.ScalarNode) else None
             if name not in by_name:
-                raise UsageError(f"{line}: {unknown_field_message(name, known)}")
+                raise UsageError(f"{line}: {unknown_field_message(key.value, known)}")
             if name in given:
                 raise UsageError(f"{line}: {name} is given twice; leave one out")
-            given[name] = loader.construct_object(node, deep=True)
-            fault = type_mismatch(by_name[name], given[name])
+            given[name] = _value(loader, node, f"{line}: {name}")
+            fault = value_fault(by_name[name], given[name])
             if fault:
                 raise UsageError(f"{line}: {fault}")
     except yaml.YAMLError as error:
@@ -108,14 +108,24 @@ def _of_yaml(path: Path, text: str, known: Sequence[Field[Any]]) -> dict[str, An
         line = "" if mark is None else f", line {mark.line + 1}"
         problem = getattr(error, "problem", None) or str(error)
         raise UsageError(f"{where}{line}: invalid YAML: {problem}") from error
+    except RecursionError as error:
+        raise UsageError(f"{where} is nested too deeply; give lines such as 'hidden: 512'") from error
     return given
+
+
+def _value(loader: _Loader, node: yaml.Node, where: str) -> Any:
+    """Plain value of a node. UsageError where its tag does not take it, e.g. `!!int x`."""
+    try:
+        return loader.construct_object(node, deep=True)
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
+        raise UsageError(f"{where} is no valid value: {error!s:.200}") from error
 
 
 def _of_python(path: Path, known: Sequence[Field[Any]]) -> dict[str, Any]:
     where = f"config {str(path)!r}"
     try:
         found = runpy.run_path(str(path)).get("config")
-    except Exception as error:  # the user's code may raise anything; report it with its line
+    except (Exception, SystemExit) as error:  # the user's code may raise anything; report it with its line
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         message = str(error)
@@ -126,6 +136,6 @@ def _of_python(path: Path, known: Sequence[Field[Any]]) -> dict[str, Any]:
             message = f"{type(error).__name__}: {message}"
         raise UsageError(f"{where}{'' if line is None else f', line {line}'}: {message}") from error
     if not is_dataclass(found) or isinstance(found, type) or not hasattr(found, "given"):
-        raise UsageError(f"{where} must define config = TrainConfig(...), got {found!r}")
+        raise UsageError(f"{where} must define config = TrainConfig(...), got {short(found)}")
     values: dict[str, Any] = found.given()
     return values

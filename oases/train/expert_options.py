@@ -96,8 +96,6 @@ class ExpertOptions(ModelOptions):
 
     def require_experts(self) -> None:
         """Raise UsageError, naming the field, for invalid expert options, and for expert options without experts."""
-        if self.experts < 0:
-            raise UsageError(f"experts must be at least 1, or 0 for a dense model, got {self.experts}")
         if self.experts == 0:
             self._require_none()
             return

@@ -119,6 +119,8 @@ def require_new_trace(trace: str, *, new: bool) -> None:
     path = Path(trace)
     if path.is_dir():
         raise UsageError(f"record_loads {trace!r} is a folder; give the path of a file")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"record_loads {trace!r} is a pipe or device; give the path of a file")
     make_folder(path.resolve().parent, "record_loads")
     if path.is_file() and path.stat().st_size:
         for _ in replay(path):  # raises for a file that is not a trace

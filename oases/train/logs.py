@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from oases.errors import UsageError, make_folder
+from oases.files import parse_json, read_lines, unwritable
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -31,11 +32,13 @@ TAGS = {
 }
 """TensorBoard tags of values; others are train/NAME."""
 _FLUSH_SECONDS = 10
+_REMEDY = "give a new file, or one that --step-log wrote"
 
 
 def last_logged_step(path: str | Path) -> int:
     """Last step in a log; 0 for an empty or missing file. UsageError for a file that is not a step log."""
     path = Path(path)
+    _require_log(path)
     return _last(path, None)[0] if path.is_file() else 0
 
 
@@ -46,12 +49,16 @@ class StepLog:
     """
 
     def __init__(self, path: str | Path, steps_done: int) -> None:
-        path = Path(path)
+        self._path = path = Path(path)
+        _require_log(path)
         if path.is_file():
             _, end = _last(path, steps_done)
             with path.open("rb+") as old:
                 old.truncate(end)
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path
+            raise UsageError(f"step log {str(path)!r} cannot be written: {error}; give another path") from error
 
     def write(self, **values: Any) -> None:
         """Append the values of a step, `step` among them; non-finite numbers become null."""
@@ -59,8 +66,11 @@ class StepLog:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._file.flush()  # survives the death of this process
+        try:
+            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self._file.flush()  # survives the death of this process
+        except OSError as error:
+            raise unwritable("step log", self._path, error) from error
 
     def __enter__(self) -> StepLog:
         return self
@@ -71,23 +81,25 @@ class StepLog:
         self._file.close()
 
 
+def _require_log(path: Path) -> None:
+    if path.exists() and not path.is_file() and not path.is_char_device():
+        raise UsageError(f"step log {str(path)!r} is neither a file nor a terminal; give the path of a file")
+
+
 def _last(path: Path, steps: int | None) -> tuple[int, int]:
     """Last step up to `steps`, and the offset where its line ends. An incomplete last line is ignored."""
     last, end = 0, 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise UsageError(
-                    f"step log {str(path)!r}: line {number} is not a step of a run; give a new "
-                    "file, or one that --step-log wrote"
-                ) from error
-            if steps is not None and step > steps:
-                break
-            last, end = step, end + len(line)
+    for number, line in read_lines(path, "step log", _REMEDY):
+        if not line.endswith(b"\n"):
+            break
+        where = f"step log {str(path)!r}, line {number}"
+        found = parse_json(line, where, _REMEDY)
+        step = found.get("step") if isinstance(found, dict) else None
+        if type(step) is not int or not 0 <= step < 2**63:
+            raise UsageError(f"{where} is not a step of a run; {_REMEDY}")
+        if steps is not None and step > steps:
+            break
+        last, end = step, end + len(line)
     return last, end
 
 

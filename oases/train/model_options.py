@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from oases.errors import UsageError
+from oases.limits import fault, require_numbers, short
 from oases.models.gpt import GPTConfig
 from oases.schedule import GENERATORS, WHOLE, LayerOf, Recompute, Schedule, generate, read_schedule
 from oases.train.tokenizer import BYTES
@@ -36,6 +37,7 @@ class ModelOptions:
     )
 
     def __post_init__(self) -> None:
+        require_types(self)
         require_choices(self)
         if self.heads == 0:
             object.__setattr__(self, "heads", self.default_heads)
@@ -148,8 +150,9 @@ class Degrees:
     def __post_init__(self) -> None:
         for item in fields(self):
             value, least = getattr(self, item.name), 0 if item.name == "tensor" else 1
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 2**20:
-                raise UsageError(f"degrees: {item.name} must be an integer of at least {least}, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value:
+                raise UsageError(f"degrees: {item.name} must be an integer of at least {least}, got {short(value)}")
+            require_numbers({item.name: value}, "degrees: ")
 
     @classmethod
     def of(cls, given: Any) -> Degrees:
@@ -158,10 +161,10 @@ class Degrees:
             return given
         known = [item.name for item in fields(cls)]
         if not isinstance(given, Mapping):
-            raise UsageError(f"degrees must be a mapping with {', '.join(known)}, got {given!r}")
+            raise UsageError(f"degrees must be a mapping with {', '.join(known)}, got {short(given)}")
         for name in given:
             if name not in known:
-                raise UsageError(f"degrees: unknown {name!r}; known are {', '.join(known)}")
+                raise UsageError(f"degrees: unknown {short(name)}; known are {', '.join(known)}")
         return cls(**given)
 
     def tensor_of(self, ranks: int) -> int:
@@ -188,17 +191,21 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def type_mismatch(item: Field[Any], value: Any) -> str:
-    """Error message for a field's value of the wrong type; empty for the right one."""
+def value_fault(item: Field[Any], value: Any) -> str:
+    """Error message for a field's value of the wrong type or beyond its limit; empty for a right one."""
     kinds, what = _KINDS.get(str(item.type), ((object,), ""))
     fits = isinstance(value, kinds) and (bool in kinds or object in kinds or not isinstance(value, bool))
-    return "" if fits else f"{item.name} must be {what}, got {value!r}"
+    if not fits:
+        return f"{item.name} must be {what}, got {short(value)}"
+    if isinstance(value, str) and "\0" in value:
+        return f"{item.name} must be text without null characters, got {short(value)}"
+    return fault(item.name, value)
 
 
 def require_types(config: Any) -> None:
-    """Raise UsageError, naming field and value, unless every field of a dataclass holds its type."""
+    """Raise UsageError, naming field and value, unless every field of a dataclass has its type and limit."""
     for item in fields(config):
-        fault = type_mismatch(item, getattr(config, item.name))
+        fault = value_fault(item, getattr(config, item.name))
         if fault:
             raise UsageError(fault)
 

@@ -42,17 +42,24 @@ class Run:
         """Run with the plan that a configuration names, or with a plan of its degrees over `ranks` ranks."""
         return cls(config, plan_from_degrees(config, ranks) if config.plan is None else read_plan(config.plan))
 
-    def corpus(self) -> Corpus:
-        """Check files and memory before any rank starts; returns the corpus."""
+    def corpus(self, *, single_process: bool = False) -> Corpus:
+        """Check files and memory before any rank starts; returns the corpus.
+
+        single_process: whether one process, with a rank's share of the model, represents all ranks.
+        """
         config, plan = self.config, self.plan
         if config.device == "cpu" and "LOCAL_WORLD_SIZE" not in os.environ:
-            what = f"hidden {config.hidden} with {config.layers} layers over its {plan.world} ranks"
-            remedy = "lower --hidden or --layers"
+            what = f"{config.layers} layers of hidden {config.hidden}"
             if config.plan is not None:
-                what, remedy = f"the plan over its {plan.world} ranks", "use a smaller model"
+                what = "the plan"
             elif config.experts:
-                what, remedy = f"{config.layers} layers of {config.experts} experts", "use fewer or smaller experts"
-            require_bytes(_bytes_of(plan), what, remedy)
+                what = f"{config.layers} layers of {config.experts} experts"
+            share = plan.world if single_process else 1
+            require_bytes(
+                {name: size // share for name, size in least_bytes(plan).items()},
+                f"{what} with a vocabulary of {plan.model.vocabulary} and a batch of {plan.global_batch} over "
+                f"{plan.world} ranks",
+            )
         return config.check_files(sizes_of(config) | {"vocabulary": plan.model.vocabulary})
 
 
@@ -165,19 +172,35 @@ def _segment(config: TrainConfig, layers: int, tensor: int) -> Segment:
     return Segment(blocks, tensor, text, made.num_sub_batches, again, config.sequence_parallel)
 
 
-def _bytes_of(plan: Plan) -> int:
-    """Bytes of weights, gradients and AdamW state of all ranks."""
-    model, total, number = plan.model, 0, 0
+def least_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes that all ranks of a plan hold at the least, by what for, with the options that lower them.
+
+    State is weights, gradients and AdamW's. Activations are the inputs of blocks alone, of one micro-batch, as with
+    full recomputation.
+    """
+    model, blocks, activations, number = plan.model, 0, 0, 0
     for segment in (segment for part in plan.parts for segment in part.segments):
         replicas = plan.stage_ranks // segment.tp
+        unit = model.unit_bytes(plan.samples(segment.tp)) // (segment.tp if segment.sequence_parallel else 1)
+        activations += plan.stage_ranks * segment.num_blocks * unit
         for _ in range(segment.num_blocks):
             kind = model.kind_of(number)
             number += 1
             if kind == "mlp" and plan.experts is not None:
-                total += model.state_bytes(plan.experts.layer_parameters(model), 1)
+                blocks += model.state_bytes(plan.experts.layer_parameters(model), 1)
                 continue
             held = model.state_bytes(
                 model.block_parameters(kind, segment.tp), replicas, zero=plan.zero, fsdp=plan.fsdp
             )
-            total += plan.stage_ranks * held
-    return total
+            blocks += plan.stage_ranks * held
+    tp = plan.stages[0].segments[0].tp
+    table = model.state_bytes(model.embedding_parameters(tp), plan.stage_ranks // tp, zero=plan.zero, fsdp=plan.fsdp)
+    first_and_last = min(2, len(plan.stages))  # both have the embedding, which is the head
+    tokens = plan.global_batch * model.sequence // plan.micro_batches
+    return {
+        "blocks (--hidden, --layers)": blocks,
+        "the embedding (--vocabulary, --sequence)": first_and_last * plan.stage_ranks * table,
+        "activations (--batch, --sequence)": activations,
+        # Of the loss's numbers in float32, with the logits that they are computed from.
+        "logits (--batch, --sequence, --vocabulary)": tokens * model.vocabulary * (model.element_bytes + 4),
+    }

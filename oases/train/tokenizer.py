@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -13,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from oases.errors import UsageError
+from oases.files import read_json, read_text
 
 BYTES = 256
 """Vocabulary size without a tokenizer: every byte is a token."""
 
 _FILE = "tokenizer.json"
+_MOST_BYTES = 2**29
 
 
 class Bytes:
@@ -98,10 +99,9 @@ def require_package(name: str, what: str, command: str) -> Any:
 
 def _of_file(file: Path, name: str) -> Tokenizer:
     library = require_package("tokenizers", f"tokenizer {name!r}", "pip install tokenizers")
+    text = read_text(file, "tokenizer", f"give a {_FILE}", _MOST_BYTES)
     try:
-        inner = library.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"tokenizer {str(file)!r} cannot be read: {error.strerror}") from error
+        inner = library.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
         raise UsageError(f"tokenizer {str(file)!r} is not a file of the tokenizers library: {error}") from error
     return Tokenizer(inner, name, _end_beside(file))
@@ -112,10 +112,10 @@ def _end_beside(file: Path) -> str | None:
     beside = file.with_name("tokenizer_config.json")
     if not beside.is_file():
         return None
-    try:
-        said = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise UsageError(f"{str(beside)!r} is not a JSON object ({error}); fix or delete it") from error
+    found = read_json(beside, "tokenizer configuration", "fix or delete it", strict=False)
+    if not isinstance(found, dict):
+        raise UsageError(f"{str(beside)!r} is not a JSON object; fix or delete it")
+    said = found.get("eos_token")
     said = said.get("content") if isinstance(said, dict) else said
     return said if isinstance(said, str) else None
 

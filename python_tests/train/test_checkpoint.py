@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -364,6 +365,10 @@ def test_exported_weights_are_whole(two_ranks, corpus, tmp_path, capsys):
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     with pytest.raises(UsageError, match="cannot be written"):
         export(folder, tmp_path / "nowhere" / "file")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe' is not a file; give the path of a file to write"):
+        export(folder, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
     harm(Path(folder) / "step-000001" / "__1_0.distcp", "changed")
     with pytest.raises(UsageError, match=r"__1_0\.distcp is not as it was written"):
         export(folder, file)

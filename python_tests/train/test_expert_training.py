@@ -259,9 +259,9 @@ def test_dropped_slots_are_told(corpus):
         ({"expert_schedule": "fast"}, "unknown expert_schedule 'fast'"),
         ({"expert_schedule": "plain"}, "plain moves no experts, but placement is prophet"),
         ({"top_k": 5}, "top_k must be from 1 to the 4 experts, got 5"),
-        ({"experts": -1}, "experts must be at least 1, or 0"),
+        ({"experts": -1}, "experts must be at least 0, got -1"),
         ({"capacity_factor": -1.0}, "capacity_factor must be at least 0"),
-        ({"expert_memory": -2}, "expert_memory must be at least 0 bytes"),
+        ({"expert_memory": -2}, "expert_memory must be at least -1, got -2"),
         ({"experts": 0, "expert_hidden": 0}, "balance_weight 0.0 needs a mixture of experts"),
     ],
 )

@@ -79,5 +79,5 @@ def test_every_schedule_is_finite_at_the_edges():
             assert all(0 < rate_factor(name, schedule, step) <= 1 for step in range(12))
     with pytest.raises(UsageError, match="unknown learning_rate_schedule 'cosinus'; known are cosine, linear"):
         TrainConfig(learning_rate_schedule="cosinus")
-    with pytest.raises(UsageError, match="learning_rate_floor must be from 0 to 1, got 2"):
+    with pytest.raises(UsageError, match="learning_rate_floor must be at most 1, got 2"):
         TrainConfig(learning_rate_floor=2)

@@ -275,8 +275,10 @@ def test_a_report_in_a_line():
 
 
 def test_bad_values_are_named():
-    for name, value in (("peak_flops", -1.0), ("peak_flops", math.inf), ("print_every", -1)):
-        with pytest.raises(UsageError, match=f"{name} must be at least 0 and finite, got {value}"):
+    for name, value, told in (
+        ("peak_flops", -1.0, "at least 0"), ("peak_flops", math.inf, "finite"), ("print_every", -1, "at least 0"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=f"{name} must be {told}, got {value}"):
             TrainConfig(**{name: value})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 from torch import nn
 
 from oases.errors import UsageError
+from oases.files import read_json
 from oases.graph.layer_graph import LARGEST_FILE
-from oases.plans.shape import MOST_LAYERS
+from oases.limits import MOST_LAYERS
 
 _HEADS = (
     "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification",
@@ -38,12 +38,7 @@ def read_configuration(path: Path, asked: str, what: str = "a config.json") -> d
         path /= "config.json"
     if not path.is_file():
         raise UsageError(f"{asked}: {str(path)!r} is not a file; give {what}, or a folder with a config.json")
-    if path.stat().st_size > LARGEST_FILE:
-        raise UsageError(f"{asked}: {str(path)!r} has over {LARGEST_FILE} bytes; give {what}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
-        raise UsageError(f"{asked}: {str(path)!r} is not JSON: {error}; give {what}") from error
+    data = read_json(path, f"{asked}:", f"give {what}", LARGEST_FILE, strict=False)
     if not isinstance(data, dict):
         raise UsageError(f"{asked}: {str(path)!r} is not a JSON object; give {what}")
     return data

@@ -311,6 +311,8 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
     from oases.train.checkpoint.reader import CheckpointReader
 
     path, file = Path(checkpoint), Path(file)
+    if file.exists() and not file.is_file():  # a rename would replace a device
+        raise UsageError(f"{str(file)!r} is not a file; give the path of a file to write")
     if not is_checkpoint(path):
         path = next(iter(retention.checkpoints(path)), path)
     Metadata.read(path)

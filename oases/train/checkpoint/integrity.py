@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.files import parse_json
 from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.metadata import RECORD, write_synced
 
@@ -21,6 +22,7 @@ INDEX = ".metadata"
 """Metadata of torch.distributed.checkpoint: shapes of tensors and the places of their shards."""
 
 _BLOCK_BYTES = 1 << 20
+_MOST_BYTES = 1 << 26
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:
@@ -38,7 +40,7 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 def listed_files(folder: Path) -> dict[str, str]:
     """SHA-256 of a checkpoint's files as it lists them, by name. Raises OSError, ValueError or RecursionError."""
     with open_file(folder, CHECKSUMS) as file:
-        given = json.loads(file.read())
+        given = parse_json(file.read(_MOST_BYTES), CHECKSUMS, "use another")
     if not isinstance(given, dict) or not isinstance(files := given.get("files"), dict):
         raise ValueError("it lists no files")
     if given.get("sha256") != _of(files) or not {RECORD, INDEX} <= files.keys():

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
+from oases.files import read_json
+from oases.limits import short
 from oases.train.tokenizer import BYTES
 
 FORMAT = 2
@@ -59,7 +61,7 @@ class Metadata:
         if not is_checkpoint(folder):
             raise UsageError(f"{str(folder)!r} is not a checkpoint folder; give one that --checkpoint wrote")
         try:
-            given = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
+            given = read_json(Path(folder) / RECORD, "file", "use another")
             version = given["format"]
             if isinstance(version, int) and version > FORMAT:
                 raise NewerFormatError(
@@ -69,13 +71,13 @@ class Metadata:
             record = cls(**given)
             for name, kind in _KINDS.items():
                 if not isinstance(getattr(record, name), kind):
-                    raise TypeError(f"{name} is {getattr(record, name)!r}")
+                    raise TypeError(f"{name} is {short(getattr(record, name))}")
             return record
         except NewerFormatError:
             raise
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
-                f"checkpoint {str(folder)!r} is corrupt: its {RECORD} cannot be read ({error}); use another"
+                f"checkpoint {str(folder)!r} is corrupt: its {RECORD} cannot be read ({error!s:.300}); use another"
             ) from error
 
     def require_sizes(self, sizes: dict[str, Any], folder: str | Path) -> None:

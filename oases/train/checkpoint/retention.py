@@ -12,7 +12,7 @@ from oases.train.checkpoint.lock import LOCK
 from oases.train.checkpoint.metadata import is_checkpoint
 
 _NAME = re.compile(r"step-(\d{6,})")
-_LEFT = re.compile(r"\.step-\d{6,}\.(part|old)")
+_LEFT = re.compile(r"\.(?P<name>step-\d{6,})\.(?P<kind>part|old|pruned)")
 _BROKEN = ".broken"
 
 
@@ -57,11 +57,18 @@ def require_folder(folder: str | Path) -> Path:
 
 
 def tidy(folder: str | Path) -> None:
-    """Remove incomplete checkpoints of a run that ended while writing or removing one; warn of those that stay."""
+    """Remove incomplete checkpoints of a run that ended while writing or removing one; warn of those that stay.
+
+    A checkpoint that was to be replaced by one of the same step, but is not yet, gets its name back.
+    """
     for path in Path(folder).glob(".step-*"):
-        if _LEFT.fullmatch(path.name):
+        if left := _LEFT.fullmatch(path.name):
+            replaced = path.with_name(left["name"])
             try:
-                _remove(path)
+                if left["kind"] == "old" and not path.is_symlink() and not replaced.exists():
+                    path.rename(replaced)
+                else:
+                    _remove(path)
             except OSError as error:  # one rank tidies: it must not fail alone
                 warnings.warn(f"{str(path)!r} cannot be removed: {error.strerror}", stacklevel=2)
 
@@ -78,7 +85,7 @@ def prune(folder: str | Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints; 0: remove none."""
     for path in checkpoints(folder)[keep:] if keep else []:
         # Rename first: a partially removed folder must not look like a checkpoint.
-        _remove(path.rename(path.with_name(f".{path.name}.old")))
+        _remove(path.rename(path.with_name(f".{path.name}.pruned")))
 
 
 def _remove(path: Path) -> None:
