@@ -71,7 +71,7 @@ def terminate(run: Run, generator: random.Random) -> None:
 
 
 def terminate_rank(run: Run, generator: random.Random) -> None:
-    """End a rank in order, as a service of the machine may."""
+    """End a rank in order, as a service of the machine may; all ranks of `oases train` save and end."""
     send(_one_of(run, generator), signal.SIGTERM)
 
 
@@ -110,7 +110,7 @@ FAULTS = {
     "kill all": Kind(kill_all, True),
     "kill launcher": Kind(kill_launcher, True),
     "terminate": Kind(terminate, True),
-    "terminate rank": Kind(terminate_rank, False),
+    "terminate rank": Kind(terminate_rank, True),
     "stop": Kind(stop, False),
     "stop all": Kind(stop_all, False),
     "reshard": Kind(reshard, True),
@@ -142,7 +142,8 @@ def suffer(run: Run, fault: Fault, kind: Kind, generator: random.Random) -> bool
     if not _moment(run, fault, generator):
         return False
     ranks = set(run.ranks())
-    fault.hit_while_saving, fault.checkpoint = run.saving(), run.newest()
+    # What ranks find as they start may be the checkpoint that the ones before were killed in.
+    fault.hit_while_saving, fault.checkpoint = fault.moment != "start" and run.saving(), run.newest()
     with kind.during(run):
         kind.apply(run, generator)
         struck = time.monotonic()

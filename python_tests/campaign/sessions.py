@@ -153,7 +153,7 @@ def undisturbed(world: str, corpus: Path, folder: Path) -> Expected:
         run = WORLDS[world].run(WORLDS[world].options, corpus, place)
         run.join()
         if run.process.returncode != 0:
-            raise RuntimeError(f"the undisturbed run failed; see {place / 'output'}")
+            raise RuntimeError(f"the undisturbed run ended with {run.process.returncode}; see {place / 'output'}")
         _, digest = run.result()
         (place / "digest").write_text(digest)
         run.weights().rename(place / "weights")

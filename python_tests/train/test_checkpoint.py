@@ -347,6 +347,17 @@ def test_a_run_that_lost_a_rank_does_not_wait_for_its_checkpoint(monkeypatch, tm
     ended.set()
 
 
+def test_the_next_checkpoint_removes_what_a_failed_one_could_not(corpus, tmp_path):
+    folder = tmp_path / "checkpoints"
+
+    def leave(report):
+        (folder / ".step-000001.part").mkdir(exist_ok=True)  # as on a disk that was read-only for a while
+
+    config = dataclasses.replace(CONFIG, data=corpus, checkpoint=str(folder), steps=2)
+    Trainer(config).train(leave)
+    assert [path.name for path in folder.iterdir()] == ["step-000002"]
+
+
 # --- export ---
 
 

@@ -111,6 +111,11 @@ class CheckpointWriter:
         if self._lock is not None:
             self._lock.require()
 
+    def _tidy(self) -> None:
+        if self._first:
+            retention.tidy(self.folder)  # what a disk that was read-only meanwhile kept of earlier ones
+            retention.prune(self.folder, self.keep)
+
     def _write(self, state: State, record: Metadata) -> None:
         start = time.perf_counter()
         try:
@@ -118,9 +123,7 @@ class CheckpointWriter:
             run_on_all_ranks(self._require_lock, f"checkpoint {str(path)!r}", self._group)
             write(path, state, record, self._group)
             what = f"after checkpoint {str(path)!r}, its folder"
-            run_on_all_ranks(
-                lambda: retention.prune(self.folder, self.keep) if self._first else None, what, self._group
-            )
+            run_on_all_ranks(self._tidy, what, self._group)
         except Exception as error:  # the rank's main thread raises it
             self._error = error
         else:
