@@ -36,6 +36,8 @@ class FailureNotifier:
         together = [group for group in groups if group is not None and group_size(group) > 1]
         self._monitors = [monitor_of(group, scheduler_of(group), device) for group in together]
         self._failures_at_entry: list[list[int]] = []
+        self._lost: BaseException | None = None
+        """Error of a rank's death, on its way out of contexts within others."""
         self.activity = ""
         """Current activity, for error messages, e.g. "step 3"."""
         self.failed = False
@@ -49,12 +51,17 @@ class FailureNotifier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         before = self._failures_at_entry.pop()
+        lost, self._lost = self._lost, None
         if not isinstance(error, Exception) or isinstance(error, _RAISED_ON_ALL_RANKS) or not self._monitors:
             return
         self.failed = True
+        if error is lost:  # waited for once
+            self._lost = error if self._failures_at_entry else None
+            return
         pairs = list(zip(self._monitors, before, strict=True))
         notified = any(monitor.scheduler.failures != count for monitor, count in pairs)
         if lost_a_rank(error) and not notified and not self._receives_failure(self._monitors[0]):
+            self._lost = error if self._failures_at_entry else None
             return  # a rank died; its peers see closed connections too, and it would never acknowledge
         first_line = (str(error).strip().splitlines() or [""])[0]
         pending = [monitor for monitor, count in pairs if monitor.scheduler.failures == count]
