@@ -29,8 +29,9 @@ mutations: build-tests
 	$(PY) python_tests/mutations.py
 
 # Faults that hit training runs, compared with undisturbed runs: an hour; goes on where it was cut off.
+# A part, and a report: make campaign CAMPAIGN="--minutes 10 --report campaign.md".
 campaign: build-tests
-	$(PY) python_tests/campaign.py
+	$(PY) python_tests/campaign $(CAMPAIGN)
 
 # Every torch and Python that is promised (docs/versions.md), or one: make test-versions SESSION="versions(python='3.11', torch='2.15')".
 SESSION ?=

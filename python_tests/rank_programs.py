@@ -96,3 +96,9 @@ def tells_when_training(path):
     dist.barrier()
     Path(path).touch()
     trainer.train()
+
+
+def loses_the_store():
+    if dist.get_rank() == 1:
+        raise dist.DistNetworkError("Broken pipe")
+    dist.barrier()

@@ -17,6 +17,7 @@ from rank_programs import (
     dawdles,
     dies_in_mid_step,
     listening,
+    loses_the_store,
     rank_and_size,
     refuse,
     runs_out_of_memory,
@@ -62,6 +63,41 @@ def test_a_bug_shows_its_traceback(failed):
     assert code == 1
     assert "KeyError: 'a bug'" in error
     assert "oases: rank 0 failed:" in error or "oases: rank 1 failed:" in error
+
+
+def test_a_rank_without_its_store_says_so_in_a_line(failed):
+    code, error = failed(loses_the_store, size=2)
+    assert code == 1
+    assert "oases: rank 1: the connection to the ranks' store is lost: Broken pipe" in error
+    assert "Traceback" not in error
+
+
+WAITS_FOR_EVER = """
+import os, sys, threading, time
+from oases.launch import agents, roll_call
+store = agents.loopback_store()
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+roll_call._FAREWELL_SECONDS = 0.5
+calls = roll_call.RollCall(0, 2, lambda: "all_reduce of F 3.1")
+if sys.argv[1] == "another":
+    store.set(calls._call, "1")
+else:
+    calls.call(0.1)
+threading.Event().wait(None if sys.argv[1] == "another" else 3)
+"""
+"""Rank 0 in a collective whose peer has left without a word; or rank 0 that makes a roll call itself."""
+
+
+@pytest.mark.parametrize(
+    ("caller", "code", "said"),
+    [("another", 1, "oases: rank 0: rank 1 has left while it waited for all_reduce of F 3.1\n"), ("itself", 0, "")],
+)
+def test_a_rank_that_waits_for_one_that_has_left_ends(caller, code, said):
+    """As after a lost link, of which its own end of a connection may never hear."""
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS_FOR_EVER, caller], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (code, said)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

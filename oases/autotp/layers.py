@@ -336,6 +336,22 @@ def first_leaf(result: Any) -> Any:
     return flat[0] if flat else None
 
 
+def turn_off_inner_caches(model: nn.Module) -> list[str]:
+    """Turn off the key-value caches of models in `model` that its own forward has no option for; returns their names.
+
+    A multimodal model calls its language model with that one's configuration.
+    """
+    if has_argument(model, "use_cache"):
+        return []
+    found = []
+    for name, module in model.named_modules():
+        config: Any = getattr(module, "config", None)
+        if has_argument(module, "past_key_values") and getattr(config, "use_cache", None) is True:
+            config.use_cache = False
+            found.append(name)
+    return found
+
+
 def has_argument(module: nn.Module, name: str) -> bool:
     """Whether a module's forward has an argument of this name."""
     return name in inspect.signature(module.forward).parameters

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from oases.autotp.block import value_of
 from oases.autotp.experts import substitute_experts
 from oases.autotp.export import UnsplittableError, leaves, twin_of
-from oases.autotp.layers import LayerList, example_inputs, observe, single_layer
+from oases.autotp.layers import LayerList, example_inputs, observe, single_layer, turn_off_inner_caches
 from oases.autotp.lowering import GroupRank
 from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.module_snapshot import ModuleSnapshot, training_modes
@@ -74,6 +74,7 @@ def parallelize(
     require_alike(model, group, values=weights is None)
     tp = GroupRank.of(group)
     report = PartitionReport(type(model).__name__, tp.ranks)
+    report.notes += [f"{name}.config.use_cache is False now" for name in turn_off_inner_caches(model)]
     vocabulary, twin = spec.vocabulary_of(model), twin_of(model)
     substitute_experts(twin, tp.ranks)
     inputs = spec.inputs or example_inputs(model)

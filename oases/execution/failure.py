@@ -352,7 +352,10 @@ def fail_together(
 def lost_a_rank(error: BaseException) -> bool:
     """Whether a link or a rank is gone, rather than an op has failed."""
     # Collectives outside the scheduler (barriers, object exchange) fail with gloo's bare RuntimeError.
-    return isinstance(error, dist.DistBackendError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
+    # A lost connection to the store is a DistNetworkError.
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
+        type(error) is RuntimeError and "gloo" in str(error).lower()
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

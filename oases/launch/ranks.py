@@ -189,7 +189,8 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
         from oases.execution.failure import lost_a_rank
 
         if lost_a_rank(error):
-            _end(str(error).strip().splitlines()[0], roll_call)
+            lost = "the connection to the ranks' store is lost: " * isinstance(error, dist.DistNetworkError)
+            _end(lost + str(error).strip().splitlines()[0], roll_call)
         print(f"oases: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         _leave(1)
 

@@ -1,12 +1,14 @@
 """Roll call: a rank whose collective failed or timed out asks what the others do, and names those that are missing.
 
 Live ranks answer with what they wait for, even while their main thread is blocked in a collective; those that do not
-answer are gone. An idle thread polls the store once per interval.
+answer are gone. An idle thread polls the store once per interval. A rank that has answered and still waits some
+seconds later ends, too: where a link was lost, nothing else may tell it that its peer is gone.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,10 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 _INTERVAL_SECONDS = 0.5
+_FAREWELL_SECONDS = 8.0
+"""Time that a rank has to fail by itself after another made a roll call; more than that one takes to end."""
+_MOST_CONNECTIONS = 3
+"""Connections to the store that a thread tries: a link that was lost for some seconds breaks one."""
 
 
 class RollCall:
@@ -30,6 +36,8 @@ class RollCall:
         # A launcher may start the ranks again over the same store.
         self._call = f"oases/roll-call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._stop = threading.Event()
+        self._calls = False
+        """Whether this rank made a roll call, and so is ending."""
         self._thread = threading.Thread(target=self._answer, name="oases-roll-call", daemon=True)
         self._thread.start()
 
@@ -43,6 +51,7 @@ class RollCall:
 
         Empty if the store is gone, too.
         """
+        self._calls = True
         answers: dict[int, str | None] = {rank: None for rank in range(self.size) if rank != self.rank}
         try:
             store = _connect()
@@ -58,15 +67,28 @@ class RollCall:
         return answers
 
     def _answer(self) -> None:
-        try:
-            store = _connect()
-            while not self._stop.wait(_INTERVAL_SECONDS):
-                if store.check([self._call]):
-                    # "here": the store would wait forever for an empty value.
-                    store.set(f"{self._call}/{self.rank}", f"here {self._waiting_for()}")
-                    return
-        except (RuntimeError, OSError):
-            return  # the launcher, which holds the store, is gone
+        for _ in range(_MOST_CONNECTIONS):
+            try:
+                store = _connect()
+                while not self._stop.wait(_INTERVAL_SECONDS):
+                    if store.check([self._call]):
+                        # "here": the store would wait forever for an empty value.
+                        store.set(f"{self._call}/{self.rank}", f"here {self._waiting_for()}")
+                        return self._farewell(store.get(self._call).decode())
+                return None
+            except (RuntimeError, OSError):
+                continue  # a lost link, or the launcher, which holds the store, is gone
+        return None
+
+    def _farewell(self, caller: str) -> None:
+        """End this process unless it ends by itself in time."""
+        if self._stop.wait(_FAREWELL_SECONDS) or self._calls:
+            return
+        waiting = self._waiting_for()
+        doing = f" while it waited for {waiting}" if waiting else ""
+        print(f"oases: rank {self.rank}: rank {caller} has left{doing}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def _connect() -> TCPStore:

@@ -20,8 +20,8 @@ from oases.train.step_check import LossError
 
 _RAISED_ON_ALL_RANKS = (LossError, SaveError)
 """Errors that follow from a collective decision: no peer needs a notification."""
-_PATIENCE_SECONDS = 3.0
-"""Wait for a failed rank's notification after it closed a connection that this rank was waiting on."""
+_PATIENCE_SECONDS = 2.0
+"""Wait for a failed rank's notification after it closed a connection that this rank was waiting on: several polls."""
 
 
 class FailureNotifier:
@@ -36,12 +36,12 @@ class FailureNotifier:
         together = [group for group in groups if group is not None and group_size(group) > 1]
         self._monitors = [monitor_of(group, scheduler_of(group), device) for group in together]
         self._failures_at_entry: list[list[int]] = []
-        self._lost: BaseException | None = None
-        """Error of a rank's death, on its way out of contexts within others."""
         self.activity = ""
         """Current activity, for error messages, e.g. "step 3"."""
         self.failed = False
         """Whether anything failed on any rank since construction."""
+        self._lost = False
+        """Whether the error that propagates is known to come from a rank that died."""
 
     def __enter__(self) -> FailureNotifier:
         self._failures_at_entry.append([monitor.scheduler.failures for monitor in self._monitors])
@@ -51,18 +51,16 @@ class FailureNotifier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         before = self._failures_at_entry.pop()
-        lost, self._lost = self._lost, None
+        lost, self._lost = self._lost, False
         if not isinstance(error, Exception) or isinstance(error, _RAISED_ON_ALL_RANKS) or not self._monitors:
             return
         self.failed = True
-        if error is lost:  # waited for once
-            self._lost = error if self._failures_at_entry else None
-            return
         pairs = list(zip(self._monitors, before, strict=True))
         notified = any(monitor.scheduler.failures != count for monitor, count in pairs)
-        if lost_a_rank(error) and not notified and not self._receives_failure(self._monitors[0]):
-            self._lost = error if self._failures_at_entry else None
-            return  # a rank died; its peers see closed connections too, and it would never acknowledge
+        if lost_a_rank(error) and not notified and (lost or not self._receives_failure(self._monitors[0])):
+            # A rank died; its peers see closed connections too, and it would never acknowledge.
+            self._lost = bool(self._failures_at_entry)  # for the contexts around this one
+            return
         first_line = (str(error).strip().splitlines() or [""])[0]
         pending = [monitor for monitor, count in pairs if monitor.scheduler.failures == count]
         # Report in all groups before acknowledging in any: a peer may be blocked in another of these groups.

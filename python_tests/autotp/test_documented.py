@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from autotp.zoo import batch, build, config
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import oases
+from oases.autotp import ParallelSpec
 from oases.autotp.export import UnsplittableError
 from oases.parallel.sharding import cuts
 
@@ -123,3 +125,29 @@ def test_replicas_average_their_gradients(four_ranks):
             found, cut, rank = gradients[name]
             expected = parameter.grad if cut is None else cut.take(parameter.grad, rank, 2)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+class WithLanguageModel(nn.Module):
+    """A model that calls a language model of transformers without the option `use_cache`, as multimodal ones do."""
+
+    def __init__(self):
+        super().__init__()
+        self.language = build("llama").model
+
+    def forward(self, tokens):
+        return self.language(tokens).last_hidden_state
+
+
+def inner_language_model():
+    model, parallel = (WithLanguageModel().double() for _ in range(2))
+    tokens = batch("llama")["input_ids"]
+    oases.parallelize(parallel, spec=ParallelSpec(inputs=((tokens,), {})))
+    report = parallel.oases_partition
+    torch.testing.assert_close(parallel(tokens), model(tokens))
+    return report.layers[0].runs, report.notes
+
+
+def test_inner_language_models_make_no_cache(two_ranks):
+    for runs, notes in two_ranks.run(inner_language_model):
+        assert runs == "across layers"
+        assert notes == ["language.config.use_cache is False now"]

@@ -22,7 +22,7 @@ from oases.cli import main
 from oases.errors import UsageError
 from oases.plans.plan import Plan
 from oases.train.checkpoint import files as checkpoint
-from oases.train.checkpoint import integrity
+from oases.train.checkpoint import integrity, writer
 from oases.train.checkpoint.coordination import SaveError
 from oases.train.checkpoint.files import export
 from oases.train.checkpoint.lock import LOCK
@@ -324,6 +324,26 @@ def test_a_disk_that_is_really_full(corpus, tmp_path):
     left = [line for line in done.stdout.splitlines() if "step-" in line]
     assert left == [f"step-00000{step}" for step in range(1, len(left) + 1)]
     assert 1 <= len(left) <= 4
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"), [(dist.DistBackendError("rank 1 is gone"), "0.1"), (ValueError("a bug"), "0.2")]
+)
+def test_a_run_that_lost_a_rank_does_not_wait_for_its_checkpoint(monkeypatch, tmp_path, error, seconds):
+    ended = threading.Event()
+    monkeypatch.setattr(writer, "LOST_SECONDS", 0.1)
+    monkeypatch.setattr(writer, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(writer, "write", lambda *given: ended.wait())
+
+    def fails():
+        with writer.CheckpointWriter(tmp_path, 2, None) as saving:
+            saving.start({}, mock.Mock(step=1))
+            raise error
+
+    why = f"is incomplete: it took more than {seconds} s"
+    with pytest.warns(UserWarning, match=why), pytest.raises(type(error)):
+        fails()
+    ended.set()
 
 
 # --- export ---

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 import oases.train.checkpoint.retention as retention
+from oases.execution.failure import lost_a_rank
 from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.train.checkpoint.coordination import SaveError, run_on_all_ranks
 from oases.train.checkpoint.files import State, write
@@ -18,7 +19,9 @@ from oases.train.checkpoint.lock import lock_folder
 from oases.train.checkpoint.metadata import Metadata
 
 PATIENCE_SECONDS = 30.0
-"""Time that a failing run waits for a pending checkpoint, which may hang if peers have died."""
+"""Time that a failing run waits for a pending checkpoint."""
+LOST_SECONDS = 5.0
+"""The same where a rank is lost, without which no checkpoint is completed: it may just lack the tidying."""
 
 
 class CheckpointWriter:
@@ -82,19 +85,19 @@ class CheckpointWriter:
         if kind is None:
             self.wait()
         else:
-            self._settle()
+            self._settle(LOST_SECONDS if error is not None and lost_a_rank(error) else PATIENCE_SECONDS)
         if self._lock is not None and self._thread is None:
             self._lock.release()
         if self._group is not None and self._thread is None and not self._stays:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _settle(self) -> None:
+    def _settle(self, patience_seconds: float) -> None:
         """Wait for the pending checkpoint while another error propagates; a failure only warns."""
         if self._thread is None:
             return
-        self._thread.join(PATIENCE_SECONDS)
-        why = f"it took more than {PATIENCE_SECONDS:g} s"
+        self._thread.join(patience_seconds)
+        why = f"it took more than {patience_seconds:g} s"
         if not self._thread.is_alive():
             self._thread = None
             error, self._error = self._error, None
