@@ -58,6 +58,17 @@ def test_a_group_that_told_this_rank_is_not_told(notifier):
     assert [line.split()[0] for line in notifier.log] == ["data:", "data"]
 
 
+def test_a_rank_that_died_is_waited_for_once(notifier, monkeypatch):
+    """And not again by each context around: a run in which a rank is killed restarts the earlier."""
+    waits = []
+    monkeypatch.setattr(FailureNotifier, "_receives_failure", lambda self, monitor: bool(waits.append(monitor)))
+    for times in (1, 2):
+        with pytest.raises(RuntimeError, match="closed"), notifier, notifier, notifier:
+            raise RuntimeError("gloo: connection closed by peer")
+        assert len(waits) == times
+    assert notifier.log == []
+
+
 def test_without_a_failure_nobody_is_told(notifier):
     with notifier:
         pass
