@@ -74,16 +74,3 @@ def test_without_a_failure_nobody_is_told(notifier):
         pass
     assert notifier.log == []
     assert not notifier.failed
-
-
-def test_a_death_is_looked_into_once(notifier, monkeypatch):
-    monkeypatch.setattr(failure_notifier, "_PATIENCE_SECONDS", 0.0)
-    looked, receives = [], notifier._receives_failure
-    monkeypatch.setattr(notifier, "_receives_failure", lambda monitor: looked.append(monitor) or receives(monitor))
-    for rounds in (1, 2):
-        with pytest.raises(RuntimeError, match="gloo"), notifier, notifier:
-            raise RuntimeError("gloo: connection closed by peer")
-        assert len(looked) == rounds
-    assert notifier.log == []  # it would not acknowledge
-    fail(notifier)
-    assert len(notifier.log) == 4
