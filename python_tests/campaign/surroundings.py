@@ -80,7 +80,8 @@ def _full(run: DiskRun) -> Iterator[None]:
 @contextmanager
 def _read_only(run: DiskRun) -> Iterator[None]:
     """Make the disk read-only for all that is opened from now on."""
-    run.shell('mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"')
+    remount = 'mount -o remount,bind,ro "$0"'  # refused while a file that was opened meanwhile is written
+    run.shell(f'mount --bind "$0" "$0" && for each in $(seq 200); do {remount} && exit; sleep 0.01; done; exit 1')
     try:
         yield
     finally:
