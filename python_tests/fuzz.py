@@ -40,7 +40,7 @@ TOKENS = (
     "NaN", "Infinity", "1e999", "9" * 400, "\\u0000",
     '"format"', "[[[[", "{}", "null", "&a", "*a", "!!int", "<<: ", "- ",
 )  # fmt: skip
-"""What byte mutations insert."""
+"""Texts that byte mutations insert."""
 
 
 def seeds_of(name: str) -> list[bytes]:
@@ -170,7 +170,7 @@ class Findings:
         return now < self._end
 
     def _reason(self, data: bytes) -> tuple[str, str]:
-        """What is wrong with how an input ends, and its traceback; empty for nothing."""
+        """Describe what is wrong with how an input ends, with its traceback; empty for nothing."""
         from oases.errors import UsageError
         from oases.schedule import ScheduleError
 

@@ -93,7 +93,7 @@ threading.Event().wait(None if sys.argv[1] == "another" else 3)
     [("another", 1, "oases: rank 0: rank 1 has left while it waited for all_reduce of F 3.1\n"), ("itself", 0, "")],
 )
 def test_a_rank_that_waits_for_one_that_has_left_ends(caller, code, said):
-    """As after a lost link, of which its own end of a connection may never hear."""
+    """Lose a link, of which its own end of a connection may never hear."""
     done = subprocess.run(
         [sys.executable, "-c", WAITS_FOR_EVER, caller], capture_output=True, text=True, timeout=120, check=False
     )

@@ -84,7 +84,7 @@ class Session:
 
 
 class Plan(NamedTuple):
-    """What a campaign plays. count: faults of a session. worlds: in turn. most_seconds: see `judge`."""
+    """Settings of a campaign. count: faults of a session. worlds: in turn. most_seconds: see `judge`."""
 
     seed: int
     count: int
@@ -161,7 +161,7 @@ def undisturbed(world: str, corpus: Path, folder: Path) -> Expected:
 
 
 def judge(run: Run, session: Session, expected: Expected, most_seconds: float) -> list[tuple[str, str]]:
-    """What was wrong with a session, with a sentence for each; none for a good one.
+    """Judge a session: a sentence for each fault of it; none for a good one.
 
     most_seconds: from a fault to the next step.
     """

@@ -19,7 +19,7 @@ from campaign.runs import Run
 
 DISK_BYTES = 16 << 20
 WARNS = "training continues"
-"""What a run says that goes on without a checkpoint."""
+"""Message of a run that goes on without a checkpoint."""
 
 
 class DiskRun(Run):

@@ -66,7 +66,7 @@ def bits_of(trainer):
 
 
 def restored(corpus, folder, shape, where):
-    """What goes on from the third step: (equal to the bit, step, losses there, losses of the undisturbed run).
+    """Go on from the third step; returns (equal to the bit, step, losses there, losses of the undisturbed run).
 
     where: "own", memory of each rank; "replica": rank 1 has lost its memory; "swapped": ranks have changed places.
     """
