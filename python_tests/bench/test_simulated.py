@@ -81,5 +81,5 @@ def test_the_command(ranks_at_hand, capfd, tmp_path) -> None:
     assert "predicted beside measured" in capfd.readouterr().out
     assert page.is_file()
     assert "give --simulate PROFILE" in fails(capfd, "--html", str(page))
-    assert "'/nowhere' is not a file" in fails(capfd, "--simulate", "/nowhere")
+    assert "'/nowhere' cannot be read: No such file" in fails(capfd, "--simulate", "/nowhere")
     assert "holds no attention block" in fails(capfd, "--simulate", str(profile))

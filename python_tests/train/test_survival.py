@@ -282,7 +282,7 @@ def test_a_log_of_another_run_is_not_overwritten(corpus, tmp_path):
     with pytest.raises(UsageError, match="holds the steps of another run; give a new file"):
         Run.of(dataclasses.replace(CONFIG, data=str(corpus), step_log=str(log)), 1).corpus()
     log.write_text("precious\n")
-    with pytest.raises(UsageError, match="line 1 is not a step of a run"):
+    with pytest.raises(UsageError, match="line 1 is not JSON"):
         Run.of(dataclasses.replace(CONFIG, data=str(corpus), step_log=str(log)), 1).corpus()
     assert log.read_text() == "precious\n"
 
