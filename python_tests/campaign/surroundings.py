@@ -112,14 +112,14 @@ class ClockRun(Run):
 
     def prepare(self) -> None:
         """See `Run`."""
-        self.shift, self.library = self.place / "shift", self.place / "clock.so"
+        self.shift, self.shim = self.place / "shift", self.place / "clock.so"
         self.shift.write_bytes(struct.pack("q", 0))
-        build = ["cc", "-O1", "-shared", "-fPIC", "-o", str(self.library), str(_SHIM)]
+        build = ["cc", "-O1", "-shared", "-fPIC", "-o", str(self.shim), str(_SHIM)]
         subprocess.run(build, check=True, capture_output=True)
 
     def environment(self) -> dict[str, str]:
         """See `Run`."""
-        return super().environment() | {"LD_PRELOAD": str(self.library), "OASES_CLOCK_SHIFT": str(self.shift)}
+        return super().environment() | {"LD_PRELOAD": str(self.shim), "OASES_CLOCK_SHIFT": str(self.shift)}
 
 
 def why_no_clock() -> str | None:
