@@ -15,7 +15,7 @@ TRAINING = (
     ),
     Mutation(
         "zero_parameters_not_sent",
-        "oases/train/master_weights.py",
+        "oases/parallel/optimizer.py",
         "_broadcast(owned, group_of(name))",
         "pass",
         ("train/test_precision.py",),
@@ -23,18 +23,18 @@ TRAINING = (
     ),
     Mutation(
         "master_weights_forgotten",
-        "oases/train/master_weights.py",
-        "            self._masters |= {one: nn.Parameter(one.detach().float().clone()) for one in mine}\n",
-        "            self._masters |= {one: nn.Parameter(one.detach().to(dtype).float()) for one in mine}\n",
+        "oases/parallel/optimizer.py",
+        "                self._updated[one] = nn.Parameter(one.detach().float().clone()) if rounded else one\n",
+        "                self._updated[one] = nn.Parameter(one.detach().to(dtype).float()) if rounded else one\n",
         ("train/test_precision.py::test_master_weights_take_the_steps_of_a_float32_run",),
         "Master weights start from the rounded parameters.",
     ),
     Mutation(
         "master_weights_rounded_each_step",
-        "oases/train/master_weights.py",
+        "oases/parallel/optimizer.py",
         "            master.grad = None\n        self.copy_masters_to_model()\n",
         "            master.grad = None\n        self.copy_masters_to_model()\n"
-        "        for parameter, master in self._masters.items():\n            master.copy_(parameter)\n",
+        "        for parameter, master in masters:\n            master.copy_(parameter)\n",
         ("train/test_precision.py::test_master_weights_take_the_steps_of_a_float32_run",),
         "Master weights are rounded after every step.",
     ),
