@@ -114,6 +114,39 @@ def chain(shape):
     return [name for name, _ in model.named_parameters()]
 
 
+class Peeking(nn.Module):
+    """A layer that keeps something of its inside, for others to read."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        self.norm = self.linear(x).square().mean()
+        return torch.tanh(self.linear(x))
+
+
+class Penalised(Chain):
+    """A loss that reads what layers keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Peeking(8) for _ in range(4))
+
+    def forward(self, x, labels=None):
+        return super().forward(x) + sum(layer.norm for layer in self.layers)
+
+
+def penalised():
+    spec = oases.ParallelSpec(inputs=((torch.empty(3, 8),), {}))
+    return said(lambda: oases.parallelize(Penalised(), mesh=mesh_of(2, 1, 1), spec=spec).train_step(torch.ones(8, 8)))
+
+
+def test_a_loss_that_reads_the_inside_of_a_layer_is_refused(two_ranks):
+    for text in two_ranks.run(penalised):
+        assert "the loss reads what layers.0 computes inside and does not return" in text
+
+
 def test_results_that_skip_stages_and_weights_between_modules(four_ranks):
     for shape in ((4, 1, 1), (2, 2, 1)):
         names = four_ranks.run(chain, shape)
@@ -185,7 +218,6 @@ def misused():
         "no tensor": lambda: model.train_step(),
         "no loss": lambda: model.train_step(input_ids=data["input_ids"]),
         "no label": lambda: model.train_step(**ignored),
-        "inside": lambda: model.train_step(**data, output_hidden_states=True),
         "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     }
     texts = {name: said(call) for name, call in calls.items()}
@@ -202,6 +234,5 @@ def test_wrong_calls_are_errors_with_the_remedy_on_all_ranks_and_the_model_goes_
         assert "pass it the arguments of the model's forward" in texts["no tensor"]
         assert "no loss of one number in it; pass labels" in texts["no loss"]
         assert "micro-batches have no label but -100" in texts["no label"]
-        assert "output_hidden_states" in texts["inside"]
         assert "oases.clip_grad_norm(model, max_norm)" in texts["clip"]
         assert loss == pytest.approx(expected, rel=1e-6)
