@@ -210,7 +210,7 @@ class Trainer:
             config.clip or math.inf,
             process_group=self.group,
             stages=self.mesh.num_stages,
-            counted_elsewhere=None if self.model.is_first else self.model.tied,
+            counted_elsewhere=[] if self.model.is_first or self.model.tied is None else [self.model.tied],
         )
         self.gradient_norm = float(norm)
         if self.step_check.accepts(loss, self.gradient_norm, self.steps_done, self.group, self.device):

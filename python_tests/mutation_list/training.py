@@ -8,8 +8,8 @@ TRAINING = (
     Mutation(
         "loss_not_scaled_by_micro_batches",
         "oases/train/pipeline_stage.py",
-        "return y / over if y.dim() == 0 else y",
-        "return y",
+        "return [y / over if y.dim() == 0 else y]",
+        "return [y]",
         ("train/test_step.py",),
         "Losses of micro-batches are summed, not averaged.",
     ),
