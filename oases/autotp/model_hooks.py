@@ -100,6 +100,10 @@ class ModelHooks:
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda)
 
+    def at_call(self, number: int) -> None:
+        """Set the number of training calls so far, for a resumed run."""
+        self._calls = number
+
     def _next_seed(self) -> int:
         """Seed of this call, equal on all ranks: from rank 0's initial seed at the first training call, and a
         counter.

@@ -118,6 +118,8 @@ def parallelize(
     for each, signatures, chosen in segments:
         report.layers.append(_install(model, each, signatures, group, chosen))
     _cut_vocabulary(model, vocabulary, observed.outside_reads, group, report)
+    if plan is not None and plan.zero:
+        report.notes.append("the plan shards the optimizer's state: oases.make_optimizer(model, ..., zero=True)")
     if tp.ranks > 1:
         report.plan_agrees, report.plan_differs = compare_with_plan(model)
     if weights is not None:
@@ -128,7 +130,7 @@ def parallelize(
     report.replicated = [name for name, p in model.named_parameters() if id(p) not in known]
     hooks.begin(model)
     if steps is not None and stages is not None:
-        _train_in_stages(model, stages, steps, spec, report)
+        _train_in_stages(model, stages, steps, spec, report, hooks)
     if callable(getattr(model, "save_pretrained", None)) and tp.ranks > 1:
         object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
@@ -148,14 +150,21 @@ def _cuts_of(
 
 
 def _train_in_stages(
-    model: nn.Module, stages: Stages, steps: PipelineOptions, spec: ParallelSpec, report: PartitionReport
+    model: nn.Module,
+    stages: Stages,
+    steps: PipelineOptions,
+    spec: ParallelSpec,
+    report: PartitionReport,
+    hooks: ModelHooks,
 ) -> None:
-    """Give the model its `train_step` and `eval_step`."""
-    install_units(model, stages.units, stages.names)
+    """Give the model its `train_step` and `eval_step`. A model of one stage can be called, too."""
+    if steps.mesh.num_stages > 1:
+        install_units(model, stages.units, stages.names)
     runners = [each.runner for each in report.layers if each.runner is not None]
-    training = PipelineTraining(model, stages, steps, spec.loss or (lambda result: result), runners)
+    training = PipelineTraining(model, stages, steps, spec.loss or (lambda result: result), runners, hooks)
     for name, value in (
-        ("oases_pipeline", training), ("train_step", training.train_step), ("eval_step", training.eval_step),
+        ("oases_pipeline", training), ("oases_mesh", steps.mesh),
+        ("train_step", training.train_step), ("eval_step", training.eval_step),
     ):  # fmt: skip
         object.__setattr__(model, name, value)
     register_stage(model)

@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.pipeline.building import PipelineOptions, Stages
 from oases.autotp.pipeline.dataflow import IGNORED, Dataflow, dataflow_of
 from oases.autotp.pipeline.stages import Crossings
@@ -29,7 +30,7 @@ class PipelineTraining:
     """Steps of one rank's stage of a model. Collective: all ranks of the run create it together.
 
     model: this rank's stage, on its device. stages: the model divided. loss: takes the loss from its result. runners:
-    of its layers.
+    of its layers. hooks: around its forward.
     """
 
     def __init__(
@@ -39,12 +40,13 @@ class PipelineTraining:
         options: PipelineOptions,
         loss: Callable[[Any], Any],
         runners: Sequence[Runner],
+        hooks: ModelHooks,
     ) -> None:
         self.mesh, pipeline, degree = options.mesh, options.schedule, options.degree
         """Process groups of this rank's stage."""
         mesh = self.mesh
         self._model, self._twin, self._units, self._names = model, stages.twin, stages.units, stages.names
-        self._division, self._loss, self._runners = stages.division, loss, list(runners)
+        self._division, self._loss, self._runners, self._hooks = stages.division, loss, list(runners), hooks
         self._replicas, self._data = mesh.replicas(degree), mesh.data(degree)
         self._flows: dict[Any, tuple[Dataflow, Crossings]] = {}
         self._micro_batches = pipeline.num_sub_batches
@@ -67,6 +69,17 @@ class PipelineTraining:
                 if name in here:
                     found.setdefault(id(here[name]), (here[name], group))
         return list(found.values())
+
+    def begin(self, number: int) -> None:
+        """Set the number of the next pass in the whole training, from which random numbers are derived."""
+        self._hooks.at_call(number * self._division.parts)
+        for runner in self._runners:
+            runner.stack.at_call(number)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks of layers that run across layers; options: of torch.compile."""
+        for runner in self._runners:
+            runner.stack.compile_blocks(**options)
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
