@@ -286,7 +286,7 @@ def _cut_vocabulary(
 def _sample(signature: LayerSignature, call: Any, at: int) -> Program:
     flat, tree = leaves(call.args, call.kwargs)
     return signature.program(
-        CallSignature.of(flat, tree, training_modes(call.module)), flat, tree, at, flat[at].device
+        CallSignature.of(flat, tree, training_modes(call.module)), flat, tree, at, flat[at].device, call.module
     )
 
 
@@ -319,7 +319,7 @@ class StandaloneForward:
         found, tree = leaves(args, kwargs)
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
         call_signature = CallSignature.of(found, tree, self._snapshot.modes())
-        program = self.signature.program(call_signature, found, tree, None, device)
+        program = self.signature.program(call_signature, found, tree, None, device, self.module)
         run, names = program.module()
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))

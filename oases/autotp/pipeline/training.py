@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from oases.autotp.export import take_dtypes
 from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.pipeline.building import PipelineOptions, Stages
 from oases.autotp.pipeline.dataflow import IGNORED, Dataflow, dataflow_of
@@ -143,9 +144,12 @@ class PipelineTraining:
         """Dataflow of a pass on inputs like these."""
         found, tree = pytree.tree_flatten(batch)
         form = [(each.dim(), each.dtype) if isinstance(each, Tensor) else repr(each) for each in found]
-        key = (str(tree), str(form), self._model.training)
+        dtype = next(self._model.parameters()).dtype
+        key = (str(tree), str(form), self._model.training, dtype)
         if key not in self._flows:
             self._twin.train(self._model.training)
+            take_dtypes(self._twin, self._model)
+            self._units.forget_shapes()
             flow = dataflow_of(self._twin, self._names, batch, lambda result: loss_in(self._loss(result)))
             self._flows[key] = (flow, Crossings.of(flow, self._division))
         return self._flows[key]
