@@ -32,6 +32,7 @@ from oases.errors import OverlapError, UsageError
 from oases.execution.group import ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.guards import register_shards
 from oases.parallel.mesh import Mesh
+from oases.parallel.replicas import average_replicas, data_parallel_group
 from oases.parallel.sharding import Cut
 from oases.plans.plan import Plan
 from oases.schedule import Schedule
@@ -51,9 +52,10 @@ def parallelize(
     """Shard a model over the ranks of a mesh, in place, and return it.
 
     model: a transformers model or any nn.Module, the same on every rank; on `meta` where `weights` are given. mesh: a
-    DeviceMesh (of several dimensions the one named "tp"), a process group, or None for the default group. plan: from
-    `oases.plan`; sets schedule and recomputation. schedule: as in OverlappedStack; "layers" overlaps communication
-    inside each layer alone, and keeps the results of single layers readable. spec: what cannot be inferred from the
+    DeviceMesh (of several dimensions the one named "tp"; over "dp" the model averages its gradients in each backward
+    pass but those in `model.no_sync()`), a process group, or None for the default group. plan: from `oases.plan`;
+    sets schedule and recomputation. schedule: as in OverlappedStack; "layers" overlaps communication inside each
+    layer alone, and keeps the results of single layers readable. spec: what cannot be inferred from the
     model. weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards
     (see `load_weights`) to `device`; None: the mesh's device, or the CPU. stack_options: further options of
     OverlappedStack, such as sub_batches.
@@ -72,6 +74,7 @@ def parallelize(
     require_cuttable(model)
     spec.require_names(model)
     require_alike(model, group, values=weights is None)
+    require_alike(model, data_parallel_group(mesh), values=weights is None)
     tp = GroupRank.of(group)
     report = PartitionReport(type(model).__name__, tp.ranks)
     report.notes += [f"{name}.config.use_cache is False now" for name in turn_off_inner_caches(model)]
@@ -105,6 +108,7 @@ def parallelize(
     known |= {id(p) for name in report.vocabulary for p in model.get_submodule(name).parameters()}
     report.replicated = [name for name, p in model.named_parameters() if id(p) not in known]
     hooks.begin(model)
+    average_replicas(model, mesh)
     if callable(getattr(model, "save_pretrained", None)) and tp.ranks > 1:
         object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)

@@ -23,12 +23,17 @@ from torch.nn.utils import clip_grad
 import oases.parallel.state_shards as state_shards
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_of
+from oases.parallel.replicas import averages, replicas_of
 from oases.parallel.sharding import sharded_modules, sharded_parameters
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
 """Module of torch with FSDP2's parameters; patched once it is imported, because that takes half a second."""
 _WRAPPED = {"DistributedDataParallel": "module", "FullyShardedDataParallel": "_fsdp_wrapped_module"}
 """Names of the wrapped module in torch's wrappers."""
+_AVERAGED = (
+    "{} around a model that averages its gradients by itself, over the mesh's data-parallel dimension; call the "
+    'model as it is, or leave that dimension out: oases.parallelize(model, mesh=mesh["tp"])'
+)
 _holders: WeakSet[nn.Module] = WeakSet()
 _clips_whole = clip_grad._clip_grads_with_norm_
 
@@ -78,6 +83,8 @@ def _guard_fsdp2() -> None:
     @wraps(take)
     def checked(self: Any, param: nn.Parameter, module_info: Any, mesh_info: Any, *others: Any, **named: Any) -> None:
         holder = module_info.module
+        if averages(param):
+            raise UsageError(_AVERAGED.format("fully_shard"))
         if holder in _holders and any(param is each for _, each, _ in sharded_parameters(holder)):
             name = f"{type(holder).__name__}.{module_info.param_name}"
             _require_apart("fully_shard", set(mesh_info.mesh.mesh.flatten().tolist()), holder, name)
@@ -109,6 +116,8 @@ def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None)
     if _WRAPPED.get(kind) != name or module is None:
         return
     ddp = kind == "DistributedDataParallel"
+    if replicas_of(module) is not None:
+        raise UsageError(_AVERAGED.format(kind))
     ranks = set(dist.get_process_group_ranks(cast(Any, wrapper).process_group))
     ignored: set[str] = cast(Any, wrapper).parameters_to_ignore if ddp else set()
     for holder, path in sharded_modules(module):
