@@ -17,6 +17,7 @@ _PUBLIC = {
     "clip_grad_norm": "oases.parallel",
     "full_state_dict": "oases.autotp",
     "load_weights": "oases.autotp",
+    "make_optimizer": "oases.parallel",
     "parallel_cross_entropy": "oases.parallel",
     "parallelize": "oases.autotp",
     "plan": "oases.planner",
@@ -47,6 +48,7 @@ __all__ = [
     "clip_grad_norm",
     "full_state_dict",
     "load_weights",
+    "make_optimizer",
     "parallel_cross_entropy",
     "parallelize",
     "plan",
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
         OverlappedStack,
         ParallelDropout,
         clip_grad_norm,
+        make_optimizer,
         parallel_cross_entropy,
         report,
     )

@@ -21,6 +21,7 @@ from oases.autotp.export import UnsplittableError, leaves
 from oases.autotp.module_snapshot import ModuleSnapshot
 from oases.autotp.program import CallSignature, LayerSignature, Program
 from oases.autotp.splitter import ABSENT
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
 from oases.parallel.batch import BlockInputs
 from oases.parallel.stack import OverlappedStack
@@ -140,6 +141,8 @@ class Runner:
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
         self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
         """Function that runs the stack on its input and its blocks' inputs; benchmarks replace it."""
+        self.context: Context | None = None
+        """Context of the stack's call in a pipeline."""
         self._calls: list[DeferredCall] = []
         self._x: Tensor | None = None
         self._pending: Pending | None = None
@@ -204,7 +207,8 @@ class Runner:
         training = any(any(call.call_signature.modes) for call in calls)
         if training != self.stack.training:
             self.stack.train(training)
-        return self.run(x, [of_layer[index] for index in self.layer_of])
+        inputs = [of_layer[index] for index in self.layer_of]
+        return self.run(x, inputs) if self.context is None else self.stack(x, inputs, context=self.context)
 
     @staticmethod
     def _inputs(layer: Layer, call: DeferredCall) -> BlockInputs:

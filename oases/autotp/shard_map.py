@@ -97,6 +97,10 @@ def shard_map(model: nn.Module, process_group: ProcessGroup | None) -> list[Tens
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     found = []
+    elsewhere: dict[str, str] = getattr(model, "oases_elsewhere", {})  # names on other stages of a pipeline
+    for name, held in elsewhere.items():
+        if held:
+            names[next(key for key, known in names.items() if held in known)].append(name)
     for key, tensor in tensors.items():
         ordered = tuple(sorted(names[key], key=lambda name: name in tied))
         cut, group = cut_by.get(key), None

@@ -35,6 +35,8 @@ _AVERAGED = (
     'model as it is, or leave that dimension out: oases.parallelize(model, mesh=mesh["tp"])'
 )
 _holders: WeakSet[nn.Module] = WeakSet()
+_stages: WeakSet[nn.Module] = WeakSet()
+"""Models of which this rank has one stage of a pipeline."""
 _clips_whole = clip_grad._clip_grads_with_norm_
 
 
@@ -46,6 +48,12 @@ def register_shards(module: nn.Module) -> None:
             clip_grad._clip_grads_with_norm_ = _clip_grads_with_norm
             state_shards.install(registered_shards)
             _guard_fsdp2()
+
+
+def register_stage(model: nn.Module) -> None:
+    """Refuse torch's gradient clipping for a stage of a pipeline from now on."""
+    _stages.add(model)
+    clip_grad._clip_grads_with_norm_ = _clip_grads_with_norm
 
 
 def registered_shards() -> dict[int, tuple[nn.Parameter, str]]:
@@ -63,7 +71,14 @@ def _clip_grads_with_norm(
     """Clip as torch does. UsageError for sharded parameters, whose norm over all ranks torch does not know."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     shards = registered_shards()
+    staged = {id(parameter): type(model).__name__ for model in list(_stages) for parameter in model.parameters()}
     for parameter in given:
+        if id(parameter) in staged:
+            raise UsageError(
+                f"torch.nn.utils.clip_grad_norm_ was given parameters of {staged[id(parameter)]}, of which this rank "
+                "has one stage: it would clip by another norm on each; call oases.clip_grad_norm(model, max_norm) on "
+                "all ranks"
+            )
         if id(parameter) in shards:
             raise UsageError(
                 f"torch.nn.utils.clip_grad_norm_ was given {shards[id(parameter)][1]}, which is sharded over "

@@ -22,8 +22,8 @@ from oases.train.expert_options import ExpertOptions
 from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 from oases.train.load_balance import require_new_trace
 from oases.train.logs import last_logged_step, require_tensorboard
-from oases.train.master_weights import PRECISIONS
 from oases.train.model_options import Degrees, ModelOptions, option, require_known, require_types
+from oases.train.optimizer import PRECISIONS
 from oases.train.step_check import POLICIES
 from oases.train.tokenizer import load_tokenizer
 from oases.train.tokens import open_corpus

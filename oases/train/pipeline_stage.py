@@ -71,11 +71,11 @@ class PipelineStage:
     def _forward(self, batches: MicroBatches, over: int) -> Forward:
         """Forward function of the stage's chunks; losses are divided by `over`."""
 
-        def forward(part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
-            y = self.model.run_part(part, x, *batches[micro_batch], context)
+        def forward(part: int, micro_batch: int, inputs: Sequence[Tensor], context: Context) -> Sequence[Tensor]:
+            y = self.model.run_part(part, inputs[0] if inputs else None, *batches[micro_batch], context)
             if torch.is_grad_enabled():
                 self._after_forward(part)
-            return y / over if y.dim() == 0 else y
+            return [y / over if y.dim() == 0 else y]
 
         return forward
 

@@ -32,10 +32,10 @@ from oases.train.config import WIRE_DTYPES, TrainConfig, settings
 from oases.train.failure_notifier import FailureNotifier
 from oases.train.load_balance import LoadBalance
 from oases.train.logs import last_logged_step
-from oases.train.master_weights import make_optimizer
 from oases.train.meter import Meter
 from oases.train.metrics import Reporter, StepReport
 from oases.train.model_options import sizes_of
+from oases.train.optimizer import adamw
 from oases.train.pipeline_stage import MicroBatches, PipelineStage
 from oases.train.plan import Run
 from oases.train.step_check import Policy, StepCheck
@@ -79,7 +79,7 @@ class Trainer:
                 backend=config.compile, fullgraph=True
             )  # fullgraph: an error, not an eager fallback
         shards = self.model.shard_weights() if plan.fsdp else None
-        self.optimizer = make_optimizer(
+        self.optimizer = adamw(
             self.model.parts(),
             config.precision,
             learning_rate=config.learning_rate,
@@ -210,7 +210,7 @@ class Trainer:
             config.clip or math.inf,
             process_group=self.group,
             stages=self.mesh.num_stages,
-            counted_elsewhere=None if self.model.is_first else self.model.tied,
+            counted_elsewhere=[] if self.model.is_first or self.model.tied is None else [self.model.tied],
         )
         self.gradient_norm = float(norm)
         if self.step_check.accepts(loss, self.gradient_norm, self.steps_done, self.group, self.device):

@@ -24,12 +24,12 @@ import oases.train.checkpoint.retention as retention
 from oases.errors import UsageError
 from oases.execution.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.fsdp import laid_out, local, mesh_of, units_of
+from oases.parallel.optimizer import ShardedOptimizer, state_of, weight_of
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.safetensors_files import write_header
 from oases.train.checkpoint.coordination import SaveError, run_on_all_ranks
 from oases.train.checkpoint.integrity import INDEX, checksums, find_fault, write_checksums
 from oases.train.checkpoint.metadata import RECORD, Metadata, is_checkpoint
-from oases.train.optimizer import HasMasterWeights, Optimizer, state_of, weight_of
 
 # A single process is intended. Filtered once: warning filters are not thread-safe, and a thread writes checkpoints.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -54,7 +54,7 @@ def require_replaceable(path: str | Path) -> Path:
 
 
 def save(
-    path: str | Path, model: nn.Module, optimizer: Optimizer, record: Metadata, group: ProcessGroup | None
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, record: Metadata, group: ProcessGroup | None
 ) -> None:
     """Write model, optimizer and metadata to the folder `path`, replacing an earlier checkpoint. All ranks call it.
 
@@ -110,7 +110,7 @@ def write(path: str | Path, state: State, record: Metadata, group: ProcessGroup 
 def load(
     path: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: torch.optim.Optimizer | None,
     sizes: dict[str, Any],
     group: ProcessGroup | None,
     *,
@@ -150,7 +150,9 @@ def load(
     return record
 
 
-def finish_loading(model: nn.Module, optimizer: Optimizer, updates: int, random: Mapping[str, Tensor]) -> None:
+def finish_loading(
+    model: nn.Module, optimizer: torch.optim.Optimizer, updates: int, random: Mapping[str, Tensor]
+) -> None:
     """Set what follows from loaded tensors or is not among them. updates: number of the optimizer's.
 
     random: states of the generators, by name; those without one stay.
@@ -159,26 +161,26 @@ def finish_loading(model: nn.Module, optimizer: Optimizer, updates: int, random:
         moments = state_of(optimizer, parameter)
         if moments is not None:
             moments["step"].fill_(float(updates))
-    if isinstance(optimizer, HasMasterWeights):
+    if isinstance(optimizer, ShardedOptimizer):
         optimizer.copy_masters_to_model()
     for name, generator in _generators(model).items():
         if name in random:
             generator.set_state(random[name])
 
 
-def state(model: nn.Module, optimizer: Optimizer | None, group: ProcessGroup | None) -> State:
+def state(model: nn.Module, optimizer: torch.optim.Optimizer | None, group: ProcessGroup | None) -> State:
     """Collect this rank's tensors, without copying; with an optimizer, random states too."""
     return _state(model, optimizer, group, lambda tensor: tensor, None)
 
 
-def cpu_state(model: nn.Module, optimizer: Optimizer, group: ProcessGroup | None) -> State:
+def cpu_state(model: nn.Module, optimizer: torch.optim.Optimizer, group: ProcessGroup | None) -> State:
     """Copy `state` to CPU memory, so that later steps can proceed while it is written."""
     return _state(model, optimizer, group, lambda tensor: tensor.to("cpu", copy=True), "cpu")
 
 
 def _state(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: torch.optim.Optimizer | None,
     group: ProcessGroup | None,
     copied: Callable[[Tensor], Tensor],
     device: str | None,
@@ -211,7 +213,7 @@ def _state(
     return found
 
 
-def local_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Collect this rank's shards as plain tensors, without copying, and copies of its random states, by name.
 
     Weights are included whose masters other ranks have.
@@ -223,7 +225,7 @@ def local_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return found | {name: generator.get_state() for name, generator in _generators(model).items()}
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
     """Weights, or their masters, and moments that this rank has, by name and with their parameter."""
     for name, parameter in model.named_parameters():
         weight = weight_of(optimizer, parameter)
@@ -242,7 +244,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def _moments_of(optimizer: Optimizer | None, parameter: nn.Parameter) -> dict[str, Tensor]:
+def _moments_of(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> dict[str, Tensor]:
     """AdamW moments of a parameter on this rank, initialized to zero before the first step."""
     moments = None if optimizer is None else state_of(optimizer, parameter)
     weight = weight_of(optimizer, parameter)

@@ -24,7 +24,6 @@ from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.launch.memory import open_pair
 from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.files import finish_loading, local_state
-from oases.train.optimizer import Optimizer
 
 _HEADER = struct.Struct("qqq")
 """Step, 0 while the file is incomplete; place and size of the JSON."""
@@ -39,7 +38,9 @@ class StateMemory:
     keeps memory for the ranks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, shard: str, group: ProcessGroup | None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, shard: str, group: ProcessGroup | None
+    ) -> None:
         self._model, self._optimizer, self._group = model, optimizer, group
         self._files = [_File(descriptor) for descriptor in open_pair()]
         layout = {name: [str(held.dtype), list(held.shape)] for name, held in self._state().items()}
