@@ -70,7 +70,9 @@ class Replicas:
         if not torch.is_grad_enabled():
             return
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        known = tuple((id(parameter), parameter.dtype, parameter.grad_dtype, parameter.device) for parameter in trained)
+        known = tuple(
+            (id(parameter), parameter.dtype, parameter.grad_dtype, parameter.device) for parameter in trained
+        )
         if known == self._known:
             return
         for handle in self._handles:
