@@ -16,7 +16,8 @@ from oases.train.tokenizer import load_tokenizer
 
 LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=32, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=256, max_position_embeddings=64, tie_word_embeddings=True,
+    num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=256, max_position_embeddings=64,
+    tie_word_embeddings=True,
 )  # fmt: skip
 STEPS, BATCH, SEQUENCE = 4, 8, 24
 
