@@ -242,7 +242,8 @@ class _Bucket:
                 part[: held.numel()].view_as(held), shard.device_mesh, shard.placements, run_check=False,
                 shape=shard.shape, stride=shard.stride(),
             )  # fmt: skip
-            shards[name].grad = gradient
+            before = shards[name].grad  # of earlier steps without zero_grad()
+            shards[name].grad = gradient if before is None else before + gradient
 
 
 class ShardedGradientAverager:
@@ -315,6 +316,7 @@ def units_of(model: nn.Module) -> dict[int, FsdpUnit]:
     A shard's own mesh does not identify it: torch may have replaced it by an equal one of a destroyed group.
     """
     units = [unit for module in model.modules() if isinstance(unit := getattr(module, "fsdp_unit", None), FsdpUnit)]
+    units += getattr(getattr(model, "oases_pipeline", None), "units", [])
     return {id(shard): unit for unit in units for shard in unit.shards.values()}
 
 
