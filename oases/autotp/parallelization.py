@@ -59,6 +59,7 @@ def parallelize(
     pipeline: str = "one_f_one_b",
     micro_batches: int | None = None,
     fsdp: bool = False,
+    compile: str | None = None,
     **stack_options: Any,
 ) -> nn.Module:
     """Shard a model over the ranks of a mesh, in place, and return it.
@@ -71,8 +72,9 @@ def parallelize(
     weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards (see
     `load_weights`) to `device`; None: the mesh's device, or the CPU. pipeline, micro_batches: of a mesh with "pp":
     the schedule of its stages, and the number of parts that a step's samples are cut into, None for twice the stages.
-    fsdp: shard weights, gradients and optimizer state over its "dp". stack_options: further options of
-    OverlappedStack, such as sub_batches.
+    fsdp: shard weights, gradients and optimizer state over its "dp". compile: backend of torch.compile for the blocks
+    of layers, such as inductor; None for eager. stack_options: further options of OverlappedStack, such as
+    sub_batches.
 
     With "pp" every rank keeps one stage of the model and trains it by `model.train_step(**batch) -> loss` and
     `model.eval_step`, see `PipelineTraining`. Other stages' weights leave `model.named_parameters()`.
@@ -122,6 +124,9 @@ def parallelize(
     cut_parameters(_cuts_of(model, segments), group)
     for each, signatures, chosen in segments:
         report.layers.append(_install(model, each, signatures, group, chosen))
+        runner = report.layers[-1].runner
+        if compile is not None and runner is not None:
+            runner.stack.compile_blocks(backend=compile)
     _cut_vocabulary(model, vocabulary, observed.outside_reads, group, report)
     if plan is not None and plan.zero:
         report.notes.append("the plan shards the optimizer's state: oases.make_optimizer(model, ..., zero=True)")

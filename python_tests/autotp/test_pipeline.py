@@ -35,6 +35,7 @@ def test_two_stages_train_as_one_process(two_ranks, name):
         ("t5", (2, 1, 2), {"pipeline": "zb_h1"}),
         ("qwen3", (1, 2, 2), {}),
         ("phi", (4, 1, 1), {"micro_batches": 4}),
+        pytest.param("phi", (2, 1, 2), {"compile": "aot_eager"}, marks=pytest.mark.slow),
         ("llama", (2, 1, 2), {"pipeline": "interleaved"}),
         ("gpt2", (2, 2, 1), {"fsdp": True}),
         ("llama", (1, 2, 2), {"fsdp": True, "recompute": "full"}),

@@ -88,7 +88,7 @@ class PipelineTraining:
             runner.stack.at_call(number)
 
     def compile(self, **options: Any) -> None:
-        """Compile the blocks of layers that run across layers; options: of torch.compile."""
+        """Compile the blocks of layers that run across layers; options: of torch.compile without fullgraph."""
         for runner in self._runners:
             runner.stack.compile_blocks(**options)
 
