@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.autotp.shard_map import TensorShard, shard_map
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
+from oases.parallel.shard_map import TensorShard, shard_map
 from oases.parallel.sharding import Cut
 
 

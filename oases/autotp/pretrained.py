@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp.gathering import GatherBuffers, gather_blocks, is_pretrained
-from oases.autotp.shard_map import TensorShard, raise_together, shard_map
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, resolve
+from oases.parallel.shard_map import TensorShard, raise_together, shard_map
 from oases.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
 
 WRITTEN = re.compile(

@@ -176,8 +176,19 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[
     if weight is None:
         return None
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-    state: dict[str, Any] = inner.state[weight]
+    state: dict[str, Any] = inner.state.get(weight, {})
     return state
+
+
+def set_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+    """Replace the state of a parameter whose state this rank has. Empty as before the first step."""
+    weight = weight_of(optimizer, parameter)
+    assert weight is not None, "another rank has the state"
+    inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+    for states, key in ((inner.state, weight), (optimizer.state, parameter)):  # the same, or views of the same
+        states.pop(key, None)
+        if state:
+            states[key] = state
 
 
 def make_optimizer(

@@ -14,9 +14,10 @@ import oases.train.checkpoint.retention as retention
 from oases.execution.failure import lost_a_rank
 from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.train.checkpoint.coordination import SaveError, run_on_all_ranks
-from oases.train.checkpoint.files import State, write
+from oases.train.checkpoint.files import write
 from oases.train.checkpoint.lock import lock_folder
 from oases.train.checkpoint.metadata import Metadata
+from oases.train.checkpoint.state import State
 
 PATIENCE_SECONDS = 30.0
 """Time that a failing run waits for a pending checkpoint."""

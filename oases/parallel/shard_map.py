@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_of, group_rank, group_size
 from oases.parallel.sharding import Cut, cuts, holders
-from oases.safetensors_files import Index
 
+Index = tuple[slice, ...]
+"""Index of a slice of a tensor: start and stop of each dimension."""
 BLOCK_BYTES = 512 << 10
 """Approximate bytes per block of rows.
 
