@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.parallel.mesh import mesh_of
 from oases.parallel.sharding import holders
 from oases.plans.plan import BUCKET_BYTES
 
@@ -239,7 +240,7 @@ def require_parameters_of(model: nn.Module, parameters: Iterable[Any]) -> None:
 
 
 def _data_parallel(model: nn.Module, given: ProcessGroup | None) -> DataParallel:
-    mesh, shards = getattr(model, "oases_mesh", None), holders(model)
+    mesh, shards = mesh_of(model), holders(model)
     if given is not None:
         return lambda parameter: given
     if mesh is None:

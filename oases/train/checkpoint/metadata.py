@@ -23,7 +23,7 @@ RECORD = "checkpoint.json"
 
 _KINDS = {
     "step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list,
-    "names": dict, "optimizer": dict, "calls": dict, "extra": dict,
+    "names": dict, "optimizer": dict, "streams": dict, "extra": dict,
 }  # fmt: skip
 """Types of the fields that a resumed run reads."""
 
@@ -42,8 +42,9 @@ class Metadata:
     the step only. losses: recent losses, nats per token, to detect spikes. config, plan: for information only.
 
     Of a parallelized model, names: other names of tied tensors, with the name in the checkpoint. optimizer: "class",
-    "groups" of options by names of parameters, and "numbers", types of state that is Python numbers. calls: of
-    stacks, by name, which their random streams depend on. extra: what the user saved.
+    "groups" of options by names of parameters, and "numbers", types of state that is Python numbers. streams:
+    calls and seed that random draws depend on, of the model ("") and of its stacks, by name. extra: what the
+    user saved.
     """
 
     step: int
@@ -57,7 +58,7 @@ class Metadata:
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     names: dict[str, str] = dataclasses.field(default_factory=dict)
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
-    calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    streams: dict[str, list[int | None]] = dataclasses.field(default_factory=dict)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     plan: dict[str, Any] | None = None
     format: int = FORMAT
