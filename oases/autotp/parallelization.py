@@ -143,9 +143,10 @@ def parallelize(
         _train_in_stages(model, stages, steps, spec, report, hooks)
     else:
         average_replicas(model, mesh)
-    if callable(getattr(model, "save_pretrained", None)) and tp.ranks > 1:
+    if callable(getattr(model, "save_pretrained", None)) and (tp.ranks > 1 or steps is not None):
         object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
+    object.__setattr__(model, "oases_hooks", hooks)
     return model
 
 

@@ -22,11 +22,12 @@ from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan
 from oases.reporting import Report, report
 from oases.train.callbacks import TrainingCallbacks
-from oases.train.checkpoint.files import load, random_streams, save
+from oases.train.checkpoint.files import load, save
 from oases.train.checkpoint.lock import lock_folder
 from oases.train.checkpoint.memory import StateMemory
 from oases.train.checkpoint.metadata import Metadata
 from oases.train.checkpoint.resume import starting_checkpoint
+from oases.train.checkpoint.state import random_streams
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings
 from oases.train.data import Corpus
 from oases.train.failure_notifier import FailureNotifier
@@ -123,7 +124,7 @@ class Trainer:
             self.balance = LoadBalance(self.group, stages, config.record_loads, self.steps_done)
 
     def _resume(self, path: Path) -> None:
-        record = load(path, self.model, self.optimizer, self.sizes, self.group, verify=False)
+        record = load(path, self.model, self.optimizer, self.group, sizes=self.sizes, verify=False)
         self.steps_done, self.updates = record.step, record.updates
         self.step_check.recent.extend(record.losses)
         other = record.data_differences(self._data())

@@ -72,11 +72,10 @@ TRAINING = (
     ),
     Mutation(
         "checkpoint_shards_swapped",
-        "oases/train/checkpoint/files.py",
-        "            meshes[name] = mesh_of([cutting], device or parameter.device.type)\n",
-        "            meshes[name] = mesh_of([cutting], device or parameter.device.type)\n"
-        "            if optimizer is not None:\n"
-        "                tensor = tensor.flip(dim)\n",
+        "oases/train/checkpoint/state.py",
+        "        found[name] = as_stored(held, shard) if _is_part(tensor, shard) else held\n",
+        "        held = held.flip(shard.cut.dim) if shard.cut is not None and _is_part(tensor, shard) else held\n"
+        "        found[name] = as_stored(held, shard) if _is_part(tensor, shard) else held\n",
         ("train/test_checkpoint.py",),
         "The first shard of a checkpoint is written in reverse order.",
     ),
@@ -90,9 +89,10 @@ TRAINING = (
     ),
     Mutation(
         "checkpoint_moments_at_step_0",
-        "oases/train/checkpoint/files.py",
-        'moments["step"].fill_(float(updates))',
-        'moments["step"].fill_(0.0)',
+        "oases/train/checkpoint/state.py",
+        "            set_state(self._optimizer, parameter, values)\n",
+        "            values.pop('step', None)\n"
+        "            set_state(self._optimizer, parameter, values | {'step': torch.tensor(0.0)})\n",
         ("train/test_checkpoint.py",),
         "Bias correction of AdamW starts anew in a resumed run.",
     ),

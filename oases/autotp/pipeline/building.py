@@ -170,9 +170,5 @@ def divide_model(
     held = set(model.state_dict(keep_vars=True))
     held_by = {before[name]: name for name in before if name in held}
     elsewhere = {name: held_by.get(key, "") for name, key in before.items() if name not in held}
-    first: dict[int, str] = {}
-    for name, key in before.items():
-        first.setdefault(key, name)
     object.__setattr__(model, "oases_elsewhere", elsewhere)
-    object.__setattr__(model, "oases_names", {name: first[before[name]] for name in held if name in before})
     return Stages(twin, names, units, division)

@@ -83,7 +83,7 @@ class PipelineTraining:
 
     def begin(self, number: int) -> None:
         """Set the number of the next pass in the whole training, from which random numbers are derived."""
-        self._hooks.at_call(number * self._division.parts)
+        self._hooks.at_call(number * self._division.parts, None)
         for runner in self._runners:
             runner.stack.at_call(number)
 
