@@ -41,6 +41,7 @@ from oases.errors import OverlapError, UsageError
 from oases.execution.group import ProcessGroup, group_name, group_rank, group_size
 from oases.parallel.guards import register_shards, register_stage
 from oases.parallel.mesh import Mesh
+from oases.parallel.replicas import average_replicas, data_parallel_group
 from oases.parallel.sharding import Cut
 from oases.plans.plan import Plan
 from oases.schedule import Schedule
@@ -62,13 +63,14 @@ def parallelize(
     """Shard a model over the ranks of a mesh, in place, and return it.
 
     model: a transformers model or any nn.Module, the same on every rank; on `meta` where `weights` are given. mesh: a
-    DeviceMesh (of several dimensions the one named "tp"), a process group, or None for the default group. plan: from
-    `oases.plan`; sets schedule and recomputation. schedule: as in OverlappedStack; "layers" overlaps communication
-    inside each layer alone, and keeps the results of single layers readable. spec: what cannot be inferred from the
-    model. weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards
-    (see `load_weights`) to `device`; None: the mesh's device, or the CPU. pipeline, micro_batches: of a mesh with
-    "pp": the schedule of its stages, and the number of parts that a step's samples are cut into, None for twice the
-    stages. stack_options: further options of OverlappedStack, such as sub_batches.
+    DeviceMesh (of several dimensions the one named "tp"; over "dp" the model averages its gradients in each backward
+    pass but those in `model.no_sync()`), a process group, or None for the default group. plan: from `oases.plan`;
+    sets schedule and recomputation. schedule: as in OverlappedStack; "layers" overlaps communication inside each
+    layer alone, and keeps the results of single layers readable. spec: what cannot be inferred from the model.
+    weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards (see
+    `load_weights`) to `device`; None: the mesh's device, or the CPU. pipeline, micro_batches: of a mesh with "pp":
+    the schedule of its stages, and the number of parts that a step's samples are cut into, None for twice the stages.
+    stack_options: further options of OverlappedStack, such as sub_batches.
 
     With "pp" every rank keeps one stage of the model and trains it by `model.train_step(**batch) -> loss` and
     `model.eval_step`, see `PipelineTraining`. Other stages' weights leave `model.named_parameters()`.
@@ -88,6 +90,7 @@ def parallelize(
     steps = pipeline_options(mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"))
     group, options = tensor_parallel_group(mesh if steps is None else steps.mesh, plan, schedule, stack_options)
     require_alike(model, group if steps is None else steps.mesh.run, values=weights is None)
+    require_alike(model, data_parallel_group(mesh), values=weights is None)
     tp = GroupRank.of(group)
     report = PartitionReport(type(model).__name__, tp.ranks)
     report.notes += [f"{name}.config.use_cache is False now" for name in turn_off_inner_caches(model)]
@@ -118,6 +121,8 @@ def parallelize(
     for each, signatures, chosen in segments:
         report.layers.append(_install(model, each, signatures, group, chosen))
     _cut_vocabulary(model, vocabulary, observed.outside_reads, group, report)
+    if plan is not None and plan.zero:
+        report.notes.append("the plan shards the optimizer's state: oases.make_optimizer(model, ..., zero=True)")
     if tp.ranks > 1:
         report.plan_agrees, report.plan_differs = compare_with_plan(model)
     if weights is not None:
@@ -128,7 +133,9 @@ def parallelize(
     report.replicated = [name for name, p in model.named_parameters() if id(p) not in known]
     hooks.begin(model)
     if steps is not None and stages is not None:
-        _train_in_stages(model, stages, steps, spec, report)
+        _train_in_stages(model, stages, steps, spec, report, hooks)
+    else:
+        average_replicas(model, mesh)
     if callable(getattr(model, "save_pretrained", None)) and (tp.ranks > 1 or steps is not None):
         object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
@@ -149,14 +156,21 @@ def _cuts_of(
 
 
 def _train_in_stages(
-    model: nn.Module, stages: Stages, steps: PipelineOptions, spec: ParallelSpec, report: PartitionReport
+    model: nn.Module,
+    stages: Stages,
+    steps: PipelineOptions,
+    spec: ParallelSpec,
+    report: PartitionReport,
+    hooks: ModelHooks,
 ) -> None:
-    """Give the model its `train_step` and `eval_step`."""
-    install_units(model, stages.units, stages.names)
+    """Give the model its `train_step` and `eval_step`. A model of one stage can be called, too."""
+    if steps.mesh.num_stages > 1:
+        install_units(model, stages.units, stages.names)
     runners = [each.runner for each in report.layers if each.runner is not None]
-    training = PipelineTraining(model, stages, steps, spec.loss or (lambda result: result), runners)
+    training = PipelineTraining(model, stages, steps, spec.loss or (lambda result: result), runners, hooks)
     for name, value in (
-        ("oases_pipeline", training), ("train_step", training.train_step), ("eval_step", training.eval_step),
+        ("oases_pipeline", training), ("oases_mesh", steps.mesh),
+        ("train_step", training.train_step), ("eval_step", training.eval_step),
     ):  # fmt: skip
         object.__setattr__(model, name, value)
     register_stage(model)
@@ -278,7 +292,7 @@ def _cut_vocabulary(
 def _sample(signature: LayerSignature, call: Any, at: int) -> Program:
     flat, tree = leaves(call.args, call.kwargs)
     return signature.program(
-        CallSignature.of(flat, tree, training_modes(call.module)), flat, tree, at, flat[at].device
+        CallSignature.of(flat, tree, training_modes(call.module)), flat, tree, at, flat[at].device, call.module
     )
 
 
@@ -311,7 +325,7 @@ class StandaloneForward:
         found, tree = leaves(args, kwargs)
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
         call_signature = CallSignature.of(found, tree, self._snapshot.modes())
-        program = self.signature.program(call_signature, found, tree, None, device)
+        program = self.signature.program(call_signature, found, tree, None, device, self.module)
         run, names = program.module()
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))

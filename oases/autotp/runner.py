@@ -83,7 +83,9 @@ class Layer:
 
     def program(self, call_signature: CallSignature, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
         """Program for a call with this signature, with `x` as its activation."""
-        return self.signature.program(call_signature, self.with_activation(found, x), tree, self.activation, x.device)
+        return self.signature.program(
+            call_signature, self.with_activation(found, x), tree, self.activation, x.device, self.module
+        )
 
     def with_activation(self, found: list[Any], x: Tensor) -> list[Any]:
         """Leaves of a call, with `x` as its activation."""

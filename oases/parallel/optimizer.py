@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
 from oases.parallel.mesh import mesh_of
+from oases.parallel.replicas import replicas_of
 from oases.parallel.sharding import holders
 from oases.plans.plan import BUCKET_BYTES
 
@@ -243,6 +244,9 @@ def _data_parallel(model: nn.Module, given: ProcessGroup | None) -> DataParallel
     mesh, shards = mesh_of(model), holders(model)
     if given is not None:
         return lambda parameter: given
+    replicas = replicas_of(model)
+    if mesh is None and replicas is not None:
+        return lambda parameter: replicas.group
     if mesh is None:
         raise UsageError(
             "zero: the data-parallel ranks are unknown; parallelize the model over a mesh with the dimension 'dp', "

@@ -48,7 +48,9 @@ def pipeline_options(
 
     Collective: creates the groups of the mesh. Raises UsageError for a mesh that does not fit.
     """
-    if plan is not None and (len(plan.stages) > 1 or plan.micro_batches > 1):
+    if plan is not None and (len(plan.stages) > 1 or plan.micro_batches > 1 or micro_batches is not None):
+        if micro_batches not in (None, plan.micro_batches):
+            raise UsageError(f"plan: it has {plan.micro_batches} micro-batches, not {micro_batches}; leave them out")
         require_runnable(plan)
         given = mesh if isinstance(mesh, Mesh) else Mesh.of(plan)
         counts = tuple(sum(segment.num_blocks for segment in part.segments) // 2 for part in plan.parts)
@@ -158,5 +160,9 @@ def divide_model(
     held = set(model.state_dict(keep_vars=True))
     held_by = {before[name]: name for name in before if name in held}
     elsewhere = {name: held_by.get(key, "") for name, key in before.items() if name not in held}
+    first: dict[int, str] = {}
+    for name, key in before.items():
+        first.setdefault(key, name)
     object.__setattr__(model, "oases_elsewhere", elsewhere)
+    object.__setattr__(model, "oases_names", {name: first[before[name]] for name in held if name in before})
     return Stages(twin, names, units, division)

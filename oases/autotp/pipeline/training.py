@@ -9,6 +9,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from oases.autotp.export import take_dtypes
+from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.pipeline.building import PipelineOptions, Stages
 from oases.autotp.pipeline.dataflow import IGNORED, Dataflow, dataflow_of
 from oases.autotp.pipeline.stages import Crossings
@@ -29,7 +31,7 @@ class PipelineTraining:
     """Steps of one rank's stage of a model. Collective: all ranks of the run create it together.
 
     model: this rank's stage, on its device. stages: the model divided. loss: takes the loss from its result. runners:
-    of its layers.
+    of its layers. hooks: around its forward.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class PipelineTraining:
         options: PipelineOptions,
         loss: Callable[[Any], Any],
         runners: Sequence[Runner],
+        hooks: ModelHooks,
     ) -> None:
         self.mesh, pipeline, degree = options.mesh, options.schedule, options.degree
         """Process groups of this rank's stage."""
         mesh = self.mesh
         self._model, self._twin, self._units, self._names = model, stages.twin, stages.units, stages.names
-        self._division, self._loss, self._runners = stages.division, loss, list(runners)
+        self._division, self._loss, self._runners, self._hooks = stages.division, loss, list(runners), hooks
+        self._seed = torch.initial_seed()  # of a run whose passes `begin` numbers; inside of a pass it is another
         self._replicas, self._data = mesh.replicas(degree), mesh.data(degree)
         self._flows: dict[Any, tuple[Dataflow, Crossings]] = {}
         self._micro_batches = pipeline.num_sub_batches
@@ -67,6 +71,17 @@ class PipelineTraining:
                 if name in here:
                     found.setdefault(id(here[name]), (here[name], group))
         return list(found.values())
+
+    def begin(self, number: int) -> None:
+        """Set the number of the next pass in the whole training, from which random numbers are derived."""
+        self._hooks.at_call(number * self._division.parts, self._seed)
+        for runner in self._runners:
+            runner.stack.at_call(number, self._seed)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks of layers that run across layers; options: of torch.compile."""
+        for runner in self._runners:
+            runner.stack.compile_blocks(**options)
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
@@ -130,9 +145,12 @@ class PipelineTraining:
         """Dataflow of a pass on inputs like these."""
         found, tree = pytree.tree_flatten(batch)
         form = [(each.dim(), each.dtype) if isinstance(each, Tensor) else repr(each) for each in found]
-        key = (str(tree), str(form), self._model.training)
+        dtype = next(self._model.parameters()).dtype
+        key = (str(tree), str(form), self._model.training, dtype)
         if key not in self._flows:
             self._twin.train(self._model.training)
+            take_dtypes(self._twin, self._model)
+            self._units.forget_shapes()
             flow = dataflow_of(self._twin, self._names, batch, lambda result: loss_in(self._loss(result)))
             self._flows[key] = (flow, Crossings.of(flow, self._division))
         return self._flows[key]

@@ -1,4 +1,4 @@
-"""What a checkpoint of a parallelized model holds, as the ranks agree on it: names of tensors, options of optimizers.
+"""Contents of a parallelized model's checkpoint that ranks agree on: names of tensors, options of optimizers.
 
 Ranks of different pipeline stages know different tensors, and different names of a tied one.
 """
@@ -29,7 +29,7 @@ _OF_A_RUN = ("params", "param_names", "foreach", "fused", "capturable", "differe
 
 @dataclass
 class Contents:
-    """What a rank has, or all of them. names: of tensors, each with the tensor's name in the checkpoint.
+    """Contents of a rank, or of all of them. names: of tensors, each with the tensor's name in the checkpoint.
 
     optimizer, streams: as in `Metadata`. on_meta: tensors without a value.
     """
