@@ -5,74 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from autotp.zoo import batch, build
+from autotp.zoo import build
+from model_sessions import STEPS, Session
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import oases
-
-STEPS = 2
-
-
-class Session:
-    """A model over a mesh of these degrees, with AdamW of two groups and a learning rate schedule."""
-
-    def __init__(self, name, degrees, seed=0, dtype=torch.float32, dropout=0.0, **options):
-        self.degrees, self.name, self.group, self.replica = degrees, name, None, 0
-        model = build(name, seed).to(dtype)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = dropout
-        if degrees == (1, 1, 1):  # each rank alone
-            self.group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-            self.model = oases.parallelize(model, mesh=self.group)
-        else:
-            mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("pp", "dp", "tp"))
-            self.replica = mesh.get_local_rank("dp")
-            staged = {"mesh": mesh, "micro_batches": 2}
-            self.model = oases.parallelize(model, **(staged if degrees[0] > 1 else {"mesh": mesh["dp", "tp"]}))
-        parameters = list(self.model.parameters())
-        groups = [
-            {"params": [each for each in parameters if each.dim() > 1]},
-            {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = oases.make_optimizer(
-            self.model, torch.optim.AdamW, params=groups, lr=1e-2, weight_decay=0.1, **options
-        )
-        self.rates = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
-
-    def steps(self, first, number=STEPS):
-        losses = []
-        for step in range(first, first + number):
-            data = batch(self.name, samples=8, seed=step)
-            data["labels"] = data["input_ids"]
-            data = {key: value.chunk(self.degrees[1])[self.replica] for key, value in data.items()}
-            self.optimizer.zero_grad()
-            if self.degrees[0] > 1:
-                loss = self.model.train_step(**data)
-            else:
-                loss = self.model(**data).loss
-                loss.backward()
-            oases.clip_grad_norm(self.model, 1.0, process_group=self.group)
-            self.optimizer.step()
-            self.rates.step()
-            losses.append(float(loss.detach()))
-        return losses
-
-    def save(self, folder, step, **options):
-        rates = {"rates": self.rates.state_dict()}
-        return oases.save_checkpoint(
-            folder, self.model, self.optimizer, step=step, extra=rates, process_group=self.group, **options
-        )
-
-    def load(self, folder):
-        step = oases.load_checkpoint(folder, self.model, self.optimizer, process_group=self.group)
-        self.rates.load_state_dict(step.extra["rates"])
-        return step
-
-    def close(self):
-        if self.degrees[0] > 1:
-            self.model.oases_pipeline.close()
 
 
 def first_leg(name, degrees, folder, options):
