@@ -88,6 +88,7 @@ def run(folder, degrees, steps, save_every=2):
     if rank == 0:
         log.touch()
         os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[:done])))
+        (folder / "resumed").write_text(str(int(done)))
     saved = None
     for step in range(done, steps):
         loss = torch.tensor(session.steps(step, 1), dtype=torch.float64)
