@@ -58,6 +58,8 @@ def parallelize(
     device: torch.device | str | None = None,
     pipeline: str = "one_f_one_b",
     micro_batches: int | None = None,
+    fsdp: bool = False,
+    compile: str | None = None,
     **stack_options: Any,
 ) -> nn.Module:
     """Shard a model over the ranks of a mesh, in place, and return it.
@@ -70,7 +72,9 @@ def parallelize(
     weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards (see
     `load_weights`) to `device`; None: the mesh's device, or the CPU. pipeline, micro_batches: of a mesh with "pp":
     the schedule of its stages, and the number of parts that a step's samples are cut into, None for twice the stages.
-    stack_options: further options of OverlappedStack, such as sub_batches.
+    fsdp: shard weights, gradients and optimizer state over its "dp". compile: backend of torch.compile for the blocks
+    of layers, such as inductor; None for eager. stack_options: further options of OverlappedStack, such as
+    sub_batches.
 
     With "pp" every rank keeps one stage of the model and trains it by `model.train_step(**batch) -> loss` and
     `model.eval_step`, see `PipelineTraining`. Other stages' weights leave `model.named_parameters()`.
@@ -87,7 +91,7 @@ def parallelize(
     spec = spec or ParallelSpec()
     require_cuttable(model)
     spec.require_names(model)
-    steps = pipeline_options(mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"))
+    steps = pipeline_options(mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"), fsdp=fsdp)
     group, options = tensor_parallel_group(mesh if steps is None else steps.mesh, plan, schedule, stack_options)
     require_alike(model, group if steps is None else steps.mesh.run, values=weights is None)
     require_alike(model, data_parallel_group(mesh), values=weights is None)
@@ -120,6 +124,9 @@ def parallelize(
     cut_parameters(_cuts_of(model, segments), group)
     for each, signatures, chosen in segments:
         report.layers.append(_install(model, each, signatures, group, chosen))
+        runner = report.layers[-1].runner
+        if compile is not None and runner is not None:
+            runner.stack.compile_blocks(backend=compile)
     _cut_vocabulary(model, vocabulary, observed.outside_reads, group, report)
     if plan is not None and plan.zero:
         report.notes.append("the plan shards the optimizer's state: oases.make_optimizer(model, ..., zero=True)")

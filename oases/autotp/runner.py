@@ -143,6 +143,8 @@ class Runner:
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
         self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
         """Function that runs the stack on its input and its blocks' inputs; benchmarks replace it."""
+        self.sharded = False
+        """Whether the blocks' weights are sharded (FSDP), and gathered by the stack's schedule."""
         self.context: Context | None = None
         """Context of the stack's call in a pipeline."""
         self._calls: list[DeferredCall] = []
@@ -203,7 +205,7 @@ class Runner:
         assert x is not None
         self._x, self._calls, self._pending = None, [], None
         of_layer = [self._inputs(layer, call) for layer, call in zip(self.layers, calls, strict=True)]
-        for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
+        for block, index in [] if self.sharded else zip(self.stack.blocks, self.layer_of, strict=True):
             assert isinstance(block, GraphBlock)
             block.adopt(self.layers[index].module)
         training = any(any(call.call_signature.modes) for call in calls)

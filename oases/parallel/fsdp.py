@@ -245,7 +245,8 @@ class _Bucket:
                 part[: held.numel()].view_as(held), shard.device_mesh, shard.placements, run_check=False,
                 shape=shard.shape, stride=shard.stride(),
             )  # fmt: skip
-            shards[name].grad = gradient
+            before = shards[name].grad  # of earlier steps without zero_grad()
+            shards[name].grad = gradient if before is None else before + gradient
 
 
 class ShardedGradientAverager:

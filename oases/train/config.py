@@ -187,7 +187,7 @@ class TrainConfig(ExpertOptions):
                     "or change the model's config.json"
                 )
             object.__setattr__(self, name, size)
-        for name in ("experts", "fsdp", "sequence_parallel"):
+        for name in ("experts", "sequence_parallel"):
             if getattr(self, name) != usual[name]:
                 raise UsageError(f"{_option(name)} is for the built-in GPT; leave it out with --model")
 

@@ -71,7 +71,7 @@ class ModelStage:
 
     def prepare(self, *, fsdp: bool) -> None:
         """Do nothing: the model averages its gradients itself."""
-        assert not fsdp, "checked with the plan"
+        assert fsdp == bool(self._training.units), "as the plan says"
 
     def begin(self, number: int) -> None:
         """Set the number of the next pass in the whole training, from which random numbers are derived."""

@@ -18,8 +18,9 @@ STEPS = 2
 class Session:
     """A model over a mesh of these degrees, with AdamW of two groups and a learning rate schedule."""
 
-    def __init__(self, name, degrees, seed=0, dtype=torch.float32, dropout=0.0, **options):
+    def __init__(self, name, degrees, seed=0, dtype=torch.float32, dropout=0.0, fsdp=False, **options):
         self.degrees, self.name, self.group, self.replica = degrees, name, None, 0
+        self.staged = False
         model = build(name, seed).to(dtype)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -30,8 +31,9 @@ class Session:
         else:
             mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("pp", "dp", "tp"))
             self.replica = mesh.get_local_rank("dp")
-            staged = {"mesh": mesh, "micro_batches": 2}
-            self.model = oases.parallelize(model, **(staged if degrees[0] > 1 else {"mesh": mesh["dp", "tp"]}))
+            self.staged = degrees[0] > 1 or fsdp
+            staged = {"mesh": mesh, "micro_batches": 2, "fsdp": fsdp}
+            self.model = oases.parallelize(model, **(staged if self.staged else {"mesh": mesh["dp", "tp"]}))
         parameters = list(self.model.parameters())
         groups = [
             {"params": [each for each in parameters if each.dim() > 1]},
@@ -49,7 +51,7 @@ class Session:
             data["labels"] = data["input_ids"]
             data = {key: value.chunk(self.degrees[1])[self.replica] for key, value in data.items()}
             self.optimizer.zero_grad()
-            if self.degrees[0] > 1:
+            if self.staged:
                 loss = self.model.train_step(**data)
             else:
                 loss = self.model(**data).loss
@@ -72,7 +74,7 @@ class Session:
         return step
 
     def close(self):
-        if self.degrees[0] > 1:
+        if self.staged:
             self.model.oases_pipeline.close()
 
 

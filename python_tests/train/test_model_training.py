@@ -45,7 +45,7 @@ def plan_of(config, pp, dp, tp):
         config.hidden, config.layers, config.heads, SEQUENCE, config.vocabulary, dtype=config.precision
     )
     segment = Segment(2 * config.layers // pp, tp, "oases", 2)
-    return Plan(shape, pp * dp * tp, 4, BATCH, 2, (Stage((segment,)),) * pp, zero=config.zero)
+    return Plan(shape, pp * dp * tp, 4, BATCH, 2, (Stage((segment,)),) * pp, zero=config.zero, fsdp=config.fsdp)
 
 
 def trained(model, degrees, changes):
@@ -61,7 +61,12 @@ def test_all_degrees_train_alike(two_ranks, llama, corpus, tuning, instructions)
     data = tuning if instructions else corpus
     expected = trained(llama, (1, 1, 1), {"data": data})
     assert expected[0] > expected[-1] + 0.1  # it learns
-    for degrees, changes in (((2, 1, 1), {}), ((1, 1, 2), {}), ((1, 2, 1), {"zero": True})):
+    for degrees, changes in (
+        ((2, 1, 1), {}),
+        ((1, 1, 2), {}),
+        ((1, 2, 1), {"zero": True}),
+        ((1, 2, 1), {"fsdp": True}),
+    ):
         for found in two_ranks.run(trained, llama, degrees, {"data": data, **changes}):
             assert found == pytest.approx(expected, rel=1e-5)
 
@@ -126,7 +131,6 @@ def test_options_that_a_model_sets_or_cannot_have(llama, tmp_path):
     assert config_of(llama, hidden=32, layers=2).heads == 4
     for changes, message in (
         ({"hidden": 64}, "--hidden 64: --model .* has 32; leave out --hidden"),
-        ({"fsdp": True}, "--fsdp is for the built-in GPT"),
         ({"experts": 4}, "--experts is for the built-in GPT"),
         ({"model": str(tmp_path / "missing")}, "is not a file; give a config.json"),
     ):

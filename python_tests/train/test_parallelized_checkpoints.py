@@ -39,22 +39,23 @@ def mean(results):
 
 
 LEGS = {
-    (1, 1, 2): {},
-    (1, 2, 1): {"zero": True},
-    (2, 1, 1): {},
-    (1, 1, 1): {},
+    "tp": ((1, 1, 2), {}),
+    "zero": ((1, 2, 1), {"zero": True}),
+    "fsdp": ((1, 2, 1), {"fsdp": True}),
+    "pp": ((2, 1, 1), {}),
+    "alone": ((1, 1, 1), {}),
 }
-"""Degrees over two ranks, and options of the optimizer."""
+"""Degrees over two ranks, and options of a session."""
 
 
-@pytest.mark.parametrize(("name", "degrees"), [("gpt2", (1, 1, 2)), ("gpt2", (2, 1, 1)), ("llama", (1, 2, 1))])
-def test_any_mesh_goes_on_from_any_other(two_ranks, tmp_path, name, degrees):
+@pytest.mark.parametrize(("name", "kind"), [("gpt2", "tp"), ("gpt2", "pp"), ("llama", "zero"), ("gpt2", "fsdp")])
+def test_any_mesh_goes_on_from_any_other(two_ranks, tmp_path, name, kind):
     """GPT-2 has queries, keys and values in one tensor, a vocabulary that two do not divide, and a tied head."""
     folder = str(tmp_path / "run")
-    expected = two_ranks.run(first_leg, name, degrees, folder, LEGS[degrees])
-    for other, options in LEGS.items():
-        found = two_ranks.run(next_leg, name, other, folder, options)
-        if other == degrees:
+    expected = two_ranks.run(first_leg, name, LEGS[kind][0], folder, LEGS[kind][1])
+    for other, (degrees, options) in LEGS.items():
+        found = two_ranks.run(next_leg, name, degrees, folder, options)
+        if other == kind:
             assert found == expected
         assert mean(found) == pytest.approx(mean(expected), rel=1e-4), other
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from oases.autotp.export import take_dtypes
 from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.pipeline.building import PipelineOptions, Stages
 from oases.autotp.pipeline.dataflow import IGNORED, Dataflow, dataflow_of
+from oases.autotp.pipeline.fsdp import OuterWeights, shard_weights
 from oases.autotp.pipeline.stages import Crossings
 from oases.autotp.pipeline.units import PartEnd, Pass
 from oases.autotp.runner import Runner
@@ -20,6 +22,7 @@ from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import group_of
 from oases.parallel.collectives import all_reduce
+from oases.parallel.fsdp import FsdpUnit, ShardedGradientAverager, local
 from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.messages import StageMessages
 from oases.parallel.pipeline import StageRunner
@@ -58,7 +61,14 @@ class PipelineTraining:
         if pipeline.num_stages > 1:
             self.messages = StageMessages(pipeline, mesh, [degree] * (stages.division.parts - 1), device=self._device)
         self._runner = StageRunner(pipeline, mesh.stage, self.messages)
-        self._average = GradientAverager([(list(model.parameters()), self._data)])
+        self.units: list[FsdpUnit] = []
+        """Sharded weights, with fsdp."""
+        self._outer: OuterWeights | None = None
+        self._average: GradientAverager | ShardedGradientAverager
+        if options.fsdp:
+            self._average, self._outer, self.units = shard_weights(model, self._runners, mesh, degree)
+        else:
+            self._average = GradientAverager([(list(model.parameters()), self._data)])
         self._shared = self._share()
 
     def _share(self) -> list[tuple[nn.Parameter, str]]:
@@ -79,7 +89,7 @@ class PipelineTraining:
             runner.stack.at_call(number, self._seed)
 
     def compile(self, **options: Any) -> None:
-        """Compile the blocks of layers that run across layers; options: of torch.compile."""
+        """Compile the blocks of layers that run across layers; options: of torch.compile without fullgraph."""
         for runner in self._runners:
             runner.stack.compile_blocks(**options)
 
@@ -102,11 +112,12 @@ class PipelineTraining:
         before = [parameter.grad for parameter, _ in self._shared]
         for parameter, _ in self._shared:
             parameter.grad = None
-        losses = self._runner.run(self._forward(batches, weights), self._average.overlapped())
+        with self._gathered():
+            losses = self._runner.run(self._forward(batches, weights), self._average.overlapped())
         for (parameter, group), gradient in zip(self._shared, before, strict=True):
             if parameter.grad is None:  # unused here, but not by its other copies
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            all_reduce(parameter.grad, group_of(group), "shared parameters")
+            all_reduce(local(parameter.grad), group_of(group), "shared parameters")
             if gradient is not None:
                 parameter.grad += gradient
         return self._total(losses)
@@ -114,7 +125,19 @@ class PipelineTraining:
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the forward passes alone; return the mean loss, equal on every rank. Arguments as in `train_step`."""
         batches, weights = self._split(args, kwargs)
-        return self._total(self._runner.evaluate(self._forward(batches, weights)))
+        with self._gathered():
+            return self._total(self._runner.evaluate(self._forward(batches, weights)))
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Context in which weights outside of stacks are whole. A step releases them when it averages gradients."""
+        if self._outer is not None:
+            self._outer.gather()
+        try:
+            yield
+        finally:
+            if self._outer is not None:
+                self._outer.release()
 
     def _forward(self, batches: Sequence[MicroBatch], weights: Tensor) -> Any:
         flow, crossings = self._flow_of(batches[0])
