@@ -114,12 +114,14 @@ class Staged(nn.Module):
 
 
 def staged(stage):
-    """The model with the other stage's layer on meta."""
+    """The model with the other stage's layer on meta. The second has the table by its other name alone."""
     torch.manual_seed(0)
     model = Staged()
     other = model.layers[1 - stage]
     for name, parameter in list(other.named_parameters()):
         setattr(other, name, nn.Parameter(parameter.detach().to("meta")))
+    if stage:
+        model.table.weight = nn.Parameter(model.table.weight.detach().to("meta"))
     return model
 
 

@@ -96,6 +96,8 @@ def check_refusals(folder):
     )
     refused("step is -1; give a whole number", save, folder, model, step=-1)
     refused("step is 0, 1 on the ranks", save, folder, model, step=dist.get_rank())
+    some_ranks = None if dist.get_rank() else torch.optim.SGD(model.parameters())
+    refused("given on some ranks alone; give it on all", save, folder, model, some_ranks, step=1)
     refused("extra is .* give what JSON can hold", save, folder, model, step=1, extra={"loss": torch.ones(1)})
     assert not Path(folder).exists()
     refused("is no folder; give one that save_checkpoint wrote to", load, folder, model)

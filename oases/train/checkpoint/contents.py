@@ -76,6 +76,8 @@ class Contents:
         if len({each.step for each in everyone}) > 1:
             steps = ", ".join(str(each.step) for each in everyone)
             raise UsageError(f"step is {steps} on the ranks, in rank order; save after the same step on all of them")
+        if len({bool(each.optimizer) for each in everyone}) > 1:
+            raise UsageError("an optimizer was given on some ranks alone; give it on all of them, or on none")
         names = united_names(each.names for each in everyone)
         lost = [name for each in everyone for name in each.on_meta if name not in names]
         if lost:
