@@ -87,7 +87,10 @@ def _gather_shards(
     shard: TensorShard, root: int, leads: bool, wire: GatherBuffers
 ) -> Iterator[tuple[int, Tensor | None]]:
     """Blocks of a full tensor on global rank `root`, None on the other ranks of its group."""
-    local = shard.tensor.detach().reshape(shard.tensor.shape or (1,))
+    local = shard.tensor.detach()
+    if hasattr(local, "full_tensor"):  # FSDP shards it again: gathered on all replicas
+        local = local.full_tensor()
+    local = local.reshape(local.shape or (1,))
     if shard.cut is None or shard.process_group is None:
         for row in range(0, shard.rows, shard.block_rows) if leads else ():
             yield row, local[row : row + shard.block_rows]

@@ -43,8 +43,8 @@ class ModelHooks:
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
-    def at_call(self, number: int, seed: int | None) -> None:
-        """Set the number of training calls, and the seed unless it is None, for a resumed run."""
+    def at_call(self, number: int, seed: int | None = None) -> None:
+        """Set the number of training calls so far, and the seed unless it is None, for a resumed run."""
         self.calls, self.seed = number, self.seed if seed is None else seed
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from oases.autotp.gathering import GatherBuffers, gather_blocks, is_pretrained
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank
 from oases.parallel.mesh import mesh_of, run_of
+from oases.parallel.replicas import replicas_of
 from oases.parallel.shard_map import ModelTensor, raise_together, tensors_of_model
 from oases.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
 
@@ -86,7 +87,8 @@ class FullModelSaver:
             raise UsageError(
                 f"a parallelized model is saved by oases.save_pretrained(), which does not take {', '.join(options)}"
             )
-        group = None if mesh_of(self._model) is not None else group_of(self._group)
+        replicated = mesh_of(self._model) is not None or replicas_of(self._model) is not None
+        group = None if replicated else group_of(self._group)
         save_pretrained(self._model, save_directory, process_group=group, **options)
 
 

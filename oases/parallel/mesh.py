@@ -250,8 +250,7 @@ class Mesh:
 
 def mesh_of(model: Any) -> Mesh | None:
     """Mesh that `parallelize` trains a model over; None where it knows its tensor-parallel group alone."""
-    pipeline = getattr(model, "oases_pipeline", None)
-    found: Mesh | None = getattr(model, "oases_mesh", None if pipeline is None else pipeline.mesh)
+    found: Mesh | None = getattr(model, "oases_mesh", None)
     return found
 
 

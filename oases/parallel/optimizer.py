@@ -203,7 +203,7 @@ def make_optimizer(
     data_parallel: ProcessGroup | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of any class for a parallelized model. All ranks call it.
+    """Make an optimizer of any class for a parallelized model that has its weights. All ranks call it.
 
     params: parameters or parameter groups of the model; None: all that require gradients. zero: shard the state over
     the data-parallel ranks (ZeRO-1). master_weights: keep float32 copies of parameters of lower precision and

@@ -176,7 +176,8 @@ def united_names(everyone: Iterable[Mapping[str, str]]) -> dict[str, str]:
         for main, others in together.items():
             known = {found[name] for name in others if name in found}
             first = min(known) if known else main
-            found.update({name: first for name, before in found.items() if before in known})
+            if len(known) > 1:  # a rank knows that two tensors of others are one
+                found.update({name: first for name, before in found.items() if before in known})
             found.update(dict.fromkeys(others, first))
     return found
 

@@ -59,6 +59,7 @@ WORLDS = {
     "2 nodes x tp 2": World(NodesRun, "--dp 2 --tp 2", OF_NODES, "dp 2 x tp 2", nodes.why_not),
     "clock": World(ClockRun, "--tp 2", OF_CLOCKS, "tp 2", surroundings.why_no_clock),
     "torchrun, files": World(TorchrunRun, "files", OF_TORCHRUN, "torchrun, shards"),
+    "torchrun, oases": World(TorchrunRun, "oases", OF_TORCHRUN, "torchrun, shards"),
     "pp 2 x tp 2": World(Run, "--pp 2 --tp 2 --micro-batches 2 --pipeline-schedule shifted_critical_path"),
     "dp 2 x tp 2": World(Run, "--dp 2 --tp 2"),
     "dp 2, from memory": World(Run, "--dp 2 --tp 1 --zero --memory-every 1", same_as="dp 2"),

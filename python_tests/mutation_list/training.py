@@ -97,6 +97,22 @@ TRAINING = (
         "Bias correction of AdamW starts anew in a resumed run.",
     ),
     Mutation(
+        "checkpoint_draws_anew",
+        "oases/train/checkpoint/contents.py",
+        "        each.at_call(*streams.get(name, most))\n",
+        "        each.at_call(0, None)\n",
+        ("train/test_parallelized_checkpoints.py::test_dropout_goes_on",),
+        "Dropout of a resumed model repeats the masks of its first steps.",
+    ),
+    Mutation(
+        "checkpoint_forgets_names_of_tied_tensors",
+        "oases/train/checkpoint/parallelized.py",
+        "names={name: main for name, main in contents.names.items() if name != main},\n",
+        "names={},\n",
+        ("train/test_parallelized_checkpoints.py::test_stages_with_parts_on_meta_are_saved_whole",),
+        "A stage that knows a tied tensor by another name does not find it.",
+    ),
+    Mutation(
         "memory_restores_what_was_cut_off",
         "oases/train/checkpoint/memory.py",
         "        file.step = 0\n        state = self._state()",

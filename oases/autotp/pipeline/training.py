@@ -51,6 +51,7 @@ class PipelineTraining:
         mesh = self.mesh
         self._model, self._twin, self._units, self._names = model, stages.twin, stages.units, stages.names
         self._division, self._loss, self._runners, self._hooks = stages.division, loss, list(runners), hooks
+        self._seed = torch.initial_seed()  # of a run whose passes `begin` numbers; inside of a pass it is another
         self._replicas, self._data = mesh.replicas(degree), mesh.data(degree)
         self._flows: dict[Any, tuple[Dataflow, Crossings]] = {}
         self._micro_batches = pipeline.num_sub_batches
@@ -83,9 +84,9 @@ class PipelineTraining:
 
     def begin(self, number: int) -> None:
         """Set the number of the next pass in the whole training, from which random numbers are derived."""
-        self._hooks.at_call(number * self._division.parts, None)
+        self._hooks.at_call(number * self._division.parts, self._seed)
         for runner in self._runners:
-            runner.stack.at_call(number)
+            runner.stack.at_call(number, self._seed)
 
     def compile(self, **options: Any) -> None:
         """Compile the blocks of layers that run across layers; options: of torch.compile without fullgraph."""

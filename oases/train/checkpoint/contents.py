@@ -1,4 +1,4 @@
-"""What a checkpoint of a parallelized model holds, as the ranks agree on it: names of tensors, options of optimizers.
+"""Contents of a parallelized model's checkpoint that ranks agree on: names of tensors, options of optimizers.
 
 Ranks of different pipeline stages know different tensors, and different names of a tied one.
 """
@@ -29,7 +29,7 @@ _OF_A_RUN = ("params", "param_names", "foreach", "fused", "capturable", "differe
 
 @dataclass
 class Contents:
-    """What a rank has, or all of them. names: of tensors, each with the tensor's name in the checkpoint.
+    """Contents of a rank, or of all of them. names: of tensors, each with the tensor's name in the checkpoint.
 
     optimizer, streams: as in `Metadata`. on_meta: tensors without a value.
     """
@@ -76,6 +76,8 @@ class Contents:
         if len({each.step for each in everyone}) > 1:
             steps = ", ".join(str(each.step) for each in everyone)
             raise UsageError(f"step is {steps} on the ranks, in rank order; save after the same step on all of them")
+        if len({bool(each.optimizer) for each in everyone}) > 1:
+            raise UsageError("an optimizer was given on some ranks alone; give it on all of them, or on none")
         names = united_names(each.names for each in everyone)
         lost = [name for each in everyone for name in each.on_meta if name not in names]
         if lost:
