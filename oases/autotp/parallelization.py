@@ -30,11 +30,11 @@ from oases.autotp.pipeline.building import (
 from oases.autotp.pipeline.training import PipelineTraining
 from oases.autotp.pipeline.units import install_units
 from oases.autotp.preconditions import require_alike, require_cuttable, tensor_parallel_group
-from oases.autotp.pretrained import FullModelSaver
 from oases.autotp.program import CallSignature, LayerSignature, Program, layer_signatures
 from oases.autotp.report import LayersReport, PartitionReport, compare_with_plan
 from oases.autotp.runner import Layer, Runner
 from oases.autotp.spec import ParallelSpec
+from oases.autotp.tools.connection import ModelSaver, connect_tools
 from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import OverlapError, UsageError
@@ -134,8 +134,9 @@ def parallelize(
         _train_in_stages(model, stages, steps, spec, report)
     else:
         average_replicas(model, mesh)
+        connect_tools(model, group)
     if callable(getattr(model, "save_pretrained", None)) and tp.ranks > 1:
-        object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
+        object.__setattr__(model, "save_pretrained", ModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
     return model
 

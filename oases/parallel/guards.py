@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 
 import oases.parallel.state_shards as state_shards
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_of
+from oases.execution.group import ProcessGroup, group_of, group_size
 from oases.parallel.replicas import averages, replicas_of
 from oases.parallel.sharding import sharded_modules, sharded_parameters
 from oases.parallel.total_norm import install as install_total_norm
@@ -138,8 +138,8 @@ def _require_apart(wrapper: str, ranks: set[int], holder: nn.Module, name: str) 
     raise UsageError(
         f"{wrapper} over ranks {sorted(ranks)} would {harm} {name}, which is sharded over ranks "
         f"{dist.get_process_group_ranks(group)}, {means}; give it the data-parallel group alone, {how}, or train "
-        "without it where all ranks are tensor-parallel (accelerate and the Trainer of transformers wrap models in "
-        "it, too)"
+        "without it where all ranks are tensor-parallel (with accelerate: give the Accelerator a "
+        f"ParallelismConfig(tp_size={group_size(group)}), so that it does not wrap the model)"
     )
 
 

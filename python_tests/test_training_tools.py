@@ -1,0 +1,61 @@
+"""Examples with other tools, on 2 and 4 ranks, against the same script with plain models in one process."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from script_ranks import ScriptRanks
+
+pytest.importorskip("accelerate")
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PLAIN = "oases.parallelize = lambda model, **_: model\n"
+RUN = """
+import runpy, sys, oases
+from accelerate.state import AcceleratorState, GradientState
+{}
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+AcceleratorState._reset_state(reset_partial_state=True)  # it would keep the group of this script
+GradientState._reset_state()
+"""
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Function that runs a script on a number of ranks; one rank has plain models, as a reference."""
+    pools = {ranks: ScriptRanks(ranks) for ranks in (1, 2, 4)}
+
+    def run(ranks, script, *arguments, folder):
+        (folder / f"run{ranks}.py").write_text(RUN.format(PLAIN if ranks == 1 else ""))
+        return pools[ranks].run(folder / f"run{ranks}.py", [EXAMPLES / script, *arguments], folder=folder)
+
+    yield run
+    for each in pools.values():
+        each.close()
+
+
+def logged(folder, step):
+    """Losses, norms and evaluations that a Trainer logged up to a step."""
+    history = json.loads((folder / f"checkpoint-{step}" / "trainer_state.json").read_text())["log_history"]
+    kinds = ("loss", "grad_norm", "eval_loss")
+    return [
+        (each["step"], kind, pytest.approx(each[kind], rel=1e-4))
+        for each in history
+        for kind in kinds
+        if kind in each
+    ]
+
+
+def test_trainer(run, tmp_path):
+    """Two ranks train; four, in two replicas, resume from their checkpoint in the middle."""
+    for ranks in (1, 2):
+        run(ranks, "trainer.py", ranks, folder=tmp_path)
+    expected = logged(tmp_path / "1", 8)
+    assert len(expected) == 8 + 8 + 2
+    assert logged(tmp_path / "2", 8) == expected
+    assert {each.name for each in (tmp_path / "1").iterdir()} == {each.name for each in (tmp_path / "2").iterdir()}
+    shutil.rmtree(tmp_path / "2" / "checkpoint-8")
+    run(4, "trainer.py", 2, folder=tmp_path)
+    assert logged(tmp_path / "2", 8) == expected
