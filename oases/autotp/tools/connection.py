@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def connect_tools(model: nn.Module, group: ProcessGroup | None) -> None:
     for holder, _ in sharded_modules(model):
         holder.register_load_state_dict_pre_hook(_cut_full_tensors)
     after_import("transformers.trainer", patch_trainer)
+    after_import("peft.tuners.tuners_utils", _guard_adapters)
     after_import("accelerate.accelerator", patch_accelerate)
     after_import("accelerate.parallelism_config", patch_parallelism)
 
@@ -56,6 +58,25 @@ def base_of(model: nn.Module) -> nn.Module:
 def is_adapted(model: nn.Module) -> bool:
     """Whether a model is a PeftModel."""
     return any(each.__module__.startswith("peft.") and each.__name__ == "PeftModel" for each in type(model).__mro__)
+
+
+def _guard_adapters(module: Any) -> None:
+    """Refuse adapters in layers of a model that is parallelized, whose traced graphs would bypass them."""
+    tuner: Any = module.BaseTuner
+    inject = tuner.inject_adapter
+    if hasattr(inject, "__wrapped__"):
+        return
+
+    @wraps(inject)
+    def checked(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(getattr(part, "oases_partition", None) is not None for part in model.modules()):
+            raise UsageError(
+                f"{type(self).__name__} would put adapters into layers that run as traced graphs without them; add "
+                "them first: model = get_peft_model(model, config), then oases.parallelize(model)"
+            )
+        inject(self, model, *args, **kwargs)
+
+    tuner.inject_adapter = checked
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
