@@ -1,6 +1,7 @@
 """Examples with other tools, on 2 and 4 ranks, against the same script with plain models in one process."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -48,14 +49,30 @@ def logged(folder, step):
     ]
 
 
-def test_trainer(run, tmp_path):
+@pytest.mark.parametrize(("script", "number"), [("trainer.py", 18), ("lora.py", 16)])
+def test_examples_with_the_trainer(run, tmp_path, script, number):
     """Two ranks train; four, in two replicas, resume from their checkpoint in the middle."""
     for ranks in (1, 2):
-        run(ranks, "trainer.py", ranks, folder=tmp_path)
+        run(ranks, script, ranks, folder=tmp_path)
     expected = logged(tmp_path / "1", 8)
-    assert len(expected) == 8 + 8 + 2
+    assert len(expected) == number
     assert logged(tmp_path / "2", 8) == expected
     assert {each.name for each in (tmp_path / "1").iterdir()} == {each.name for each in (tmp_path / "2").iterdir()}
     shutil.rmtree(tmp_path / "2" / "checkpoint-8")
-    run(4, "trainer.py", 2, folder=tmp_path)
+    run(4, script, 2, folder=tmp_path)
     assert logged(tmp_path / "2", 8) == expected
+
+
+def steps(printed):
+    """Numbers, losses and norms of the steps that a script printed."""
+    found = re.findall(r"^step (\d+) loss (\S+) norm (\S+)$", printed, re.MULTILINE)
+    return [(int(step), *(pytest.approx(float(each), rel=1e-4) for each in numbers)) for step, *numbers in found]
+
+
+@pytest.mark.parametrize("script", ["accelerated.py"])
+def test_examples_with_a_loop(run, tmp_path, script):
+    """Two ranks train and save in the middle; four, in two replicas, resume from there."""
+    expected, two = (steps(run(ranks, script, ranks, folder=tmp_path)) for ranks in (1, 2))
+    assert len(expected) == 8
+    assert two == expected
+    assert steps(run(4, script, 2, folder=tmp_path)) == expected[4:]
