@@ -76,3 +76,12 @@ def test_examples_with_a_loop(run, tmp_path, script):
     assert len(expected) == 8
     assert two == expected
     assert steps(run(4, script, 2, folder=tmp_path)) == expected[4:]
+
+
+def test_fsdp2(run, tmp_path):
+    """Two and four ranks train, and resume what they left; FSDP2 saves shards of this number of ranks."""
+    expected = steps(run(1, "fsdp2.py", 1, folder=tmp_path))
+    assert len(expected) == 8
+    for ranks in (2, 4):
+        assert steps(run(ranks, "fsdp2.py", ranks, folder=tmp_path)) == expected
+        assert steps(run(ranks, "fsdp2.py", ranks, folder=tmp_path)) == expected[4:]
