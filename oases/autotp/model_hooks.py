@@ -124,7 +124,7 @@ def _require_unwrapped_layers(model: nn.Module) -> None:
         for layer in [] if found.runner is None else found.runner.layers:
             if isinstance(layer.module, fsdp.FSDPModule):
                 raise UsageError(
-                    f"fully_shard was called on {layer.path}, whose weights it gathers when that layer is called, but "
-                    "the layers run together, overlapped, when the last one is called; call "
+                    f"fully_shard was called on {layer.path}, whose weights it gathers when it is called, but the "
+                    "layers run together, overlapped, when the last one is called; call "
                     'fully_shard(model, mesh=mesh["dp"]) alone'
                 )

@@ -35,6 +35,7 @@ from oases.autotp.report import LayersReport, PartitionReport, compare_with_plan
 from oases.autotp.runner import Layer, Runner
 from oases.autotp.spec import ParallelSpec
 from oases.autotp.tools.connection import ModelSaver, connect_tools
+from oases.autotp.tools.recomputation import recomputing_options
 from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import OverlapError, UsageError
@@ -86,6 +87,7 @@ def parallelize(
     """
     spec = spec or ParallelSpec()
     require_cuttable(model)
+    stack_options = recomputing_options(model, stack_options)
     spec.require_names(model)
     steps = pipeline_options(mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"))
     group, options = tensor_parallel_group(mesh if steps is None else steps.mesh, plan, schedule, stack_options)

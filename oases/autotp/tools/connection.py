@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oases.autotp.gathering import GatherBuffers, gather_blocks, is_pretrained
+from oases.autotp.gathering import GatherBuffers, base_of, gather_blocks, is_adapted, is_pretrained
 from oases.autotp.pretrained import save_pretrained
 from oases.autotp.shard_map import TensorShard, raise_together, shard_map
 from oases.autotp.tools.accelerate import patch_accelerate, patch_parallelism
 from oases.autotp.tools.optimizer_state import shard_of
+from oases.autotp.tools.recomputation import map_checkpointing
 from oases.autotp.tools.trainer import patch_trainer
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
@@ -28,6 +29,7 @@ def connect_tools(model: nn.Module, group: ProcessGroup | None) -> None:
 
     group: tensor-parallel ranks.
     """
+    map_checkpointing(model)
     ranks = group_size(group)
     if ranks == 1:
         return
@@ -48,16 +50,6 @@ def connect_tools(model: nn.Module, group: ProcessGroup | None) -> None:
     after_import("peft.tuners.tuners_utils", _guard_adapters)
     after_import("accelerate.accelerator", patch_accelerate)
     after_import("accelerate.parallelism_config", patch_parallelism)
-
-
-def base_of(model: nn.Module) -> nn.Module:
-    """The model of transformers in a PeftModel; any other model itself."""
-    return model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Whether a model is a PeftModel."""
-    return any(each.__module__.startswith("peft.") and each.__name__ == "PeftModel" for each in type(model).__mro__)
 
 
 def _guard_adapters(module: Any) -> None:
