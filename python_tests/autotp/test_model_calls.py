@@ -125,6 +125,26 @@ def checkpointing_inside_layers():
     parallel.activation_checkpointing_enable()
 
 
+def compiled():
+    _, parallel = pair()
+    return torch.compile(parallel)
+
+
+def compiled_in_place():
+    _, parallel = pair()
+    parallel.compile()
+
+
+def sharded_by_layers():
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    _, parallel = pair(mesh=mesh["tp"])
+    for layer in (*parallel.model.layers, parallel):
+        fully_shard(layer, mesh=mesh["dp"])
+    return parallel(**batch("llama"))
+
+
 def quantised():
     model = build("llama")
     model.config.quantization_config = {"bits": 4}
@@ -142,6 +162,9 @@ ERRORS = {
     attentions: "UsageError: output_attentions=True .* leave it out",
     checkpointing_offloaded: "UsageError: .*recomputation by its stacks, without offload; leave it out",
     checkpointing_inside_layers: "UsageError: model.layers runs inside layers .*turn it off",
+    compiled: "UsageError: torch.compile of LlamaForCausalLM, .* leave torch.compile out",
+    compiled_in_place: "UsageError: compile.. of a parallelized model: .* leave it out",
+    sharded_by_layers: r"UsageError: fully_shard was called on model.layers.0, .*fully_shard\(model, mesh=mesh",
     quantised: "UsageError: .*quantised weights.*load it unquantised",
     layers_dropped: "UsageError: .*layers dropped at random",
 }

@@ -43,7 +43,7 @@ def patch_accelerate(module: Any) -> None:
     @wraps(gather_for_metrics)
     def gather(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
         ranks = getattr(self.parallelism_config, "tp_size", 1) if any(map(_is_parallel, self._models)) else 1
-        if ranks == 1:
+        if ranks == 1 or (isinstance(input_data, Tensor) and not input_data.dim()):  # TRL divides its own counts
             return gather_for_metrics(self, input_data, use_gather_object)
         whole = self.gather
         self.gather = lambda tensors: _of_one_rank(whole(tensors), self.num_processes, ranks)

@@ -16,7 +16,7 @@ from oases.autotp.shard_map import TensorShard, raise_together, shard_map
 from oases.autotp.tools.accelerate import patch_accelerate, patch_parallelism
 from oases.autotp.tools.optimizer_state import shard_of
 from oases.autotp.tools.recomputation import map_checkpointing
-from oases.autotp.tools.trainer import patch_trainer
+from oases.autotp.tools.trainer import patch_fused_head, patch_trainer
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
 from oases.parallel.replicas import replicas_of
@@ -30,6 +30,7 @@ def connect_tools(model: nn.Module, group: ProcessGroup | None) -> None:
     group: tensor-parallel ranks.
     """
     map_checkpointing(model)
+    object.__setattr__(model, "compile", _refuse_compile)
     ranks = group_size(group)
     if ranks == 1:
         return
@@ -47,9 +48,17 @@ def connect_tools(model: nn.Module, group: ProcessGroup | None) -> None:
     for holder, _ in sharded_modules(model):
         holder.register_load_state_dict_pre_hook(_cut_full_tensors)
     after_import("transformers.trainer", patch_trainer)
+    after_import("trl.trainer.utils", patch_fused_head)
     after_import("peft.tuners.tuners_utils", _guard_adapters)
     after_import("accelerate.accelerator", patch_accelerate)
     after_import("accelerate.parallelism_config", patch_parallelism)
+
+
+def _refuse_compile(*_: Any, **__: Any) -> None:
+    """Replacement of `nn.Module.compile` for parallelized models."""
+    raise UsageError(
+        "compile() of a parallelized model: its layers run as traced graphs in an order of their own; leave it out"
+    )
 
 
 def _guard_adapters(module: Any) -> None:
