@@ -222,6 +222,16 @@ def is_pretrained(module: nn.Module) -> bool:
     return True
 
 
+def base_of(model: nn.Module) -> nn.Module:
+    """The model of transformers in a PeftModel; any other model itself."""
+    return model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model is a PeftModel."""
+    return any(each.__module__.startswith("peft.") and each.__name__ == "PeftModel" for each in type(model).__mro__)
+
+
 @torch.no_grad()
 def materialize_buffers(model: nn.Module, device: torch.device | str = "cpu") -> None:
     """Materialise non-persistent meta buffers on `device`: rotary frequencies, position ids and the like.

@@ -90,6 +90,8 @@ class VocabularyLogits(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is Tensor.register_hook and getattr(args[1], "__module__", "").startswith("torch.distributed.fsdp"):
+            return args[0].part.register_hook(args[1])  # it only wants to know that a backward pass begins
         if func in _HOOKS:
             raise RuntimeError(
                 f"{func.__name__} on vocabulary-parallel logits would miss the gradient of the loss, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from typing import Any
 
@@ -70,6 +71,7 @@ class ModelHooks:
             if empty is not None:
                 raise RuntimeError(f"{empty} has no data; call oases.load_weights(model, ...) first")
             self._filled = True
+        _require_unwrapped_layers(model)
         if model.training and checkpoints(model):
             raise RuntimeError(
                 "gradient checkpointing would recompute layers one by one, but they run as one stack: call "
@@ -118,3 +120,17 @@ class ModelHooks:
             self.seed = said[0]
         self.calls += 1
         return zlib.crc32(f"{self.seed} {self.calls}".encode())
+
+
+def _require_unwrapped_layers(model: nn.Module) -> None:
+    """Raise UsageError where FSDP2 shards layers of a stack one by one, which run together."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    partition: Any = getattr(model, "oases_partition", None)
+    for found in [] if fsdp is None or partition is None else partition.layers:
+        for layer in [] if found.runner is None else found.runner.layers:
+            if isinstance(layer.module, fsdp.FSDPModule):
+                raise UsageError(
+                    f"fully_shard was called on {layer.path}, whose weights it gathers when it is called, but the "
+                    "layers run together, overlapped, when the last one is called; call "
+                    'fully_shard(model, mesh=mesh["dp"]) alone'
+                )

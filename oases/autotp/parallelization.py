@@ -30,11 +30,12 @@ from oases.autotp.pipeline.building import (
 from oases.autotp.pipeline.training import PipelineTraining
 from oases.autotp.pipeline.units import install_units
 from oases.autotp.preconditions import require_alike, require_cuttable, tensor_parallel_group
-from oases.autotp.pretrained import FullModelSaver
 from oases.autotp.program import CallSignature, LayerSignature, Program, layer_signatures
 from oases.autotp.report import LayersReport, PartitionReport, compare_with_plan
 from oases.autotp.runner import Layer, Runner
 from oases.autotp.spec import ParallelSpec
+from oases.autotp.tools.connection import ModelSaver, connect_tools
+from oases.autotp.tools.recomputation import recomputing_options
 from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import OverlapError, UsageError
@@ -90,6 +91,7 @@ def parallelize(
     """
     spec = spec or ParallelSpec()
     require_cuttable(model)
+    stack_options = recomputing_options(model, stack_options)
     spec.require_names(model)
     steps = pipeline_options(mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"), fsdp=fsdp)
     group, options = tensor_parallel_group(mesh if steps is None else steps.mesh, plan, schedule, stack_options)
@@ -143,8 +145,9 @@ def parallelize(
         _train_in_stages(model, stages, steps, spec, report, hooks)
     else:
         average_replicas(model, mesh)
+        connect_tools(model, group)
     if callable(getattr(model, "save_pretrained", None)) and (tp.ranks > 1 or steps is not None):
-        object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
+        object.__setattr__(model, "save_pretrained", ModelSaver(model, group if steps is None else steps.mesh.run))
     object.__setattr__(model, "oases_partition", report)
     object.__setattr__(model, "oases_hooks", hooks)
     return model

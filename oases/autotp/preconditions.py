@@ -23,9 +23,7 @@ _SAMPLED = 4096
 
 
 def require_cuttable(model: nn.Module) -> None:
-    """Raise UsageError for a model that is parallelized, compiled, patched or quantised, or that checkpoints its
-    layers.
-    """
+    """Raise UsageError for a model that is parallelized, compiled, patched or quantised."""
     what = type(model).__name__
     if getattr(model, "oases_partition", None) is not None:
         raise UsageError(f"{what} is parallelized already; build a new model")
@@ -36,11 +34,6 @@ def require_cuttable(model: nn.Module) -> None:
             raise UsageError(f"{name} is of type {parameter.dtype}, a quantised weight; load the model unquantised")
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UsageError(f"{name} has hooks, and parallelize() puts a new parameter there; add them afterwards")
-    if checkpoints(model):
-        raise UsageError(
-            f"{what} has gradient checkpointing on, which would recompute layers one by one: call "
-            "gradient_checkpointing_disable() and give parallelize() recompute='full'"
-        )
     for name, part in model.named_modules():
         forward = vars(part).get("forward")
         own = isinstance(forward, MethodType) and forward.__self__ is part

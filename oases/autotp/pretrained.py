@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from oases.autotp.gathering import GatherBuffers, gather_blocks, is_pretrained
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_name, group_of, group_rank
-from oases.parallel.mesh import mesh_of, run_of
-from oases.parallel.replicas import replicas_of
+from oases.execution.group import ProcessGroup, group_rank
+from oases.parallel.mesh import run_of
 from oases.parallel.shard_map import ModelTensor, raise_together, tensors_of_model
 from oases.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
 
@@ -33,6 +32,7 @@ def save_pretrained(
     *,
     max_shard_bytes: int = 5_000_000_000,
     process_group: ProcessGroup | None = None,
+    keep_others: bool = False,
 ) -> None:
     """Write the full model to `folder`: safetensors, their index if several, and the model's configuration if any.
 
@@ -40,7 +40,7 @@ def save_pretrained(
     their shards to the first rank, which alone writes, in blocks of rows; no rank holds more than its shards and a
     few blocks. Names, shapes and types are those of the original model; a tied tensor is written once. A file has at
     most max_shard_bytes of tensors, unless one tensor alone has more. The complete folder replaces the old one by a
-    rename.
+    rename. keep_others: take a folder with other files, too, which stay.
 
     UsageError on every rank, before anything is written, for a folder that holds anything but a saved model and for
     weights on `meta`. Errors of the first rank while writing are raised on every rank.
@@ -53,7 +53,7 @@ def save_pretrained(
         tensors = _written(model, whole)
         files = _shards(tensors, max_shard_bytes)
         if first:
-            _require_replaceable(path)
+            _require_replaceable(path, keep_others)
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
     failures, wire = [], GatherBuffers()
@@ -72,24 +72,6 @@ def save_pretrained(
                 raise failure
             _describe(model, files, aside)
             _replace(path, aside)
-
-
-class FullModelSaver:
-    """Replacement of a model's own `save_pretrained`, which would write this rank's shards alone."""
-
-    def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
-        self._model = model
-        self._group = group_name(group)
-
-    def __call__(self, save_directory: str | Path, **options: Any) -> None:
-        """Write the full model, on all ranks; UsageError for options other than `max_shard_bytes`."""
-        if set(options) - {"max_shard_bytes"}:
-            raise UsageError(
-                f"a parallelized model is saved by oases.save_pretrained(), which does not take {', '.join(options)}"
-            )
-        replicated = mesh_of(self._model) is not None or replicas_of(self._model) is not None
-        group = None if replicated else group_of(self._group)
-        save_pretrained(self._model, save_directory, process_group=group, **options)
 
 
 class _File:
@@ -182,11 +164,12 @@ def _describe(model: nn.Module, files: dict[str, dict[str, ModelTensor]], folder
             pretrained.generation_config.save_pretrained(folder)
 
 
-def _require_replaceable(path: Path) -> None:
-    """Raise UsageError unless `path` is absent, an empty folder, or a saved model."""
+def _require_replaceable(path: Path, keep_others: bool) -> None:
+    """Raise UsageError unless `path` is absent, an empty folder, a saved model, or any folder if asked for."""
     if path.exists() and not path.is_dir():
         raise UsageError(f"{str(path)!r} is a file; give the path of a folder of its own")
-    if path.is_dir() and any(path.iterdir()) and not ((path / MODEL_FILE).is_file() or (path / INDEX_FILE).is_file()):
+    saved = (path / MODEL_FILE).is_file() or (path / INDEX_FILE).is_file()
+    if path.is_dir() and any(path.iterdir()) and not saved and not keep_others:
         raise UsageError(
             f"{str(path)!r} holds other files but no saved model ({MODEL_FILE} or {INDEX_FILE}); give a new or empty "
             "folder"

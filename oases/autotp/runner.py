@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,10 +21,12 @@ from oases.autotp.export import UnsplittableError, leaves
 from oases.autotp.module_snapshot import ModuleSnapshot
 from oases.autotp.program import CallSignature, LayerSignature, Program
 from oases.autotp.splitter import ABSENT
+from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
 from oases.parallel.batch import BlockInputs
 from oases.parallel.stack import OverlappedStack
+from oases.schedule import Schedule
 
 
 class Pending(Tensor):
@@ -140,6 +142,7 @@ class Runner:
                 names = {program.exported.parameters[each] for each in reads if each in program.exported.parameters}
                 blocks.append(GraphBlock(layer.module, number, names, dict(layer.signature.cuts), group))
                 self.layer_of.append(index)
+        self._asked = (options.get("schedule", "oases"), options.get("sub_batches", 2))
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
         self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
         """Function that runs the stack on its input and its blocks' inputs; benchmarks replace it."""
@@ -150,6 +153,16 @@ class Runner:
         self._calls: list[DeferredCall] = []
         self._x: Tensor | None = None
         self._pending: Pending | None = None
+
+    def recompute(self, layers: Literal["none", "full"] | int) -> None:
+        """Change what later calls recompute. UsageError where the schedule was given op by op."""
+        schedule, sub_batches = self._asked
+        if isinstance(schedule, Schedule):
+            raise UsageError(
+                f"{self.name or 'the model'} runs the given schedule {schedule.name}, whose recomputation cannot be "
+                "changed; give parallelize() a schedule's name, or a schedule that recomputes"
+            )
+        self.stack.run_as(schedule, sub_batches, layers)
 
     def install(self) -> None:
         """Replace the layers' forward."""

@@ -56,7 +56,8 @@ def find(exported: Exported, keep: Callable[[str], bool] = lambda name: False, d
     """
     found = Structure()
     linears = [node for node in exported.graph.nodes if is_linear(node) and _has_weight(exported, node)]
-    for row in linears:
+    # The second of two linears in a row (an adapter, LoRA) last: it is rather cut as the linear that it is added to.
+    for row in sorted(linears, key=lambda node: is_linear(_before(node))):
         weight = _weight(exported, row)
         if row in found.columns or row in found.rows or keep(weight):
             continue
@@ -69,7 +70,7 @@ def find(exported: Exported, keep: Callable[[str], bool] = lambda name: False, d
             found = structure
         else:
             found.refused[weight] = structure
-    for node in [*found.columns, *found.rows]:
+    for node in [*found.columns, *found.rows, *({_before(each) for each in linears} & set(linears))]:
         found.refused.pop(_weight(exported, node), None)
     return found
 
@@ -186,6 +187,14 @@ def _feeding(exported: Exported, row: fx.Node, linears: list[fx.Node]) -> list[f
         else:
             queue.extend(node.all_input_nodes)
     return sorted(found, key=linears.index)
+
+
+def _before(linear: fx.Node) -> fx.Node:
+    """Node that a linear takes its input from, through casts."""
+    node: fx.Node = linear_operands(linear)[0]
+    while name_of(node) in ("to", "_to_copy"):
+        node = args_of(node)[0]
+    return node
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

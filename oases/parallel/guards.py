@@ -23,9 +23,10 @@ from torch.nn.utils import clip_grad
 
 import oases.parallel.state_shards as state_shards
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_of
+from oases.execution.group import ProcessGroup, group_of, group_size
+from oases.parallel.collectives import gather
 from oases.parallel.replicas import averages, replicas_of
-from oases.parallel.sharding import sharded_modules, sharded_parameters
+from oases.parallel.sharding import Cut, cuts, sharded_modules, sharded_parameters
 from oases.parallel.total_norm import install as install_total_norm
 from oases.parallel.total_norm import is_total
 
@@ -83,6 +84,16 @@ def registered_shards() -> dict[int, tuple[nn.Parameter, str]]:
     return found
 
 
+def whole_rows(parameter: Tensor) -> Tensor:
+    """Full tensor of a parameter that is sharded by rows, differentiable; any other tensor itself. Collective."""
+    for holder in list(_holders):
+        cut = cuts(holder).get(id(parameter))
+        if cut is not None and any(parameter is each for each in holder.parameters()):
+            group = group_of(getattr(holder, "_group_name", ""))
+            return gather(parameter.t(), group, Cut(-1, cut.segments), "gathered rows").t()
+    return parameter
+
+
 def _clip_grads_with_norm(
     parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
@@ -138,13 +149,18 @@ def _require_apart(wrapper: str, ranks: set[int], holder: nn.Module, name: str) 
     raise UsageError(
         f"{wrapper} over ranks {sorted(ranks)} would {harm} {name}, which is sharded over ranks "
         f"{dist.get_process_group_ranks(group)}, {means}; give it the data-parallel group alone, {how}, or train "
-        "without it where all ranks are tensor-parallel (accelerate and the Trainer of transformers wrap models in "
-        "it, too)"
+        "without it where all ranks are tensor-parallel (with accelerate: give the Accelerator a "
+        f"ParallelismConfig(tp_size={group_size(group)}), so that it does not wrap the model)"
     )
 
 
 def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Raise UsageError where DDP or FSDP1 is given a module sharded over two or more of its ranks."""
+    """Raise UsageError where DDP, FSDP1 or torch.compile is given a module that it would break."""
+    if type(wrapper).__name__ == "OptimizedModule" and getattr(module, "oases_partition", None) is not None:
+        raise UsageError(
+            f"torch.compile of {type(module).__name__}, which is parallelized: its layers run as traced graphs in an "
+            "order of their own; leave torch.compile out"
+        )
     bases = (each.__name__ for each in type(wrapper).__mro__ if each.__module__.startswith("torch."))
     kind = next((each for each in bases if each in _WRAPPED), "")
     if _WRAPPED.get(kind) != name or module is None:

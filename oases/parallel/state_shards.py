@@ -194,9 +194,9 @@ def install(registered: Registered) -> None:
     if not _installed:
         _installed = True
         base = "torch.distributed.checkpoint."
-        _after_import(base + "state_dict", _replace_state_dicts)
-        _after_import(base + "state_dict_saver", lambda saver: _check_argument(saver, registered, "_save_state_dict"))
-        _after_import(
+        after_import(base + "state_dict", _replace_state_dicts)
+        after_import(base + "state_dict_saver", lambda saver: _check_argument(saver, registered, "_save_state_dict"))
+        after_import(
             base + "state_dict_loader", lambda loader: _check_argument(loader, registered, "_load_state_dict")
         )
 
@@ -232,7 +232,8 @@ class _AfterImport(MetaPathFinder, Loader):
         self._function(module)
 
 
-def _after_import(name: str, function: Callable[[Any], None]) -> None:
+def after_import(name: str, function: Callable[[Any], None]) -> None:
+    """Call a function on a module: now if it is loaded, else as soon as it is."""
     if name in sys.modules:
         function(sys.modules[name])
     else:  # importing it takes as long as all of oases, and most runs do not need it

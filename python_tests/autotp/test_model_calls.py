@@ -72,6 +72,34 @@ def test_hidden_states_of_layers_that_run_by_themselves(two_ranks):
     assert max(two_ranks.run(hidden_states)) < 1e-5
 
 
+def recomputed(parallel):
+    (layers,) = parallel.oases_partition.layers
+    return len(layers.runner.stack.schedule.recomputed_blocks)
+
+
+def checkpointed():
+    """Gradient checkpointing of transformers, turned on before and after, off, and on for every other layer."""
+    model, parallel, before, data = build("llama"), build("llama"), build("llama"), batch("llama")
+    before.activation_checkpointing_enable()
+    oases.parallelize(parallel)
+    oases.parallelize(before)
+    parallel.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert recomputed(parallel) == recomputed(before) == 4  # blocks of two layers
+    model(**data).loss.backward()
+    for each in (parallel, before):
+        each(**data).loss.backward()
+        assert gradients_apart(model, each)[0] < 1e-5
+    parallel.activation_checkpointing_enable(every_n_layers=2)
+    assert recomputed(parallel) == 2
+    parallel.gradient_checkpointing_disable()
+    assert recomputed(parallel) == 0
+    parallel(**data).loss.backward()
+
+
+def test_gradient_checkpointing_is_recomputation(two_ranks):
+    two_ranks.run(checkpointed)
+
+
 def of_hidden_states():
     _, parallel = pair()
     return parallel(**batch("llama"), output_hidden_states=True).hidden_states[1] + 1
@@ -87,15 +115,33 @@ def attentions():
     return parallel(**batch("llama"), output_attentions=True)
 
 
-def checkpointing_before():
-    model = build("llama")
-    model.gradient_checkpointing_enable()
-    return oases.parallelize(model)
-
-
-def checkpointing_after():
+def checkpointing_offloaded():
     _, parallel = pair()
-    parallel.gradient_checkpointing_enable()
+    parallel.activation_checkpointing_enable(offload=True)
+
+
+def checkpointing_inside_layers():
+    _, parallel = pair(schedule="layers")
+    parallel.activation_checkpointing_enable()
+
+
+def compiled():
+    _, parallel = pair()
+    return torch.compile(parallel)
+
+
+def compiled_in_place():
+    _, parallel = pair()
+    parallel.compile()
+
+
+def sharded_by_layers():
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    _, parallel = pair(mesh=mesh["tp"])
+    for layer in (*parallel.model.layers, parallel):
+        fully_shard(layer, mesh=mesh["dp"])
     return parallel(**batch("llama"))
 
 
@@ -114,8 +160,11 @@ ERRORS = {
     of_hidden_states: "RuntimeError: model.layers.0 has no result of its own.*schedule='layers'",
     cached: "UnsplittableError: a DynamicCache was passed; call the model with use_cache=False",
     attentions: "UsageError: output_attentions=True .* leave it out",
-    checkpointing_before: "UsageError: .*gradient_checkpointing_disable.*recompute='full'",
-    checkpointing_after: "RuntimeError: .*gradient_checkpointing_disable.*recompute='full'",
+    checkpointing_offloaded: "UsageError: .*recomputation by its stacks, without offload; leave it out",
+    checkpointing_inside_layers: "UsageError: model.layers runs inside layers .*turn it off",
+    compiled: "UsageError: torch.compile of LlamaForCausalLM, .* leave torch.compile out",
+    compiled_in_place: "UsageError: compile.. of a parallelized model: .* leave it out",
+    sharded_by_layers: r"UsageError: fully_shard was called on model.layers.0, .*fully_shard\(model, mesh=mesh",
     quantised: "UsageError: .*quantised weights.*load it unquantised",
     layers_dropped: "UsageError: .*layers dropped at random",
 }

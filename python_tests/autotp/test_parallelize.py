@@ -68,8 +68,8 @@ def test_nothing_is_kept_that_the_author_s_layers_do_not_keep():
 
 def saved_by_its_own_method(folder):
     model = oases.parallelize(build("llama"))
-    with pytest.raises(oases.errors.UsageError, match="does not take safe_serialization"):
-        model.save_pretrained(folder, safe_serialization=True)
+    with pytest.raises(oases.errors.UsageError, match="does not take push_to_hub"):
+        model.save_pretrained(folder, push_to_hub=True)
     model.save_pretrained(folder)
 
 

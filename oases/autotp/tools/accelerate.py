@@ -1,0 +1,108 @@
+"""The Accelerator of accelerate with parallelized models: what it saves, loads and gathers."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from oases.autotp.gathering import full_state_dict
+from oases.autotp.tools.optimizer_state import accept_full_state, full_optimizer_state
+
+
+def patch_accelerate(module: Any) -> None:
+    """Replace functions of `accelerate.accelerator`, once, for parallelized models alone."""
+    accelerator: Any = module.Accelerator
+    if hasattr(accelerator.get_state_dict, "__wrapped__"):
+        return
+    get_state_dict, gather_for_metrics = accelerator.get_state_dict, accelerator.gather_for_metrics
+    save_state, load_state = accelerator.save_state, accelerator.load_state
+
+    @wraps(get_state_dict)
+    def full(self: Any, model: Any, unwrap: bool = True) -> Any:
+        return full_state_dict(model) if _is_parallel(model) else get_state_dict(self, model, unwrap)
+
+    @wraps(save_state)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizers = self._optimizers
+        if any(map(_is_parallel, self._models)):
+            self._optimizers = [_Saved(full_optimizer_state(each, self._models)) for each in optimizers]
+        try:
+            return save_state(self, *args, **kwargs)
+        finally:
+            self._optimizers = optimizers
+
+    @wraps(load_state)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(map(_is_parallel, self._models)):
+            for optimizer in self._optimizers:
+                accept_full_state(optimizer, self._models)
+        return load_state(self, *args, **kwargs)
+
+    @wraps(gather_for_metrics)
+    def gather(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        ranks = getattr(self.parallelism_config, "tp_size", 1) if any(map(_is_parallel, self._models)) else 1
+        if ranks == 1 or (isinstance(input_data, Tensor) and not input_data.dim()):  # TRL divides its own counts
+            return gather_for_metrics(self, input_data, use_gather_object)
+        whole = self.gather
+        self.gather = lambda tensors: _of_one_rank(whole(tensors), self.num_processes, ranks)
+        try:
+            return gather_for_metrics(self, input_data, use_gather_object)
+        finally:
+            del self.gather
+
+    accelerator.get_state_dict, accelerator.gather_for_metrics = full, gather
+    accelerator.save_state, accelerator.load_state = save, load
+
+
+def patch_parallelism(module: Any) -> None:
+    """Have `accelerate.parallelism_config` take ranks on CPUs, once: it knows ranks on GPUs alone."""
+    parallelism: Any = module.ParallelismConfig
+    validate = parallelism._validate_accelerator
+    if hasattr(validate, "__wrapped__"):
+        return
+
+    @wraps(validate)
+    def validated(self: Any, accelerator: Any) -> None:
+        on_cpus = str(accelerator.distributed_type).endswith("MULTI_CPU")
+        validate(self, _Devices(accelerator) if on_cpus else accelerator)
+
+    parallelism._validate_accelerator = validated
+
+
+class _Devices:
+    """Accelerator in the eyes of a ParallelismConfig: its ranks have devices."""
+
+    multi_device = True
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+class _Saved:
+    """Optimizer in the eyes of `save_state`: a state that was gathered."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gathered state."""
+        return self._state
+
+
+def _is_parallel(model: Any) -> bool:
+    return getattr(model, "oases_partition", None) is not None
+
+
+def _of_one_rank(gathered: Any, processes: int, ranks: int) -> Any:
+    """Rows of the first rank of each tensor-parallel group: the others had the same samples."""
+    if isinstance(gathered, Tensor):
+        rows = gathered.reshape(processes, -1, *gathered.shape[1:])[::ranks]
+        return rows.reshape(-1, *gathered.shape[1:])
+    if isinstance(gathered, dict):
+        return type(gathered)({name: _of_one_rank(each, processes, ranks) for name, each in gathered.items()})
+    return type(gathered)(_of_one_rank(each, processes, ranks) for each in gathered)

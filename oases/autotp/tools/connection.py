@@ -1,0 +1,155 @@
+"""Attributes of a parallelized model that tools read, and its replaced methods to save and load full tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oases.autotp.gathering import GatherBuffers, base_of, gather_blocks, is_adapted, is_pretrained
+from oases.autotp.pretrained import save_pretrained
+from oases.autotp.tools.accelerate import patch_accelerate, patch_parallelism
+from oases.autotp.tools.optimizer_state import shard_of
+from oases.autotp.tools.recomputation import map_checkpointing
+from oases.autotp.tools.trainer import patch_fused_head, patch_trainer
+from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.parallel.replicas import replicas_of
+from oases.parallel.shard_map import TensorShard, on_all_ranks, raise_together, shard_map
+from oases.parallel.sharding import cuts, sharded_modules
+from oases.parallel.state_shards import after_import
+
+
+def connect_tools(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Have Trainer, accelerate and peft see a parallelized model as a tensor-parallel one, and save it whole.
+
+    group: tensor-parallel ranks.
+    """
+    map_checkpointing(model)
+    object.__setattr__(model, "compile", _refuse_compile)
+    ranks = group_size(group)
+    if ranks == 1:
+        return
+    base = base_of(model)
+    replicas = replicas_of(model)
+    if is_pretrained(base):
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        pretrained: Any = base
+        pretrained._tp_size = ranks
+        data = 1 if replicas is None else replicas.group.size()
+        pretrained.config.distributed_config = DistributedConfig(tp_size=ranks, fsdp_size=data)
+    else:
+        model.tp_size = ranks  # type: ignore[assignment]
+    for holder, _ in sharded_modules(model):
+        holder.register_load_state_dict_pre_hook(_cut_full_tensors)
+    after_import("transformers.trainer", patch_trainer)
+    after_import("trl.trainer.utils", patch_fused_head)
+    after_import("peft.tuners.tuners_utils", _guard_adapters)
+    after_import("accelerate.accelerator", patch_accelerate)
+    after_import("accelerate.parallelism_config", patch_parallelism)
+
+
+def _refuse_compile(*_: Any, **__: Any) -> None:
+    """Replacement of `nn.Module.compile` for parallelized models."""
+    raise UsageError(
+        "compile() of a parallelized model: its layers run as traced graphs in an order of their own; leave it out"
+    )
+
+
+def _guard_adapters(module: Any) -> None:
+    """Refuse adapters in layers of a model that is parallelized, whose traced graphs would bypass them."""
+    tuner: Any = module.BaseTuner
+    inject = tuner.inject_adapter
+    if hasattr(inject, "__wrapped__"):
+        return
+
+    @wraps(inject)
+    def checked(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(getattr(part, "oases_partition", None) is not None for part in model.modules()):
+            raise UsageError(
+                f"{type(self).__name__} would put adapters into layers that run as traced graphs without them; add "
+                "them first: model = get_peft_model(model, config), then oases.parallelize(model)"
+            )
+        inject(self, model, *args, **kwargs)
+
+    tuner.inject_adapter = checked
+
+
+def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook of `load_state_dict`: replace full tensors of sharded parameters by this rank's shards."""
+    for parameter, cut in cuts(module).items():
+        name = next(name for name, each in module.named_parameters() if id(each) == parameter)
+        given = state.get(prefix + name)
+        if isinstance(given, Tensor):
+            state[prefix + name] = shard_of(given, module.get_parameter(name), cut, module)
+
+
+class ModelSaver:
+    """Replacement of a model's own `save_pretrained`, which would write this rank's shards alone.
+
+    All ranks call it. The first rank of the first replica writes: the full model, or a PeftModel's adapter as peft
+    writes it.
+    """
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
+        self._model = model
+        self._group = group_name(group)
+
+    def __call__(
+        self,
+        save_directory: str | Path,
+        *,
+        state_dict: Any = None,
+        is_main_process: bool = True,
+        safe_serialization: bool = True,
+        max_shard_bytes: int = 5_000_000_000,
+        **options: Any,
+    ) -> None:
+        """Write the model. state_dict, is_main_process: given by tools, not needed here.
+
+        UsageError for other options of transformers, and for files that are not safetensors.
+        """
+        group, replicas = group_of(self._group), replicas_of(self._model)
+        adapted = is_adapted(self._model)
+        if not safe_serialization or (options and not adapted):
+            asked = ", ".join(options) or "safe_serialization=False"
+            raise UsageError(f"a parallelized model is saved by oases.save_pretrained(), which does not take {asked}")
+        with raise_together(None if replicas is None else replicas.group):
+            if replicas is not None and replicas.group.rank() > 0:
+                pass
+            elif adapted:
+                self._save_adapter(save_directory, group, options)
+            else:
+                sizes = {"max_shard_bytes": max_shard_bytes}
+                save_pretrained(self._model, save_directory, process_group=group, keep_others=True, **sizes)
+
+    def _save_adapter(self, folder: str | Path, group: ProcessGroup | None, options: dict[str, Any]) -> None:
+        adapters = set(self._model.peft_config)  # type: ignore[arg-type]
+        trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        found = [
+            each
+            for each in shard_map(self._model, group)
+            if any(name in trained or adapters & set(name.split(".")) for name in each.names)
+        ]
+        state = full_tensors(found, group)
+        with raise_together(group):
+            if group_rank(group) == 0:
+                type(self._model).save_pretrained(self._model, str(folder), state_dict=state, **options)  # type: ignore[attr-defined]
+
+
+def full_tensors(shards: Iterable[TensorShard], group: ProcessGroup | None) -> dict[str, Tensor]:
+    """Full tensors by name, on the CPU of the group's first rank; {} on others. Collective."""
+    found, wire, first = {}, GatherBuffers(), group_rank(group) == 0
+    for shard in shards:
+        whole = torch.empty(shard.shape, dtype=shard.tensor.dtype) if first else None
+        for row, block in gather_blocks(on_all_ranks(shard), group, wire):
+            if whole is not None and block is not None:
+                whole.reshape(shard.shape or (1,))[row : row + len(block)] = block
+        if whole is not None:
+            found.update(dict.fromkeys(shard.names, whole))
+    return found
