@@ -11,8 +11,9 @@ import numpy as np
 
 from oases.errors import UsageError
 from oases.planner.space import Space
+from oases.plans.layered import Model
 from oases.plans.plan import generated
-from oases.plans.shape import ModelShape
+from oases.plans.shape import AnyKind
 from oases.schedule import WHOLE
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware, stack_costs
@@ -133,10 +134,14 @@ _LAYERS = (2, 4)
 
 @dataclass(frozen=True)
 class StackTiming:
-    """Fastest way to run a stack of one degree: seconds per additional layer and constant seconds, both passes."""
+    """Fastest way to run a stack of one degree: seconds per additional layer and constant seconds, both passes.
+
+    by_kind: seconds per additional layer of each kind; layer_seconds: mean over the model's layers.
+    """
 
     schedule: str
     sub_batches: int
+    by_kind: tuple[float, ...]
     layer_seconds: float
     fixed_seconds: float
 
@@ -144,7 +149,7 @@ class StackTiming:
 class StackTimings:
     """Cache of the fastest schedule for every degree, number of samples and recomputation."""
 
-    def __init__(self, model: ModelShape, hardware: Hardware, space: Space) -> None:
+    def __init__(self, model: Model, hardware: Hardware, space: Space) -> None:
         self.model = model
         self.hardware = hardware
         self.space = space
@@ -170,13 +175,22 @@ class StackTimings:
         return whole + cut or [("fine_grained", 1)]  # a batch that cannot be cut runs whole
 
     def _simulated(self, key: tuple[int, float, bool], name: str, sub_batches: int) -> StackTiming:
-        short, long = (self._stack_seconds(key, name, sub_batches, layers) for layers in _LAYERS)
-        layer = (long - short) / (_LAYERS[1] - _LAYERS[0])
-        return StackTiming(name, sub_batches, layer, short - _LAYERS[0] * layer)
+        order = self.model.layer_order
+        by_kind, fixed = [], []
+        for kinds in self.model.layer_kinds:
+            short, long = (self._stack_seconds(key, name, sub_batches, kinds, layers) for layers in _LAYERS)
+            layer = (long - short) / (_LAYERS[1] - _LAYERS[0])
+            by_kind.append(layer)
+            fixed.append(short - _LAYERS[0] * layer)
+        mean = sum(order.count(kind) * seconds for kind, seconds in enumerate(by_kind)) / len(order)
+        return StackTiming(name, sub_batches, tuple(by_kind), mean, fixed[order[0]])
 
-    def _stack_seconds(self, key: tuple[int, float, bool], name: str, sub_batches: int, layers: int) -> float:
+    def _stack_seconds(
+        self, key: tuple[int, float, bool], name: str, sub_batches: int, layer: Sequence[AnyKind], layers: int
+    ) -> float:
         tp, samples, recompute = key
-        schedule = generated(name, 2 * layers, sub_batches, "full" if recompute else "none")
-        kinds = [self.model.kind_of(b) for b in range(2 * layers)]
+        numbers = tuple(number for number in range(layers) for _ in layer)
+        schedule = generated(name, len(numbers), sub_batches, "full" if recompute else "none", numbers)
+        kinds = [*layer] * layers
         costs = stack_costs(self.hardware, self.model, kinds, tp, samples, schedule)
         return run(program_of(schedule, costs)).total_seconds

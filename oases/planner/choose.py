@@ -11,22 +11,58 @@ from oases.errors import UsageError
 from oases.planner.block_chain import StackTimings
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
+from oases.planner.recomputation import num_layers
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting, Space, only_earlier, settings
+from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, count_text
 
 
 def neighbours(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
     """Plans one step from a plan, in a fixed order; some more than once."""
+    if not plan.model.mixed:
+        yield from _of_one_degree(plan, search)
+        return
     for number, stage in enumerate(plan.stages):
         for segments in _changed(list(stage.segments), search):
             yield from _possible(plan, {number: segments})
         if number + 1 < len(plan.stages) and search.setting.chunks == 1:
             for segments, others in _across(list(stage.segments), list(plan.stages[number + 1].segments)):
                 yield from _possible(plan, {number: segments, number + 1: others})
+
+
+def _of_one_degree(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
+    """Neighbours of a plan of one degree: schedules, recomputed layers, and layers moved between stages."""
+    for number, stage in enumerate(plan.stages):
+        segments = list(stage.segments)
+        for at, (first, segment) in enumerate(plan.placed(number)):
+            changed = [replace(segment, schedule=name, sub_batches=n) for name, n in search.ways(segment.tp)]
+            most = plan.model.num_layers(first, segment.num_blocks) if search.space.recompute else 0
+            again = (segment.recomputed_layers - 1, segment.recomputed_layers + 1)
+            changed += [replace(segment, recomputed_layers=layers) for layers in again if 0 <= layers <= most]
+            for each in changed:
+                yield from _possible(plan, {number: _with(segments, at, each)})
+    if search.setting.chunks == 1:
+        for number in range(len(plan.stages) - 1):
+            yield from _across_border(plan, number)
+
+
+def _across_border(plan: Plan, before: int) -> Iterator[Plan]:
+    """Move a layer from a stage of one segment to the next, or back."""
+    model, after = plan.model, before + 1
+    border = plan.layers_of(plan.parts_of(after)[0]).start
+    for layer, sign in ((border, 1), (border - 1, -1)):
+        moved = sign * (model.first_block(layer + 1) - model.first_block(layer))
+        changed = {}
+        for number, more in ((before, sign), (after, -sign)):
+            (segment,) = plan.stages[number].segments
+            again = segment.recomputed_layers
+            again += more if again == num_layers(plan, number) else 0  # stays recomputed as a whole
+            blocks = segment.num_blocks + more * sign * moved
+            changed[number] = [replace(segment, num_blocks=blocks, recomputed_layers=again)]
+        yield from _possible(plan, changed)
 
 
 def _possible(plan: Plan, changed: Mapping[int, Sequence[Segment]]) -> Iterator[Plan]:
@@ -38,8 +74,12 @@ def _possible(plan: Plan, changed: Mapping[int, Sequence[Segment]]) -> Iterator[
         found = replace(plan, stages=tuple(stages), prediction=None)
     except UsageError:  # e.g. more sub-batches than samples, or an empty segment
         return
-    if found.hands_on and not any(part.first_block % 2 for part in found.parts):
+    if found.hands_on and not any(_splits_a_layer(plan.model, part.first_block) for part in found.parts):
         yield found
+
+
+def _splits_a_layer(model: Model, block: int) -> bool:
+    return model.first_block(model.layer_at(block)) != block
 
 
 def _across(one: list[Segment], other: list[Segment]) -> Iterator[tuple[list[Segment], list[Segment]]]:
@@ -130,7 +170,7 @@ def refusal(timings: StackTimings, world: int, global_batch: int, capacity: int)
         "a sharded optimizer (leave out --no-zero)": (model, replace(timings.space, zero=(False, True))),
     }
     if not timings.hardware.blocks and "bfloat16" in timings.hardware.device.flops_per_second:
-        others["bfloat16 instead of float32"] = (replace(model, dtype="bfloat16"), timings.space)
+        others["bfloat16 instead of float32"] = (model.in_dtype("bfloat16"), timings.space)
     changes = [
         change
         for change, (shape, space) in others.items()
@@ -182,7 +222,7 @@ PRUNED = 1.1
 
 
 def rank_plans(
-    model: ModelShape,
+    model: Model,
     hardware: Hardware,
     world: int,
     global_batch: int,

@@ -63,8 +63,8 @@ def rivals(plans: Sequence[Plan], predictor: Predictor, capacity: int) -> list[R
         kept = predictor.with_prediction(_changed(chosen, recomputed_layers=0))
         kinds["the same, nothing recomputed"] = Rival("the same, nothing recomputed", kept, _fits(kept, capacity))
         full = chosen
-        for number, stage in enumerate(chosen.stages):
-            full = recomputing(full, number, num_layers(stage))
+        for number in range(len(chosen.stages)):
+            full = recomputing(full, number, num_layers(chosen, number))
         if full.stages != chosen.stages:
             full = predictor.with_prediction(full)
             kinds["the same, all recomputed"] = Rival("the same, all recomputed", full, _fits(full, capacity))

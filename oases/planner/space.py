@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from math import isqrt
 
 from oases.errors import UsageError
-from oases.plans.shape import ModelShape
+from oases.plans.layered import Model
 from oases.schedule import PIPELINES
 from oases.schedule.pipeline import chunks_of, enough, in_flight, passes, read_stage
 from oases.schedule.schedule import Pass, StageReading
@@ -82,7 +82,7 @@ class Setting:
         """Samples of a micro-batch on a replica of this degree."""
         return self.global_batch * tp / (self.stage_ranks * self.micro_batches)
 
-    def degrees(self, model: ModelShape, hardware: Hardware, space: Space) -> list[int]:
+    def degrees(self, model: Model, hardware: Hardware, space: Space) -> list[int]:
         """Tensor-parallel degrees that the ranks, the model, the samples and the profile allow."""
         wanted = space.degrees or tuple(2**power for power in range(self.stage_ranks.bit_length()))
         return [
@@ -141,7 +141,7 @@ def _too_much_in_flight(pipeline: str, num_stages: int) -> bool:
     return any(each.early and each.in_flight > num_stages for each in readings)
 
 
-def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: int, space: Space) -> Iterator[Setting]:
+def settings(model: Model, hardware: Hardware, world: int, global_batch: int, space: Space) -> Iterator[Setting]:
     """Every setting with at least one possible degree. Raises UsageError if there is none."""
     stage_counts = [s for s in _divisors(world) if s <= min(space.max_stages, model.layers)]
     found = False
@@ -169,15 +169,15 @@ def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: in
         )
 
 
-def _pipelines(model: ModelShape, stages: int, micro_batches: int, space: Space) -> Iterator[str]:
+def _pipelines(model: Model, stages: int, micro_batches: int, space: Space) -> Iterator[str]:
     """Pipelines that are possible with these stages and micro-batches, without duplicates."""
     if stages == 1:
         yield "one_f_one_b"
         return
     for name in space.pipelines:
         chunks = chunks_of(name)
-        if chunks > 1 and (micro_batches % stages or model.layers < chunks * stages):
-            continue
+        if chunks > 1 and (micro_batches % stages or model.layers < chunks * stages or len(model.layer_kinds) > 1):
+            continue  # a stage's parts are of equal layers
         if only_earlier(name) and not space.recompute:
             continue
         if _too_much_in_flight(name, stages):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -20,6 +20,8 @@ from typing import Any
 from oases.errors import UsageError
 from oases.files import parse_json, read_json
 from oases.limits import require_numbers, short
+from oases.plans.layered import Model
+from oases.plans.layered_file import layered_model
 from oases.plans.segment import AUTO, Segment, Stage, generated
 from oases.plans.shape import Experts, ModelShape
 from oases.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
@@ -91,7 +93,7 @@ class Plan:
     schedule is not used.
     """
 
-    model: ModelShape
+    model: Model
     world: int
     ranks_per_node: int
     global_batch: int
@@ -127,6 +129,12 @@ class Plan:
             raise UsageError(f"plan: {len(self.stages)} stages do not divide {self.world} ranks")
         for number, stage in enumerate(self.stages):
             self._check_stage(stage, f"plan: stage {number}")
+        self._check_pipeline()
+        for number in range(len(self.stages)):
+            for first, segment in self.placed(number):
+                self._check_layers(segment, first, f"plan: stage {number}")
+
+    def _check_pipeline(self) -> None:
         if self.fsdp and all(segment.tp == self.stage_ranks for stage in self.stages for segment in stage.segments):
             raise UsageError(f"plan: fsdp needs data-parallel replicas, but tp is {self.stage_ranks}; leave out fsdp")
         try:
@@ -137,6 +145,27 @@ class Plan:
             raise UsageError(f"plan: pipeline: {error}") from error
         if chunks > 1:
             self._check_parts(chunks)
+
+    def _check_layers(self, segment: Segment, first: int, where: str) -> None:
+        layers = self.model.num_layers(first, segment.num_blocks)
+        if not 0 <= segment.recomputed_layers <= layers:
+            raise UsageError(
+                f"{where}: recomputed_layers must be from 0 to the {layers} layers of its segment, got "
+                f"{segment.recomputed_layers}"
+            )
+        if self.model.mixed:
+            return
+        last = first + segment.num_blocks
+        if any(self.model.first_block(self.model.layer_at(block)) != block for block in (first, last)):
+            raise UsageError(
+                f"{where}: its blocks {first} to {last - 1} split a layer of {self.model.name}; a segment holds "
+                "whole layers"
+            )
+        if segment.tp != self.stages[0].segments[0].tp:
+            raise UsageError(
+                f"{where}: its tp is {segment.tp}, that of stage 0 {self.stages[0].segments[0].tp}; "
+                f"{self.model.name} runs at one degree, so give all segments the same"
+            )
 
     def _check_stage(self, stage: Stage, where: str) -> None:
         if not stage.segments:
@@ -170,12 +199,6 @@ class Plan:
             raise UsageError(
                 f"{where}: unknown schedule {segment.schedule!r}; known are {', '.join(GENERATORS)}, auto, and the "
                 "text of a list"
-            )
-        layers = (segment.num_blocks + 1) // 2
-        if not 0 <= segment.recomputed_layers <= layers:
-            raise UsageError(
-                f"{where}: recomputed_layers must be from 0 to the {layers} layers of its segment, got "
-                f"{segment.recomputed_layers}"
             )
         if segment.sequence_parallel and (segment.tp == 1 or self.model.sequence % segment.tp):
             raise UsageError(
@@ -215,6 +238,19 @@ class Plan:
             found.append(Part(number, block, segments[first : first + each], first))
             block += sum(segment.num_blocks for segment in found[-1].segments)
         return tuple(found)
+
+    def placed(self, stage: int) -> Iterator[tuple[int, Segment]]:
+        """Segments of a stage, each with its first block."""
+        for part in self.parts_of(stage):
+            block = part.first_block
+            for segment in part.segments:
+                yield block, segment
+                block += segment.num_blocks
+
+    def layers_of(self, part: Part) -> range:
+        """Layers of a model part, in call order over all lists of the model's layers."""
+        blocks = sum(segment.num_blocks for segment in part.segments)
+        return range(self.model.layer_at(part.first_block), self.model.layer_at(part.first_block + blocks - 1) + 1)
 
     def parts_of(self, stage: int) -> tuple[Part, ...]:
         """Model parts of a stage."""
@@ -289,7 +325,7 @@ class Plan:
             prediction = _made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
         elif prediction is not None:
             raise UsageError(f"plan: prediction must be an object or null, got {short(prediction)}")
-        model, experts = _made(ModelShape, body.get("model"), "model"), body.get("experts")
+        model, experts = _model(body.get("model")), body.get("experts")
         if experts is not None:
             experts = _made(Experts, experts, "experts")
         made = {"stages": stages, "model": model, "prediction": prediction, "experts": experts}
@@ -297,6 +333,13 @@ class Plan:
         if plan.prediction is not None:
             _check_prediction(plan.prediction, len(stages))
         return plan
+
+
+def _model(data: Any) -> Model:
+    if isinstance(data, Mapping) and "kinds" in data:
+        return layered_model(data)
+    shape: ModelShape = _made(ModelShape, data, "model")
+    return shape
 
 
 def _check_prediction(prediction: Prediction, stages: int) -> None:

@@ -31,6 +31,11 @@ class BlockTimes:
     backward: float
     weight_gradient: float
 
+    @property
+    def both_passes(self) -> float:
+        """Seconds of a forward and a backward pass without recomputation."""
+        return self.forward + self.combine + self.combine_backward + self.backward + self.weight_gradient
+
     def scaled(self, factor: float) -> BlockTimes:
         """All times multiplied by `factor`."""
         return BlockTimes(**{item.name: factor * getattr(self, item.name) for item in fields(self)})
