@@ -16,13 +16,16 @@ _PUBLIC = {
     "ParallelSpec": "oases.autotp",
     "clip_grad_norm": "oases.parallel",
     "full_state_dict": "oases.autotp",
+    "load_checkpoint": "oases.train",
     "load_weights": "oases.autotp",
+    "make_optimizer": "oases.parallel",
     "parallel_cross_entropy": "oases.parallel",
     "parallelize": "oases.autotp",
     "plan": "oases.planner",
     "report": "oases.parallel",
     "S2Reducer": "oases.sparse",
     "s2_hook": "oases.sparse",
+    "save_checkpoint": "oases.train",
     "save_pretrained": "oases.autotp",
     "Trainer": "oases.train",
     "TrainConfig": "oases.train",
@@ -46,12 +49,15 @@ __all__ = [
     "__version__",
     "clip_grad_norm",
     "full_state_dict",
+    "load_checkpoint",
     "load_weights",
+    "make_optimizer",
     "parallel_cross_entropy",
     "parallelize",
     "plan",
     "report",
     "s2_hook",
+    "save_checkpoint",
     "save_pretrained",
 ]
 
@@ -68,12 +74,13 @@ if TYPE_CHECKING:
         OverlappedStack,
         ParallelDropout,
         clip_grad_norm,
+        make_optimizer,
         parallel_cross_entropy,
         report,
     )
     from oases.planner import plan
     from oases.sparse import S2Reducer, s2_hook
-    from oases.train import TrainConfig, Trainer
+    from oases.train import TrainConfig, Trainer, load_checkpoint, save_checkpoint
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ again, and all take the same time, so that steps can be laid beside their closed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,13 +111,12 @@ class _Contestant(StageSteps):
         self.messages = StageMessages(pipeline, mesh, [1] * (parts - 1))
         super().__init__(pipeline, mesh, self._stacks, self.messages)
 
-    def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
+    def forward(self, part: int, micro_batch: int, inputs: Sequence[Tensor], context: Context) -> Sequence[Tensor]:
         """A micro-batch of one sample through a part."""
-        if x is None:
-            x = torch.ones(1, self.config.sequence, self.config.hidden)
+        x = inputs[0] if inputs else torch.ones(1, self.config.sequence, self.config.hidden)
         stack = self._stacks[part // self.pipeline.num_stages]
         y: Tensor = stack(x, context=context)
-        return y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y
+        return [y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y]
 
 
 def run_pipeline_bench(config: PipelineBenchConfig, ranks: Ranks, shows: bool) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -100,7 +100,7 @@ class StageSteps(ABC):
         self._run = StageRunner(pipeline, mesh.stage, messages)
 
     @abstractmethod
-    def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
+    def forward(self, part: int, micro_batch: int, inputs: Sequence[Tensor], context: Context) -> Sequence[Tensor]:
         """A micro-batch through a part; the last part's loss is a mean."""
 
     def averaging(self) -> AbstractContextManager[Any]:
@@ -161,12 +161,11 @@ class PlannedSteps(StageSteps):
             messages = StageMessages(pipeline, mesh, degrees, split=split)
         super().__init__(pipeline, mesh, self._stack, messages)
 
-    def forward(self, part: int, micro_batch: int, x: Tensor | None, context: Context) -> Tensor:
+    def forward(self, part: int, micro_batch: int, inputs: Sequence[Tensor], context: Context) -> Sequence[Tensor]:
         """See `StageSteps`."""
-        if x is None:
-            x = self._x.clone().requires_grad_()
+        x = inputs[0] if inputs else self._x.clone().requires_grad_()
         y = self._stack.run(x, part // len(self.plan.stages), context)
-        return y.mean() / self.plan.micro_batches if part == len(self.plan.parts) - 1 else y
+        return [y.mean() / self.plan.micro_batches if part == len(self.plan.parts) - 1 else y]
 
     def averaging(self) -> AbstractContextManager[Any]:
         """See `StageSteps`."""

@@ -219,7 +219,7 @@ def observe(model: nn.Module, inputs: Inputs, vocabulary: Iterable[nn.Module] = 
     handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     try:
         with running_without_data(), recorder.watching():
-            args, kwargs = _complete(model, inputs)
+            args, kwargs = complete_inputs(model, inputs)
             given_back = model(*args, **kwargs)
     except Exception as error:  # a model's forward may raise anything
         raise UsageError(
@@ -266,12 +266,12 @@ def _within(paths: list[str], names: Iterable[str]) -> set[str]:
 
 def single_layer(model: nn.Module, inputs: Inputs) -> LayerList:
     """List of one layer, the model itself, for a model without lists of layers."""
-    args, kwargs = _complete(model, inputs)
+    args, kwargs = complete_inputs(model, inputs)
     why = "the model has no list of layers that it calls one after the other"
     return LayerList("", [""], [TracedCall(model, args, kwargs, None, 0)], [-1], why)
 
 
-def _complete(model: nn.Module, inputs: Inputs) -> Inputs:
+def complete_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
     """Inputs as fake tensors, without a key-value cache."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: without_data(tensor, device), inputs)

@@ -20,7 +20,16 @@ from oases.autotp.layers import LayerList, example_inputs, observe, single_layer
 from oases.autotp.lowering import GroupRank
 from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.module_snapshot import ModuleSnapshot, training_modes
-from oases.autotp.preconditions import require_alike, require_cuttable, require_layers, tensor_parallel_group
+from oases.autotp.pipeline.building import (
+    PipelineOptions,
+    Stages,
+    divide_model,
+    pipeline_options,
+    segments_of,
+)
+from oases.autotp.pipeline.training import PipelineTraining
+from oases.autotp.pipeline.units import install_units
+from oases.autotp.preconditions import require_alike, require_cuttable, tensor_parallel_group
 from oases.autotp.pretrained import FullModelSaver
 from oases.autotp.program import CallSignature, LayerSignature, Program, layer_signatures
 from oases.autotp.report import LayersReport, PartitionReport, compare_with_plan
@@ -30,8 +39,9 @@ from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import OverlapError, UsageError
 from oases.execution.group import ProcessGroup, group_name, group_rank, group_size
-from oases.parallel.guards import register_shards
+from oases.parallel.guards import register_shards, register_stage
 from oases.parallel.mesh import Mesh
+from oases.parallel.replicas import average_replicas, data_parallel_group
 from oases.parallel.sharding import Cut
 from oases.plans.plan import Plan
 from oases.schedule import Schedule
@@ -46,17 +56,28 @@ def parallelize(
     spec: ParallelSpec | None = None,
     weights: str | Path | Mapping[str, Tensor] | None = None,
     device: torch.device | str | None = None,
+    pipeline: str = "one_f_one_b",
+    micro_batches: int | None = None,
+    fsdp: bool = False,
+    compile: str | None = None,
     **stack_options: Any,
 ) -> nn.Module:
     """Shard a model over the ranks of a mesh, in place, and return it.
 
     model: a transformers model or any nn.Module, the same on every rank; on `meta` where `weights` are given. mesh: a
-    DeviceMesh (of several dimensions the one named "tp"), a process group, or None for the default group. plan: from
-    `oases.plan`; sets schedule and recomputation. schedule: as in OverlappedStack; "layers" overlaps communication
-    inside each layer alone, and keeps the results of single layers readable. spec: what cannot be inferred from the
-    model. weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards
-    (see `load_weights`) to `device`; None: the mesh's device, or the CPU. stack_options: further options of
-    OverlappedStack, such as sub_batches.
+    DeviceMesh (of several dimensions the one named "tp"; over "dp" the model averages its gradients in each backward
+    pass but those in `model.no_sync()`), a process group, or None for the default group. plan: from `oases.plan`;
+    sets schedule and recomputation. schedule: as in OverlappedStack; "layers" overlaps communication inside each
+    layer alone, and keeps the results of single layers readable. spec: what cannot be inferred from the model.
+    weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards (see
+    `load_weights`) to `device`; None: the mesh's device, or the CPU. pipeline, micro_batches: of a mesh with "pp":
+    the schedule of its stages, and the number of parts that a step's samples are cut into, None for twice the stages.
+    fsdp: shard weights, gradients and optimizer state over its "dp". compile: backend of torch.compile for the blocks
+    of layers, such as inductor; None for eager. stack_options: further options of OverlappedStack, such as
+    sub_batches.
+
+    With "pp" every rank keeps one stage of the model and trains it by `model.train_step(**batch) -> loss` and
+    `model.eval_step`, see `PipelineTraining`. Other stages' weights leave `model.named_parameters()`.
 
     Column-, row- and vocabulary-parallel modules are found from the model's graph. Layers are cut at their
     all-reduces and run as an OverlappedStack behind the model's own loop over them; what cannot be cut stays
@@ -68,10 +89,12 @@ def parallelize(
     that all stay replicated, of which a warning tells otherwise. Source: arXiv 2206.04959, section 4.
     """
     spec = spec or ParallelSpec()
-    group, options = tensor_parallel_group(mesh, plan, schedule, stack_options)
     require_cuttable(model)
     spec.require_names(model)
-    require_alike(model, group, values=weights is None)
+    steps = pipeline_options(mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"), fsdp=fsdp)
+    group, options = tensor_parallel_group(mesh if steps is None else steps.mesh, plan, schedule, stack_options)
+    require_alike(model, group if steps is None else steps.mesh.run, values=weights is None)
+    require_alike(model, data_parallel_group(mesh), values=weights is None)
     tp = GroupRank.of(group)
     report = PartitionReport(type(model).__name__, tp.ranks)
     report.notes += [f"{name}.config.use_cache is False now" for name in turn_off_inner_caches(model)]
@@ -92,23 +115,77 @@ def parallelize(
     required = options.get("require_overlap") or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
     _tell_of_whole_layers(model, found, tp, required)
     hooks = ModelHooks(model, group)
-    cut_parameters(((model.get_submodule(path), signature.cuts) for _, path, signature in cuttable), group)
-    for each, signatures in found:
-        report.layers.append(_install(model, each, signatures, group, options))
+    stages = None
+    if steps is not None:
+        stages = divide_model(model, twin, lists, inputs, steps)
+        vocabulary = None if vocabulary is None else vocabulary.held_by(model)
+    division, stage = (None, 0) if stages is None or steps is None else (stages.division, steps.mesh.stage)
+    segments = segments_of(found, plan, options, division, stage)
+    cut_parameters(_cuts_of(model, segments), group)
+    for each, signatures, chosen in segments:
+        report.layers.append(_install(model, each, signatures, group, chosen))
+        runner = report.layers[-1].runner
+        if compile is not None and runner is not None:
+            runner.stack.compile_blocks(backend=compile)
     _cut_vocabulary(model, vocabulary, observed.outside_reads, group, report)
+    if plan is not None and plan.zero:
+        report.notes.append("the plan shards the optimizer's state: oases.make_optimizer(model, ..., zero=True)")
     if tp.ranks > 1:
         report.plan_agrees, report.plan_differs = compare_with_plan(model)
     if weights is not None:
         device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
         load_weights(model, weights, device=device or device_type, process_group=group)
-    known = {id(p) for each in lists for path in each.paths for p in model.get_submodule(path).parameters()}
+    known = {id(p) for each, *_ in segments for path in each.paths for p in model.get_submodule(path).parameters()}
     known |= {id(p) for name in report.vocabulary for p in model.get_submodule(name).parameters()}
     report.replicated = [name for name, p in model.named_parameters() if id(p) not in known]
     hooks.begin(model)
-    if callable(getattr(model, "save_pretrained", None)) and tp.ranks > 1:
+    if steps is not None and stages is not None:
+        _train_in_stages(model, stages, steps, spec, report, hooks)
+    else:
+        average_replicas(model, mesh)
+    if callable(getattr(model, "save_pretrained", None)) and (tp.ranks > 1 or steps is not None):
         object.__setattr__(model, "save_pretrained", FullModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
+    object.__setattr__(model, "oases_hooks", hooks)
     return model
+
+
+def _cuts_of(
+    model: nn.Module, found: list[tuple[LayerList, list[LayerSignature | UnsplittableError], dict[str, Any]]]
+) -> list[tuple[nn.Module, Mapping[str, Cut]]]:
+    """Each layer that is sharded, with its cuts by parameter name."""
+    return [
+        (model.get_submodule(path), signature.cuts)
+        for each, signatures, _ in found
+        for path, signature in zip(each.paths, signatures, strict=True)
+        if isinstance(signature, LayerSignature)
+    ]
+
+
+def _train_in_stages(
+    model: nn.Module,
+    stages: Stages,
+    steps: PipelineOptions,
+    spec: ParallelSpec,
+    report: PartitionReport,
+    hooks: ModelHooks,
+) -> None:
+    """Give the model its `train_step` and `eval_step`. A model of one stage can be called, too."""
+    if steps.mesh.num_stages > 1:
+        install_units(model, stages.units, stages.names)
+    runners = [each.runner for each in report.layers if each.runner is not None]
+    training = PipelineTraining(model, stages, steps, spec.loss or (lambda result: result), runners, hooks)
+    for name, value in (
+        ("oases_pipeline", training), ("oases_mesh", steps.mesh),
+        ("train_step", training.train_step), ("eval_step", training.eval_step),
+    ):  # fmt: skip
+        object.__setattr__(model, name, value)
+    register_stage(model)
+    of_rank = stages.division.layers[steps.mesh.stage :: steps.mesh.num_stages]
+    report.notes.append(
+        f"stage {steps.mesh.stage} of {steps.mesh.num_stages}: layers "
+        f"{', '.join(f'{layers[0]} to {layers[-1]}' for layers in of_rank)}"
+    )
 
 
 def _tell_of_whole_layers(
@@ -147,8 +224,12 @@ def _chosen_lists(
         if missing:
             raise UsageError(f"spec.layers names {sorted(missing)}; lists found: {[each.name for each in found]}")
         found = [each for each in found if each.name in spec.layers]
-    if plan is not None:
-        require_layers(plan, [len(each.calls) for each in found])
+    layers = sum(len(each.calls) for each in found)
+    if plan is not None and layers != plan.model.layers:
+        raise UsageError(
+            f"plan: it is for {plan.model.layers} layers, the model has {layers} in lists; plan for it with "
+            "oases.plan(model, cluster, ...)"
+        )
     return found
 
 
@@ -218,7 +299,7 @@ def _cut_vocabulary(
 def _sample(signature: LayerSignature, call: Any, at: int) -> Program:
     flat, tree = leaves(call.args, call.kwargs)
     return signature.program(
-        CallSignature.of(flat, tree, training_modes(call.module)), flat, tree, at, flat[at].device
+        CallSignature.of(flat, tree, training_modes(call.module)), flat, tree, at, flat[at].device, call.module
     )
 
 
@@ -251,7 +332,7 @@ class StandaloneForward:
         found, tree = leaves(args, kwargs)
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
         call_signature = CallSignature.of(found, tree, self._snapshot.modes())
-        program = self.signature.program(call_signature, found, tree, None, device)
+        program = self.signature.program(call_signature, found, tree, None, device, self.module)
         run, names = program.module()
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))

@@ -114,7 +114,7 @@ def tensor_parallel_group(
         )
     options = {"schedule": schedule, "small_batch": "whole", **options}
     if plan is not None:
-        options |= _options_of(_only_segment(plan))
+        require_runnable(plan)
         mesh = _mesh_of(plan) if mesh is None else mesh
     if isinstance(mesh, Mesh):
         group = mesh.tensor(mesh.degrees[-1])
@@ -133,34 +133,32 @@ def tensor_parallel_group(
     return group, options
 
 
-def _only_segment(plan: Plan) -> Segment:
-    """The one segment of a plan. UsageError, naming the field, for a plan that parallelize() cannot run."""
+def require_runnable(plan: Plan) -> None:
+    """Raise UsageError, naming the field, for a plan that parallelize() cannot run."""
     segments = [segment for stage in plan.stages for segment in stage.segments]
-    if len(plan.stages) > 1 or len(segments) > 1:
+    if plan.uniform_tp is None:
         raise UsageError(
-            f"plan: it has {len(plan.stages)} stages and {len(segments)} segments; parallelize() runs plans of "
-            "one degree and schedule for all layers: plan with one stage and uniform settings"
+            f"plan: its segments have the tensor-parallel degrees {sorted({each.tp for each in segments})}; "
+            "parallelize() runs plans of one degree: plan with one, by oases plan --tp"
         )
-    (segment,) = segments
     remedies = {
-        "zero": (plan.zero, "plan without it, by oases plan --no-zero or Space(zero=(False,))"),
-        "fsdp": (plan.fsdp, "leave it out, and call fully_shard on the model"),
-        "micro_batches": (
-            plan.micro_batches if plan.micro_batches > 1 else None,
-            "plan with one, by oases plan --micro-batches 1 or Space(micro_batches=(1,)), and accumulate gradients "
-            "in your loop",
+        "sequence_parallel": (
+            any(segment.sequence_parallel for segment in segments),
+            "leave it out; traced blocks need whole sequences",
         ),
-        "sequence_parallel": (segment.sequence_parallel, "leave it out; traced blocks need whole sequences"),
         "experts": (plan.experts, "leave them out; parallelize() keeps the model's own experts"),
+        "num_blocks": (
+            next((segment.num_blocks for segment in segments if segment.num_blocks % 2), 0),
+            "give segments of whole layers, of two blocks each",
+        ),
     }
     for name, (value, remedy) in remedies.items():
         if value:
             shown = value.experts if isinstance(value, Experts) else value
-            raise UsageError(f"plan: parallelize() does not do {name} {shown}, a part of the training loop; {remedy}")
-    return segment
+            raise UsageError(f"plan: parallelize() does not do {name} {shown} for such a model; {remedy}")
 
 
-def _options_of(segment: Segment) -> dict[str, Any]:
+def options_of(segment: Segment) -> dict[str, Any]:
     """Stack options for running all layers as the segment specifies."""
     options: dict[str, Any] = {"recompute": segment.recomputed_layers}
     if is_text(segment.schedule):
@@ -178,12 +176,3 @@ def _mesh_of(plan: Plan) -> Mesh:
             f"mesh=oases.parallel.mesh.Mesh.of(plan), and average them over mesh.data({degree})"
         )
     return Mesh.of(plan)
-
-
-def require_layers(plan: Plan, counts: list[int]) -> None:
-    """Raise UsageError unless the model has one list of as many layers as the plan."""
-    if counts != [plan.model.layers]:
-        raise UsageError(
-            f"plan: it is for {plan.model.layers} layers, the model has lists of {counts or 'no'} layers; plan for "
-            "it with oases.plan(model, cluster, ...)"
-        )

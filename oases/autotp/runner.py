@@ -21,6 +21,7 @@ from oases.autotp.export import UnsplittableError, leaves
 from oases.autotp.module_snapshot import ModuleSnapshot
 from oases.autotp.program import CallSignature, LayerSignature, Program
 from oases.autotp.splitter import ABSENT
+from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
 from oases.parallel.batch import BlockInputs
 from oases.parallel.stack import OverlappedStack
@@ -82,7 +83,9 @@ class Layer:
 
     def program(self, call_signature: CallSignature, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
         """Program for a call with this signature, with `x` as its activation."""
-        return self.signature.program(call_signature, self.with_activation(found, x), tree, self.activation, x.device)
+        return self.signature.program(
+            call_signature, self.with_activation(found, x), tree, self.activation, x.device, self.module
+        )
 
     def with_activation(self, found: list[Any], x: Tensor) -> list[Any]:
         """Leaves of a call, with `x` as its activation."""
@@ -140,6 +143,10 @@ class Runner:
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
         self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
         """Function that runs the stack on its input and its blocks' inputs; benchmarks replace it."""
+        self.sharded = False
+        """Whether the blocks' weights are sharded (FSDP), and gathered by the stack's schedule."""
+        self.context: Context | None = None
+        """Context of the stack's call in a pipeline."""
         self._calls: list[DeferredCall] = []
         self._x: Tensor | None = None
         self._pending: Pending | None = None
@@ -198,13 +205,14 @@ class Runner:
         assert x is not None
         self._x, self._calls, self._pending = None, [], None
         of_layer = [self._inputs(layer, call) for layer, call in zip(self.layers, calls, strict=True)]
-        for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
+        for block, index in [] if self.sharded else zip(self.stack.blocks, self.layer_of, strict=True):
             assert isinstance(block, GraphBlock)
             block.adopt(self.layers[index].module)
         training = any(any(call.call_signature.modes) for call in calls)
         if training != self.stack.training:
             self.stack.train(training)
-        return self.run(x, [of_layer[index] for index in self.layer_of])
+        inputs = [of_layer[index] for index in self.layer_of]
+        return self.run(x, inputs) if self.context is None else self.stack(x, inputs, context=self.context)
 
     @staticmethod
     def _inputs(layer: Layer, call: DeferredCall) -> BlockInputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ class ParallelSpec:
     replicate: patterns of parameter names in the model ("*.gate.weight") to replicate.
     vocabulary: name of the embedding to shard over the vocabulary; "" for none; None: the model's input embedding.
     heads: names of the linears that give logits over that vocabulary.
+    loss: takes the loss of `train_step` from the model's result; None: its `loss`, first element, or itself.
 
         class Encoder(nn.Module):        # not from transformers, no recognisable names
             ...
@@ -36,6 +38,7 @@ class ParallelSpec:
     replicate: tuple[str, ...] = ()
     vocabulary: str | None = None
     heads: tuple[str, ...] = ()
+    loss: Callable[[Any], Any] | None = None
 
     def vocabulary_of(self, model: nn.Module) -> Vocabulary | None:
         """Embedding tables and heads to shard. UsageError for names of other modules."""

@@ -33,6 +33,13 @@ class Vocabulary:
     tables: dict[str, nn.Embedding]
     heads: dict[str, nn.Linear]
 
+    def held_by(self, model: nn.Module) -> Vocabulary | None:
+        """Those modules that a stage of a pipeline still has; None without any."""
+        held = set(model.modules())
+        tables = {name: table for name, table in self.tables.items() if table in held}
+        heads = {name: head for name, head in self.heads.items() if head in held}
+        return Vocabulary(self.rows, tables, heads) if tables or heads else None
+
 
 def find_vocabulary(model: nn.Module) -> Vocabulary | None:
     """Vocabulary of a model, None for a model without one.

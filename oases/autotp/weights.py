@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.autotp.gathering import is_pretrained, materialize_buffers, wire_device
-from oases.autotp.shard_map import TensorShard, raise_together, shard_map
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
+from oases.parallel.shard_map import TensorShard, raise_together, shard_map
 from oases.safetensors_files import Index, Stored, configuration, stored_tensors
 
 
@@ -25,7 +25,7 @@ def named_as(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, str], l
     For a transformers model old names are mapped, the prefix of its base model is added or removed, and names that it
     ignores are left out. UsageError where tensors would have to be converted.
     """
-    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    state: dict[str, Any] = model.state_dict(keep_vars=True) | getattr(model, "oases_elsewhere", {})
     if not is_pretrained(model):
         names = list(stored)
         return {name: name for name in names if name in state}, [name for name in names if name not in state]

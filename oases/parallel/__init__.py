@@ -8,6 +8,7 @@ from oases.parallel.embedding import OverlappedEmbedding
 from oases.parallel.gradient_clipping import clip_grad_norm
 from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.parallel.loss import parallel_cross_entropy
+from oases.parallel.optimizer import make_optimizer
 from oases.parallel.sharding import sharded_parameters
 from oases.parallel.stack import OverlappedStack
 from oases.reporting import Report, report
@@ -26,6 +27,7 @@ __all__ = [
     "ParallelDropout",
     "Report",
     "clip_grad_norm",
+    "make_optimizer",
     "parallel_cross_entropy",
     "report",
     "sharded_parameters",

@@ -126,13 +126,22 @@ class GradientAverager:
     @contextmanager
     def overlapped(self) -> Iterator[None]:
         """Context of the last backward pass of an optimizer step; afterwards gradients are averages."""
-        for lane in self._lanes:
-            lane.reset()
-        self._active = True
+        self.begin()
         try:
             yield
         finally:
             self._active = False
+        self.finish()
+
+    def begin(self) -> None:
+        """Send each bucket once its gradients are complete, until `finish`."""
+        for lane in self._lanes:
+            lane.reset()
+        self._active = True
+
+    def finish(self) -> None:
+        """Send the other buckets and replace all gradients by the averages."""
+        self._active = False
         for lane in self._lanes:
             lane.send(flush=True)
         for lane in self._lanes:

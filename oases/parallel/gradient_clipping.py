@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -17,15 +19,21 @@ def clip_grad_norm(
     *,
     process_group: ProcessGroup | None = None,
     stages: int = 1,
-    counted_elsewhere: nn.Parameter | None = None,
+    counted_elsewhere: Collection[nn.Parameter] = (),
 ) -> Tensor:
     """Clip the global gradient norm of the whole model to `max_norm`, in place.
 
     process_group: all ranks that train the model. Each shard counts once, also where a layer is sharded over fewer
     ranks and its gradients are averages over data-parallel replicas; so does each replicated gradient and each FSDP
-    shard. stages: pipeline stages, each with an equal number of ranks. counted_elsewhere: a parameter that another
-    stage holds, too. Returns the norm before clipping, equal on every rank.
+    shard. stages: pipeline stages, each with an equal number of ranks. counted_elsewhere: parameters that another
+    stage holds and counts, too. A model that `parallelize` divided into stages knows all three. Returns the norm
+    before clipping, equal on every rank.
     """
+    pipeline = getattr(model, "oases_pipeline", None)
+    if pipeline is not None:
+        process_group, stages = pipeline.mesh.run, pipeline.mesh.num_stages
+        counted_elsewhere = pipeline.counted_elsewhere
+    elsewhere = {id(parameter) for parameter in counted_elsewhere}
     group = resolve(process_group)
     ranks = group_size(group) // stages
     shards = holders(model)
@@ -47,7 +55,7 @@ def clip_grad_norm(
                 copies = ranks
             if sharded:
                 copies //= parameter.grad.device_mesh.size()  # type: ignore[attr-defined]
-            if parameter is not counted_elsewhere:
+            if id(parameter) not in elsewhere:
                 squares[summed].append(square / copies)
     if not gradients:
         return torch.zeros(())

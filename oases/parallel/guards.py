@@ -2,9 +2,9 @@
 
 torch does not know what a plain parameter is a part of. DistributedDataParallel over tensor-parallel ranks would
 overwrite every rank's shards with the first rank's, FSDP would mix the shards of all; `clip_grad_norm_` would compute
-another norm on each rank. Modules with sharded parameters are registered here, and all are refused for them.
-DistributedDataParallel and FSDP1 are checked when a module is registered in them, by torch's hook for that; FSDP2
-when it takes a parameter and `clip_grad_norm_` in its second half, by wrappers of those.
+another norm on each rank. Modules with sharded parameters are registered here. DistributedDataParallel and FSDP1 are
+refused when such a module is registered in them, by torch's hook for that; FSDP2 when it takes a parameter, by a
+wrapper. torch's total norm is replaced by one over all ranks, and clipping of shards by another norm refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any, cast
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -23,13 +24,22 @@ from torch.nn.utils import clip_grad
 import oases.parallel.state_shards as state_shards
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_of
+from oases.parallel.replicas import averages, replicas_of
 from oases.parallel.sharding import sharded_modules, sharded_parameters
+from oases.parallel.total_norm import install as install_total_norm
+from oases.parallel.total_norm import is_total
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
 """Module of torch with FSDP2's parameters; patched once it is imported, because that takes half a second."""
 _WRAPPED = {"DistributedDataParallel": "module", "FullyShardedDataParallel": "_fsdp_wrapped_module"}
 """Names of the wrapped module in torch's wrappers."""
+_AVERAGED = (
+    "{} around a model that averages its gradients by itself, over the mesh's data-parallel dimension; call the "
+    'model as it is, or leave that dimension out: oases.parallelize(model, mesh=mesh["tp"])'
+)
 _holders: WeakSet[nn.Module] = WeakSet()
+_stages: WeakSet[nn.Module] = WeakSet()
+"""Models of which this rank has one stage of a pipeline."""
 _clips_whole = clip_grad._clip_grads_with_norm_
 
 
@@ -38,9 +48,30 @@ def register_shards(module: nn.Module) -> None:
     for holder, _ in sharded_modules(module):
         if getattr(holder, "tensor_parallel", 1) > 1:
             _holders.add(holder)
-            clip_grad._clip_grads_with_norm_ = _clip_grads_with_norm
+            _replace_clipping()
+            install_total_norm(_groups_of_gradients)
             state_shards.install(registered_shards)
             _guard_fsdp2()
+
+
+def register_stage(model: nn.Module) -> None:
+    """Refuse torch's gradient clipping for a stage of a pipeline from now on."""
+    _stages.add(model)
+    _replace_clipping()
+
+
+def _replace_clipping() -> None:
+    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = _clip_grads_with_norm
+
+
+def _groups_of_gradients() -> dict[int, str]:
+    """Name of the group of each shard's gradient, by the gradient's id."""
+    return {
+        id(parameter.grad): getattr(holder, "_group_name", "")
+        for holder in list(_holders)
+        for _, parameter, _ in sharded_parameters(holder)
+        if parameter.grad is not None
+    }
 
 
 def registered_shards() -> dict[int, tuple[nn.Parameter, str]]:
@@ -55,15 +86,23 @@ def registered_shards() -> dict[int, tuple[nn.Parameter, str]]:
 def _clip_grads_with_norm(
     parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
-    """Clip as torch does. UsageError for sharded parameters, whose norm over all ranks torch does not know."""
+    """Clip as torch does. UsageError for sharded parameters and a norm that is not over all ranks."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     shards = registered_shards()
+    staged = {id(parameter): type(model).__name__ for model in list(_stages) for parameter in model.parameters()}
     for parameter in given:
-        if id(parameter) in shards:
+        if id(parameter) in staged:
             raise UsageError(
-                f"torch.nn.utils.clip_grad_norm_ was given {shards[id(parameter)][1]}, which is sharded over "
-                "tensor-parallel ranks: it would clip by another norm on each rank; call "
-                "oases.clip_grad_norm(model, max_norm) on all ranks"
+                f"torch.nn.utils.clip_grad_norm_ was given parameters of {staged[id(parameter)]}, of which this rank "
+                "has one stage: it would clip by another norm on each; call oases.clip_grad_norm(model, max_norm) on "
+                "all ranks"
+            )
+        if id(parameter) in shards and not is_total(total_norm):
+            raise UsageError(
+                f"clip_grads_with_norm_ was given {shards[id(parameter)][1]}, which is sharded over tensor-parallel "
+                "ranks, and a norm of this rank alone: it would clip by another norm on each; give it "
+                "torch.nn.utils.get_total_norm(gradients) of gradients as they are in .grad, or call "
+                "torch.nn.utils.clip_grad_norm_"
             )
     _clips_whole(given, max_norm, total_norm, foreach)
 
@@ -78,6 +117,8 @@ def _guard_fsdp2() -> None:
     @wraps(take)
     def checked(self: Any, param: nn.Parameter, module_info: Any, mesh_info: Any, *others: Any, **named: Any) -> None:
         holder = module_info.module
+        if averages(param):
+            raise UsageError(_AVERAGED.format("fully_shard"))
         if holder in _holders and any(param is each for _, each, _ in sharded_parameters(holder)):
             name = f"{type(holder).__name__}.{module_info.param_name}"
             _require_apart("fully_shard", set(mesh_info.mesh.mesh.flatten().tolist()), holder, name)
@@ -109,6 +150,8 @@ def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None)
     if _WRAPPED.get(kind) != name or module is None:
         return
     ddp = kind == "DistributedDataParallel"
+    if replicas_of(module) is not None:
+        raise UsageError(_AVERAGED.format(kind))
     ranks = set(dist.get_process_group_ranks(cast(Any, wrapper).process_group))
     ignored: set[str] = cast(Any, wrapper).parameters_to_ignore if ddp else set()
     for holder, path in sharded_modules(module):

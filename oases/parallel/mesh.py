@@ -66,7 +66,7 @@ class Mesh:
                 raise UsageError(f"plan: tp {degree} does not divide the {self.ranks} ranks of the run")
         self._run_name = group_name(run)
         self._members = self._everyone[stage * self.ranks : (stage + 1) * self.ranks]
-        self._embedding_group = ""
+        self._peers: dict[tuple[int, ...], str] = {}
         self._tensor: dict[Layout, str] = {}
         self._data: dict[Layout, str] = {}
         self._weights: dict[Layout, str] = {}
@@ -106,28 +106,24 @@ class Mesh:
 
         Raises UsageError where the plan is for another number of ranks.
         """
-        run, stages = resolve(process_group), len(plan.stages)
+        run = resolve(process_group)
         if plan.world != group_size(run):
             raise UsageError(
                 f"plan: it is for {plan.world} ranks, the run has {group_size(run)}; start {plan.world} ranks"
             )
-        made = [
-            cls(
-                degrees_of(plan, stage),
-                process_group=run,
-                timeout=timeout,
-                stage=stage,
-                num_stages=stages,
-                fsdp=plan.fsdp,
-                order=order,
-                separate_groups=plan.experts is not None,
-            )
-            for stage in range(stages)
-        ]
-        mine = next(mesh for mesh in made if 0 <= mesh.rank < mesh.ranks)
-        if stages > 1:
-            mine._make_embedding_group()
+        mine = cls.of_stages(
+            [degrees_of(plan, stage) for stage in range(len(plan.stages))], process_group=run, timeout=timeout,
+            order=order, fsdp=plan.fsdp, separate_groups=plan.experts is not None,
+        )  # fmt: skip
+        if mine.num_stages > 1:
+            mine.peers((0, mine.num_stages - 1))
         return mine
+
+    @classmethod
+    def of_stages(cls, degrees: Sequence[Iterable[int]], **options: Any) -> Mesh:
+        """Mesh of this rank's stage of a pipeline. degrees: of each stage. Collective over all ranks."""
+        made = [cls(each, stage=stage, num_stages=len(degrees), **options) for stage, each in enumerate(degrees)]
+        return next(mesh for mesh in made if 0 <= mesh.rank < mesh.ranks)
 
     def group_options(self) -> dict[str, Any]:
         """Options of the groups of this run."""
@@ -144,7 +140,27 @@ class Mesh:
     @property
     def embedding_group(self) -> ProcessGroup | None:
         """Peers of the first and last stage, which share tied embeddings; None on stages between them."""
-        return group_of(self._embedding_group)
+        return group_of(self._peers.get((0, self.num_stages - 1), ""))
+
+    @property
+    def run(self) -> ProcessGroup | None:
+        """All ranks of the run."""
+        return group_of(self._run_name)
+
+    def peers(self, stages: Sequence[int]) -> str:
+        """Name of the group of this rank's peers in some stages; "" on ranks of other stages. Created at first use.
+
+        Collective: all ranks of the run ask for the same stages, in the same order.
+        """
+        key = tuple(stages)
+        if key not in self._peers:
+            self._peers[key] = ""
+            options = self.group_options()
+            for members in zip(*(self.members_of(stage) for stage in key), strict=True):
+                group = dist.new_group(sorted(members), **options)
+                if dist.get_rank() in members:
+                    self._peers[key] = group_name(group)
+        return self._peers[key]
 
     @property
     def stage_group(self) -> ProcessGroup | None:
@@ -183,7 +199,7 @@ class Mesh:
     def groups(self) -> list[ProcessGroup]:
         """All groups of this rank that the mesh has created, of more than one rank."""
         made = [name for names in self._all for name in names.values() if name != self._run_name]
-        found = [group_of(name) for name in made] + [self.embedding_group]
+        found = [group_of(name) for name in [*made, *self._peers.values()]]
         return [group for group in found if group is not None and group.size() > 1]
 
     def destroy(self) -> None:
@@ -194,9 +210,11 @@ class Mesh:
                 if group is not None:
                     dist.destroy_process_group(group)
             names.clear()
-        if self.embedding_group is not None:
-            dist.destroy_process_group(self.embedding_group)
-        self._embedding_group = ""
+        for name in self._peers.values():
+            group = group_of(name)
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._peers.clear()
 
     def _replicas(self, degree: int) -> Layout:
         return tuple(tuple(range(first, first + degree)) for first in range(0, self.ranks, degree))
@@ -229,12 +247,18 @@ class Mesh:
                 if self.rank in ranks:
                     names[layout] = group_name(group)
 
-    def _make_embedding_group(self) -> None:
-        options = self.group_options()
-        for pair in zip(self.members_of(0), self.members_of(self.num_stages - 1), strict=True):
-            group = dist.new_group(list(pair), **options)
-            if dist.get_rank() in pair:
-                self._embedding_group = group_name(group)
+
+def mesh_of(model: Any) -> Mesh | None:
+    """Mesh that `parallelize` trains a model over; None where it knows its tensor-parallel group alone."""
+    pipeline = getattr(model, "oases_pipeline", None)
+    found: Mesh | None = getattr(model, "oases_mesh", None if pipeline is None else pipeline.mesh)
+    return found
+
+
+def run_of(model: Any, process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """All ranks that train a model: process_group, else those of its mesh, else the default group."""
+    mesh = mesh_of(model)
+    return resolve(process_group) if process_group is not None or mesh is None else mesh.run
 
 
 def _options(run: ProcessGroup | None) -> Any:

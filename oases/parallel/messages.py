@@ -29,10 +29,13 @@ from oases.schedule.ops import crossing
 AHEAD = 2
 """Receives posted per lane: one in flight while the previous one is read."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER = 10
-"""Numbers of the header of a lane's first message: type, number of dimensions, sizes."""
+_HEADER = 96
+"""Numbers of the header of a lane's first message: number of tensors, and of each its type, dimensions and sizes."""
+_ALIGNED = 16
+"""Bytes that tensors packed into one message are aligned to."""
 
-Form = tuple[torch.Size, torch.dtype]
+Form = tuple[tuple[torch.Size, torch.dtype], ...]
+"""Shapes and types of the tensors of a message."""
 
 
 _in_use: WeakSet[StageMessages] = WeakSet()
@@ -146,10 +149,10 @@ class StageMessages:
         for lane in self._lanes.values():
             self._post(lane)
 
-    def send(self, op: Op, tensor: Tensor) -> None:
-        """Start to send the result of `op`, which may then be freed. ValueError for another shape than the lane's."""
-        lane, tensor = self._lane(op), tensor.detach()
-        form = (tensor.shape, tensor.dtype)
+    def send(self, op: Op, tensors: Sequence[Tensor]) -> None:
+        """Start to send the result of `op`, which may then be freed. ValueError for other shapes than the lane's."""
+        lane, tensors = self._lane(op), [tensor.detach() for tensor in tensors]
+        form = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if lane.form is None and lane.of == "F":
             lane.form = form
             self._announce(lane, op)
@@ -157,23 +160,23 @@ class StageMessages:
             back.form = form  # a gradient has the shape of its tensor
             self._post(back)
         if lane.form != form:
-            known = "nothing" if lane.form is None else f"{tuple(lane.form[0])} {lane.form[1]}"
             raise ValueError(
-                f"{self._named(op)}: a message of {tuple(tensor.shape)} {tensor.dtype} on a lane of {known}; "
-                "give all micro-batches one shape"
+                f"{self._named(op)}: a message of {_text(form)} on a lane of {_text(lane.form or ())}; give all "
+                "micro-batches one shape"
             )
-        part = tensor.reshape(-1)
-        if self._parts(lane) > 1:
-            size = self._part_size(lane, tensor.shape)
-            part = part.narrow(
-                0, self._mesh.rank % lane.degree * size, size
-            ).clone()  # a copy, so that the rest can be freed
+        parts = self._parts(lane)
+        packed = _is_packed(form, parts)
+        part = _pack(tensors, parts) if packed else tensors[0].reshape(-1)
+        if parts > 1:
+            size, _ = _part_form(form, parts)
+            part = part.narrow(0, self._mesh.rank % lane.degree * size, size)
+            part = part.clone()  # so that the rest can be freed
         self._sent[op] = self._started(lane, op, part), part
         lane.row.collectives += 1
         lane.row.bytes += part.numel() * part.element_size()
 
-    def receive(self, op: Op) -> Tensor:
-        """Wait for the message of `op`; return the full tensor in new memory."""
+    def receive(self, op: Op) -> list[Tensor]:
+        """Wait for the message of `op`; return its full tensors in new memory."""
         lane = self._lane(op)
         start = self._clock.mark()
         if lane.form is None:
@@ -189,15 +192,15 @@ class StageMessages:
         self._waits.append((lane.row, start, self._clock.mark()))
         lane.row.collectives += 1
         lane.row.bytes += part.numel() * part.element_size()
-        shape, _ = lane.form
-        if self._parts(lane) == 1:
-            return part.view(shape)
-        group = self._mesh.tensor(lane.degree)
-        assert group is not None, "a degree above one has a group"
-        whole = part.new_empty(math.prod(shape))
-        scheduler = scheduler_of(group)
-        scheduler.wait(scheduler.all_gather(whole, part, f"{lane.row.where}, joined"))
-        return whole.view(shape)
+        parts = self._parts(lane)
+        whole = part
+        if parts > 1:
+            group = self._mesh.tensor(lane.degree)
+            assert group is not None, "a degree above one has a group"
+            whole = part.new_empty(parts * part.numel())
+            scheduler = scheduler_of(group)
+            scheduler.wait(scheduler.all_gather(whole, part, f"{lane.row.where}, joined"))
+        return _unpack(whole, lane.form) if _is_packed(lane.form, parts) else [whole.view(lane.form[0][0])]
 
     def end(self) -> None:
         """Wait until all sends have completed, after the list."""
@@ -250,39 +253,40 @@ class StageMessages:
     def _parts(self, lane: _Lane) -> int:
         return lane.degree if self._split else 1
 
-    def _part_size(self, lane: _Lane, shape: torch.Size) -> int:
-        numel, parts = math.prod(shape), self._parts(lane)
-        if numel % parts:
-            raise ValueError(
-                f"{lane.row.where}: {numel} numbers do not divide over {parts} tensor-parallel ranks; send them "
-                "whole, with split=False"
-            )
-        return numel // parts
-
     def _post(self, lane: _Lane) -> None:
         """Post the next receives of a lane whose shape is known."""
         if lane.form is None or lane.target != self._mesh.stage:
             return
-        shape, dtype = lane.form
+        size, dtype = _part_form(lane.form, self._parts(lane))
         while lane.upcoming and len(lane.posted) < AHEAD:
             op = lane.upcoming.popleft()
-            part = torch.empty(self._part_size(lane, shape), dtype=dtype, device=self._device)
+            part = torch.empty(size, dtype=dtype, device=self._device)
             lane.posted.append((op, part, dist.irecv(part, self._mesh.peer(lane.source), self._group(lane))))
 
     def _announce(self, lane: _Lane, op: Op) -> None:
         assert lane.form is not None
-        shape, dtype = lane.form
-        if dtype not in _DTYPES or len(shape) > _HEADER - 2:
-            raise ValueError(f"{self._named(op)}: cannot send {tuple(shape)} {dtype}; use a floating-point type")
-        numbers = [_DTYPES.index(dtype), len(shape), *shape]
+        numbers = [len(lane.form)]
+        for shape, dtype in lane.form:
+            if dtype not in _DTYPES:
+                raise ValueError(f"{self._named(op)}: cannot send {tuple(shape)} {dtype}; use a floating-point type")
+            numbers += [_DTYPES.index(dtype), len(shape), *shape]
+        if len(numbers) > _HEADER:
+            raise ValueError(
+                f"{self._named(op)}: cannot send {len(lane.form)} tensors, whose shapes take {len(numbers)} numbers "
+                f"of a header of {_HEADER}; divide the model where fewer values pass"
+            )
         header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=self._device)
         self._headers.append((self._started(lane, op, header), header, op))
 
     def _announced(self, lane: _Lane, op: Op) -> Form:
         header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
         self._wait(dist.irecv(header, self._mesh.peer(lane.source), self._group(lane)), op)
-        number, dims, *sizes = header.tolist()
-        return torch.Size(sizes[:dims]), _DTYPES[number]
+        numbers = iter(header.tolist())
+        form = []
+        for _ in range(next(numbers)):
+            dtype = _DTYPES[next(numbers)]
+            form.append((torch.Size([next(numbers) for _ in range(next(numbers))]), dtype))
+        return tuple(form)
 
     def _started(self, lane: _Lane, op: Op, tensor: Tensor) -> Any:
         try:
@@ -313,3 +317,47 @@ class StageMessages:
         other = crossing(op).block % self._stages
         rank = self._mesh.peer(other)
         return f"{op} on stage {self._mesh.stage}, {where} stage {other} (rank {rank})"
+
+
+def _is_packed(form: Form, parts: int) -> bool:
+    """Whether a message is sent as bytes: several tensors, or one that does not divide into parts."""
+    return len(form) > 1 or math.prod(form[0][0]) % parts > 0
+
+
+def _places(form: Form) -> tuple[list[tuple[int, int]], int]:
+    """First and last byte of each tensor in a packed message, and its size."""
+    places, end = [], 0
+    for shape, dtype in form:
+        size = math.prod(shape) * dtype.itemsize
+        places.append((end, end + size))
+        end = -(-(end + size) // _ALIGNED) * _ALIGNED
+    return places, end
+
+
+def _part_form(form: Form, parts: int) -> tuple[int, torch.dtype]:
+    """Number and type of the elements of one part of a message."""
+    if not _is_packed(form, parts):
+        shape, dtype = form[0]
+        return math.prod(shape) // parts, dtype
+    return -(-_places(form)[1] // (parts * _ALIGNED)) * _ALIGNED, torch.uint8
+
+
+def _pack(tensors: Sequence[Tensor], parts: int) -> Tensor:
+    """Bytes of tensors, padded to a multiple of `parts`."""
+    form = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+    packed = tensors[0].new_zeros(parts * _part_form(form, parts)[0], dtype=torch.uint8)
+    for tensor, (start, end) in zip(tensors, _places(form)[0], strict=True):
+        packed[start:end].view(tensor.dtype).copy_(tensor.reshape(-1))
+    return packed
+
+
+def _unpack(packed: Tensor, form: Form) -> list[Tensor]:
+    """Tensors of a packed message, views of its memory."""
+    return [
+        packed[start:end].view(dtype).view(shape)
+        for (shape, dtype), (start, end) in zip(form, _places(form)[0], strict=True)
+    ]
+
+
+def _text(form: Form) -> str:
+    return ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in form) or "nothing"

@@ -10,7 +10,7 @@ nor in the errors of a hanging rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,10 @@ from oases.execution.piece import Piece
 from oases.parallel.messages import StageMessages
 from oases.schedule import Schedule
 
-Forward = Callable[[int, int, Tensor | None, Context], Tensor]
-"""(part of the model, micro-batch, its input, the context of its stacks' calls) -> its output. The first part is
-given None and knows its input; the last part's output is the loss of the micro-batch, its share of the step's."""
+Forward = Callable[[int, int, Sequence[Tensor], Context], Sequence[Tensor]]
+"""(part of the model, micro-batch, what the part before it passed on, the context of its stacks' calls) -> tensors
+for the next part. The first part is given none and knows its input; the last part's output is the loss of the
+micro-batch, its share of the step's."""
 
 
 @dataclass
@@ -34,6 +35,7 @@ class _InFlight:
     """Micro-batch between the forward and the backward pass of a part."""
 
     piece: Piece
+    inputs: list[tuple[torch.Size, torch.dtype]]
     gradient: Tensor | None
     handles: StackHandles
 
@@ -61,8 +63,8 @@ class StageRunner:
         self._splits_weights = "W" in kinds
         self._flights: dict[Place, _InFlight] = {}
         self._weights: dict[Place, StackHandles] = {}  # deferred weight gradients, until their W
-        self._arrived: dict[Place, Tensor] = {}
-        self._leaving: dict[Place, Tensor] = {}
+        self._arrived: dict[Place, list[Tensor]] = {}
+        self._leaving: dict[Place, list[Tensor]] = {}
 
     def run(
         self, forward: Forward, around_last: AbstractContextManager[Any] | None = None, *,
@@ -133,20 +135,21 @@ class StageRunner:
 
     def _do_F(self, forward: Forward, losses: list[Tensor], keep: bool, step: Step) -> None:  # noqa: N802
         place, context = step.place, Context()
-        x = self._arrived.pop(place, None)
+        inputs = self._arrived.pop(place, [])
+        form = [(x.shape, x.dtype) for x in inputs]
         piece = Piece([])  # its gradients accumulate in the parameters, and hooks run
-        if x is not None and keep:
-            x = piece.input(x)
-        y = forward(*place, x, context)
-        is_loss = step.block == self._last_part
-        result = piece.output(y) if keep else y.detach()
         if keep:
-            gradient = torch.ones_like(result) if is_loss else None
-            self._flights[place] = _InFlight(piece, gradient, context.handles)
+            inputs = [piece.input(x) for x in inputs]
+        outputs = forward(*place, inputs, context)
+        is_loss = step.block == self._last_part
+        results = [piece.output(y) if keep else y.detach() for y in outputs]
+        if keep:
+            gradient = torch.ones_like(results[0]) if is_loss else None
+            self._flights[place] = _InFlight(piece, form, gradient, context.handles)
         if is_loss:
-            losses.append(result)
+            losses.append(results[0])
         else:
-            self._leaving[place] = result
+            self._leaving[place] = results
 
     def _do_R(self, step: Step) -> None:  # noqa: N802
         self._flights[step.place].handles.recompute()
@@ -154,13 +157,17 @@ class StageRunner:
     def _do_B(self, step: Step) -> None:  # noqa: N802
         place = step.place
         flight = self._flights.pop(place)
-        gradient = self._arrived.pop(place) if flight.gradient is None else flight.gradient
+        gradients = self._arrived.pop(place) if flight.gradient is None else [flight.gradient]
         if self._splits_weights:
             flight.handles.defer_weights()
             self._weights[place] = flight.handles
-        for found in flight.piece.backward([gradient]):
-            assert found is not None, "the input is what the part computes on"
-            self._leaving[place] = found
+        found = flight.piece.backward(gradients)
+        if flight.inputs:
+            device = gradients[0].device
+            self._leaving[place] = [
+                torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+                for gradient, (shape, dtype) in zip(found, flight.inputs, strict=True)
+            ]
 
     def _do_W(self, step: Step) -> None:  # noqa: N802
         self._weights.pop(step.place).compute_weights()

@@ -107,7 +107,7 @@ def test_masks_of_dropout_depend_on_no_schedule_and_degree(two_ranks, loss_alone
 
 def replicated():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = oases.parallelize(build("llama"), mesh=mesh)
+    model = oases.parallelize(build("llama"), mesh=mesh["tp"])
     replicas = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
     share = slice(None, 2) if mesh["dp"].get_local_rank() == 0 else slice(2, None)
     replicas(**{name: value[share] for name, value in DATA.items()}).loss.backward()
@@ -116,7 +116,7 @@ def replicated():
 
 
 @pytest.mark.slow  # of a plain model: test_masks
-def test_replicas_average_their_gradients(four_ranks):
+def test_data_parallel_around_it(four_ranks):
     plain = build("llama")
     for share in (slice(None, 2), slice(2, None)):
         (plain(**{name: value[share] for name, value in DATA.items()}).loss / 2).backward()

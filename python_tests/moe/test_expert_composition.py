@@ -52,9 +52,9 @@ def check_stages(name, placement, recompute):
     messages = StageMessages(pipeline, mesh, [1])
     run = StageRunner(pipeline, mesh.stage, messages)
 
-    def forward(part, m, x, context):
-        y = stack(sample(m, rank, ranks) if x is None else x, context=context)
-        return y.square().mean() / MICRO_BATCHES if part == STAGES - 1 else y
+    def forward(part, m, inputs, context):
+        y = stack(inputs[0] if inputs else sample(m, rank, ranks), context=context)
+        return [y.square().mean() / MICRO_BATCHES if part == STAGES - 1 else y]
 
     own = {id(p) for block in blocks for p in block.experts.experts.parameters()}
     average = GradientAverager([([p for p in stack.parameters() if id(p) not in own], group)])

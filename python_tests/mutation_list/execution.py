@@ -317,8 +317,8 @@ EXECUTION = (
     Mutation(
         "message_header_order",
         "oases/parallel/messages.py",
-        "        number, dims, *sizes = header.tolist()\n",
-        "        dims, number, *sizes = header.tolist()\n",
+        "numbers += [_DTYPES.index(dtype), len(shape), *shape]",
+        "numbers += [len(shape), _DTYPES.index(dtype), *shape]",
         ("parallel/test_pipeline_run.py::test_messages_arrive_whole_and_in_order",),
         "The header of a pipeline message is read in another order than written.",
     ),

@@ -8,14 +8,14 @@ TRAINING = (
     Mutation(
         "loss_not_scaled_by_micro_batches",
         "oases/train/pipeline_stage.py",
-        "return y / over if y.dim() == 0 else y",
-        "return y",
+        "return [y / over if y.dim() == 0 else y]",
+        "return [y]",
         ("train/test_step.py",),
         "Losses of micro-batches are summed, not averaged.",
     ),
     Mutation(
         "zero_parameters_not_sent",
-        "oases/train/master_weights.py",
+        "oases/parallel/optimizer.py",
         "_broadcast(owned, group_of(name))",
         "pass",
         ("train/test_precision.py",),
@@ -23,18 +23,18 @@ TRAINING = (
     ),
     Mutation(
         "master_weights_forgotten",
-        "oases/train/master_weights.py",
-        "            self._masters |= {one: nn.Parameter(one.detach().float().clone()) for one in mine}\n",
-        "            self._masters |= {one: nn.Parameter(one.detach().to(dtype).float()) for one in mine}\n",
+        "oases/parallel/optimizer.py",
+        "                self._updated[one] = nn.Parameter(one.detach().float().clone()) if rounded else one\n",
+        "                self._updated[one] = nn.Parameter(one.detach().to(dtype).float()) if rounded else one\n",
         ("train/test_precision.py::test_master_weights_take_the_steps_of_a_float32_run",),
         "Master weights start from the rounded parameters.",
     ),
     Mutation(
         "master_weights_rounded_each_step",
-        "oases/train/master_weights.py",
+        "oases/parallel/optimizer.py",
         "            master.grad = None\n        self.copy_masters_to_model()\n",
         "            master.grad = None\n        self.copy_masters_to_model()\n"
-        "        for parameter, master in self._masters.items():\n            master.copy_(parameter)\n",
+        "        for parameter, master in masters:\n            master.copy_(parameter)\n",
         ("train/test_precision.py::test_master_weights_take_the_steps_of_a_float32_run",),
         "Master weights are rounded after every step.",
     ),
@@ -72,11 +72,10 @@ TRAINING = (
     ),
     Mutation(
         "checkpoint_shards_swapped",
-        "oases/train/checkpoint/files.py",
-        "            meshes[name] = mesh_of([cutting], device or parameter.device.type)\n",
-        "            meshes[name] = mesh_of([cutting], device or parameter.device.type)\n"
-        "            if optimizer is not None:\n"
-        "                tensor = tensor.flip(dim)\n",
+        "oases/train/checkpoint/state.py",
+        "        found[name] = as_stored(held, shard) if _is_part(tensor, shard) else held\n",
+        "        held = held.flip(shard.cut.dim) if shard.cut is not None and _is_part(tensor, shard) else held\n"
+        "        found[name] = as_stored(held, shard) if _is_part(tensor, shard) else held\n",
         ("train/test_checkpoint.py",),
         "The first shard of a checkpoint is written in reverse order.",
     ),
@@ -90,9 +89,10 @@ TRAINING = (
     ),
     Mutation(
         "checkpoint_moments_at_step_0",
-        "oases/train/checkpoint/files.py",
-        'moments["step"].fill_(float(updates))',
-        'moments["step"].fill_(0.0)',
+        "oases/train/checkpoint/state.py",
+        "            set_state(self._optimizer, parameter, values)\n",
+        "            values.pop('step', None)\n"
+        "            set_state(self._optimizer, parameter, values | {'step': torch.tensor(0.0)})\n",
         ("train/test_checkpoint.py",),
         "Bias correction of AdamW starts anew in a resumed run.",
     ),

@@ -1,14 +1,27 @@
+"""Gradient norms over all ranks, by oases and by torch's own functions, against one process."""
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear
+from oases.errors import UsageError
 from oases.parallel.gradient_clipping import clip_grad_norm
 from oases.parallel.linear import shard
 from oases.parallel.mesh import Mesh
 
 
-def check():
+@pytest.fixture(params=["ours", "torch's"])
+def clip(request):
+    return (clip_grad_norm if request.param == "ours" else clipped_by_torch,)
+
+
+def clipped_by_torch(model, max_norm):
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def check(clip_grad_norm):
     torch.manual_seed(0)
     up, down = nn.Linear(4, 8), nn.Linear(8, 4)
     plain = nn.Sequential(up, down)
@@ -23,7 +36,7 @@ def check():
     torch.testing.assert_close(parallel[1].bias.grad, down.bias.grad)
 
 
-def check_replicas():
+def check_replicas(clip_grad_norm):
     """Two replicas of two tensor-parallel ranks: each shard and each replicated gradient counts once."""
     mesh = Mesh([2])
     torch.manual_seed(0)
@@ -41,13 +54,37 @@ def check_replicas():
     mesh.destroy()
 
 
-def test_replicas_of_a_shard_count_once(four_ranks):
-    four_ranks.run(check_replicas)
+def test_replicas_of_a_shard_count_once(four_ranks, clip):
+    four_ranks.run(check_replicas, *clip)
 
 
-def test_clipping_equals_one_process(two_ranks, four_ranks):
-    two_ranks.run(check)
-    four_ranks.run(check)
+def test_clipping_equals_one_process(two_ranks, four_ranks, clip):
+    two_ranks.run(check, *clip)
+    four_ranks.run(check, *clip)
+
+
+def check_norms():
+    """Norms of several orders by torch's functions; a norm of this rank alone is refused."""
+    torch.manual_seed(0)
+    up, down = nn.Linear(4, 8), nn.Linear(8, 4)
+    plain = nn.Sequential(up, down)
+    parallel = nn.Sequential(OverlappedColumnLinear.from_linear(up), OverlappedRowLinear.from_linear(down))
+    for model in (plain, parallel):
+        model(torch.ones(5, 4)).square().sum().backward()
+    norm_of = nn.utils.get_total_norm
+    for order in (1.0, 2.0, 3.0, float("inf")):
+        theirs, mine = (norm_of([p.grad for p in model.parameters()], order) for model in (plain, parallel))
+        torch.testing.assert_close(mine, theirs)
+    nn.utils.clip_grads_with_norm_(parallel.parameters(), 1e9, mine)
+    with pytest.raises(UsageError, match=r"a norm of this rank alone.*get_total_norm"):
+        nn.utils.clip_grads_with_norm_(parallel.parameters(), 1.0, torch.ones(()))
+    parallel[0].weight.grad[0] = float("nan")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(parallel.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def test_norms_of_torch_are_over_all_ranks(two_ranks):
+    two_ranks.run(check_norms)
 
 
 def test_small_norms_stay():

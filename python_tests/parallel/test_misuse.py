@@ -205,11 +205,6 @@ def under_fsdp1_over_tensor_parallel_ranks():
     FullyShardedDataParallel(nn.Sequential(started()), device_id=torch.device("cpu"))
 
 
-def clipped_by_torch():
-    stack = used()
-    nn.utils.clip_grad_norm_(stack.parameters(), 1.0)
-
-
 # --- ranks that differ ---
 
 
@@ -284,7 +279,6 @@ CASES = (
     Misuse(with_an_embedding_under_ddp, UsageError, r"would overwrite 0\.weight, .* process_group=mesh"),
     Misuse(under_fsdp2_over_tensor_parallel_ranks, UsageError, r"would mix the shards of Over.*mesh=mesh\[.dp"),
     Misuse(under_fsdp1_over_tensor_parallel_ranks, UsageError, r"would mix the shards of 0\..*get_group\(.dp"),
-    Misuse(clipped_by_torch, UsageError, r"OverlappedColumnLinear\.weight, .*oases\.clip_grad_norm\(model"),
     Misuse(with_other_inputs, UsageError, "ranks 0 and 1 were given different inputs, .*the same batch"),
     Misuse(with_other_inputs_later, UsageError, "ranks 0 and 1 were given different inputs"),
     Misuse(with_other_sizes_at_first, UsageError, r"shape of the input differs .*\[4, 3, 16\].* rank 0, .*\[6,"),

@@ -57,9 +57,9 @@ def check_run(name, micro_batches, ends, tp, schedule, recompute, split):
     messages = StageMessages(pipeline, mesh, [tp] * (len(ends) - 1), split=split)
     run = StageRunner(pipeline, mesh.stage, messages)
 
-    def forward(part, m, x, context):
-        y = stacks[part](sample(m) if x is None else x, context=context)
-        return y.square().mean() / micro_batches if part == len(ends) - 1 else y
+    def forward(part, m, inputs, context):
+        y = stacks[part](inputs[0] if inputs else sample(m), context=context)
+        return [y.square().mean() / micro_batches if part == len(ends) - 1 else y]
 
     for _ in range(2):
         for stack in stacks.values():
@@ -149,21 +149,46 @@ def check_contents(split):
     pipeline, mesh = generate_pipeline("one_f_one_b", 2, 3), mesh_of(2, 2)
     messages = StageMessages(pipeline, mesh, [2], split=split)
     numbers = torch.arange(8, dtype=torch.float64).view(4, 2)
-    received, inputs = [], [(numbers + 10 * m).requires_grad_() for m in range(3)]
+    received, sent = [], [(numbers + 10 * m).requires_grad_() for m in range(3)]
 
-    def forward(part, m, x, context):
-        if x is None:
-            return inputs[m] * 1
-        received.append(x.detach().clone())
-        return (x * (numbers + m)).sum()
+    def forward(part, m, inputs, context):
+        if not inputs:
+            return [sent[m] * 1]
+        received.append(inputs[0].detach().clone())
+        return [(inputs[0] * (numbers + m)).sum()]
 
     StageRunner(pipeline, mesh.stage, messages).run(forward)
     for m, x in enumerate(received):
         assert torch.equal(x, numbers + 10 * m)
     if mesh.stage == 0:
-        for m, x in enumerate(inputs):
+        for m, x in enumerate(sent):
             assert torch.equal(x.grad, numbers + m)
     assert len(received) == 3 * mesh.stage
+    messages.close()
+    mesh.destroy()
+
+
+def check_several(split):
+    """Tensors of other types and of sizes that do not divide over the ranks, one of which the loss does not read."""
+    pipeline, mesh = generate_pipeline("one_f_one_b", 2, 3), mesh_of(2, 2)
+    messages = StageMessages(pipeline, mesh, [2], split=split)
+    shapes = [((3, 5), torch.float64), ((7,), torch.float32), ((2, 1), torch.bfloat16)]
+    sent = [[torch.full(shape, m + 1.0, dtype=dtype).requires_grad_() for shape, dtype in shapes] for m in range(3)]
+    received = []
+
+    def forward(part, m, inputs, context):
+        if not inputs:
+            return [each * 1 for each in sent[m]]
+        received.append([each.detach().clone() for each in inputs])
+        return [(inputs[0] * m).sum() + inputs[1].double().square().sum()]
+
+    StageRunner(pipeline, mesh.stage, messages).run(forward)
+    for m, given in enumerate(sent):
+        if mesh.stage == 0:
+            expected = [torch.full_like(given[0], m), 2 * given[1].detach(), torch.zeros_like(given[2])]
+            assert all(torch.equal(x.grad, gradient) for x, gradient in zip(given, expected, strict=True))
+        else:
+            assert all(torch.equal(x, y) for x, y in zip(received[m], given, strict=True))
     messages.close()
     mesh.destroy()
 
@@ -171,11 +196,12 @@ def check_contents(split):
 def test_messages_arrive_whole_and_in_order(four_ranks):
     for split in (True, False):
         four_ranks.run(check_contents, split)
+        four_ranks.run(check_several, split)
 
 
-def identity(part, m, x, context):
+def identity(part, m, inputs, context):
     """A model of no weights, whose gradient is what is sent."""
-    return torch.ones(4, 2).requires_grad_() * 2 if x is None else x * 2
+    return [inputs[0] * 2 if inputs else torch.ones(4, 2).requires_grad_() * 2]
 
 
 def run_of(name, stages, micro_batches, timeout=None):
@@ -188,13 +214,13 @@ def run_of(name, stages, micro_batches, timeout=None):
 def check_failing(kind):
     run, mesh = run_of("one_f_one_b", 4, 6)
 
-    def forward(part, m, x, context):
+    def forward(part, m, inputs, context):
         if (part, m) == (2, 3) and kind == "raises":
             raise ArithmeticError("no such number")
-        y = identity(part, m, x, context)
+        (y,) = identity(part, m, inputs, context)
         if (part, m) == (2, 3) and kind == "other shape":
             y = y[:2]
-        return y.sum() if part == 3 else y
+        return [y.sum() if part == 3 else y]
 
     with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as caught:
         run.run(forward)
@@ -280,11 +306,11 @@ def check_early(name, micro_batches):
 
     kept = []
 
-    def forward(part, m, x, context):
+    def forward(part, m, inputs, context):
         kept.append(Noted(m))  # a context holds calls weakly
         context.handles.add(kept[-1])
-        y = identity(part, m, x, context)
-        return y.sum() if part == 3 else y
+        (y,) = identity(part, m, inputs, context)
+        return [y.sum() if part == 3 else y]
 
     run.run(forward)
     run.messages.close()
@@ -303,11 +329,11 @@ def check_kept():
     run, mesh = run_of("gpipe", 2, 4)
     alive = []
 
-    def forward(part, m, x, context):
-        y = identity(part, m, x, context)
+    def forward(part, m, inputs, context):
+        (y,) = identity(part, m, inputs, context)
         y = F.relu(y) * 1.0 if part == 0 else y.sum()  # a multiplication by a number does not save its output
         alive.append(torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage()))
-        return y
+        return [y]
 
     kept = []
     original = run._do_B
@@ -348,6 +374,6 @@ def test_messages_that_overtake_each_other_are_refused(two_ranks):
 def test_one_stage_needs_no_messages():
     pipeline = generate_pipeline("one_f_one_b", 1, 3)
     weight = torch.ones(2, requires_grad=True)
-    losses = StageRunner(pipeline, 0, None).run(lambda part, m, x, context: (weight * m).sum())
+    losses = StageRunner(pipeline, 0, None).run(lambda part, m, inputs, context: [(weight * m).sum()])
     assert [float(loss) for loss in losses] == [0.0, 2.0, 4.0]
     assert weight.grad.tolist() == [3.0, 3.0]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
 from oases.parallel.gradient_averaging import _Lane
+from oases.parallel.optimizer import state_of, weight_of
 from oases.planner.memory import stage_parameters, stage_state_bytes
 from oases.planner.predict import Predictor
 from oases.plans.shape import KINDS, ModelShape
@@ -19,7 +20,6 @@ from oases.simulator.hardware import Device, Hardware, stack_costs
 from oases.simulator.links import LinkModel
 from oases.simulator.lowering import lower
 from oases.simulator.program import Program
-from oases.train.optimizer import state_of, weight_of
 from oases.train.plan import Run
 
 SCHEDULES = ("sync", "fine_grained", "cross_pass", "oases")

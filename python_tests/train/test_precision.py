@@ -8,13 +8,13 @@ from torch import nn
 
 import oases
 from oases import TrainConfig, Trainer
+from oases.parallel.optimizer import state_of, weight_of
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Device, Hardware
 from oases.simulator.links import LinkModel
 from oases.train.config import config_for
-from oases.train.master_weights import make_optimizer
-from oases.train.optimizer import state_of, weight_of
+from oases.train.optimizer import adamw
 
 CONFIG = TrainConfig(
     hidden=32, layers=2, heads=4, sequence=16, batch=8, steps=6, warmup=1, validation_batches=1, learning_rate=3e-3,
@@ -170,7 +170,7 @@ def test_master_weights_take_the_steps_of_a_float32_run():
     models = {precision: nn.Linear(8, 8) for precision in ("float32", "bfloat16")}
     models["bfloat16"].load_state_dict(models["float32"].state_dict())
     optimizers = {
-        precision: make_optimizer([(list(model.parameters()), None)], precision, learning_rate=1e-5, weight_decay=0.1)
+        precision: adamw([(list(model.parameters()), None)], precision, learning_rate=1e-5, weight_decay=0.1)
         for precision, model in models.items()
     }
     for _ in range(4):
@@ -181,5 +181,5 @@ def test_master_weights_take_the_steps_of_a_float32_run():
         for optimizer in optimizers.values():
             optimizer.step()
         for whole, rounded in zip(*(model.parameters() for model in models.values()), strict=True):
-            assert torch.equal(optimizers["bfloat16"].master_of(rounded), whole)
+            assert torch.equal(optimizers["bfloat16"].updated(rounded), whole)
             assert torch.equal(rounded, whole.to(torch.bfloat16))

@@ -1,0 +1,174 @@
+"""Stages of a model from a mesh or a plan: options of `parallelize`, checked, and the model divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from oases.autotp.layers import Inputs, LayerList
+from oases.autotp.pipeline.dataflow import dataflow_of, flops_by_layer, units_of
+from oases.autotp.pipeline.stages import Division, balanced_counts, divide
+from oases.autotp.pipeline.units import Units, take_stage
+from oases.autotp.preconditions import options_of, require_runnable
+from oases.errors import UsageError
+from oases.parallel.mesh import Mesh
+from oases.plans.check import pipeline_of
+from oases.plans.plan import Plan
+from oases.schedule import Schedule
+from oases.schedule.pipeline import resolve_pipeline
+
+DIMENSIONS = ("pp", "dp", "tp")
+"""Dimensions of a mesh, in the order of the ranks of a run: neighbours are of one tensor-parallel group."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Options of training in micro-batches. counts: layers of each part; () to balance them by FLOPs.
+
+    fsdp: weights and gradients are sharded over the replicas.
+    """
+
+    mesh: Mesh
+    degree: int
+    schedule: Schedule
+    counts: tuple[int, ...] = ()
+    fsdp: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Parts of the model."""
+        return self.schedule.num_stages * self.schedule.chunks
+
+
+def pipeline_options(
+    mesh: Any, plan: Plan | None, pipeline: str, micro_batches: int | None, recompute: Any, *, fsdp: bool
+) -> PipelineOptions | None:
+    """Options for a mesh with the dimension "pp" or a plan of several stages or micro-batches; None without.
+
+    Collective: creates the groups of the mesh. Raises UsageError for a mesh that does not fit.
+    """
+    if plan is not None and (len(plan.stages) > 1 or plan.micro_batches > 1 or micro_batches is not None):
+        if micro_batches not in (None, plan.micro_batches):
+            raise UsageError(f"plan: it has {plan.micro_batches} micro-batches, not {micro_batches}; leave them out")
+        require_runnable(plan)
+        given = mesh if isinstance(mesh, Mesh) else Mesh.of(plan)
+        counts = tuple(sum(segment.num_blocks for segment in part.segments) // 2 for part in plan.parts)
+        return PipelineOptions(given, plan.stages[0].segments[0].tp, pipeline_of(plan), counts, plan.fsdp)
+    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
+    if "pp" not in names:
+        if micro_batches is not None:
+            raise UsageError(
+                f"micro_batches {micro_batches} needs a mesh with the dimension 'pp'; without it accumulate "
+                "gradients in your loop"
+            )
+        if fsdp or (plan is not None and plan.fsdp):
+            raise UsageError(
+                "fsdp needs train_step(), and so a mesh with the dimension 'pp', of size 1 for one stage; or call "
+                "torch's fully_shard"
+            )
+        return None
+    if not set(names) <= set(DIMENSIONS):
+        raise UsageError(f"mesh has the dimensions {names}; a mesh with 'pp' may have {', '.join(DIMENSIONS)} alone")
+    sizes = {name: mesh.size(names.index(name)) for name in names}
+    stages, degree = sizes["pp"], sizes.get("tp", 1)
+    many = 2 * stages if micro_batches is None else micro_batches
+    schedule = resolve_pipeline(pipeline, stages, many, recompute not in ("none", 0))
+    if mesh.size() != dist.get_world_size():
+        raise UsageError(
+            f"mesh has {mesh.size()} ranks, the run {dist.get_world_size()}; a mesh with 'pp' takes all of them"
+        )
+    order = mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names]).flatten().tolist()
+    made = Mesh.of_stages([[degree]] * stages, order=order, fsdp=fsdp)
+    return PipelineOptions(made, degree, schedule, fsdp=fsdp)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model divided into the parts of a pipeline. twin: fake copy of the whole model. names: of its units."""
+
+    twin: nn.Module
+    names: Sequence[str]
+    units: Units
+    division: Division
+
+
+Signatures = Sequence[Any]
+"""Signature of each layer of a list, or why it cannot be sharded."""
+
+
+def segments_of(
+    found: Sequence[tuple[LayerList, Signatures]],
+    plan: Plan | None,
+    options: dict[str, Any],
+    division: Division | None,
+    stage: int,
+) -> list[tuple[LayerList, list[Any], dict[str, Any]]]:
+    """Lists of the layers that run together on a stage, each with its signatures and the options of its stack.
+
+    found: the model's lists. A list ends where a part of the pipeline or a segment of the plan does.
+    """
+    parts = [[path for each, _ in found for path in each.paths]] if division is None else division.layers
+    slices: list[tuple[LayerList, list[Any], dict[str, Any]]] = []
+    for number, layers in enumerate(parts):
+        if division is not None and number % division.stages != stage:
+            continue
+        given = [(len(layers), options)]
+        if plan is not None:
+            given = [(each.num_blocks // 2, options | options_of(each)) for each in plan.parts[number].segments]
+        start = 0
+        for count, chosen in given:
+            mine = set(layers[start : start + count])
+            start += count
+            for each, signatures in found:
+                at = [place for place, path in enumerate(each.paths) if path in mine]
+                if at:
+                    slices.append((_part_of(each, at), [signatures[place] for place in at], chosen))
+                    recomputed = chosen.get("recompute")
+                    if plan is not None and isinstance(recomputed, int):  # the first layers of a segment of two lists
+                        slices[-1] = (*slices[-1][:2], chosen | {"recompute": min(recomputed, len(at))})
+                        chosen = chosen | {"recompute": max(0, recomputed - len(at))}
+    return slices
+
+
+def _part_of(found: LayerList, at: Sequence[int]) -> LayerList:
+    return replace(
+        found,
+        paths=[found.paths[place] for place in at],
+        calls=[found.calls[place] for place in at],
+        activations=[found.activations[place] for place in at],
+    )
+
+
+def divide_model(
+    model: nn.Module, twin: nn.Module, lists: Sequence[LayerList], inputs: Inputs, options: PipelineOptions
+) -> Stages:
+    """Divide a model into stages and keep this rank's, in place: other stages' weights are freed.
+
+    twin: its fake copy. lists: of layers. UsageError for a model that cannot be divided so.
+    """
+    kind = type(model).__name__
+    layers = [path for found in lists for path in found.paths]
+    if not layers or layers == [""]:
+        raise UsageError(f"{kind} has no list of layers to divide into stages; train it without 'pp'")
+    names = units_of(twin, layers)
+    flow = dataflow_of(twin, names, inputs)
+    costs = flops_by_layer(flow, layers)
+    counts = options.counts or balanced_counts(costs, options.parts, kind)
+    if sum(counts) != len(costs):
+        raise UsageError(
+            f"plan: its stages have {sum(counts)} layers, {kind} calls {len(costs)}; plan for this model"
+        )
+    division = divide(twin, flow, names, layers, options.schedule.num_stages, counts)
+    units = Units(twin, names)
+    before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    take_stage(model, units, names, division, options.mesh.stage)
+    held = set(model.state_dict(keep_vars=True))
+    held_by = {before[name]: name for name in before if name in held}
+    elsewhere = {name: held_by.get(key, "") for name, key in before.items() if name not in held}
+    object.__setattr__(model, "oases_elsewhere", elsewhere)
+    return Stages(twin, names, units, division)

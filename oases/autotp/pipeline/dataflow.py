@@ -1,0 +1,291 @@
+"""Dataflow between the modules of a model: the calls of a forward pass and the values that each reads.
+
+A unit is a layer, or outside the lists of layers a largest module with weights and no list in it: an embedding, a
+final norm, a head. Code between units (masks, position tables, the loss) is the model's own and runs wherever its
+results are needed. One forward pass on fake tensors finds which results of earlier units reach each unit through it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from oases.autotp.export import running_without_data
+from oases.autotp.layers import Inputs, complete_inputs
+from oases.errors import UsageError
+
+IGNORED = -100
+"""Label without a loss, as in transformers and torch."""
+_CROSS_ENTROPIES = (
+    torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default,
+    torch.ops.aten.nll_loss.default, torch.ops.aten.nll_loss_nd.default,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, order=True)
+class Value:
+    """Tensor among the leaves of the result of call number `call`."""
+
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Parameter that code between the units reads."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """Tensor computed within a unit that is not part of its result."""
+
+    unit: str
+
+
+_Source = Value | _Read | _Inside
+
+
+@dataclass
+class UnitCall:
+    """One call of a unit. reads: results of earlier calls that its arguments depend on through code between units.
+
+    occurrence: number of earlier calls of the unit in the pass. parameters: those that this code reads. flops: of the
+    forward pass. floating: numbers of the leaves of its result that are floating-point tensors.
+    """
+
+    unit: str
+    occurrence: int
+    reads: frozenset[Value] = frozenset()
+    parameters: frozenset[str] = frozenset()
+    flops: float = 0.0
+    floating: tuple[int, ...] = ()
+
+
+@dataclass
+class Dataflow:
+    """Forward pass as a list of calls in order; the last entry stands for the model's result and has the unit "".
+
+    shifted: whether the loss leaves out the first label of each sample, as that of a causal model does, which
+    predicts each token from those before it; None where labels are no targets of a cross entropy.
+    """
+
+    calls: list[UnitCall] = field(default_factory=list)
+    shifted: bool | None = None
+
+    def number_of(self, unit: str, occurrence: int) -> int:
+        """Number of a call. KeyError where the pass had none."""
+        return self._numbers[unit, occurrence]
+
+    def __post_init__(self) -> None:
+        self._numbers = {(call.unit, call.occurrence): number for number, call in enumerate(self.calls)}
+
+
+def units_of(model: nn.Module, layers: Iterable[str]) -> list[str]:
+    """Names of a model's units, each module once. layers: names of the layers, the units within lists."""
+    layers = set(layers)
+    above = {".".join(parts[:end]) for parts in (name.split(".") for name in layers) for end in range(len(parts))}
+    found: dict[nn.Module, str] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        if path in layers or (path not in above and any(True for _ in module.parameters())):
+            found.setdefault(module, path)
+        elif path in above:
+            for name, child in module.named_children():
+                visit(child, f"{path}.{name}" if path else name)
+
+    visit(model, "")
+    return list(found.values())
+
+
+class DataflowRecorder(TorchDispatchMode):
+    """Mode that follows tensors from unit to unit by their storages. model: a `twin_of` copy."""
+
+    def __init__(self, model: nn.Module, units: Iterable[str]) -> None:
+        super().__init__()
+        self.calls: list[UnitCall] = []
+        self._units = {name: model.get_submodule(name) for name in units}
+        self._counts = Counter[str]()
+        self._sources: dict[int, frozenset[_Source]] = {}
+        self._kept: list[Any] = []  # keeps storages, whose addresses are keys
+        self._running: list[str] = []
+        self._copies: dict[int, Tensor] = {}  # with data, of tensors that are computed from labels alone
+        self.shifted: bool | None = None
+        for name, parameter in model.named_parameters():
+            self._set(parameter, frozenset([_Read(name)]))
+        for buffer in model.buffers():
+            self._set(buffer, frozenset())
+
+    def follow(self, labels: Tensor) -> None:
+        """Find out whether the loss reads the first label of a sample."""
+        with _disable_current_modes():
+            probe = torch.full(labels.shape, IGNORED, dtype=labels.dtype)
+            probe[..., 0] = 0
+        self._copies[id(labels)] = probe
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context in which the model runs."""
+        handles = []
+        for name, module in self._units.items():
+            handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._left))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._running.append(name)
+            if len(self._running) == 1:
+                for leaf in pytree.tree_leaves((args, kwargs)):
+                    if isinstance(leaf, Tensor):
+                        self._set(leaf, self._of(leaf))
+                self.calls.append(self._call(name, (args, kwargs)))
+
+        return enter
+
+    def _call(self, name: str, values: Any) -> UnitCall:
+        sources = {one for leaf in pytree.tree_leaves(values) for one in self._of(leaf)}
+        inside = sorted({one.unit for one in sources if isinstance(one, _Inside)})
+        if inside:
+            raise UsageError(
+                f"{name or 'the loss'} reads what {inside[0]} computes inside and does not return; a pipeline passes "
+                "results of layers alone: leave out output_hidden_states, output_attentions, output_router_logits "
+                "and the like, or train without pipeline stages"
+            )
+        reads = frozenset(one for one in sources if isinstance(one, Value))
+        parameters = frozenset(one.name for one in sources if isinstance(one, _Read))
+        self._counts[name] += 1
+        return UnitCall(name, self._counts[name] - 1, reads, parameters)
+
+    def _left(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._running.pop()
+        if self._running:
+            return
+        call, number = self.calls[-1], len(self.calls) - 1
+        tensors = [(leaf, each) for leaf, each in enumerate(pytree.tree_leaves(result)) if isinstance(each, Tensor)]
+        call.floating = tuple(leaf for leaf, each in tensors if each.is_floating_point())
+        values: dict[int, frozenset[_Source]] = {}
+        for leaf, each in tensors:  # two leaves may be views of one tensor
+            key = self._key(each)
+            values[key] = values.get(key, frozenset()) | {Value(number, leaf)}
+            self._set(each, values[key])
+
+    def finish(self, result: Any) -> Dataflow:
+        """Dataflow of the pass. result: what the loss is computed from."""
+        return Dataflow([*self.calls, self._call("", result)], self.shifted)
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the op; its results depend on what its arguments depend on."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._compute_copy(func, args, kwargs, result)
+        if self._running:
+            flops = flop_registry.get(func.overloadpacket)
+            if flops is not None:
+                self.calls[-1].flops += float(flops(*args, **kwargs, out_val=result))
+            sources: frozenset[_Source] = frozenset([_Inside(self._running[0])])
+        else:
+            given = [self._of(each) for each in pytree.tree_leaves((args, kwargs))]
+            sources = frozenset().union(*given) if given else frozenset()
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for each in pytree.tree_leaves((result, written)):
+            if not isinstance(each, Tensor):
+                continue
+            if not self._running:
+                self._set(each, self._of(each) | sources)
+            elif self._key(each) not in self._sources:  # a view of what came from outside stays that
+                self._set(each, sources)
+        return result
+
+    def _compute_copy(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        """Compute with data what depends on labels alone, down to the targets of a cross entropy."""
+        if func in _CROSS_ENTROPIES:
+            target = self._copies.get(id(args[1]))
+            if target is not None:
+                with _disable_current_modes():
+                    self.shifted = bool((target == IGNORED).all())
+            return
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if tensors and all(id(each) in self._copies for each in tensors) and isinstance(result, Tensor):
+            with _disable_current_modes():
+                given = pytree.tree_map_only(Tensor, lambda each: self._copies[id(each)], (args, kwargs))
+                self._copies[id(result)] = func(*given[0], **given[1])
+            self._kept.append(result)
+
+    def _of(self, value: Any) -> frozenset[_Source]:
+        return self._sources.get(self._key(value), frozenset()) if isinstance(value, Tensor) else frozenset()
+
+    def _set(self, tensor: Tensor, sources: frozenset[_Source]) -> None:
+        self._kept.append(tensor)
+        self._sources[self._key(tensor)] = sources
+
+    @staticmethod
+    def _key(tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+
+def dataflow_of(
+    model: nn.Module, units: Iterable[str], inputs: Inputs, loss: Callable[[Any], Any] = lambda result: ()
+) -> Dataflow:
+    """Dataflow of a forward pass on fake tensors. model: a `twin_of` copy. loss: takes the loss from the result.
+
+    UsageError where the pass fails, or a unit reads what another one does not return.
+    """
+    recorder = DataflowRecorder(model, units)
+    try:
+        with running_without_data(), recorder.watching():
+            args, kwargs = complete_inputs(model, inputs)
+            labels = kwargs.get("labels")
+            if isinstance(labels, Tensor) and labels.dim() > 0 and not labels.is_floating_point():
+                recorder.follow(labels)
+            return recorder.finish(loss(model(*args, **kwargs)))
+    except UsageError:
+        raise
+    except Exception as error:  # a model's forward may raise anything
+        raise UsageError(
+            f"{type(model).__name__} failed on fake tensors ({type(error).__name__}: {error}); give "
+            "spec=ParallelSpec(inputs=...) with inputs like those of train_step()"
+        ) from error
+
+
+def flops_by_layer(flow: Dataflow, layers: Iterable[str]) -> list[float]:
+    """FLOPs of each layer's call in order, those of units around the layers with the nearest layer before.
+
+    Units before the first layer count with it.
+    """
+    layers, found, before = set(layers), [], 0.0
+    for call in flow.calls:
+        if call.unit in layers:
+            found.append(call.flops + before)
+            before = 0.0
+        elif found:
+            found[-1] += call.flops
+        else:
+            before += call.flops
+    return found
+
+
+def parameters_between(flow: Dataflow) -> set[str]:
+    """Names of parameters that code between units reads."""
+    return {name for call in flow.calls for name in call.parameters}

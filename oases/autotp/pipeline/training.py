@@ -1,0 +1,249 @@
+"""Training of a model in pipeline stages: `train_step` and `eval_step` of a model that `parallelize` divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from oases.autotp.export import take_dtypes
+from oases.autotp.model_hooks import ModelHooks
+from oases.autotp.pipeline.building import PipelineOptions, Stages
+from oases.autotp.pipeline.dataflow import IGNORED, Dataflow, dataflow_of
+from oases.autotp.pipeline.fsdp import OuterWeights, shard_weights
+from oases.autotp.pipeline.stages import Crossings
+from oases.autotp.pipeline.units import PartEnd, Pass
+from oases.autotp.runner import Runner
+from oases.errors import UsageError
+from oases.execution.executor import Context
+from oases.execution.group import group_of
+from oases.parallel.collectives import all_reduce
+from oases.parallel.fsdp import FsdpUnit, ShardedGradientAverager, local
+from oases.parallel.gradient_averaging import GradientAverager
+from oases.parallel.messages import StageMessages
+from oases.parallel.pipeline import StageRunner
+
+MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class PipelineTraining:
+    """Steps of one rank's stage of a model. Collective: all ranks of the run create it together.
+
+    model: this rank's stage, on its device. stages: the model divided. loss: takes the loss from its result. runners:
+    of its layers. hooks: around its forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        options: PipelineOptions,
+        loss: Callable[[Any], Any],
+        runners: Sequence[Runner],
+        hooks: ModelHooks,
+    ) -> None:
+        self.mesh, pipeline, degree = options.mesh, options.schedule, options.degree
+        """Process groups of this rank's stage."""
+        mesh = self.mesh
+        self._model, self._twin, self._units, self._names = model, stages.twin, stages.units, stages.names
+        self._division, self._loss, self._runners, self._hooks = stages.division, loss, list(runners), hooks
+        self._replicas, self._data = mesh.replicas(degree), mesh.data(degree)
+        self._flows: dict[Any, tuple[Dataflow, Crossings]] = {}
+        self._micro_batches = pipeline.num_sub_batches
+        self._device = next(model.parameters()).device
+        self.messages: StageMessages | None = None
+        """Messages to and from other stages; None for a single stage."""
+        if pipeline.num_stages > 1:
+            self.messages = StageMessages(pipeline, mesh, [degree] * (stages.division.parts - 1), device=self._device)
+        self._runner = StageRunner(pipeline, mesh.stage, self.messages)
+        self.units: list[FsdpUnit] = []
+        """Sharded weights, with fsdp."""
+        self._outer: OuterWeights | None = None
+        self._average: GradientAverager | ShardedGradientAverager
+        if options.fsdp:
+            self._average, self._outer, self.units = shard_weights(model, self._runners, mesh, degree)
+        else:
+            self._average = GradientAverager([(list(model.parameters()), self._data)])
+        self._shared = self._share()
+
+    def _share(self) -> list[tuple[nn.Parameter, str]]:
+        """Parameters that other stages have, too, each with the name of the group of its copies."""
+        here = dict(self._model.named_parameters(remove_duplicate=False))
+        found: dict[int, tuple[nn.Parameter, str]] = {}
+        for name, stages in sorted(self._division.holders.items()):
+            if len(stages) > 1:
+                group = self.mesh.peers(sorted(stages))  # collective: on all ranks, in the same order
+                if name in here:
+                    found.setdefault(id(here[name]), (here[name], group))
+        return list(found.values())
+
+    def begin(self, number: int) -> None:
+        """Set the number of the next pass in the whole training, from which random numbers are derived."""
+        self._hooks.at_call(number * self._division.parts, None)
+        for runner in self._runners:
+            runner.stack.at_call(number)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks of layers that run across layers; options: of torch.compile without fullgraph."""
+        for runner in self._runners:
+            runner.stack.compile_blocks(**options)
+
+    @property
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """Parameters of this stage that count in the gradient norm on the first stage that has them."""
+        mine = self.mesh.stage
+        here = dict(self._model.named_parameters(remove_duplicate=False))
+        return [here[name] for name, stages in self._division.holders.items() if name in here and mine != min(stages)]
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the forward and backward passes of a step; return the mean loss, equal on every rank.
+
+        args, kwargs: of the model's forward for the samples of this rank's replica, equal on all ranks of a replica.
+        They are cut into micro-batches along dimension 0. Gradients are those of the mean loss over the samples, or
+        over the labels, of all replicas; step an optimizer afterwards. UsageError for samples that do not divide into
+        micro-batches.
+        """
+        batches, weights = self._split(args, kwargs)
+        before = [parameter.grad for parameter, _ in self._shared]
+        for parameter, _ in self._shared:
+            parameter.grad = None
+        with self._gathered():
+            losses = self._runner.run(self._forward(batches, weights), self._average.overlapped())
+        for (parameter, group), gradient in zip(self._shared, before, strict=True):
+            if parameter.grad is None:  # unused here, but not by its other copies
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            all_reduce(local(parameter.grad), group_of(group), "shared parameters")
+            if gradient is not None:
+                parameter.grad += gradient
+        return self._total(losses)
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the forward passes alone; return the mean loss, equal on every rank. Arguments as in `train_step`."""
+        batches, weights = self._split(args, kwargs)
+        with self._gathered():
+            return self._total(self._runner.evaluate(self._forward(batches, weights)))
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Context in which weights outside of stacks are whole. A step releases them when it averages gradients."""
+        if self._outer is not None:
+            self._outer.gather()
+        try:
+            yield
+        finally:
+            if self._outer is not None:
+                self._outer.release()
+
+    def _forward(self, batches: Sequence[MicroBatch], weights: Tensor) -> Any:
+        flow, crossings = self._flow_of(batches[0])
+        last = self._division.parts - 1
+
+        def forward(part: int, number: int, inputs: Sequence[Tensor], context: Context) -> Sequence[Tensor]:
+            values = dict(zip(crossings.received[part], inputs, strict=True))
+            current = self._units.current = Pass(part, flow, crossings, self._division, values)
+            for runner in self._runners:
+                runner.context = context
+            args, kwargs = batches[number]
+            try:
+                result = self._model(*args, **kwargs)
+            except PartEnd:
+                return current.outputs()
+            finally:
+                self._units.current = None
+                for runner in self._runners:
+                    runner.context = None
+            if part != last:
+                return current.outputs()
+            loss = loss_in(self._loss(result))
+            return [loss * weights[number].to(loss.dtype)]
+
+        return forward
+
+    def _flow_of(self, batch: MicroBatch) -> tuple[Dataflow, Crossings]:
+        """Dataflow of a pass on inputs like these."""
+        found, tree = pytree.tree_flatten(batch)
+        form = [(each.dim(), each.dtype) if isinstance(each, Tensor) else repr(each) for each in found]
+        dtype = next(self._model.parameters()).dtype
+        key = (str(tree), str(form), self._model.training, dtype)
+        if key not in self._flows:
+            self._twin.train(self._model.training)
+            take_dtypes(self._twin, self._model)
+            self._units.forget_shapes()
+            flow = dataflow_of(self._twin, self._names, batch, lambda result: loss_in(self._loss(result)))
+            self._flows[key] = (flow, Crossings.of(flow, self._division))
+        return self._flows[key]
+
+    def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[MicroBatch], Tensor]:
+        """Micro-batches, and the share of each one's mean loss in the step's."""
+        found, tree = pytree.tree_flatten((args, dict(kwargs)))
+        first = next((each for each in found if isinstance(each, Tensor) and each.dim() > 0), None)
+        if first is None:
+            raise UsageError("train_step() was given no tensor; pass it the arguments of the model's forward")
+        samples, count = len(first), self._micro_batches
+        if samples % count or not samples:
+            raise UsageError(
+                f"{samples} samples do not divide into {count} micro-batches; give a multiple of {count} samples, or "
+                "parallelize() other micro_batches"
+            )
+        cut = [
+            each.chunk(count)
+            if isinstance(each, Tensor) and each.dim() > 0 and len(each) == samples
+            else [each] * count
+            for each in found
+        ]
+        batches = [pytree.tree_unflatten([each[number] for each in cut], tree) for number in range(count)]
+        return batches, self._shares([each[1].get("labels") for each in batches], self._flow_of(batches[0])[0])
+
+    def _shares(self, labels: Sequence[Any], flow: Dataflow) -> Tensor:
+        """Share of each micro-batch in the mean: equal, or by its labels where some are ignored."""
+        if flow.shifted is None:
+            return torch.full((len(labels),), 1 / len(labels), dtype=torch.float64)
+        counts = torch.tensor(
+            [int(((each[..., 1:] if flow.shifted else each) != IGNORED).sum()) for each in labels],
+            dtype=torch.float64,
+        )
+        total = torch.stack([counts.sum(), (counts == 0).sum().double()]).to(self._device)
+        total = all_reduce(total, self._data, "labels").cpu()
+        if total[1]:
+            raise UsageError(
+                f"{int(total[1])} micro-batches have no label but {IGNORED}, so they have no mean loss; leave such "
+                "samples out, or take fewer micro_batches"
+            )
+        return counts * self._replicas / total[0]
+
+    def _total(self, losses: Sequence[Tensor]) -> Tensor:
+        """Sum of the last stage's losses, averaged over replicas, on every rank."""
+        total = torch.zeros(1, dtype=torch.float64, device=self._device)
+        for loss in losses:
+            total += loss
+        group = self.mesh.run
+        return (all_reduce(total, group, "loss") / self.mesh.ranks)[0]
+
+    def close(self) -> None:
+        """Close the messages between stages."""
+        if self.messages is not None:
+            self.messages.close()
+
+
+def loss_in(result: Any) -> Tensor:
+    """Loss in a model's result: itself if it is one number, else its `loss` or its first element.
+
+    UsageError for a result without a loss.
+    """
+    found = result
+    if isinstance(result, Mapping):
+        found = result.get("loss")
+    elif not isinstance(result, Tensor):
+        found = getattr(result, "loss", None)
+        if found is None and isinstance(result, (tuple, list)) and result:
+            found = result[0]
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise UsageError(
+            f"train_step() got {type(result).__name__} from the model and found no loss of one number in it; pass "
+            "labels, or give spec=ParallelSpec(loss=function of the model's result)"
+        )
+    return found.reshape(())

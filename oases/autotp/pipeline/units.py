@@ -1,0 +1,194 @@
+"""Units of a model on one rank of a pipeline: the author's forward runs whole, its units only in their part.
+
+A unit of the part runs. One of an earlier part returns what that part passed on, or zeros of the right shape where
+nothing of this part reads it. The first unit after the part ends the pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from oases.autotp.export import running_without_data, without_data
+from oases.autotp.pipeline.dataflow import Dataflow, Value
+from oases.autotp.pipeline.stages import Crossings, Division
+
+
+class PartEnd(Exception):  # noqa: N818  (no error: it leaves the author's forward)
+    """Everything that a part computes is there."""
+
+
+@dataclass
+class Pass:
+    """Forward pass of one micro-batch through one part. values: received ones, and those that units have returned."""
+
+    part: int
+    flow: Dataflow
+    crossings: Crossings
+    division: Division
+    values: dict[Value, Tensor]
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._passed_on = set(self.crossings.passed_on(self.part))
+        self._parts = [self.division.part(call.unit, call.occurrence) for call in self.flow.calls]
+        self._last = max((at for at, part in enumerate(self._parts) if part == self.part), default=-1)
+
+    def begin(self, unit: str) -> tuple[int, bool]:
+        """Number of a call that begins, and whether it is of this part. PartEnd after the part's last call."""
+        occurrence = self.counts[unit]
+        self.counts[unit] += 1
+        try:
+            number = self.flow.number_of(unit, occurrence)
+        except KeyError:
+            raise RuntimeError(
+                f"{unit} is called {occurrence + 1} times in this pass, and fewer times in a pass on fake tensors; a "
+                "pipeline needs a forward whose calls do not depend on data"
+            ) from None
+        if number > self._last and self.part != self.division.parts - 1:
+            raise PartEnd
+        return number, self._parts[number] == self.part
+
+    def note(self, number: int, result: Any) -> None:
+        """Keep the results of a call that later parts read."""
+        for leaf, each in enumerate(pytree.tree_leaves(result)):
+            if Value(number, leaf) in self._passed_on:
+                self.values[Value(number, leaf)] = each
+
+    def outputs(self) -> list[Tensor]:
+        """Values for the next part."""
+        return [self.values[value] for value in self.crossings.passed_on(self.part)]
+
+
+class Units:
+    """Units of a model, with fake copies that know the shapes of results that are not computed here."""
+
+    def __init__(self, twin: nn.Module, names: Sequence[str]) -> None:
+        self.current: Pass | None = None
+        self._twins = {name: twin.get_submodule(name) for name in names}
+        self._shapes: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
+
+    def called(self, unit: str, forward: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+        """Result of a unit's call. forward: computes it, None for a unit without weights on this rank."""
+        current = self.current
+        if current is None:
+            raise RuntimeError(
+                f"{unit} was called outside of train_step() and eval_step(): this rank has one stage of the model, "
+                "which no rank can run whole; call model.train_step(**batch) on all ranks"
+            )
+        number, mine = current.begin(unit)
+        if mine:
+            assert forward is not None, "a part's units have weights on its stage"
+            result = forward(*args, **kwargs)
+            current.note(number, result)
+            return result
+        return self._stood_in(unit, number, current, args, kwargs)
+
+    def forget_shapes(self) -> None:
+        """Forget known shapes, whose types depend on those of the parameters."""
+        self._shapes.clear()
+
+    def twin(self, unit: str) -> nn.Module:
+        """Fake copy of a unit."""
+        return self._twins[unit]
+
+    def _stood_in(self, unit: str, number: int, current: Pass, args: Any, kwargs: Any) -> Any:
+        """Result of a unit that another part computes: received tensors, else the argument of that shape or zeros."""
+        given, tree = pytree.tree_flatten((args, kwargs))
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        wanted, result = self._result_of(unit, given, tree)
+        found = []
+        for leaf, want in enumerate(wanted):
+            value = current.values.get(Value(number, leaf))
+            if value is None and isinstance(want, Tensor):
+                alike = (x for x in tensors if (x.shape, x.dtype) == (want.shape, want.dtype))
+                value = next(alike, None)
+                if value is None:
+                    value = torch.zeros(want.shape, dtype=want.dtype, device=want.device)
+            found.append(want if value is None else value)
+        return pytree.tree_unflatten(found, result)
+
+    def _result_of(self, unit: str, given: list[Any], tree: pytree.TreeSpec) -> tuple[list[Any], pytree.TreeSpec]:
+        """Leaves, fake where they are tensors, and tree of a unit's result."""
+        form = tuple((each.shape, each.dtype) if isinstance(each, Tensor) else repr(each) for each in given)
+        device = next((each.device.type for each in given if isinstance(each, Tensor)), "cpu")
+        key = (unit, str(tree), form, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        if key not in self._shapes:
+            args, kwargs = pytree.tree_unflatten([without_data(each) for each in given], tree)
+            with running_without_data():
+                self._shapes[key] = pytree.tree_flatten(self._twins[unit](*args, **kwargs))
+        return self._shapes[key]
+
+
+@dataclass
+class UnitForward:
+    """Forward of a unit with weights on this rank."""
+
+    units: Units
+    unit: str
+    forward: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute, or stand in where the call is of another part."""
+        return self.units.called(self.unit, self.forward, args, kwargs)
+
+
+class StandIn(nn.Module):
+    """Unit without weights on this rank. Other attributes are those of the unit."""
+
+    def __init__(self, units: Units, unit: str) -> None:
+        super().__init__()
+        self.__dict__["_units"], self.__dict__["_unit"] = units, unit
+
+    def __getattr__(self, name: str) -> Any:
+        """Attribute of the unit; its weights have no data."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._units.twin(self._unit), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Result of the right shape."""
+        return self._units.called(self._unit, None, args, kwargs)
+
+    def extra_repr(self) -> str:
+        """Name of the unit."""
+        return f"{self._unit}, on another stage"
+
+
+def take_stage(model: nn.Module, units: Units, names: Sequence[str], division: Division, stage: int) -> None:
+    """Replace the units and free the parameters of other stages in place."""
+    for name in names:
+        if stage not in division.stages_of[name]:
+            _replace(model, model.get_submodule(name), StandIn(units, name))
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if stage not in division.holders[name]:
+            path, _, last = name.rpartition(".")
+            module = model.get_submodule(path)
+            del module._parameters[last]
+            # Code between units may still compute with it, on values that nothing reads.
+            module.__dict__[last] = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
+                parameter.shape
+            )
+
+
+def install_units(model: nn.Module, units: Units, names: Sequence[str]) -> None:
+    """Put a `UnitForward` around every unit with weights on this rank."""
+    for name in names:
+        module: Any = model.get_submodule(name)
+        if not isinstance(module, StandIn):
+            module.forward = UnitForward(units, name, module.forward)
+
+
+def _replace(model: nn.Module, module: nn.Module, other: nn.Module) -> None:
+    """Put another module in all places of a module."""
+    for holder in list(model.modules()):
+        for name, child in list(holder._modules.items()):
+            if child is module:
+                holder._modules[name] = other

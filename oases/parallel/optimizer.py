@@ -1,0 +1,297 @@
+"""Optimizers of any class over parameters that several ranks hold: sharded state (ZeRO-1), float32 master weights.
+
+An update is often smaller than the spacing of bfloat16 numbers, so bfloat16 weights alone would not change. The
+optimizer updates float32 master weights, and the model's weights are the master weights, rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.parallel.mesh import mesh_of
+from oases.parallel.replicas import replicas_of
+from oases.parallel.sharding import holders
+from oases.plans.plan import BUCKET_BYTES
+
+DataParallel = Callable[[nn.Parameter], ProcessGroup | None]
+"""Ranks that hold the same parameter and share its optimizer state; None for this rank alone."""
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Optimizer with its state sharded over data-parallel ranks (ZeRO-1), with float32 master weights, or both.
+
+    params: parameters or parameter groups, the same on all ranks of a data-parallel group. optimizer_class, options:
+    of the optimizer that updates them. data_parallel: by parameter, the ranks over which its state is sharded; None:
+    every rank has all state. master_weights: keep float32 copies of parameters of lower precision; their gradients
+    are accumulated in float32. dtype: convert the parameters to it, after the master weights have been copied; None
+    keeps each type. Create it on every rank, with the model on its device, before anything depends on dtypes.
+
+    State and master weight of a parameter are on one rank of its group, which updates it and broadcasts it in the
+    parameter's type. Gradients must be averages over the group. Learning rates are those of `param_groups`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        data_parallel: DataParallel | None = None,
+        master_weights: bool = False,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, {})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._known = {*parameters}
+        # By group name, for groups of several ranks: the parameters that each rank updates.
+        self._owned: dict[str, list[list[nn.Parameter]]] = {}
+        by_group: dict[str, tuple[ProcessGroup | None, list[nn.Parameter]]] = {}
+        for parameter in parameters:
+            group = None if data_parallel is None else data_parallel(parameter)
+            group = group if group_size(group) > 1 else None
+            by_group.setdefault(group_name(group), (group, []))[1].append(parameter)
+        self._updated: dict[nn.Parameter, nn.Parameter] = {}
+        for name, (group, held) in by_group.items():
+            mine = held
+            if group is not None:
+                self._owned[name] = _distribute(held, group_size(group))
+                mine = self._owned[name][group_rank(group)]
+            for one in mine:
+                rounded = master_weights and _is_low(dtype or one.dtype)
+                self._updated[one] = nn.Parameter(one.detach().float().clone()) if rounded else one
+        for parameter in parameters:
+            if dtype is not None:
+                parameter.data = parameter.data.to(dtype)
+            if master_weights and _is_low(parameter.dtype):
+                parameter.grad_dtype = torch.float32
+        groups = [each | {"params": self._here(each["params"])} for each in self.param_groups]
+        for each in groups:
+            each.pop("param_names", None)
+        self.inner = optimizer_class(groups, **options)
+        """The optimizer of this rank's share: of master weights, and of parameters without."""
+        self.defaults = self.inner.defaults
+        for each, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            each.update({name: value for name, value in inner.items() if name != "params"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, within the constructor only. UsageError later, when shares are fixed."""
+        if hasattr(self, "inner"):
+            raise UsageError("add_param_group: the shares of the ranks are fixed; make the optimizer with all groups")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update this rank's share and send it to the other ranks of each group. Collective over them.
+
+        closure: computes the loss again, as in torch; its result is returned.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._set_options()
+        masters = [(parameter, master) for parameter, master in self._updated.items() if master is not parameter]
+        for parameter, master in masters:
+            master.grad = parameter.grad
+        self.inner.step()
+        for _, master in masters:
+            master.grad = None
+        self.copy_masters_to_model()
+        for name, owned in self._owned.items():
+            _broadcast(owned, group_of(name))
+        self._link()
+        return result
+
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what is updated for a parameter: its master weight, or itself; None where another rank has that."""
+        return self._updated.get(parameter) if parameter in self._known else parameter
+
+    @torch.no_grad()
+    def copy_masters_to_model(self) -> None:
+        """Round this rank's master weights into its parameters."""
+        pairs = [(parameter, master) for parameter, master in self._updated.items() if master is not parameter]
+        if pairs:
+            torch._foreach_copy_([parameter for parameter, _ in pairs], [master.detach() for _, master in pairs])
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of this rank's share, in the form of torch, with "master_weights" by number of the parameter."""
+        self._link()
+        numbers = self._numbers()
+        masters = {numbers[one]: m.detach() for one, m in self._updated.items() if m is not one}
+        return super().state_dict() | {"master_weights": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load what `state_dict` returned on this rank of the same number of ranks."""
+        numbers = self._numbers()
+        given, states = state_dict["param_groups"], state_dict["state"]
+        if [len(group["params"]) for group in given] != [len(group["params"]) for group in self.param_groups]:
+            raise UsageError("load_state_dict: the parameter groups are of other sizes; give those that were saved")
+        for group, values in zip(self.param_groups, given, strict=True):
+            group.update({name: value for name, value in values.items() if name != "params"})
+        share = [number for one, number in numbers.items() if one in self._updated]
+        state = {at: states[number] for at, number in enumerate(share) if number in states}
+        self.inner.load_state_dict({"state": state, "param_groups": self.inner.state_dict()["param_groups"]})
+        for one, master in self._updated.items():
+            if master is not one:
+                master.copy_(state_dict["master_weights"][numbers[one]])
+        self._set_options()
+        self.state.clear()
+        self._link()
+        self.copy_masters_to_model()
+
+    def _numbers(self) -> dict[nn.Parameter, int]:
+        """Number of each parameter over all groups, as in torch's state dicts."""
+        return {one: at for at, one in enumerate(one for group in self.param_groups for one in group["params"])}
+
+    def _here(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [self._updated[parameter] for parameter in parameters if parameter in self._updated]
+
+    def _set_options(self) -> None:
+        """Take over options that were changed in `param_groups`."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({name: value for name, value in group.items() if name not in ("params", "param_names")})
+
+    def _link(self) -> None:
+        """Show the state of this rank's share as `state`, by parameter."""
+        if len(self.state) != len(self.inner.state):
+            for parameter, updated in self._updated.items():
+                if updated in self.inner.state:
+                    self.state[parameter] = self.inner.state[updated]
+
+
+def weight_of(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> nn.Parameter | None:
+    """Weight that the optimizer updates: the parameter, or its master; None where another rank has that."""
+    return optimizer.updated(parameter) if isinstance(optimizer, ShardedOptimizer) else parameter
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any] | None:
+    """State of a parameter, empty before the first step; None where another rank has it."""
+    weight = weight_of(optimizer, parameter)
+    if weight is None:
+        return None
+    inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+    state: dict[str, Any] = inner.state.get(weight, {})
+    return state
+
+
+def set_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+    """Replace the state of a parameter whose state this rank has. Empty as before the first step."""
+    weight = weight_of(optimizer, parameter)
+    assert weight is not None, "another rank has the state"
+    inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+    for states, key in ((inner.state, weight), (optimizer.state, parameter)):  # the same, or views of the same
+        states.pop(key, None)
+        if state:
+            states[key] = state
+
+
+def make_optimizer(
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    params: Any = None,
+    zero: bool = False,
+    master_weights: bool = False,
+    data_parallel: ProcessGroup | None = None,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """Make an optimizer of any class for a parallelized model. All ranks call it.
+
+    params: parameters or parameter groups of the model; None: all that require gradients. zero: shard the state over
+    the data-parallel ranks (ZeRO-1). master_weights: keep float32 copies of parameters of lower precision and
+    accumulate their gradients in float32. data_parallel: the ranks that hold the same weights and train on other
+    samples; None: those of the model's mesh. options: of the class, such as lr. Without zero and master_weights it is
+    `optimizer_class(params, **options)`.
+
+    UsageError for parameters that are not the model's, for zero without a data-parallel group, and for master_weights
+    where all weights are float32.
+    """
+    held = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    given = [parameter for parameter in held if parameter.requires_grad] if params is None else list(params)
+    flat = [one for each in given for one in (each["params"] if isinstance(each, dict) else [each])]
+    require_parameters_of(model, flat)
+    if master_weights and not any(_is_low(parameter.dtype) for parameter in flat):
+        raise UsageError(
+            "master_weights: all parameters are float32 already; leave it out, or build the model in bfloat16 before "
+            "parallelize"
+        )
+    if not (zero or master_weights):
+        return optimizer_class(given, **options)
+    groups = _data_parallel(model, data_parallel) if zero else None
+    return ShardedOptimizer(given, optimizer_class, data_parallel=groups, master_weights=master_weights, **options)
+
+
+def require_parameters_of(model: nn.Module, parameters: Iterable[Any]) -> None:
+    """Raise UsageError for parameters of an optimizer that are not the model's."""
+    held = {id(parameter) for parameter in model.parameters()}
+    strange = sum(id(one[1] if isinstance(one, tuple) else one) not in held for one in parameters)
+    if strange:
+        raise UsageError(
+            f"{strange} parameters of the optimizer are not among those of {type(model).__name__}: parallelize() "
+            "replaces parameters by this rank's shards; make the optimizer after it"
+        )
+
+
+def _data_parallel(model: nn.Module, given: ProcessGroup | None) -> DataParallel:
+    mesh, shards = mesh_of(model), holders(model)
+    if given is not None:
+        return lambda parameter: given
+    replicas = replicas_of(model)
+    if mesh is None and replicas is not None:
+        return lambda parameter: replicas.group
+    if mesh is None:
+        raise UsageError(
+            "zero: the data-parallel ranks are unknown; parallelize the model over a mesh with the dimension 'dp', "
+            "or give data_parallel=mesh.get_group('dp')"
+        )
+    most = max(mesh.degrees)
+    return lambda parameter: mesh.data(getattr(shards.get(id(parameter)), "tensor_parallel", most))
+
+
+def _is_low(dtype: torch.dtype) -> bool:
+    """Whether a type is a floating-point one below float32."""
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+
+
+def _distribute(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
+    """Distribute parameters over ranks by size: largest first, each to the rank with the fewest elements."""
+    shares: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
+    held = [0] * ranks
+    for parameter in sorted(parameters, key=lambda one: -one.numel()):
+        rank = held.index(min(held))
+        shares[rank].append(parameter)
+        held[rank] += parameter.numel()
+    return shares
+
+
+def _broadcast(owned: list[list[nn.Parameter]], group: ProcessGroup | None) -> None:
+    """Broadcast every rank's parameters to the group, in flat tensors of one type and at most BUCKET_BYTES each."""
+    for rank, parameters in enumerate(owned):
+        for bucket in _buckets(parameters):
+            flat = torch.cat([parameter.detach().flatten() for parameter in bucket])
+            dist.broadcast(flat, group=group, group_src=rank)
+            parts: Iterable[Tensor] = flat.split([parameter.numel() for parameter in bucket])
+            torch._foreach_copy_(
+                [parameter.detach() for parameter in bucket],
+                [part.view_as(one) for part, one in zip(parts, bucket, strict=True)],
+            )
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    used, dtype = 0, None
+    for parameter in parameters:
+        if not buckets or used + parameter.nbytes > BUCKET_BYTES or parameter.dtype != dtype:
+            buckets.append([])
+            used, dtype = 0, parameter.dtype
+        buckets[-1].append(parameter)
+        used += parameter.nbytes
+    return buckets

@@ -1,0 +1,133 @@
+"""Replicas of a module that average their gradients by themselves during each backward pass.
+
+The module stays one that the user calls, backwards and steps as on one process, as in DistributedDataParallel but
+without a wrapper. The first gradient of a backward pass begins the average, autograd's callback at its end finishes
+it; the collectives are those of `GradientAverager`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from oases.execution.group import ProcessGroup, group_name, group_of
+from oases.parallel.gradient_averaging import GradientAverager
+
+_averaged: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
+"""Replicas of each module that averages its gradients."""
+
+
+class Replicas:
+    """Averages the gradients of a module over a data-parallel group in every backward pass but those in `no_sync`.
+
+    The trainable parameters are read in each forward pass, so that they may be moved, frozen or replaced between
+    passes. A copy of the module gets a copy of this, with buckets of its own.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group_name(group)
+        self._sync = True
+        self._average: GradientAverager | None = None
+        self._known: tuple[Any, ...] = ()
+        self._handles: list[Any] = []
+        self._task = -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
+        """Replicas of a copied module; it finds its parameters in its first forward pass."""
+        made = Replicas.__new__(Replicas)
+        memo[id(self)] = made
+        made.__dict__.update(_group=self._group, _sync=True, _average=None, _known=(), _handles=[], _task=-1)
+        return made
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Data-parallel ranks."""
+        group = group_of(self._group)
+        assert group is not None
+        return group
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which gradients accumulate on each replica and are not averaged, as in DDP.
+
+        The next backward pass outside of it averages the accumulated gradients.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def called(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook: prepare for the module's trainable parameters of now."""
+        _averaged.setdefault(module, self)
+        if not torch.is_grad_enabled():
+            return
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        known = tuple(
+            (id(parameter), parameter.dtype, parameter.grad_dtype, parameter.device) for parameter in trained
+        )
+        if known == self._known:
+            return
+        for handle in self._handles:
+            handle.remove()
+        if self._average is not None:
+            self._average.remove()
+        self._known = known
+        # The hook that begins is registered before those that note a gradient.
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in trained]
+        self._average = GradientAverager([(trained, self.group)])
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if not self._sync or task == self._task or self._average is None:
+            return
+        self._task = task
+        self._average.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._average.finish)  # type: ignore[attr-defined]
+
+
+def average_replicas(module: nn.Module, mesh: object) -> None:
+    """Have a module, which is equal on all replicas, average its gradients in each backward pass.
+
+    mesh: see `data_parallel_group`; without such a group the module stays as it is. The module gets `no_sync()`.
+    """
+    group = data_parallel_group(mesh)
+    if group is None:
+        return
+    replicas = Replicas(group)
+    module.register_forward_pre_hook(replicas.called)
+    _averaged[module] = replicas
+    object.__setattr__(module, "no_sync", replicas.no_sync)
+
+
+def data_parallel_group(mesh: object) -> ProcessGroup | None:
+    """Group of a DeviceMesh's dimension "dp", or of "dp_replicate" and "dp_shard", accelerate's names for it.
+
+    None for a mesh without them or of one replica, for one with "pp", whose `train_step` averages, and for all else.
+    """
+    if not isinstance(mesh, DeviceMesh) or "pp" in (mesh.mesh_dim_names or ()):
+        return None
+    names = ("dp", "dp_replicate", "dp_shard")
+    found = [name for at, name in enumerate(mesh.mesh_dim_names or ()) if name in names and mesh.size(at) > 1]
+    if not found:
+        return None
+    if len(found) == 1:
+        return mesh.get_group(found[0])
+    return mesh[tuple(found)]._flatten("dp").get_group()
+
+
+def replicas_of(module: nn.Module) -> Replicas | None:
+    """Replicas of a module, or of a part of it; None where nothing in it averages its gradients."""
+    return next((found for part in module.modules() if (found := _averaged.get(part)) is not None), None)
+
+
+def averages(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is one of a module that averages its gradients."""
+    return any(parameter is each for module in list(_averaged) for each in module.parameters())

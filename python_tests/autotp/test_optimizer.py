@@ -1,0 +1,142 @@
+"""Optimizers of parallelized models: state over the data-parallel ranks, float32 masters, the same steps as alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from autotp.zoo import batch, build
+from torch.distributed.device_mesh import init_device_mesh
+
+import oases
+from oases.errors import UsageError
+from oases.parallel.gradient_averaging import GradientAverager
+from oases.parallel.optimizer import ShardedOptimizer, state_of, weight_of
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
+DATA = batch("llama", samples=8)
+DATA["labels"] = DATA["input_ids"]  # as many of every sample, so that the mean over replicas is that of all
+CLASSES = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
+}
+
+
+def groups_of(model):
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    return [
+        {"params": matrices},
+        {"params": [parameter for parameter in model.parameters() if parameter.dim() < 2], "lr": 3e-3},
+    ]
+
+
+def trained(model, optimizer, data, average=None, steps=3):
+    """Losses and gradient norms of steps with a learning rate schedule."""
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        if average is None:
+            loss = model(**data).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        else:
+            with average.overlapped():
+                loss = model(**data).loss
+                loss.backward()
+            norm = oases.clip_grad_norm(model, 0.5)
+        optimizer.step()
+        rates.step()
+        found += [float(loss.detach()), float(norm)]
+    return found
+
+
+def in_replicas(name, options, dtype):
+    """Losses and norms of (dp, tp) = (2, 2), beside the bytes of state and masters here and elements here."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data_group = mesh.get_group("dp")
+    model = oases.parallelize(build("llama").to(dtype), mesh=mesh)
+    kind, given = CLASSES[name]
+    optimizer = oases.make_optimizer(
+        model, kind, params=groups_of(model), data_parallel=data_group, **options, **given
+    )
+    average = GradientAverager([(list(model.parameters()), data_group)])
+    half = {key: value[mesh.get_local_rank("dp") :: 2] for key, value in DATA.items()}
+    found = trained(model, optimizer, half, average)
+    held = {id(t): t for p in model.parameters() for t in (state_of(optimizer, p) or {}).values() if t.dim() > 0}
+    masters = [weight_of(optimizer, p) for p in model.parameters()]
+    held |= {id(m): m for m, p in zip(masters, model.parameters(), strict=True) if m is not None and m is not p}
+    types = {parameter.grad.dtype for parameter in model.parameters()}
+    size = sum(parameter.numel() for parameter in model.parameters())
+    mine = torch.tensor([sum(tensor.nbytes for tensor in held.values())])
+    dist.all_reduce(mine, group=data_group)
+    return found, sum(tensor.nbytes for tensor in held.values()), int(mine), size, types
+
+
+def alone(name, dtype=torch.float32):
+    model = build("llama").to(dtype)
+    kind, given = CLASSES[name]
+    return trained(model, kind(groups_of(model), **given), DATA)
+
+
+def mean_of_replicas(results):
+    """Losses and norms, averaged over the two replicas; norms are equal on all ranks."""
+    one, other = results[0][0], results[2][0]
+    assert results[1][0] == pytest.approx(one, rel=1e-6)
+    assert other[1::2] == pytest.approx(one[1::2], rel=1e-6)
+    return [(x + y) / 2 for x, y in zip(one, other, strict=True)]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_sharded_state_takes_the_steps_of_one_process(four_ranks, name):
+    results = four_ranks.run(in_replicas, name, {"zero": True}, torch.float32)
+    assert mean_of_replicas(results) == pytest.approx(alone(name), rel=1e-4)
+    kinds = {"adamw": 2, "sgd": 1}[name]
+    for _, mine, both, size, _ in results:
+        assert both == 4 * kinds * size  # each state once among the replicas
+        assert mine == pytest.approx(both / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_masters_keep_bfloat16_near_float32(four_ranks, zero):
+    results = four_ranks.run(in_replicas, "adamw", {"zero": zero, "master_weights": True}, torch.bfloat16)
+    assert mean_of_replicas(results) == pytest.approx(alone("adamw"), rel=2e-2)
+    for _, mine, both, size, types in results:
+        assert both == 12 * size * (1 if zero else 2)  # master and two moments
+        assert mine == pytest.approx(both / 2, rel=0.1)
+        assert types == {torch.float32}
+
+
+def test_state_of_a_rank_goes_on_equal_to_the_bit():
+    def started():
+        model = build("llama").bfloat16()
+        return model, oases.make_optimizer(model, torch.optim.AdamW, lr=1e-2, master_weights=True)
+
+    model, optimizer = started()
+    trained(model, optimizer, DATA)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    expected = trained(model, optimizer, DATA)
+    model, optimizer = started()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert trained(model, optimizer, DATA) == expected
+
+
+def test_bad_uses_are_refused():
+    model, other = build("llama"), build("llama")
+    with pytest.raises(UsageError, match=r"1 parameters of the optimizer are not among .* make the optimizer after"):
+        oases.make_optimizer(model, torch.optim.SGD, params=[next(other.parameters())], lr=1)
+    with pytest.raises(UsageError, match=r"zero: the data-parallel ranks are unknown; .*mesh\.get_group\('dp'\)"):
+        oases.make_optimizer(model, torch.optim.SGD, zero=True, lr=1)
+    with pytest.raises(UsageError, match="all parameters are float32 already"):
+        oases.make_optimizer(model, torch.optim.SGD, master_weights=True, lr=1)
+    plain = oases.make_optimizer(model, torch.optim.SGD, lr=1)
+    assert type(plain) is torch.optim.SGD
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1)
+    with pytest.raises(UsageError, match="make the optimizer with all groups"):
+        sharded.add_param_group({"params": [next(other.parameters())]})
+    state = sharded.state_dict()
+    del state["param_groups"][0]["params"][0]
+    with pytest.raises(UsageError, match="the parameter groups are of other sizes"):
+        sharded.load_state_dict(state)

@@ -1,0 +1,258 @@
+"""Unedited models in pipeline stages, alone and with data and tensor parallelism: losses, gradients, wrong use."""
+
+import math
+
+import pytest
+import torch
+from autotp.comparison import said
+from autotp.staged import apart, mesh_of, shares, sizes, trained_in_stages
+from autotp.zoo import batch, build, config
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import oases
+from oases.plans.plan import Plan
+from oases.plans.segment import Segment, Stage
+from oases.plans.shape import ModelShape
+from oases.testing import RankPool
+
+FLOAT32_LOSS = 3e-7
+"""Models of transformers compute the loss in float32, also in float64."""
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "gemma3", "vit", "olmoe", "bert"])
+def test_two_stages_train_as_one_process(two_ranks, name):
+    found = two_ranks.run(trained_in_stages, name, (2, 1, 1), {})
+    assert apart(found) < (1e-5 if name == "olmoe" else FLOAT32_LOSS)
+    assert all(0.2 < held < 0.8 for _, held, _ in found)  # each rank has its stage, and tied tables
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("llama", (2, 1, 2), {"recompute": "full", "pipeline": "shifted_critical_path", "micro_batches": 4}),
+        ("gpt2", (2, 2, 1), {"pipeline": "gpipe"}),
+        ("t5", (2, 1, 2), {"pipeline": "zb_h1"}),
+        ("qwen3", (1, 2, 2), {}),
+        ("phi", (4, 1, 1), {"micro_batches": 4}),
+        pytest.param("phi", (2, 1, 2), {"compile": "aot_eager"}, marks=pytest.mark.slow),
+        ("llama", (2, 1, 2), {"pipeline": "interleaved"}),
+        ("gpt2", (2, 2, 1), {"fsdp": True}),
+        ("llama", (1, 2, 2), {"fsdp": True, "recompute": "full"}),
+    ],
+)
+def test_all_dimensions_train_as_one_process(four_ranks, name, shape, options):
+    found = four_ranks.run(trained_in_stages, name, shape, options)
+    assert apart(found) < FLOAT32_LOSS
+    if options.get("fsdp"):
+        assert all(held < 0.4 for _, held, _ in found)
+    if shape[2] > 1 and name == "llama":
+        assert all(ran == "across layers" for *_, runs in found for ran, *_ in runs)
+
+
+def planned(pipeline, *stages):
+    """A plan for four ranks; segments as (layers, schedule, recomputed layers)."""
+    shape = ModelShape(hidden=32, layers=sum(each[0] for stage in stages for each in stage), heads=4, sequence=10,
+                       vocabulary=90)  # fmt: skip
+    made = tuple(
+        Stage(tuple(Segment(2 * layers, 2, name, 2, again) for layers, name, again in stage)) for stage in stages
+    )
+    return Plan(shape, 4, 2, 8, 4 if len(stages) > 1 else 2, made, pipeline=pipeline)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "runs"),
+    [
+        (
+            "llama",
+            planned("shifted_critical_path", [(1, "oases", 1), (2, "cross_pass", 0)], [(1, "sync", 0)]),
+            [[("across layers", "oases", 1), ("across layers", "cross_pass", 2)], [("across layers", "sync", 1)]],
+        ),
+        (
+            "t5",  # an encoder and a decoder of four layers each
+            planned("one_f_one_b", [(3, "oases", 0)], [(5, "oases", 3)]),
+            [[("across layers", "oases", 3)], [("across layers", "oases", 1), ("across layers", "oases", 4)]],
+        ),
+        (
+            "llama",  # one stage, two replicas, two micro-batches
+            planned("one_f_one_b", [(3, "oases", 2), (1, "sync", 0)]),
+            [[("across layers", "oases", 3), ("across layers", "sync", 1)]] * 2,
+        ),
+    ],
+)
+def test_plans_are_executed(four_ranks, name, plan, runs):
+    found = four_ranks.run(trained_in_stages, name, (len(plan.stages), 2 // len(plan.stages), 2), {"plan": plan})
+    assert apart(found) < FLOAT32_LOSS
+    assert [found[0][2], found[2][2]] == runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 1, 2), (1, 2, 2), (4, 1, 1)], ids=str)
+def test_ten_steps_of_adamw(shape):
+    """Largest differences from one process, by model. Others than ViT compute norms in float32, also in float64."""
+    with RankPool(math.prod(shape)) as pool:
+        for name in ("llama", "qwen3", "gpt2", "gemma3", "phi", "olmoe", "t5", "vit"):
+            worst = apart(pool.run(trained_in_stages, name, shape, {}, 4, 10, torch.float32))
+            print(f"{name} {shape}: {worst:.0e}")
+            assert worst < 1e-5
+        assert apart(pool.run(trained_in_stages, "vit", shape, {}, 4, 10, torch.float64)) < 1e-10
+
+
+class Chain(nn.Module):
+    """A model of no library: layers with a skip from the first to the last, a scale of its own, and a loss inside."""
+
+    def __init__(self, layers=4, width=8):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
+        self.scale = nn.Parameter(torch.full((width,), 0.7))
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x, labels=None):
+        start = self.first(x)
+        h = start * self.scale
+        for layer in self.layers:
+            h = layer(h) + h
+        return (self.last(h * self.scale + start) - x.sum(-1, keepdim=True)).square().mean()
+
+
+def chain(shape):
+    """Gradients of a step, by name, and those of one process; a second step adds to them."""
+    plain, model = Chain().double(), Chain().double()
+    model.load_state_dict(plain.state_dict())
+    spec = oases.ParallelSpec(inputs=((torch.empty(3, 8, dtype=torch.float64),), {}))
+    oases.parallelize(model, mesh=mesh_of(*shape), micro_batches=2, spec=spec)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    for _ in range(2):
+        expected = plain(x)
+        expected.backward()
+        replica = model.oases_pipeline.mesh.replica(shape[2])
+        loss = model.train_step(x.chunk(shape[1])[replica])
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
+    return [name for name, _ in model.named_parameters()]
+
+
+class Peeking(nn.Module):
+    """A layer that keeps something of its inside, for others to read."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        self.norm = self.linear(x).square().mean()
+        return torch.tanh(self.linear(x))
+
+
+class Penalised(Chain):
+    """A loss that reads what layers keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Peeking(8) for _ in range(4))
+
+    def forward(self, x, labels=None):
+        return super().forward(x) + sum(layer.norm for layer in self.layers)
+
+
+def penalised():
+    spec = oases.ParallelSpec(inputs=((torch.empty(3, 8),), {}))
+    return said(lambda: oases.parallelize(Penalised(), mesh=mesh_of(2, 1, 1), spec=spec).train_step(torch.ones(8, 8)))
+
+
+def test_a_loss_that_reads_the_inside_of_a_layer_is_refused(two_ranks):
+    for text in two_ranks.run(penalised):
+        assert "the loss reads what layers.0 computes inside and does not return" in text
+
+
+def test_results_that_skip_stages_and_weights_between_modules(four_ranks):
+    for shape in ((4, 1, 1), (2, 2, 1)):
+        names = four_ranks.run(chain, shape)
+        assert all("scale" in each for each in (names[0], names[3]))
+        assert set().union(*names) == {name for name, _ in Chain().named_parameters()}
+
+
+def from_meta(folder):
+    """A stage loads its weights alone, and both stages together have all of them."""
+    with torch.device("meta"):
+        model = type(build("gpt2"))(config("gpt2", **sizes("gpt2", 4)))
+    oases.parallelize(model, mesh=mesh_of(2, 1, 1), weights=folder, micro_batches=2)
+    loss = model.train_step(**batch("gpt2"))
+    model.oases_pipeline.close()
+    return float(loss), sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_weights_of_a_stage_alone_are_read(two_ranks, tmp_path):
+    model = build("gpt2", **sizes("gpt2", 4))
+    model.save_pretrained(tmp_path)
+    (loss, first), (other, second) = two_ranks.run(from_meta, str(tmp_path))
+    table = model.transformer.wte.weight.numel()
+    assert first + second == sum(parameter.numel() for parameter in model.parameters()) + table
+    assert loss == other
+    assert loss == pytest.approx(float(model(**batch("gpt2")).loss.detach()), rel=1e-6)
+
+
+def wrong(kind):
+    model = build("llama", **sizes("llama", 4))
+    options, mesh = {"micro_batches": 2}, None
+    if kind == "more stages than layers":
+        model = build("llama", num_hidden_layers=1)
+        model.model.layers.append(model.model.layers[0])
+        del model.model.layers[1]
+    elif kind == "interleaved parts":
+        model, options = build("llama", **sizes("llama", 2)), {"micro_batches": 2, "pipeline": "interleaved"}
+    elif kind == "other dimensions":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "cp"))
+    elif kind == "no pp":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    elif kind == "pipeline":
+        options = {"pipeline": "1f1b"}
+    return said(lambda: oases.parallelize(model, mesh=mesh or mesh_of(2, 1, 1), **options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("more stages than layers", "no list of layers to divide into stages; train it without 'pp'"),
+        ("interleaved parts", "has 2 layers, too few for 4 parts of a pipeline; give at most 2 stages"),
+        ("other dimensions", "a mesh with 'pp' may have pp, dp, tp alone"),
+        ("no pp", "micro_batches 2 needs a mesh with the dimension 'pp'"),
+        ("pipeline", "unknown pipeline '1f1b'; known are"),
+    ],
+)
+def test_meshes_and_models_that_do_not_divide(two_ranks, kind, message):
+    for text in two_ranks.run(wrong, kind):
+        assert message in text
+
+
+def misused():
+    model = build("llama", **sizes("llama", 4))
+    oases.parallelize(model, mesh=mesh_of(2, 1, 1), micro_batches=2)
+    data = batch("llama")
+    ignored = {**data, "labels": torch.full_like(data["labels"], -100)}
+    calls = {
+        "direct": lambda: model(**data),
+        "samples": lambda: model.train_step(**{key: value[:3] for key, value in data.items()}),
+        "no tensor": lambda: model.train_step(),
+        "no loss": lambda: model.train_step(input_ids=data["input_ids"]),
+        "no label": lambda: model.train_step(**ignored),
+        "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    }
+    texts = {name: said(call) for name, call in calls.items()}
+    loss = float(model.train_step(**shares(data, (2, 1, 1), model)))
+    model.oases_pipeline.close()
+    return texts, loss
+
+
+def test_wrong_calls_are_errors_with_the_remedy_on_all_ranks_and_the_model_goes_on(two_ranks):
+    expected = float(build("llama", **sizes("llama", 4))(**batch("llama")).loss.detach())
+    for texts, loss in two_ranks.run(misused):
+        assert "call model.train_step(**batch) on all ranks" in texts["direct"]
+        assert "3 samples do not divide into 2 micro-batches" in texts["samples"]
+        assert "pass it the arguments of the model's forward" in texts["no tensor"]
+        assert "no loss of one number in it; pass labels" in texts["no loss"]
+        assert "micro-batches have no label but -100" in texts["no label"]
+        assert "oases.clip_grad_norm(model, max_norm)" in texts["clip"]
+        assert loss == pytest.approx(expected, rel=1e-6)
