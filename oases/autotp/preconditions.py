@@ -148,7 +148,7 @@ def require_runnable(plan: Plan) -> None:
         ),
         "experts": (plan.experts, "leave them out; parallelize() keeps the model's own experts"),
         "num_blocks": (
-            next((segment.num_blocks for segment in segments if segment.num_blocks % 2), 0),
+            next((segment.num_blocks for segment in segments if plan.model.mixed and segment.num_blocks % 2), 0),
             "give segments of whole layers, of two blocks each",
         ),
     }

@@ -278,7 +278,7 @@ def ranked(found: dict[Plan, Plan]) -> list[Plan]:
 
 
 def _cost(plan: Plan) -> float:
-    borders = sum(len(stage.segments) - 1 for stage in plan.stages)
+    borders = sum(len(part.segments) - 1 for part in plan.parts)
     return seconds_of(plan) * (1 + BORDER) ** borders
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +20,8 @@ from typing import Any
 from oases.errors import UsageError
 from oases.files import parse_json, read_json
 from oases.limits import require_numbers, short
+from oases.plans.fields import layered_model, listed, made
 from oases.plans.layered import Model
-from oases.plans.layered_file import layered_model
 from oases.plans.segment import AUTO, Segment, Stage, generated
 from oases.plans.shape import Experts, ModelShape
 from oases.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
@@ -252,6 +252,13 @@ class Plan:
         blocks = sum(segment.num_blocks for segment in part.segments)
         return range(self.model.layer_at(part.first_block), self.model.layer_at(part.first_block + blocks - 1) + 1)
 
+    def layer_counts(self, part: Part) -> Iterator[tuple[int, Segment]]:
+        """Segments of a part, each with its number of layers."""
+        block = part.first_block
+        for segment in part.segments:
+            yield self.model.num_layers(block, segment.num_blocks), segment
+            block += segment.num_blocks
+
     def parts_of(self, stage: int) -> tuple[Part, ...]:
         """Model parts of a stage."""
         return self.parts[stage :: len(self.stages)]
@@ -272,14 +279,17 @@ class Plan:
         batch".
         """
         runs: list[tuple[int, str]] = []
-        for stage in self.stages:
+        for number in range(len(self.stages)):
             parts = []
-            for segment in stage.segments:
+            for first_block, segment in self.placed(number):
                 extra = f", {segment.recomputed_layers} layers recomputed" if segment.recomputed_layers else ""
                 extra += ", sequence-parallel" if segment.sequence_parallel else ""
                 replicas = self.stage_ranks // segment.tp
                 name = segment.name if self.experts is None else self.experts.name
-                parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{extra})")
+                held = f"{segment.num_blocks} blocks"
+                if not self.model.mixed:
+                    held = f"{self.model.num_layers(first_block, segment.num_blocks)} layers"
+                parts.append(f"{held} tp {segment.tp} x dp {replicas} ({name}{extra})")
             text = " -> ".join(parts)
             if runs and runs[-1][1] == text:
                 runs[-1] = (runs[-1][0] + 1, text)
@@ -316,20 +326,20 @@ class Plan:
             )
         body = {key: value for key, value in data.items() if key not in ("format", "version")}
         stages = tuple(
-            Stage(tuple(_made(Segment, item, f"stage {number}") for item in _listed(stage, "segments", number)))
-            for number, stage in enumerate(_listed(body, "stages", "plan"))
+            Stage(tuple(made(Segment, item, f"stage {number}") for item in listed(stage, "segments", number)))
+            for number, stage in enumerate(listed(body, "stages", "plan"))
         )
         prediction = body.get("prediction")
         if isinstance(prediction, dict):
-            memory = tuple(_listed(prediction, "memory_bytes", "prediction"))
-            prediction = _made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
+            memory = tuple(listed(prediction, "memory_bytes", "prediction"))
+            prediction = made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
         elif prediction is not None:
             raise UsageError(f"plan: prediction must be an object or null, got {short(prediction)}")
         model, experts = _model(body.get("model")), body.get("experts")
         if experts is not None:
-            experts = _made(Experts, experts, "experts")
-        made = {"stages": stages, "model": model, "prediction": prediction, "experts": experts}
-        plan: Plan = _made(Plan, {**body, **made}, "plan")
+            experts = made(Experts, experts, "experts")
+        fields_read = {"stages": stages, "model": model, "prediction": prediction, "experts": experts}
+        plan: Plan = made(Plan, {**body, **fields_read}, "plan")
         if plan.prediction is not None:
             _check_prediction(plan.prediction, len(stages))
         return plan
@@ -338,7 +348,7 @@ class Plan:
 def _model(data: Any) -> Model:
     if isinstance(data, Mapping) and "kinds" in data:
         return layered_model(data)
-    shape: ModelShape = _made(ModelShape, data, "model")
+    shape: ModelShape = made(ModelShape, data, "model")
     return shape
 
 
@@ -364,29 +374,3 @@ def read_plan(path: str | Path) -> Plan:
         return Plan._of(data)
     except UsageError as error:
         raise UsageError(f"plan {str(path)!r}: {str(error).removeprefix('plan: ')}") from error
-
-
-def _listed(data: Any, name: str, where: Any) -> list[Any]:
-    if not isinstance(data, dict) or not isinstance(data.get(name), list):
-        raise UsageError(f"plan: {where} has no list {name!r}")
-    found: list[Any] = data[name]
-    return found
-
-
-def _made(cls: type[Any], data: Any, where: str) -> Any:
-    """Build a dataclass from a mapping, checking the names and types of its fields."""
-    if not isinstance(data, Mapping):
-        raise UsageError(f"plan: {where} must be an object, got {short(data)}")
-    known = {item.name: item for item in fields(cls)}
-    for name in data:
-        if name not in known:
-            raise UsageError(f"plan: {where} has an unknown field {short(name)}; known are {', '.join(known)}")
-    plain: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float)}
-    for name, value in data.items():
-        wanted = plain.get(str(known[name].type))
-        if wanted and (not isinstance(value, wanted) or (bool not in wanted and isinstance(value, bool))):
-            raise UsageError(f"plan: {where}: {name} must be {known[name].type}, got {short(value)}")
-    try:
-        return cls(**data)
-    except TypeError as error:  # missing field: Python's message names it
-        raise UsageError(f"plan: {where}: {error}") from error

@@ -1,4 +1,4 @@
-"""Reading of the LayeredModel in a plan file, with every field checked."""
+"""Reading of the objects in a plan file, with every field checked."""
 
 from __future__ import annotations
 
@@ -94,3 +94,30 @@ def _flag(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"plan: {where} must be true or false, got {short(value)}")
     return value
+
+
+def listed(data: Any, name: str, where: Any) -> list[Any]:
+    """List in a field of a plan's data. Raises UsageError naming the object by `where`."""
+    if not isinstance(data, dict) or not isinstance(data.get(name), list):
+        raise UsageError(f"plan: {where} has no list {name!r}")
+    found: list[Any] = data[name]
+    return found
+
+
+def made(cls: type[Any], data: Any, where: str) -> Any:
+    """Build a dataclass from a mapping, checking the names and types of its fields."""
+    if not isinstance(data, Mapping):
+        raise UsageError(f"plan: {where} must be an object, got {short(data)}")
+    known = {item.name: item for item in fields(cls)}
+    for name in data:
+        if name not in known:
+            raise UsageError(f"plan: {where} has an unknown field {short(name)}; known are {', '.join(known)}")
+    plain: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float)}
+    for name, value in data.items():
+        wanted = plain.get(str(known[name].type))
+        if wanted and (not isinstance(value, wanted) or (bool not in wanted and isinstance(value, bool))):
+            raise UsageError(f"plan: {where}: {name} must be {known[name].type}, got {short(value)}")
+    try:
+        return cls(**data)
+    except TypeError as error:  # missing field: Python's message names it
+        raise UsageError(f"plan: {where}: {error}") from error
