@@ -52,7 +52,7 @@ def plan_table(plan: Plan, capacity: int) -> Table:
             degrees = f"{segment.tp} x {plan.stage_ranks // segment.tp}"
             table.add_row(
                 named if first else "", _held(plan, segment, block, one), degrees,
-                segment.schedule, str(segment.parts), _again(plan, segment, block),
+                _schedule(segment), str(segment.parts), _again(plan, segment, block),
                 _memory(plan, numbers, capacity) if first else "",
             )  # fmt: skip
     return table
@@ -65,8 +65,13 @@ def title(plan: Plan) -> str:
     return (
         f"{plan.model.name} ({count_text(plan.model.num_parameters)} parameters, {plan.model.dtype}) on "
         f"{plan.world} devices: {stages}{micro} of {plan.global_batch // plan.micro_batches} samples"
-        f"{', optimizer sharded' if plan.zero else ''}"
+        f"{', optimizer sharded' if plan.zero else ''}{', weights sharded' if plan.fsdp else ''}"
+        f"{f', sums sent in {plan.wire}' if plan.wire != 'none' else ''}"
     )
+
+
+def _schedule(segment: Segment) -> str:
+    return f"{segment.schedule}, sequence-parallel" if segment.sequence_parallel else segment.schedule
 
 
 def _held(plan: Plan, segment: Segment, first: int, one: bool) -> str:
@@ -157,9 +162,13 @@ def space_of(options: argparse.Namespace, **more: Any) -> Space:
     """Search space of the options."""
     if options.pipelines is not None:
         more["pipelines"] = options.pipelines
+    if options.wire is not None:
+        more["wire"] = options.wire
     return Space(
         degrees=options.degrees or (), micro_batches=options.micro_batches or (),
-        zero=(False,) if options.no_zero else (False, True), recompute=not options.no_recompute, **more,
+        zero=(False,) if options.no_zero else (False, True), recompute=not options.no_recompute,
+        fsdp=(False,) if options.no_fsdp else (False, True),
+        sequence_parallel=(False,) if options.no_sequence_parallel else (False, True), **more,
     )  # fmt: skip
 
 

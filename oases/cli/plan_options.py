@@ -10,7 +10,7 @@ from pathlib import Path
 
 from oases.errors import UsageError
 from oases.plans.layered import Model
-from oases.plans.shape import ELEMENT_BYTES, MODELS, ModelShape, model_called
+from oases.plans.shape import ELEMENT_BYTES, MODELS, WIRES, ModelShape, model_called
 from oases.simulator.cluster import ONE_NODE, cluster_called, known_clusters, with_link
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware
@@ -78,6 +78,12 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipelines", type=_parsed(names), metavar="NAME,NAME", help="pipeline schedules to search")
     parser.add_argument("--no-recompute", action="store_true", help="exclude activation recomputation")
     parser.add_argument("--no-zero", action="store_true", help="exclude ZeRO-1 (sharded optimizer state)")
+    parser.add_argument("--no-fsdp", action="store_true", help="exclude FSDP (sharded weights)")
+    parser.add_argument("--no-sequence-parallel", action="store_true", help="exclude sequence parallelism")
+    parser.add_argument(
+        "--wire", type=_parsed(names), metavar="NAME,NAME",
+        help=f"dtypes of tensor-parallel sums to search: {', '.join(WIRES)} (default: none, the model's own)",
+    )  # fmt: skip
 
 
 def model_of(options: argparse.Namespace) -> Model:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from oases.planner.balance import StageLoad, least_load
-from oases.planner.block_chain import StackTiming, StackTimings
+from oases.planner.block_chain import StackTiming, StackTimings, Way
 from oases.planner.ends import ends_seconds
 from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes
 from oases.planner.space import Setting
@@ -54,10 +54,12 @@ class BlockCosts:
         """Timing of the fastest way to run blocks in this state."""
         if state not in self._timing:
             tp, recomputed = state
-            self._timing[state] = self._timings.fastest(tp, self.setting.samples(tp), recompute=recomputed)
+            self._timing[state] = self._timings.fastest(
+                tp, self.setting.samples(tp), recompute=recomputed, wire=self.setting.wire
+            )
         return self._timing[state]
 
-    def ways(self, tp: int) -> list[tuple[str, int]]:
+    def ways(self, tp: int) -> list[Way]:
         """Schedules and sub-batches that a stack of this degree can run."""
         return self._timings.ways(tp, self.setting.samples(tp))
 
@@ -83,7 +85,11 @@ class BlockCosts:
         tp, _ = state
         replicas = self.setting.stage_ranks // tp
         num_bytes = self.model.block_parameters(kind, tp) * self.model.element_bytes
-        summed = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
+        if self.setting.fsdp:  # gathered twice per micro-batch
+            summed = self.hardware.collective_seconds("all_gather", replicas, num_bytes, tp)
+            summed *= 2 * self.setting.micro_batches + 1
+        else:
+            summed = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
         return self.setting.micro_batches * self._seconds(kind, state) + gradients * summed
 
     def _weight_in_layer(self, kind: AnyKind, tp: int) -> float:
@@ -118,19 +124,20 @@ class BlockCosts:
         # A micro-batch in flight on a model part holds that part's share of the stage's blocks.
         held = self.setting.in_flight(stage) / self.setting.chunks * kept
         held += (whole - kept) * self.setting.recomputes_early(stage) + whole * self.setting.weights_waiting(stage)
-        return self.model.state_bytes(parameters, replicas, zero=self.setting.zero) + held
+        return self.model.state_bytes(parameters, replicas, zero=self.setting.zero, fsdp=self.setting.fsdp) + held
 
     def _once(self, state: State, stage: int) -> int:
         """Bytes besides each block's: embedding and head, tensors in flight, one recomputed block."""
         tp, _ = state
         samples = self.setting.samples(tp)
-        in_flight = in_flight_bytes(self.model, tp, samples, self.timing_of(state).sub_batches)
+        in_flight = in_flight_bytes(self.model, tp, samples, self.timing_of(state).way.sub_batches)
         held, last = in_flight, self.setting.stages - 1
         if stage in (0, last):
             layers = self.model.layers
             ends = (0, layers) if last == 0 else (0, 1) if stage == 0 else (layers - 1, layers)
             parameters, replicas = self.model.end_parameters(*ends, tp), self.setting.stage_ranks // tp
-            held += self.model.state_bytes(parameters, replicas, zero=self.setting.zero)
+            held += self.model.state_bytes(parameters, replicas, zero=self.setting.zero, fsdp=self.setting.fsdp)
+            held += parameters * self.model.element_bytes * self.setting.fsdp  # gathered
         if stage == last:
             # The head's logits are freed before a block is recomputed.
             held += max(0, head_bytes(self.model, tp, samples) - in_flight)

@@ -90,8 +90,10 @@ def _kind(plan: Plan, chosen: Plan) -> str:
         return f"tp {plan.uniform_tp} throughout" if plan.uniform_tp else "mixed degrees"
     if plan.micro_batches != chosen.micro_batches:
         return f"{plan.micro_batches} micro-batches"
-    if plan.zero != chosen.zero:
-        return "sharded optimizer" if plan.zero else "whole optimizer"
+    if (plan.zero, plan.fsdp) != (chosen.zero, chosen.fsdp):
+        return "sharded weights (FSDP)" if plan.fsdp else "sharded optimizer" if plan.zero else "whole optimizer"
+    if plan.wire != chosen.wire:
+        return f"sums sent in {plan.wire}" if plan.wire != "none" else "sums sent whole"
     return "other segments"
 
 

@@ -65,20 +65,29 @@ class Lowered:
     @staticmethod
     def of(
         hardware: Hardware, model: Model, segment: Segment, first: int, samples: float, prefix: str,
-        weights_apart: bool,
+        weights_apart: bool, wire: str = "none", replicas: int = 1,
     ) -> Lowered:  # fmt: skip
-        """Lower a segment. first: number of its first block, which determines the kinds of its blocks."""
+        """Lower a segment. first: number of its first block, which determines the kinds of its blocks.
+
+        replicas: number of ranks over which its weights are sharded, 1 for whole weights.
+        """
         schedule = segment.generated(model.layer_numbers(first, segment.num_blocks))
         kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
-        costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule)
+        costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule, wire)
         (steps,) = lower(schedule, costs, prefix)
-        forward = tuple(step.instruction for step in steps if not step.backward)
+        forward = [(step.instruction, step.op) for step in steps if not step.backward]
         rest: list[tuple[Instruction, Op | None]] = []
         weights: list[tuple[Instruction, Op | None]] = []
         for step in steps[len(forward) :]:
             late = weights_apart and step.op is not None and step.op.kind == "W"
             (weights if late else rest).append((step.instruction, step.op))
-        return Lowered(forward, tuple(rest), tuple(weights))
+        if replicas > 1:
+            sizes = [model.block_parameters(kind, segment.tp) * model.element_bytes for kind in kinds]
+            seconds = [hardware.collective_seconds("all_gather", replicas, size, segment.tp) for size in sizes]
+            link = hardware.link_of(replicas, segment.tp)
+            forward = _gathered(forward, seconds, link, prefix, "forward")
+            rest = _gathered(rest, seconds, link, prefix, "backward")
+        return Lowered(tuple(instruction for instruction, _ in forward), tuple(rest), tuple(weights))
 
     @cached_property
     def recompute(self) -> tuple[Instruction, ...]:
@@ -89,6 +98,32 @@ class Lowered:
     def backward_after(self) -> Tagged:
         """The backward pass after `recompute`."""
         return tuple(each for each in self.backward if not _recomputes(each[1]))
+
+
+def _gathered(
+    ops: Sequence[tuple[Instruction, Op | None]], seconds: Sequence[float], link: str, prefix: str, which: str
+) -> list[tuple[Instruction, Op | None]]:
+    """A pass with the all-gather of each block's sharded weights, under the ops of the block before (FSDP)."""
+    first: dict[int, int] = {}
+    for at, (_, op) in enumerate(ops):
+        if op is not None and op.kind in ("F", "R", "B"):
+            first.setdefault(op.block, at)
+    order = sorted(first, key=lambda block: first[block])
+    starts = {first[block]: following for block, following in pairwise(order)}
+    found: list[tuple[Instruction, Op | None]] = []
+
+    def name(block: int) -> str:
+        return f"{prefix}weights of block {block} {which}"
+
+    for at, each in enumerate(ops):
+        if at == first[order[0]]:
+            found.append((Start(name(order[0]), link, seconds[order[0]]), None))
+        if each[1] is not None and first.get(each[1].block) == at:
+            found.append((Wait(name(each[1].block)), None))
+        if at in starts:
+            found.append((Start(name(starts[at]), link, seconds[starts[at]]), None))
+        found.append(each)
+    return found
 
 
 def _recomputes(op: Op | None) -> bool:
@@ -131,7 +166,7 @@ class StageModel:
         return (
             self.model, plan.stages[self.number].segments,
             tuple(self.model.alike(first, segment.num_blocks) for first, segment in plan.placed(self.number)), ends,
-            end_parameters(plan, self.number), tuple(map(self._message_bytes, self.parts)),
+            end_parameters(plan, self.number), tuple(map(self._message_bytes, self.parts)), plan.wire,
             several, plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, plan.fsdp,
             embedding_segment(plan).tp, kind, bool(self.early), (part, m) in self.early,
         )  # fmt: skip
@@ -210,7 +245,10 @@ class StageModel:
         kind = self.model.alike(first, segment.num_blocks)
         name = f"{self._prefix(m)}segment {part.first_segment + index} "
         samples = self.plan.samples(segment.tp)
-        return self._lowered_of(self.model, segment, kind, samples, name, self.weights_apart)
+        replicas = self.plan.stage_ranks // segment.tp if self.plan.fsdp else 1
+        return self._lowered_of(
+            self.model, segment, kind, samples, name, self.weights_apart, self.plan.wire, replicas
+        )
 
     def _prefix(self, m: int) -> str:
         return f"micro-batch {m} " if self.distinct_names else ""
@@ -344,7 +382,8 @@ class StageModel:
                 continue
             link = self.hardware.link_of(replicas, tp)
             for number, (place, num_bytes) in enumerate(_buckets(lane)):
-                seconds = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
+                how = "reduce_scatter" if self.plan.fsdp else "all_reduce"
+                seconds = self.hardware.collective_seconds(how, replicas, num_bytes, tp)
                 name = f"gradients tp {tp} bucket {number}"
                 copied = Compute(f"copy of {name}", 0.0, 0 if self.plan.fsdp else num_bytes)
                 starts.setdefault(place, []).extend((copied, Start(name, link, seconds)))

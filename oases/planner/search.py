@@ -124,16 +124,17 @@ class SettingSearch(BlockCosts):
         return Plan(
             self.model, setting.world, self.hardware.ranks_per_node, setting.global_batch, setting.micro_batches,
             stages, setting.zero and any(tp < setting.stage_ranks for of_stage in states for tp, _ in of_stage),
-            setting.pipeline,
+            setting.pipeline, fsdp=setting.fsdp and any(t < setting.stage_ranks for s in states for t, _ in s),
+            wire=setting.wire if any(tp > 1 for of_stage in states for tp, _ in of_stage) else "none",
         )  # fmt: skip
 
     def _segments(self, states: tuple[State, ...], first: int) -> Iterator[Segment]:
         for tp, run_of_states in groupby(states, key=lambda state: state[0]):
             recomputed = [state[1] for state in run_of_states]
             count = sum(recomputed)
-            way = self.timing_of((tp, count * 2 > len(recomputed)))
+            way = self.timing_of((tp, count * 2 > len(recomputed))).way
             layers = self.model.num_layers(first, count) if count else 0
-            yield Segment(len(recomputed), tp, way.schedule, way.sub_batches, layers)
+            yield Segment(len(recomputed), tp, way.schedule, way.sub_batches, layers, way.sequence_parallel)
             first += len(recomputed)
 
     def candidates(self, limit: float = np.inf) -> Iterator[Plan]:

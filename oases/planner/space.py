@@ -10,6 +10,7 @@ from math import isqrt
 
 from oases.errors import UsageError
 from oases.plans.layered import Model
+from oases.plans.shape import WIRES
 from oases.schedule import PIPELINES
 from oases.schedule.pipeline import chunks_of, enough, in_flight, passes, read_stage
 from oases.schedule.schedule import Pass, StageReading
@@ -30,7 +31,9 @@ MOST_MICRO_BATCHES = 4096
 class Space:
     """Search space. degrees, micro_batches: empty for all that fit. recompute: whether layers may be recomputed.
 
-    pipelines: pipeline schedules, for up to `max_stages` stages.
+    pipelines: pipeline schedules, for up to `max_stages` stages. fsdp and sequence_parallel are searched where a run
+    can execute them: of built-in models, fsdp in float32; of others, no sequence parallelism. wire: dtypes in which
+    sums are sent; one that rounds them is used only if it is named.
     """
 
     degrees: tuple[int, ...] = ()
@@ -38,6 +41,9 @@ class Space:
     sub_batches: tuple[int, ...] = (2, 4, 8)
     micro_batches: tuple[int, ...] = ()
     zero: tuple[bool, ...] = (False, True)
+    fsdp: tuple[bool, ...] = (False, True)
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    wire: tuple[str, ...] = ("none",)
     recompute: bool = True
     max_stages: int = MAX_STAGES
     pipelines: tuple[str, ...] = BEST_PIPELINES
@@ -50,6 +56,7 @@ class Space:
                 if unknown
                 else f"pipelines: give at least one; known are {', '.join(PIPELINES)}"
             )
+        self._check_choices()
         for name in ("degrees", "sub_batches", "micro_batches"):
             for value in getattr(self, name):
                 if not isinstance(value, int) or value < 1:
@@ -60,6 +67,14 @@ class Space:
                     f"degrees {smaller} and {larger} do not nest, so samples cannot pass from rank to rank between "
                     "their blocks; give degrees of which one divides the next, such as 1,2,4"
                 )
+
+    def _check_choices(self) -> None:
+        for wire in self.wire:
+            if wire not in WIRES:
+                raise UsageError(f"wire: unknown {wire!r}; known are {', '.join(WIRES)}")
+        for name in ("zero", "fsdp", "sequence_parallel", "wire"):
+            if not getattr(self, name):
+                raise UsageError(f"{name}: give at least one value to search")
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,8 @@ class Setting:
     micro_batches: int
     zero: bool
     pipeline: str = "one_f_one_b"
+    fsdp: bool = False
+    wire: str = "none"
 
     @property
     def stage_ranks(self) -> int:
@@ -149,10 +166,11 @@ def settings(model: Model, hardware: Hardware, world: int, global_batch: int, sp
         for micro in space.micro_batches or _micro_batches(global_batch):
             if stages > 1 and micro < stages:
                 continue
-            for pipeline, zero in product(_pipelines(model, stages, micro, space), space.zero):
-                setting = Setting(world, global_batch, stages, micro, zero, pipeline)
+            shared = product(_pipelines(model, stages, micro, space), _sharding(model, space), space.wire)
+            for pipeline, (zero, fsdp), wire in shared:
+                setting = Setting(world, global_batch, stages, micro, zero, pipeline, fsdp, wire)
                 degrees = setting.degrees(model, hardware, space)
-                if degrees and (not zero or min(degrees) < setting.stage_ranks):
+                if degrees and (not (zero or fsdp) or min(degrees) < setting.stage_ranks):
                     found = True
                     yield setting
     if not found:
@@ -167,6 +185,15 @@ def settings(model: Model, hardware: Hardware, world: int, global_batch: int, sp
             f"that the model allows are {', '.join(map(str, known))}, and each replica needs a whole number of "
             f"samples{asked}; profile {hardware.name!r} holds {hardware.measured_shapes() or 'no blocks, but rates'}"
         )
+
+
+def _sharding(model: Model, space: Space) -> list[tuple[bool, bool]]:
+    """(zero, fsdp) to search: what a run can execute, least sharded first."""
+    found = [(zero, False) for zero in space.zero] if False in space.fsdp else []
+    found += [(False, True)] * (True in space.fsdp and (not model.mixed or model.dtype == "float32"))
+    if not found:
+        raise UsageError(f"fsdp: {model.name} in {model.dtype} trains without it, in float32 with it; leave it out")
+    return found
 
 
 def _pipelines(model: Model, stages: int, micro_batches: int, space: Space) -> Iterator[str]:

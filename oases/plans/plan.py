@@ -23,7 +23,7 @@ from oases.limits import require_numbers, short
 from oases.plans.fields import layered_model, listed, made
 from oases.plans.layered import Model
 from oases.plans.segment import AUTO, Segment, Stage, generated
-from oases.plans.shape import Experts, ModelShape
+from oases.plans.shape import WIRES, Experts, ModelShape
 from oases.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
 from oases.schedule.pipeline import chunks_of, name_of, require_sizes
 
@@ -87,7 +87,7 @@ class Plan:
     step.
 
     zero: optimizer state is sharded over the data-parallel ranks (ZeRO-1). fsdp: weights and gradients are sharded
-    too; the planner does not choose it, and predicts its memory but not the time of its all-gathers. pipeline:
+    too. wire: dtype in which tensor-parallel sums are sent, one of WIRES. pipeline:
     pipeline schedule, the name of a generator or the text of a list for these stages and micro-batches. experts:
     replaces every MLP, sharded across the ranks of its stage; segments then hold whole layers, and their own
     schedule is not used.
@@ -104,6 +104,7 @@ class Plan:
     prediction: Prediction | None = None
     fsdp: bool = False
     experts: Experts | None = None
+    wire: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("world", "ranks_per_node", "global_batch", "micro_batches"):
@@ -111,6 +112,8 @@ class Plan:
             if value < 1:
                 raise UsageError(f"plan: {name} must be at least 1, got {short(value)}")
             require_numbers({name: value}, "plan: ")
+        if self.wire not in WIRES:
+            raise UsageError(f"plan: unknown wire {short(self.wire)}; known are {', '.join(WIRES)}")
         if self.zero and self.fsdp:
             raise UsageError("plan: fsdp includes zero; leave out zero")
         if self.pipeline not in PLANNED and not is_text(self.pipeline):
@@ -304,7 +307,14 @@ class Plan:
         how = [name_of(self.pipeline)] if len(self.stages) > 1 else []
         how += [f"{self.experts.experts} experts"] if self.experts is not None else []
         return "; ".join(
-            [*names, counts, *how, *(["sharded optimizer"] if self.zero else []), *(["fsdp"] if self.fsdp else [])]
+            [
+                *names,
+                counts,
+                *how,
+                *(["sharded optimizer"] if self.zero else []),
+                *(["fsdp"] if self.fsdp else []),
+                *([f"sums sent in {self.wire}"] if self.wire != "none" else []),
+            ]
         )
 
     def to_json(self) -> str:

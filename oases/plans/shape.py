@@ -14,6 +14,8 @@ KINDS: tuple[BlockKind, BlockKind] = ("attention", "mlp")
 AnyKind: TypeAlias = Any
 """Kind of a block of any model: a BlockKind, or the Kind of a LayeredModel."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+WIRES = ("none", "bfloat16", "float16")
+"""Dtypes in which activations may be summed over tensor-parallel ranks; none: the model's own."""
 GRADIENT_BYTES = 4
 """Bytes of a parameter's gradient, whatever the parameter's dtype: gradients accumulate in float32."""
 

@@ -10,7 +10,7 @@ from math import log
 
 from oases.errors import UsageError
 from oases.plans.layered import LayeredModel, Model, Work
-from oases.plans.shape import AnyKind, BlockKind, ModelShape
+from oases.plans.shape import ELEMENT_BYTES, AnyKind, BlockKind, ModelShape
 from oases.schedule import Schedule
 from oases.simulator.cost import BlockBytes, BlockTimes, StackCosts
 from oases.simulator.links import LinkModel
@@ -264,18 +264,32 @@ def _between(points: Sequence[MeasuredBlock], samples: float) -> BlockTimes:
 
 
 def stack_costs(
-    hardware: Hardware, model: Model, kinds: Sequence[AnyKind], tp: int, samples: float, schedule: Schedule
-) -> StackCosts:
-    """Costs of each op of `schedule` on a stack of these blocks at degree `tp`, for `samples` samples."""
+    hardware: Hardware, model: Model, kinds: Sequence[AnyKind], tp: int, samples: float, schedule: Schedule,
+    wire: str = "none",
+) -> StackCosts:  # fmt: skip
+    """Costs of each op of `schedule` on a stack of these blocks at degree `tp`, for `samples` samples.
+
+    wire: dtype in which sums are sent; a smaller one than the model's is cast to before and from after each. Under
+    sequence parallelism the ops between reduce-scatter and all-gather work on a part of the sequence.
+    """
     part = samples / schedule.num_sub_batches
     times = {kind: hardware.block_times(model, kind, tp, part) for kind in set(kinds)}
     unit = model.unit_bytes(part)
+    sent = unit if wire == "none" else unit * ELEMENT_BYTES[wire] // model.element_bytes
+    if sent != unit and tp > 1:
+        cast = (unit + sent) / hardware.device.bytes_per_second + hardware.device.launch_seconds
+        times = {kind: each.with_casts(cast) for kind, each in times.items()}
+    if schedule.sequence_parallel:
+        times = {
+            kind: replace(each, combine=each.combine / tp, combine_backward=each.combine_backward / tp)
+            for kind, each in times.items()
+        }
     sizes = {kind: BlockBytes(unit, model.kept_bytes(kind, tp, part)) for kind in set(kinds)}
     link = hardware.link_of(tp)
     names = ("all_reduce", "reduce_scatter", "all_gather")
     return StackCosts(
         times=tuple(times[kind] for kind in kinds),
-        collectives={name: hardware.collective_seconds(name, tp, unit) for name in names},
+        collectives={name: hardware.collective_seconds(name, tp, sent) for name in names},
         sizes=tuple(sizes[kind] for kind in kinds),
         link=link,
         contention=hardware.link(link).contention,

@@ -119,7 +119,8 @@ def segments_of(
             continue
         given = [(len(layers), options)]
         if plan is not None:
-            given = [(count, options | options_of(each)) for count, each in plan.layer_counts(plan.parts[number])]
+            placed = plan.layer_counts(plan.parts[number])
+            given = [(count, options | options_of(each, plan.wire)) for count, each in placed]
         start = 0
         for count, chosen in given:
             mine = set(layers[start : start + count])
