@@ -22,6 +22,7 @@ from oases.parallel.messages import StageMessages
 from oases.parallel.pipeline import StageRunner
 from oases.parallel.planned_stack import PlannedStack
 from oases.plans.check import pipeline_of
+from oases.plans.layered import Model
 from oases.plans.plan import Plan
 from oases.plans.shape import KINDS, ModelShape
 from oases.profile.memory import measure_memory
@@ -74,7 +75,7 @@ def emulated_blocks(plain: Hardware, model: ModelShape) -> tuple[MeasuredBlock, 
     return tuple(rows)
 
 
-def timed_block(hardware: Hardware, model: ModelShape, number: int, group: ProcessGroup | None) -> TimedBlock:
+def timed_block(hardware: Hardware, model: Model, number: int, group: ProcessGroup | None) -> TimedBlock:
     """The block of this number, cut over the group, that waits as long as the emulated device would compute."""
     kind, tp = model.kind_of(number), group_size(group)
 

@@ -198,7 +198,7 @@ def test_neither_command_needs_torch():
         ([*GIVEN, "--dtype", "int8"], ["'int8'", "bfloat16"]),
         ([*MODEL, "--cluster", "4xnosuch", "--global-batch", "8"], ["'nosuch'", "3090"]),
         ([*MODEL, "--cluster", "many", "--global-batch", "8"], ["'many'", "COUNTxNAME"]),
-        ([*MODEL, "--cluster", "6x3090", "--global-batch", "8"], ["6 ranks", "nodes of 4", "4x3090 or 8x3090"]),
+        ([*MODEL, "--cluster", "10x3090", "--global-batch", "8"], ["10 ranks", "nodes of 4", "8x3090 or 12x3090"]),
         ([*MODEL, "--global-batch", "8"], ["--cluster", "neither is given"]),
         ([*GIVEN, "--profile", "x"], ["both are given"]),
         ([*GIVEN, "--world", "4"], ["leave out --world 4"]),

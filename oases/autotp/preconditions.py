@@ -141,7 +141,7 @@ def require_runnable(plan: Plan) -> None:
         ),
         "experts": (plan.experts, "leave them out; parallelize() keeps the model's own experts"),
         "num_blocks": (
-            next((segment.num_blocks for segment in segments if segment.num_blocks % 2), 0),
+            next((segment.num_blocks for segment in segments if plan.model.mixed and segment.num_blocks % 2), 0),
             "give segments of whole layers, of two blocks each",
         ),
     }
@@ -151,9 +151,11 @@ def require_runnable(plan: Plan) -> None:
             raise UsageError(f"plan: parallelize() does not do {name} {shown} for such a model; {remedy}")
 
 
-def options_of(segment: Segment) -> dict[str, Any]:
-    """Stack options for running all layers as the segment specifies."""
+def options_of(segment: Segment, wire: str = "none") -> dict[str, Any]:
+    """Stack options for running all layers as the segment specifies. wire: the plan's."""
     options: dict[str, Any] = {"recompute": segment.recomputed_layers}
+    if wire != "none":
+        options["wire_dtype"] = getattr(torch, wire)
     if is_text(segment.schedule):
         return options | {"schedule": segment.generated()}
     sub_batches = AUTO if segment.schedule == AUTO else segment.sub_batches

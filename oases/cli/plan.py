@@ -21,9 +21,10 @@ from oases.planner.predict import Predictor
 from oases.planner.space import Space
 from oases.planner.sweep import Problem, as_data, sweep
 from oases.plans.check import require_trainable
+from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment
-from oases.plans.shape import ModelShape
 from oases.schedule.pipeline import name_of
+from oases.simulator.cluster import described
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, count_text, rate_text, seconds_text
 
@@ -34,28 +35,27 @@ MOST_ROWS = 12
 def plan_table(plan: Plan, capacity: int) -> Table:
     """Table with a row per segment: blocks, degrees, schedule, recomputation, and memory per stage."""
     table = Table()
-    for name in ("stage", "blocks", "tp x dp", "schedule", "sub-batches", "recomputed layers", "memory"):
+    for name in (
+        "stage",
+        "blocks" if plan.model.mixed else "layers",
+        "tp x dp",
+        "schedule",
+        "sub-batches",
+        "recomputed layers",
+        "memory",
+    ):
         table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
     for numbers in _alike(plan):
-        for at, (block, segment) in enumerate(_placed(plan, numbers[0])):
+        for at, (block, segment) in enumerate(plan.placed(numbers[0])):
             first, one = at == 0, len(numbers) == 1
             named = f"{numbers[0]}" if one else f"{numbers[0]}-{numbers[-1]}"
             degrees = f"{segment.tp} x {plan.stage_ranks // segment.tp}"
             table.add_row(
-                named if first else "", _blocks(segment, block, one), degrees,
-                segment.schedule, str(segment.generated().num_sub_batches), _again(segment),
+                named if first else "", _held(plan, segment, block, one), degrees,
+                _schedule(segment), str(segment.parts), _again(plan, segment, block),
                 _memory(plan, numbers, capacity) if first else "",
             )  # fmt: skip
     return table
-
-
-def _placed(plan: Plan, number: int) -> Iterator[tuple[int, Segment]]:
-    """Segments of a stage, each with its first block."""
-    for part in plan.parts_of(number):
-        block = part.first_block
-        for segment in part.segments:
-            yield block, segment
-            block += segment.num_blocks
 
 
 def title(plan: Plan) -> str:
@@ -65,16 +65,25 @@ def title(plan: Plan) -> str:
     return (
         f"{plan.model.name} ({count_text(plan.model.num_parameters)} parameters, {plan.model.dtype}) on "
         f"{plan.world} devices: {stages}{micro} of {plan.global_batch // plan.micro_batches} samples"
-        f"{', optimizer sharded' if plan.zero else ''}"
+        f"{', optimizer sharded' if plan.zero else ''}{', weights sharded' if plan.fsdp else ''}"
+        f"{f', sums sent in {plan.wire}' if plan.wire != 'none' else ''}"
     )
 
 
-def _blocks(segment: Segment, first: int, one: bool) -> str:
-    return f"{first}-{first + segment.num_blocks - 1}" if one else f"{segment.num_blocks} each"
+def _schedule(segment: Segment) -> str:
+    return f"{segment.schedule}, sequence-parallel" if segment.sequence_parallel else segment.schedule
 
 
-def _again(segment: Segment) -> str:
-    layers = (segment.num_blocks + 1) // 2
+def _held(plan: Plan, segment: Segment, first: int, one: bool) -> str:
+    """Blocks of a segment, or its layers where all are whole; their number for several stages."""
+    model, count = plan.model, segment.num_blocks
+    if not model.mixed:
+        first, count = model.layer_at(first), model.num_layers(first, count)
+    return f"{first}-{first + count - 1}" if one else f"{count} each"
+
+
+def _again(plan: Plan, segment: Segment, first: int) -> str:
+    layers = plan.model.num_layers(first, segment.num_blocks)
     return f"{segment.recomputed_layers} of {layers}" if segment.recomputed_layers else "none"
 
 
@@ -153,14 +162,18 @@ def space_of(options: argparse.Namespace, **more: Any) -> Space:
     """Search space of the options."""
     if options.pipelines is not None:
         more["pipelines"] = options.pipelines
+    if options.wire is not None:
+        more["wire"] = options.wire
     return Space(
         degrees=options.degrees or (), micro_batches=options.micro_batches or (),
-        zero=(False,) if options.no_zero else (False, True), recompute=not options.no_recompute, **more,
+        zero=(False,) if options.no_zero else (False, True), recompute=not options.no_recompute,
+        fsdp=(False,) if options.no_fsdp else (False, True),
+        sequence_parallel=(False,) if options.no_sequence_parallel else (False, True), **more,
     )  # fmt: skip
 
 
 def searched(
-    model: ModelShape, hardware: Hardware, world: int, batch: int, memory: int | None, space: Space
+    model: Model, hardware: Hardware, world: int, batch: int, memory: int | None, space: Space
 ) -> tuple[list[Plan], Predictor]:
     """Search plans and show progress; plans, fastest first, and their predictor."""
     from oases.terminal import working
@@ -186,7 +199,8 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
         show_graph(options)
         return
     require_no_graph(options)
-    model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
+    (hardware, world), batch = cluster_of(options), batch_of(options)
+    model = model_of(options)  # last: it may be traced
     require_trainable(model)
     space = space_of(options)
     if options.sweep is not None:
@@ -195,6 +209,7 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
     plans, predictor = searched(model, hardware, world, batch, options.memory, space)
     best, capacity = plans[0], usable_bytes(hardware, options.memory)
     console.print(title(best), soft_wrap=True)
+    console.print(described(hardware, world), soft_wrap=True)
     console.print(plan_table(best, capacity))
     for line in figures(best, hardware, capacity):
         console.print(line, soft_wrap=True)
@@ -206,9 +221,10 @@ def _plan(options: argparse.Namespace, given: Sequence[str]) -> None:
         write_text(options.json, best.to_json(), "--json")
         nodes = max(1, world // hardware.ranks_per_node)
         start = f"torchrun --nnodes {nodes} --nproc-per-node {hardware.ranks_per_node} ... -m " if nodes > 1 else ""
-        console.print(
-            f"written to {options.json}; execute it with: {start}oases train --plan {options.json}", soft_wrap=True
-        )
+        how = f"{start}oases train --plan {options.json}"
+        if not best.model.mixed:
+            how = f"oases.parallelize(model, plan=oases.plans.plan.read_plan({options.json!r})), under torchrun"
+        console.print(f"written to {options.json}; execute it with: {how}", soft_wrap=True)
 
 
 def _sweep(options: argparse.Namespace, problem: Problem) -> None:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from oases.errors import UsageError
-from oases.plans.shape import ELEMENT_BYTES, MODELS, ModelShape, model_called
-from oases.simulator.cluster import cluster_called, known_clusters
+from oases.plans.layered import Model
+from oases.plans.shape import ELEMENT_BYTES, MODELS, WIRES, ModelShape, model_called
+from oases.simulator.cluster import ONE_NODE, cluster_called, known_clusters, with_link
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware
 
@@ -21,7 +22,11 @@ _SIZES = ("hidden", "layers", "heads")
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the model options."""
     known = ", ".join(MODELS)
-    parser.add_argument("--model", metavar="NAME", help=f"model: {known}; or give its sizes")
+    parser.add_argument(
+        "--model", metavar="NAME|PATH",
+        help=f"model: a config.json of transformers, or a folder with one, whose layers are traced; {known}; or give "
+        "its sizes",
+    )  # fmt: skip
     for name, text in {
         "hidden": "hidden size, features", "layers": "transformer layers",
         "heads": "attention heads (default: hidden / 64)",
@@ -38,16 +43,25 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the cluster options."""
     parser.add_argument(
         "--cluster", metavar="COUNTxNAME",
-        help=f"cluster, such as 64x3090; names: {', '.join(known_clusters())}",
+        help=f"cluster, such as 64x3090, of which up to {ONE_NODE} devices are one node; names: "
+        f"{', '.join(known_clusters())}",
     )  # fmt: skip
     parser.add_argument(
         "--profile", metavar="FILE",
         help="hardware profile of oases profile, or a file of published block times, in place of --cluster",
     )  # fmt: skip
-    parser.add_argument("--world", type=int, metavar="N", help="number of devices, with --profile")
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="devices per node, with --profile (default: the profile's)"
+        "--world", "--gpus", type=int, metavar="N", help="number of devices, with --profile or --cluster NAME"
     )
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N",
+        help="devices per node (default: the profile's, or the cluster's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link", metavar="RATE",
+        help="bandwidth between nodes, of a single node inside it: 25gbit, 20GB/s, or node=20GB/s,cluster=25gbit "
+        "(default: the profile's)",
+    )  # fmt: skip
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -64,16 +78,24 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipelines", type=_parsed(names), metavar="NAME,NAME", help="pipeline schedules to search")
     parser.add_argument("--no-recompute", action="store_true", help="exclude activation recomputation")
     parser.add_argument("--no-zero", action="store_true", help="exclude ZeRO-1 (sharded optimizer state)")
+    parser.add_argument("--no-fsdp", action="store_true", help="exclude FSDP (sharded weights)")
+    parser.add_argument("--no-sequence-parallel", action="store_true", help="exclude sequence parallelism")
+    parser.add_argument(
+        "--wire", type=_parsed(names), metavar="NAME,NAME",
+        help=f"dtypes of tensor-parallel sums to search: {', '.join(WIRES)} (default: none, the model's own)",
+    )  # fmt: skip
 
 
-def model_of(options: argparse.Namespace) -> ModelShape:
-    """Model of the options. UsageError for an unknown or incomplete one."""
+def model_of(options: argparse.Namespace) -> Model:
+    """Model of the options; traced if it is a path. UsageError for an unknown or incomplete one."""
     given = {name: getattr(options, name) for name in (*_SIZES, "sequence", "vocabulary", "dtype")}
     given = {name: value for name, value in given.items() if value is not None}
     if options.model is not None:
         both = [f"--{name}" for name in _SIZES if name in given]
         if both:
             raise UsageError(f"--model {options.model} has its sizes; leave out {', '.join(both)}, or --model")
+        if options.model not in MODELS and (Path(options.model).exists() or {"/", "."} & set(options.model)):
+            return _traced(options)
         return replace(model_called(options.model), **given)
     if "hidden" in given:
         given.setdefault("heads", max(1, int(given["hidden"]) // 64))
@@ -85,25 +107,46 @@ def model_of(options: argparse.Namespace) -> ModelShape:
     return ModelShape(**given)
 
 
+def _traced(options: argparse.Namespace) -> Model:
+    """Model of a configuration, with progress by kind of layer."""
+    from oases.graph.trace import trace_configuration
+    from oases.terminal import working
+
+    if options.vocabulary is not None:
+        raise UsageError(f"--model {options.model} has its vocabulary; leave out --vocabulary {options.vocabulary}")
+    if options.sequence is not None:
+        require_count("--sequence", options.sequence)
+    with working(f"tracing {options.model}, kind of layer") as update:
+        return trace_configuration(
+            options.model, sequence=options.sequence, dtype=options.dtype or "float32", on_layer=update
+        )
+
+
 def cluster_of(options: argparse.Namespace, world: int | None = None) -> tuple[Hardware, int]:
     """Hardware of the options and its number of devices. world: default number."""
     if (options.cluster is None) == (options.profile is None):
         what = "both are given" if options.cluster else "neither is given"
         raise UsageError(f"which cluster? Give --cluster, such as 64x3090, or --profile FILE with --world N; {what}")
+    per_node = options.ranks_per_node
+    if per_node is not None:
+        require_count("--ranks-per-node", per_node)
     if options.cluster is not None:
-        for name in ("world", "ranks_per_node"):
-            if getattr(options, name) is not None:
+        name, counted = options.cluster, re.match(r"\d+x", options.cluster) is not None
+        if options.world is not None:
+            if counted:
                 raise UsageError(
-                    f"--cluster {options.cluster} sets the number of devices; leave out "
-                    f"--{name.replace('_', '-')} {getattr(options, name)}"
+                    f"--cluster {name} sets the number of devices; leave out --world {options.world}, or give "
+                    f"--cluster {name.partition('x')[2]}"
                 )
-        return cluster_called(options.cluster)
+            name = f"{require_count('--world', options.world)}x{name}"
+        hardware, world = cluster_called(name, per_node)
+        return (hardware if options.link is None else with_link(hardware, world, options.link)), world
     hardware = read_hardware(Path(options.profile))
     world = options.world if options.world is not None else world
     if world is None:
         raise UsageError(f"--profile {options.profile} does not give the number of devices; give --world N")
     if options.ranks_per_node is not None:
-        hardware = replace(hardware, ranks_per_node=require_count("--ranks-per-node", options.ranks_per_node))
+        hardware = replace(hardware, ranks_per_node=options.ranks_per_node)
     require_count("--world", world)
     per_node = hardware.ranks_per_node
     if world > per_node and world % per_node:
@@ -111,7 +154,7 @@ def cluster_of(options: argparse.Namespace, world: int | None = None) -> tuple[H
             f"--world {world} devices do not fill nodes of {per_node}; give {world - world % per_node} or "
             f"{world - world % per_node + per_node}, or another --ranks-per-node"
         )
-    return hardware, world
+    return (hardware if options.link is None else with_link(hardware, world, options.link)), world
 
 
 def batch_of(options: argparse.Namespace) -> int:

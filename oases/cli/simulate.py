@@ -22,8 +22,8 @@ from oases.planner.predict import Predictor
 from oases.planner.recomputation import Recomputation
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting, Space
+from oases.plans.layered import Model
 from oases.plans.plan import PLANNED, Plan, Segment, Stage, read_plan
-from oases.plans.shape import ModelShape
 from oases.schedule import GENERATORS, WHOLE, ScheduleError, name_or_text
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, seconds_text
@@ -37,8 +37,8 @@ _READ = (
     "Ops are named BLOCK.SUB-BATCH, passes STAGE.MICRO-BATCH. Drag to zoom, hover for names and times."
 )
 _BY_HAND = ("tp", "stages", "schedule", "sub_batches", "recompute", "zero", "pipeline")
-_FOR_SEARCH = ("degrees", "pipelines", "no_recompute", "no_zero")
-_OF_A_CLUSTER = ("plan", "cluster", "profile", "world", "ranks_per_node", "memory")
+_FOR_SEARCH = ("degrees", "pipelines", "no_recompute", "no_zero", "no_fsdp", "no_sequence_parallel", "wire")
+_OF_A_CLUSTER = ("plan", "cluster", "profile", "world", "ranks_per_node", "link", "memory")
 _OF_A_PLAN = (
     "model",
     "hidden",
@@ -152,7 +152,8 @@ def _plan_to_simulate(options: argparse.Namespace) -> tuple[Plan, Predictor, Har
         if world != plan.world:
             raise UsageError(f"--plan {options.plan} is for {plan.world} devices, the cluster has {world}")
         return *_predicted(plan, hardware), hardware
-    model, (hardware, world), batch = model_of(options), cluster_of(options), batch_of(options)
+    (hardware, world), batch = cluster_of(options), batch_of(options)
+    model = model_of(options)
     if by_hand:
         _refuse(f"{_option(by_hand[0])} sets the strategy, so nothing is searched", options, _FOR_SEARCH)
         plan = _by_hand(options, model, hardware, world, batch)
@@ -181,7 +182,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _by_hand(options: argparse.Namespace, model: ModelShape, hardware: Hardware, world: int, batch: int) -> Plan:
+def _by_hand(options: argparse.Namespace, model: Model, hardware: Hardware, world: int, batch: int) -> Plan:
     tp = require_count("--tp", 1 if options.tp is None else options.tp)
     stages = require_count("--stages", 1 if options.stages is None else options.stages)
     micro = options.micro_batches or (stages,)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from oases.errors import UsageError
 from oases.graph.layer_graph import LayerGraph
-from oases.graph.shape import shape_of_graph
+from oases.graph.layered import layered_model
 from oases.planner.choose import NoPlanError, rank_plans
 from oases.planner.predict import Predictor
 from oases.planner.space import Space
 from oases.plans.check import require_trainable
+from oases.plans.layered import LayeredModel, Model
 from oases.plans.plan import Plan, Prediction, Segment, Stage
-from oases.plans.shape import ModelShape, model_called
+from oases.plans.shape import MODELS, ModelShape, model_called
 from oases.simulator.cluster import cluster_called
 from oases.simulator.hardware import Hardware
 
@@ -35,29 +38,53 @@ def plan(
 ) -> Plan:
     """Search for the fastest plan that fits the memory and return it with its prediction.
 
-    model: a ModelShape, a name ("gpt-1.3b"), an object with hidden, layers, heads and sequence such as a GPTConfig,
-    a LayerGraph, or a transformers model, which is traced; `shape_of_graph` documents the approximations for the
-    last two. global_batch: samples per optimizer step. sequence: tokens per sample, instead of the model's. budget:
-    bytes of memory per rank. Raises UsageError, and NoPlanError, which names changes that would fit.
+    model: a ModelShape, a name ("gpt-1.3b"), a path (a config.json of transformers, or a folder with one), a
+    transformers configuration or model, a LayeredModel or LayerGraph, or an object with hidden, layers, heads and
+    sequence such as a GPTConfig. Models are traced on `meta`, and their own layers are planned (`trace_layers`).
+    global_batch: samples per optimizer step. sequence: tokens per sample, instead of the model's. budget: bytes of
+    memory per rank. Raises UsageError, and NoPlanError, which names changes that would fit.
     """
-    shape = shape_of(model, sequence)
-    if sequence is not None:
-        shape = replace(shape, sequence=sequence)
-    require_trainable(shape)
     hardware, world = cluster_called(cluster) if isinstance(cluster, str) else cluster
+    shape = model_of(model, sequence)
+    require_trainable(shape)
     return rank_plans(shape, hardware, world, global_batch, budget=budget, space=space)[0]
 
 
-def shape_of(model: Any, sequence: int | None = None) -> ModelShape:
-    """ModelShape of any model that `plan` takes. sequence: tokens per sample for tracing."""
+def model_of(
+    model: Any,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Convert any model that `plan` takes to what is searched.
+
+    sequence: tokens per sample; dtype: None for the model's own. on_layer(done, total): progress of tracing.
+    """
+    if isinstance(model, LayerGraph):
+        model = layered_model(model)
+    if isinstance(model, LayeredModel):
+        if sequence not in (None, model.sequence):
+            raise UsageError(
+                f"model {model.name} was traced for a sequence of {model.sequence}, got {sequence}; trace it again"
+            )
+        return model if dtype in (None, model.dtype) else model.in_dtype(str(dtype))
+    named = isinstance(model, str) and model not in MODELS and ("/" in model or Path(model).exists())
+    if named or isinstance(model, Path) or hasattr(model, "model_type"):
+        from oases.graph.trace import trace_configuration
+
+        return trace_configuration(model, sequence=sequence, dtype=dtype or "float32", on_layer=on_layer)
+    if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
+        from oases.graph.trace import trace_layers
+
+        found = trace_layers(model, sequence=sequence, on_layer=on_layer)
+        return found if dtype in (None, found.dtype) else found.in_dtype(str(dtype))
+    given = {name: value for name, value in (("sequence", sequence), ("dtype", dtype)) if value is not None}
+    return replace(_shape_of(model), **given)  # type: ignore[arg-type]
+
+
+def _shape_of(model: Any) -> ModelShape:
     if isinstance(model, ModelShape):
         return model
-    if isinstance(model, LayerGraph):
-        return shape_of_graph(model)
-    if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
-        from oases.graph.trace import trace
-
-        return shape_of_graph(trace(model, sequence=sequence))
     if isinstance(model, str):
         return model_called(model)
     names = ("hidden", "layers", "heads", "sequence", "vocabulary")

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 
-def part_blocks(blocks: int, chunks: int) -> list[int]:
-    """Divide a stage's blocks into its model parts: whole layers, the first parts longer if they do not divide."""
-    layers = blocks // 2
-    return [2 * (layers // chunks + (chunk < layers % chunks)) for chunk in range(chunks)]
+def part_blocks(blocks: int, chunks: int, each: int = 2) -> list[int]:
+    """Divide a stage's blocks, `each` per layer, into its model parts: whole layers, the first parts longer."""
+    if chunks == 1:
+        return [blocks]
+    layers = blocks // each
+    return [each * (layers // chunks + (chunk < layers % chunks)) for chunk in range(chunks)]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class StageLoad:
         return seconds if free >= 0 else seconds * (1 + _STEEP * -free / self.capacity)
 
 
+def least_load(loads: Sequence[StageLoad], layers: int) -> float:
+    """Seconds of so many layers in the best of several ways."""
+    return min(load.seconds(layers) for load in loads)
+
+
 _STEEP = 1e3
 """Penalty weight: lack of memory is worse than any time."""
 
@@ -59,3 +66,35 @@ def balanced(layers: int, loads: Sequence[Callable[[int], float]], least: int = 
         counts[stage] += 1
         heapreplace(heap, (loads[stage](counts[stage] + 1), place, stage))
     return counts
+
+
+def balanced_runs(layers: int, stages: int, load: Callable[[int, int, int], float]) -> list[int]:
+    """Layers of each stage, at least one, for layers of different kinds: consecutive runs with a small maximum load.
+
+    load(stage, first, last): of layers [first, last) on a stage, increasing in `last`. There must be enough layers.
+    """
+    assert layers >= stages, f"{layers} layers are too few for {stages} stages"
+
+    def runs(limit: float) -> list[int] | None:
+        """The runs under a limit, each as long as it allows; None if layers are left over."""
+        counts, first = [], 0
+        for stage in range(stages):
+            most, last = layers - (stages - 1 - stage), first + 1
+            if load(stage, first, last) > limit:
+                return None
+            while last < most and load(stage, first, last + 1) <= limit:
+                last += 1
+            counts.append(last - first)
+            first = last
+        return counts if first == layers else None
+
+    low, high = 0.0, max(load(stage, 0, layers) for stage in range(stages))
+    best = runs(high) or [1] * (stages - 1) + [layers - stages + 1]
+    for _ in range(40):
+        middle = (low + high) / 2
+        found = runs(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return best

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from oases.errors import UsageError
 from oases.planner.space import Space
-from oases.plans.plan import generated
-from oases.plans.shape import ModelShape
+from oases.plans.layered import Model
+from oases.plans.plan import Segment
+from oases.plans.shape import AnyKind
 from oases.schedule import WHOLE
 from oases.simulator.engine import run
 from oases.simulator.hardware import Hardware, stack_costs
@@ -127,16 +128,29 @@ class DenseChain:
         return DenseChain(self.costs[::-1], self.weights[::-1], self.edges[::-1].transpose(0, 2, 1))
 
 
+SEQUENCE_GAIN = 0.01
+"""Minimum relative gain of sequence parallelism, whose further kernels are not all priced."""
 _LAYERS = (2, 4)
 """Numbers of layers of the two simulated stacks whose difference is the time per layer."""
 
 
-@dataclass(frozen=True)
-class StackTiming:
-    """Fastest way to run a stack of one degree: seconds per additional layer and constant seconds, both passes."""
+class Way(NamedTuple):
+    """Way to run a stack: schedule, sub-batches, and whether along the sequence between blocks."""
 
     schedule: str
     sub_batches: int
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class StackTiming:
+    """Fastest way to run a stack of one degree: seconds per additional layer and constant seconds, both passes.
+
+    by_kind: seconds per additional layer of each kind; layer_seconds: mean over the model's layers.
+    """
+
+    way: Way
+    by_kind: tuple[float, ...]
     layer_seconds: float
     fixed_seconds: float
 
@@ -144,39 +158,53 @@ class StackTiming:
 class StackTimings:
     """Cache of the fastest schedule for every degree, number of samples and recomputation."""
 
-    def __init__(self, model: ModelShape, hardware: Hardware, space: Space) -> None:
+    def __init__(self, model: Model, hardware: Hardware, space: Space) -> None:
         self.model = model
         self.hardware = hardware
         self.space = space
-        self._fastest: dict[tuple[int, float, bool], StackTiming] = {}
+        self._fastest: dict[tuple[int, float, bool, str], StackTiming] = {}
 
-    def fastest(self, tp: int, samples: float, *, recompute: bool) -> StackTiming:
+    def fastest(self, tp: int, samples: float, *, recompute: bool, wire: str = "none") -> StackTiming:
         """For a stack of degree `tp` on `samples` samples, with recomputation or without."""
-        key = (tp, samples, recompute)
+        key = (tp, samples, recompute, wire)
         if key not in self._fastest:
-            timings = [self._simulated(key, name, count) for name, count in self.ways(tp, samples)]
-            self._fastest[key] = min(
-                timings, key=lambda each: each.layer_seconds + each.fixed_seconds / self.model.layers
-            )
+            self._fastest[key] = min((self._simulated(key, way) for way in self.ways(tp, samples)), key=self._cost)
         return self._fastest[key]
 
-    def ways(self, tp: int, samples: float) -> list[tuple[str, int]]:
-        """Schedules and sub-batches that such a stack can run."""
+    def _cost(self, timing: StackTiming) -> float:
+        seconds = timing.layer_seconds + timing.fixed_seconds / self.model.layers
+        return seconds * (1 + SEQUENCE_GAIN) if timing.way.sequence_parallel else seconds
+
+    def ways(self, tp: int, samples: float) -> list[Way]:
+        """Ways in which such a stack can run. Traced blocks need whole sequences."""
         if tp == 1:
-            return [("fine_grained", 1)]  # nothing is sent, so nothing is cut
-        whole = [(name, 1) for name in self.space.schedules if name in WHOLE]
+            return [Way("fine_grained", 1)]  # nothing is sent, so nothing is cut
+        whole = [Way(name, 1) for name in self.space.schedules if name in WHOLE]
         counts = [count for count in self.space.sub_batches if count <= samples]
-        cut = [(name, s) for name in self.space.schedules if name not in WHOLE for s in counts]
-        return whole + cut or [("fine_grained", 1)]  # a batch that cannot be cut runs whole
+        cut = [Way(name, s) for name in self.space.schedules if name not in WHOLE for s in counts]
+        found = whole + cut or [Way("fine_grained", 1)]  # a batch that cannot be cut runs whole
+        if not self.model.mixed or self.model.sequence % tp:
+            return found
+        return [way._replace(sequence_parallel=along) for along in self.space.sequence_parallel for way in found]
 
-    def _simulated(self, key: tuple[int, float, bool], name: str, sub_batches: int) -> StackTiming:
-        short, long = (self._stack_seconds(key, name, sub_batches, layers) for layers in _LAYERS)
-        layer = (long - short) / (_LAYERS[1] - _LAYERS[0])
-        return StackTiming(name, sub_batches, layer, short - _LAYERS[0] * layer)
+    def _simulated(self, key: tuple[int, float, bool, str], way: Way) -> StackTiming:
+        order = self.model.layer_order
+        by_kind, fixed = [], []
+        for kinds in self.model.layer_kinds:
+            short, long = (self._stack_seconds(key, way, kinds, layers) for layers in _LAYERS)
+            layer = (long - short) / (_LAYERS[1] - _LAYERS[0])
+            by_kind.append(layer)
+            fixed.append(short - _LAYERS[0] * layer)
+        mean = sum(order.count(kind) * seconds for kind, seconds in enumerate(by_kind)) / len(order)
+        return StackTiming(way, tuple(by_kind), mean, fixed[order[0]])
 
-    def _stack_seconds(self, key: tuple[int, float, bool], name: str, sub_batches: int, layers: int) -> float:
-        tp, samples, recompute = key
-        schedule = generated(name, 2 * layers, sub_batches, "full" if recompute else "none")
-        kinds = [self.model.kind_of(b) for b in range(2 * layers)]
-        costs = stack_costs(self.hardware, self.model, kinds, tp, samples, schedule)
+    def _stack_seconds(
+        self, key: tuple[int, float, bool, str], way: Way, layer: Sequence[AnyKind], layers: int
+    ) -> float:
+        tp, samples, recompute, wire = key
+        numbers = tuple(number for number in range(layers) for _ in layer)
+        segment = Segment(len(numbers), tp, way.schedule, way.sub_batches, layers * recompute, way.sequence_parallel)
+        schedule = segment.generated(numbers)
+        kinds = [*layer] * layers
+        costs = stack_costs(self.hardware, self.model, kinds, tp, samples, schedule, wire)
         return run(program_of(schedule, costs)).total_seconds

@@ -8,25 +8,61 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from oases.errors import UsageError
-from oases.planner.block_chain import StackTimings
+from oases.planner.block_chain import SEQUENCE_GAIN, StackTimings
 from oases.planner.memory import usable_bytes
 from oases.planner.predict import Predictor
+from oases.planner.recomputation import num_layers
 from oases.planner.search import SettingSearch
 from oases.planner.space import Setting, Space, only_earlier, settings
+from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.simulator.hardware import Hardware
 from oases.simulator.quantities import bytes_text, count_text
 
 
 def neighbours(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
     """Plans one step from a plan, in a fixed order; some more than once."""
+    if not plan.model.mixed:
+        yield from _of_one_degree(plan, search)
+        return
     for number, stage in enumerate(plan.stages):
         for segments in _changed(list(stage.segments), search):
             yield from _possible(plan, {number: segments})
         if number + 1 < len(plan.stages) and search.setting.chunks == 1:
             for segments, others in _across(list(stage.segments), list(plan.stages[number + 1].segments)):
                 yield from _possible(plan, {number: segments, number + 1: others})
+
+
+def _of_one_degree(plan: Plan, search: SettingSearch) -> Iterator[Plan]:
+    """Neighbours of a plan of one degree: schedules, recomputed layers, and layers moved between stages."""
+    for number, stage in enumerate(plan.stages):
+        segments = list(stage.segments)
+        for at, (first, segment) in enumerate(plan.placed(number)):
+            changed = [replace(segment, **way._asdict()) for way in search.ways(segment.tp)]
+            most = plan.model.num_layers(first, segment.num_blocks) if search.space.recompute else 0
+            again = (segment.recomputed_layers - 1, segment.recomputed_layers + 1)
+            changed += [replace(segment, recomputed_layers=layers) for layers in again if 0 <= layers <= most]
+            for each in changed:
+                yield from _possible(plan, {number: _with(segments, at, each)})
+    if search.setting.chunks == 1:
+        for number in range(len(plan.stages) - 1):
+            yield from _across_border(plan, number)
+
+
+def _across_border(plan: Plan, before: int) -> Iterator[Plan]:
+    """Move a layer from a stage of one segment to the next, or back."""
+    model, after = plan.model, before + 1
+    border = plan.layers_of(plan.parts_of(after)[0]).start
+    for layer, sign in ((border, 1), (border - 1, -1)):
+        moved = sign * (model.first_block(layer + 1) - model.first_block(layer))
+        changed = {}
+        for number, more in ((before, sign), (after, -sign)):
+            (segment,) = plan.stages[number].segments
+            again = segment.recomputed_layers
+            again += more if again == num_layers(plan, number) else 0  # stays recomputed as a whole
+            blocks = segment.num_blocks + more * sign * moved
+            changed[number] = [replace(segment, num_blocks=blocks, recomputed_layers=again)]
+        yield from _possible(plan, changed)
 
 
 def _possible(plan: Plan, changed: Mapping[int, Sequence[Segment]]) -> Iterator[Plan]:
@@ -38,8 +74,12 @@ def _possible(plan: Plan, changed: Mapping[int, Sequence[Segment]]) -> Iterator[
         found = replace(plan, stages=tuple(stages), prediction=None)
     except UsageError:  # e.g. more sub-batches than samples, or an empty segment
         return
-    if found.hands_on and not any(part.first_block % 2 for part in found.parts):
+    if found.hands_on and not any(_splits_a_layer(plan.model, part.first_block) for part in found.parts):
         yield found
+
+
+def _splits_a_layer(model: Model, block: int) -> bool:
+    return model.first_block(model.layer_at(block)) != block
 
 
 def _across(one: list[Segment], other: list[Segment]) -> Iterator[tuple[list[Segment], list[Segment]]]:
@@ -52,11 +92,11 @@ def _across(one: list[Segment], other: list[Segment]) -> Iterator[tuple[list[Seg
 
 def _changed(segments: list[Segment], search: SettingSearch) -> Iterator[list[Segment]]:
     for at, segment in enumerate(segments):
-        for name, count in search.ways(segment.tp):
-            yield _with(segments, at, replace(segment, schedule=name, sub_batches=count))
+        for way in search.ways(segment.tp):
+            yield _with(segments, at, replace(segment, **way._asdict()))
         for tp in search.degrees:
-            way = search.timing_of((tp, segment.recomputed_layers > 0))
-            changed = replace(segment, tp=tp, schedule=way.schedule, sub_batches=way.sub_batches)
+            way = search.timing_of((tp, segment.recomputed_layers > 0)).way
+            changed = replace(segment, tp=tp, **way._asdict())
             yield _merged(_with(segments, at, changed))
         for layers in (segment.recomputed_layers - 1, segment.recomputed_layers + 1):
             if 0 <= layers <= (segment.num_blocks + 1) // 2 and (layers == 0 or search.space.recompute):
@@ -104,14 +144,14 @@ def _split(segments: list[Segment], at: int, first: int, search: SettingSearch) 
     for tp in search.degrees:
         if tp == segment.tp:
             continue
-        way = search.timing_of((tp, segment.recomputed_layers > 0))
+        way = search.timing_of((tp, segment.recomputed_layers > 0)).way
         for mine, length in ((0, first), (1, segment.num_blocks - first)):
             counts = (first, segment.num_blocks - first)
             parts = [
                 replace(segment, num_blocks=count, recomputed_layers=min(segment.recomputed_layers, (count + 1) // 2))
                 for count in counts
             ]
-            parts[mine] = replace(parts[mine], tp=tp, schedule=way.schedule, sub_batches=way.sub_batches)
+            parts[mine] = replace(parts[mine], tp=tp, **way._asdict())
             assert parts[mine].num_blocks == length
             yield _merged([*segments[:at], *parts, *segments[at + 1 :]])
 
@@ -128,9 +168,10 @@ def refusal(timings: StackTimings, world: int, global_batch: int, capacity: int)
     others = {
         "recomputation (leave out --no-recompute)": (model, replace(timings.space, recompute=True)),
         "a sharded optimizer (leave out --no-zero)": (model, replace(timings.space, zero=(False, True))),
+        "sharded weights (leave out --no-fsdp)": (model, replace(timings.space, fsdp=(False, True))),
     }
     if not timings.hardware.blocks and "bfloat16" in timings.hardware.device.flops_per_second:
-        others["bfloat16 instead of float32"] = (replace(model, dtype="bfloat16"), timings.space)
+        others["bfloat16 instead of float32"] = (model.in_dtype("bfloat16"), timings.space)
     changes = [
         change
         for change, (shape, space) in others.items()
@@ -182,7 +223,7 @@ PRUNED = 1.1
 
 
 def rank_plans(
-    model: ModelShape,
+    model: Model,
     hardware: Hardware,
     world: int,
     global_batch: int,
@@ -206,8 +247,9 @@ def rank_plans(
         SettingSearch(setting, timings, capacity, predictor)
         for setting in settings(model, hardware, world, global_batch, space)
     ]
-    searches.sort(key=SettingSearch.least_seconds)
+    searches.sort(key=lambda search: (search.least_seconds(), search.setting.fsdp))
     found: dict[Plan, Plan] = {}
+    searched: dict[Plan, SettingSearch] = {}
     best = math.inf
     nothing_again: set[Setting] = set()
     for done, search in enumerate(searches, start=1):
@@ -215,9 +257,14 @@ def rank_plans(
             break
         setting = search.setting
         alike = only_earlier(setting.pipeline) and replace(setting, pipeline="one_f_one_b") in nothing_again
+        # Sharded weights save memory alone, at the price of their all-gathers.
+        alike = alike or (
+            setting.fsdp and any(replace(setting, fsdp=False, zero=z) in nothing_again for z in (False, True))
+        )
         candidates = [] if alike else list(search.candidates(PRUNED * best))
         for plan in candidates:
             found[replace(plan, prediction=None)] = plan
+            searched[replace(plan, prediction=None)] = search
             best = min(best, seconds_of(plan))
         if candidates and not any(s.recomputed_layers for p in candidates for t in p.stages for s in t.segments):
             nothing_again.add(setting)
@@ -225,9 +272,8 @@ def rank_plans(
             on_setting(done, len(searches))
     if not found:
         raise NoPlanError(refusal(timings, world, global_batch, capacity))
-    by_setting = {search.setting: search for search in searches}
     for plan in ranked(found)[:IMPROVED]:
-        better = _improved(plan, by_setting[_setting_of(plan)], predictor, capacity)
+        better = _improved(plan, searched[replace(plan, prediction=None)], predictor, capacity)
         found[replace(better, prediction=None)] = better
     return ranked(found)
 
@@ -238,18 +284,15 @@ def ranked(found: dict[Plan, Plan]) -> list[Plan]:
 
 
 def _cost(plan: Plan) -> float:
-    borders = sum(len(stage.segments) - 1 for stage in plan.stages)
-    return seconds_of(plan) * (1 + BORDER) ** borders
+    borders = sum(len(part.segments) - 1 for part in plan.parts)
+    along = any(segment.sequence_parallel for stage in plan.stages for segment in stage.segments)
+    return seconds_of(plan) * (1 + BORDER) ** borders * (1 + SEQUENCE_GAIN) ** along
 
 
 def seconds_of(plan: Plan) -> float:
     """Predicted seconds of a step."""
     assert plan.prediction is not None
     return plan.prediction.step_seconds
-
-
-def _setting_of(plan: Plan) -> Setting:
-    return Setting(plan.world, plan.global_batch, len(plan.stages), plan.micro_batches, plan.zero, plan.pipeline)
 
 
 def _improved(plan: Plan, search: SettingSearch, predictor: Predictor, capacity: int) -> Plan:

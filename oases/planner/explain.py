@@ -63,8 +63,8 @@ def rivals(plans: Sequence[Plan], predictor: Predictor, capacity: int) -> list[R
         kept = predictor.with_prediction(_changed(chosen, recomputed_layers=0))
         kinds["the same, nothing recomputed"] = Rival("the same, nothing recomputed", kept, _fits(kept, capacity))
         full = chosen
-        for number, stage in enumerate(chosen.stages):
-            full = recomputing(full, number, num_layers(stage))
+        for number in range(len(chosen.stages)):
+            full = recomputing(full, number, num_layers(chosen, number))
         if full.stages != chosen.stages:
             full = predictor.with_prediction(full)
             kinds["the same, all recomputed"] = Rival("the same, all recomputed", full, _fits(full, capacity))
@@ -90,8 +90,10 @@ def _kind(plan: Plan, chosen: Plan) -> str:
         return f"tp {plan.uniform_tp} throughout" if plan.uniform_tp else "mixed degrees"
     if plan.micro_batches != chosen.micro_batches:
         return f"{plan.micro_batches} micro-batches"
-    if plan.zero != chosen.zero:
-        return "sharded optimizer" if plan.zero else "whole optimizer"
+    if (plan.zero, plan.fsdp) != (chosen.zero, chosen.fsdp):
+        return "sharded weights (FSDP)" if plan.fsdp else "sharded optimizer" if plan.zero else "whole optimizer"
+    if plan.wire != chosen.wire:
+        return f"sums sent in {plan.wire}" if plan.wire != "none" else "sums sent whole"
     return "other segments"
 
 

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from oases.errors import UsageError
 from oases.planner.ends import embedding, exposed, head
-from oases.planner.memory import embedding_segment, stage_parameters, stage_state_bytes
+from oases.planner.memory import embedding_segment, end_parameters, stage_parameters, stage_state_bytes
 from oases.planner.pass_costs import OPTIMIZER, SENT, PartCosts, PassCost, StageCosts
+from oases.plans.layered import Model
 from oases.plans.plan import BUCKET_BYTES, Part, Plan, Segment
-from oases.plans.shape import GRADIENT_BYTES, ModelShape
+from oases.plans.shape import GRADIENT_BYTES
 from oases.schedule import Op
 from oases.schedule.pipeline import read_stage
 from oases.simulator.hardware import Hardware, stack_costs
@@ -63,21 +64,30 @@ class Lowered:
 
     @staticmethod
     def of(
-        hardware: Hardware, model: ModelShape, segment: Segment, first: int, samples: float, prefix: str,
-        weights_apart: bool,
+        hardware: Hardware, model: Model, segment: Segment, first: int, samples: float, prefix: str,
+        weights_apart: bool, wire: str = "none", replicas: int = 1,
     ) -> Lowered:  # fmt: skip
-        """Lower a segment. first: number of its first block, which determines the kinds of its blocks."""
-        schedule = segment.generated()
+        """Lower a segment. first: number of its first block, which determines the kinds of its blocks.
+
+        replicas: number of ranks over which its weights are sharded, 1 for whole weights.
+        """
+        schedule = segment.generated(model.layer_numbers(first, segment.num_blocks))
         kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
-        costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule)
+        costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule, wire)
         (steps,) = lower(schedule, costs, prefix)
-        forward = tuple(step.instruction for step in steps if not step.backward)
+        forward = [(step.instruction, step.op) for step in steps if not step.backward]
         rest: list[tuple[Instruction, Op | None]] = []
         weights: list[tuple[Instruction, Op | None]] = []
         for step in steps[len(forward) :]:
             late = weights_apart and step.op is not None and step.op.kind == "W"
             (weights if late else rest).append((step.instruction, step.op))
-        return Lowered(forward, tuple(rest), tuple(weights))
+        if replicas > 1:
+            sizes = [model.block_parameters(kind, segment.tp) * model.element_bytes for kind in kinds]
+            seconds = [hardware.collective_seconds("all_gather", replicas, size, segment.tp) for size in sizes]
+            link = hardware.link_of(replicas, segment.tp)
+            forward = _gathered(forward, seconds, link, prefix, "forward")
+            rest = _gathered(rest, seconds, link, prefix, "backward")
+        return Lowered(tuple(instruction for instruction, _ in forward), tuple(rest), tuple(weights))
 
     @cached_property
     def recompute(self) -> tuple[Instruction, ...]:
@@ -88,6 +98,32 @@ class Lowered:
     def backward_after(self) -> Tagged:
         """The backward pass after `recompute`."""
         return tuple(each for each in self.backward if not _recomputes(each[1]))
+
+
+def _gathered(
+    ops: Sequence[tuple[Instruction, Op | None]], seconds: Sequence[float], link: str, prefix: str, which: str
+) -> list[tuple[Instruction, Op | None]]:
+    """A pass with the all-gather of each block's sharded weights, under the ops of the block before (FSDP)."""
+    first: dict[int, int] = {}
+    for at, (_, op) in enumerate(ops):
+        if op is not None and op.kind in ("F", "R", "B"):
+            first.setdefault(op.block, at)
+    order = sorted(first, key=lambda block: first[block])
+    starts = {first[block]: following for block, following in pairwise(order)}
+    found: list[tuple[Instruction, Op | None]] = []
+
+    def name(block: int) -> str:
+        return f"{prefix}weights of block {block} {which}"
+
+    for at, each in enumerate(ops):
+        if at == first[order[0]]:
+            found.append((Start(name(order[0]), link, seconds[order[0]]), None))
+        if each[1] is not None and first.get(each[1].block) == at:
+            found.append((Wait(name(each[1].block)), None))
+        if at in starts:
+            found.append((Start(name(starts[at]), link, seconds[starts[at]]), None))
+        found.append(each)
+    return found
 
 
 def _recomputes(op: Op | None) -> bool:
@@ -128,7 +164,9 @@ class StageModel:
         kind, part, m = self.last
         ends = self.number == 0, self.number == len(plan.stages) - 1
         return (
-            self.model, plan.stages[self.number].segments, tuple(part.first_block % 2 for part in self.parts), ends,
+            self.model, plan.stages[self.number].segments,
+            tuple(self.model.alike(first, segment.num_blocks) for first, segment in plan.placed(self.number)), ends,
+            end_parameters(plan, self.number), tuple(map(self._message_bytes, self.parts)), plan.wire,
             several, plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, plan.fsdp,
             embedding_segment(plan).tp, kind, bool(self.early), (part, m) in self.early,
         )  # fmt: skip
@@ -189,18 +227,28 @@ class StageModel:
         first, then = PassCost.of(contention, forward), PassCost.of(contention, backward, forward)
         return PartCosts(first, then, recompute, backward_after, weights, self._message_seconds(part))
 
+    def _message_bytes(self, part: Part) -> int:
+        """Bytes that a part sends to the next one."""
+        following = self.plan.layers_of(part).stop
+        samples = self.plan.samples(part.last_degree)
+        return self.model.message_bytes(following, samples) if following < self.model.layers else 0
+
     def _message_seconds(self, part: Part) -> float:
-        num_bytes = self.model.unit_bytes(self.plan.samples(part.last_degree))
+        num_bytes = self._message_bytes(part) or self.model.unit_bytes(self.plan.samples(part.last_degree))
         stride = self.plan.stage_ranks
         # All ranks of a tensor-parallel group hold the same activations, and any of them could send all of them.
         return self.hardware.collective_seconds("send", 2, num_bytes, stride) if len(self.plan.stages) > 1 else 0.0
 
     def _lowered(self, part: Part, index: int, m: int) -> Lowered:
         segment = part.segments[index]
-        kind = (part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])) % 2
+        first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
+        kind = self.model.alike(first, segment.num_blocks)
         name = f"{self._prefix(m)}segment {part.first_segment + index} "
         samples = self.plan.samples(segment.tp)
-        return self._lowered_of(self.model, segment, kind, samples, name, self.weights_apart)
+        replicas = self.plan.stage_ranks // segment.tp if self.plan.fsdp else 1
+        return self._lowered_of(
+            self.model, segment, kind, samples, name, self.weights_apart, self.plan.wire, replicas
+        )
 
     def _prefix(self, m: int) -> str:
         return f"micro-batch {m} " if self.distinct_names else ""
@@ -213,8 +261,9 @@ class StageModel:
         own = embedding_segment(self.plan).tp
         samples, prefix = self.plan.samples(own), self._prefix(m)
         ops: list[Instruction] = []
-        if part.number == 0 and self.with_ends:
-            ops += embedding(self.hardware, self.model, own, samples, prefix)
+        if self.with_ends:
+            layers = self.plan.layers_of(part)
+            ops += embedding(self.hardware, self.model, own, samples, prefix, (layers.start, layers.stop))
         for index, segment in enumerate(part.segments):
             if index:
                 name = f"{prefix}{part.first_segment + index}"
@@ -322,9 +371,9 @@ class StageModel:
                     size = self.model.block_parameters(self.model.kind_of(first + block), segment.tp)
                     place = (part.first_segment + index, block)
                     lanes.setdefault(segment.tp, []).append((place, size * GRADIENT_BYTES))
-        if self.with_ends and self.number in (0, len(self.plan.stages) - 1):
-            tp = embedding_segment(self.plan).tp
-            size = self.model.embedding_parameters(tp) * GRADIENT_BYTES
+        outside = end_parameters(self.plan, self.number)
+        if self.with_ends and outside:
+            tp, size = embedding_segment(self.plan).tp, outside * GRADIENT_BYTES
             lanes.setdefault(tp, []).append((_AT_THE_END, size))
         starts: dict[tuple[int, int], list[Instruction]] = {}
         for tp, lane in lanes.items():
@@ -333,7 +382,8 @@ class StageModel:
                 continue
             link = self.hardware.link_of(replicas, tp)
             for number, (place, num_bytes) in enumerate(_buckets(lane)):
-                seconds = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
+                how = "reduce_scatter" if self.plan.fsdp else "all_reduce"
+                seconds = self.hardware.collective_seconds(how, replicas, num_bytes, tp)
                 name = f"gradients tp {tp} bucket {number}"
                 copied = Compute(f"copy of {name}", 0.0, 0 if self.plan.fsdp else num_bytes)
                 starts.setdefault(place, []).extend((copied, Start(name, link, seconds)))

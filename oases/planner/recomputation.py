@@ -63,7 +63,7 @@ class Recomputation:
         assert shares is not None
         for number in range(len(plan.stages)):
             # Rounded up: no stage keeps more than its share.
-            most = num_layers(plan.stages[number])
+            most = num_layers(plan, number)
             layers = self.layers if self.kind == "layers" else math.ceil(shares[number] * most - 1e-9)
             plan = recomputing(plan, number, layers)
         return plan
@@ -101,9 +101,9 @@ def as_much_as_fits(plan: Plan, budget: float, peak_bytes: PeakBytes) -> Plan:
 
     budget: bytes of memory per rank. Raises UsageError if a stage does not fit with full recomputation.
     """
-    for number, stage in enumerate(plan.stages):
+    for number in range(len(plan.stages)):
         least = math.inf
-        for layers in range(num_layers(stage) + 1):
+        for layers in range(num_layers(plan, number) + 1):
             changed = recomputing(plan, number, layers)
             needed = peak_bytes(changed, number)
             least = min(least, needed)
@@ -121,24 +121,23 @@ def as_much_as_fits(plan: Plan, budget: float, peak_bytes: PeakBytes) -> Plan:
 
 def recomputing(plan: Plan, number: int, layers: int) -> Plan:
     """The plan that recomputes the first `layers` layers of a stage. Raises UsageError if it has fewer."""
-    stage, left = plan.stages[number], layers
-    if not 0 <= layers <= num_layers(stage):
+    left, most = layers, num_layers(plan, number)
+    if not 0 <= layers <= most:
         raise UsageError(
-            f"plan: stage {number}: recomputed_layers must be from 0 to the {num_layers(stage)} layers of the stage, "
-            f"got {layers}"
+            f"plan: stage {number}: recomputed_layers must be from 0 to the {most} layers of the stage, got {layers}"
         )
     segments = []
-    for segment in stage.segments:
-        here = min(left, (segment.num_blocks + 1) // 2)
+    for first, segment in plan.placed(number):
+        here = min(left, plan.model.num_layers(first, segment.num_blocks))
         segments.append(replace(segment, recomputed_layers=here))
         left -= here
     stages: Sequence[Stage] = [*plan.stages[:number], Stage(tuple(segments)), *plan.stages[number + 1 :]]
     return replace(plan, stages=tuple(stages), prediction=None)
 
 
-def num_layers(stage: Stage) -> int:
-    """Number of layers that a stage can recompute: pairs of blocks per segment, an odd block counted as one."""
-    return sum((segment.num_blocks + 1) // 2 for segment in stage.segments)
+def num_layers(plan: Plan, number: int) -> int:
+    """Number of layers that a stage can recompute: those of each segment, one that is split counted in both."""
+    return sum(plan.model.num_layers(first, segment.num_blocks) for first, segment in plan.placed(number))
 
 
 def _checked(share: float) -> float:

@@ -9,64 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import groupby
-from typing import TypeAlias
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 
-from oases.planner.balance import StageLoad, balanced, part_blocks
-from oases.planner.block_chain import Chain, StackTiming, StackTimings
-from oases.planner.ends import ends_seconds
-from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes
+from oases.planner.balance import balanced, balanced_runs, least_load, part_blocks
+from oases.planner.block_chain import Chain, StackTimings
+from oases.planner.block_costs import BlockCosts, Row, State
 from oases.planner.milp import InfeasibleError, Solution, relaxed_cost, solve
 from oases.planner.predict import Predictor
 from oases.planner.space import Setting
 from oases.plans.plan import Plan, Segment, Stage
-from oases.plans.shape import KINDS, BlockKind
-
-State: TypeAlias = tuple[int, bool]
-"""(degree, whether the block is recomputed)."""
-Row: TypeAlias = tuple[float, ...]
-"""A number per state."""
 
 
-class SettingSearch:
+class SettingSearch(BlockCosts):
     """The chain of blocks under one setting."""
 
     def __init__(self, setting: Setting, timings: StackTimings, capacity: int, predictor: Predictor) -> None:
-        self.model = timings.model
-        self.hardware = timings.hardware
-        self.setting = setting
-        self.space = timings.space
-        self._timings = timings
-        self.capacity = capacity
+        super().__init__(setting, timings, capacity)
         self.predictor = predictor
-        self.degrees = setting.degrees(timings.model, timings.hardware, timings.space)
-        self._nodes: dict[tuple[BlockKind, State, float], float] = {}
-        self._timing: dict[State, StackTiming] = {}
-        self._weights: dict[tuple[BlockKind, State, int], float] = {}
-        self._known_edges: dict[tuple[State, ...], tuple[Row, ...]] = {}
         self._sizes: dict[tuple[tuple[int, ...], tuple[float, ...] | None], list[int]] = {}
-
-    @cached_property
-    def states(self) -> tuple[State, ...]:
-        """Possible states of a block."""
-        return tuple(
-            (tp, recomputed)
-            for tp in self.degrees
-            for recomputed in ((False, True) if self.space.recompute else (False,))
-        )
-
-    def timing_of(self, state: State) -> StackTiming:
-        """Timing of the fastest way to run blocks in this state."""
-        if state not in self._timing:
-            tp, recomputed = state
-            self._timing[state] = self._timings.fastest(tp, self.setting.samples(tp), recompute=recomputed)
-        return self._timing[state]
-
-    def ways(self, tp: int) -> list[tuple[str, int]]:
-        """Schedules and sub-batches that a stack of this degree can run."""
-        return self._timings.ways(tp, self.setting.samples(tp))
 
     def least_seconds(self) -> float:
         """Lower bound of the step time: every layer in its fastest state, stages perfectly balanced."""
@@ -82,106 +44,51 @@ class SettingSearch:
 
     def _least_of(self, chosen: Sequence[tuple[State, ...]]) -> float:
         """Lower bound of the step time of a choice; cheap compared with simulating it."""
-        return self._least([sum(self.timing_of(state).layer_seconds / 2 for state in states) for states in chosen])
+        if self.model.mixed:
+            return self._least(
+                [sum(self.timing_of(state).layer_seconds / 2 for state in states) for states in chosen]
+            )
+        places = iter(range(self.model.num_blocks))
+        kinds = ([self.model.kind_of(next(places)) for _ in states] for states in chosen)
+        pairs = (zip(of_stage, states, strict=True) for of_stage, states in zip(kinds, chosen, strict=True))
+        return self._least([sum(self._seconds(*pair) for pair in each) for each in pairs])
 
     def _least_fitting(self, states: tuple[State, ...]) -> float:
         """Lower bound of the step time of any choice that fits; cheap compared with solving the stages."""
+        if len(self.model.layer_kinds) > 1:
+            fastest = [
+                min(self.timing_of(state).by_kind[kind] for state in states) for kind in self.model.layer_order
+            ]
+            return self._least([sum(fastest) / self.setting.stages] * self.setting.stages) * (1 - 1e-9)
         seconds = np.array([self.timing_of(state).layer_seconds for state in states])
+        (kinds,) = self.model.layer_kinds
         stages = []
         for stage, count in enumerate(self._blocks(states)):
-            heavy = np.array([sum(self._weight(kind, state, stage) for kind in KINDS) for state in states])
+            heavy = np.array([sum(self._weight(kind, state, stage) for kind in kinds) for state in states])
             free = self.capacity - min(self._once(state, stage) for state in states)
-            stages.append(count / 2 * relaxed_cost(seconds, heavy, free / (count / 2)))
+            layers = count / len(kinds)
+            stages.append(layers * relaxed_cost(seconds, heavy, free / layers))
         return self._least(stages) * (1 - 1e-9)  # rounding
 
     def solve(
-        self, stage: int, count: int, states: tuple[State, ...], capacity: float, gradients: float,
+        self, stage: int, kinds: tuple[int, ...], states: tuple[State, ...], capacity: float, gradients: float,
         border: int | None = None,
     ) -> Solution:  # fmt: skip
-        """Best states of a stage's `count` blocks.
+        """Best states of a stage's blocks, given by the numbers of their kinds.
 
         gradients: fraction of the gradient all-reduces that is assumed exposed. border: degree of the first block,
         if the previous stage passes its samples on.
         """
         found = _solved(
-            states, count, capacity, border,
-            tuple(tuple(self._node_seconds(kind, state, gradients) for state in states) for kind in KINDS),
+            states, kinds, capacity, border,
+            tuple(tuple(self._node_seconds(kind, state, gradients) for state in states) for kind in self._kinds),
             tuple(self.setting.micro_batches * self.timing_of(state).fixed_seconds / 2 for state in states),
-            tuple(tuple(self._weight(kind, state, stage) for state in states) for kind in KINDS),
+            tuple(tuple(self._weight(kind, state, stage) for state in states) for kind in self._kinds),
             tuple(float(self._once(state, stage)) for state in states), self._edges(states),
         )  # fmt: skip
         if isinstance(found, float):
             raise InfeasibleError(found, capacity)
         return found
-
-    def _edges(self, states: tuple[State, ...]) -> tuple[Row, ...]:
-        if states not in self._known_edges:
-            rows = (tuple(self._edge_seconds(one, other) for other in states) for one in states)
-            self._known_edges[states] = tuple(rows)
-        return self._known_edges[states]
-
-    def _node_seconds(self, kind: BlockKind, state: State, gradients: float) -> float:
-        key = (kind, state, gradients)
-        if key not in self._nodes:
-            self._nodes[key] = self._node_seconds_of(*key)
-        return self._nodes[key]
-
-    def _node_seconds_of(self, kind: BlockKind, state: State, gradients: float) -> float:
-        tp, _ = state
-        shares = {each: self._weight_in_layer(each, tp) for each in KINDS}
-        share = shares[kind] / sum(shares.values())
-        replicas = self.setting.stage_ranks // tp
-        num_bytes = self.model.block_parameters(kind, tp) * self.model.element_bytes
-        summed = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
-        return self.setting.micro_batches * share * self.timing_of(state).layer_seconds + gradients * summed
-
-    def _weight_in_layer(self, kind: BlockKind, tp: int) -> float:
-        samples = self.setting.samples(tp)
-        times = self.hardware.block_times(self.model, kind, tp, samples)
-        sent = self.hardware.collective_seconds("all_reduce", tp, self.model.unit_bytes(samples))
-        return times.forward + times.backward + times.weight_gradient + times.combine + sent
-
-    def _edge_seconds(self, one: State, other: State) -> float:
-        if one[0] == other[0]:
-            # Within a segment the recomputed layers come first; the other order is the same plan.
-            return np.inf if other[1] and not one[1] else 0.0
-        low, high = sorted((one[0], other[0]))
-        num_bytes = self.model.unit_bytes(self.setting.samples(high))
-        seconds = self.hardware.collective_seconds("all_gather", high // low, num_bytes, low)
-        ends = (self.timing_of(one).fixed_seconds + self.timing_of(other).fixed_seconds) / 2
-        return self.setting.micro_batches * (seconds + ends)
-
-    def _weight(self, kind: BlockKind, state: State, stage: int) -> float:
-        """Bytes of parameters and activations. Early recomputation holds one whole micro-batch."""
-        key = kind, state, stage
-        if key not in self._weights:
-            self._weights[key] = self._weight_of(*key)
-        return self._weights[key]
-
-    def _weight_of(self, kind: BlockKind, state: State, stage: int) -> float:
-        tp, recomputed = state
-        parameters, samples = self.model.block_parameters(kind, tp), self.setting.samples(tp)
-        replicas = self.setting.stage_ranks // tp
-        kept = kept_bytes(self.model, kind, tp, samples, recomputed=recomputed)
-        whole = kept_bytes(self.model, kind, tp, samples, recomputed=False)
-        # A micro-batch in flight on a model part holds that part's share of the stage's blocks.
-        held = self.setting.in_flight(stage) / self.setting.chunks * kept
-        held += (whole - kept) * self.setting.recomputes_early(stage) + whole * self.setting.weights_waiting(stage)
-        return self.model.state_bytes(parameters, replicas, zero=self.setting.zero) + held
-
-    def _once(self, state: State, stage: int) -> int:
-        """Bytes besides each block's: embedding and head, tensors in flight, one recomputed block."""
-        tp, _ = state
-        samples = self.setting.samples(tp)
-        in_flight = in_flight_bytes(self.model, tp, samples, self.timing_of(state).sub_batches)
-        held, last = in_flight, self.setting.stages - 1
-        if stage in (0, last):
-            parameters, replicas = self.model.embedding_parameters(tp), self.setting.stage_ranks // tp
-            held += self.model.state_bytes(parameters, replicas, zero=self.setting.zero)
-        if stage == last:
-            # The head's logits are freed before a block is recomputed.
-            held += max(0, head_bytes(self.model, tp, samples) - in_flight)
-        return held
 
     def stage_blocks(self, degrees: Sequence[int], shares: Sequence[float] | None = None) -> list[int]:
         """Blocks of each stage: whole layers, balanced by their time at the best of these degrees.
@@ -190,50 +97,45 @@ class SettingSearch:
         """
         known = tuple(degrees), None if shares is None else tuple(shares)
         if known not in self._sizes:
-            loads = [partial(_least, self._loads(stage, degrees, shares)) for stage in range(self.setting.stages)]
-            layers = balanced(self.model.layers, loads, self.setting.chunks)
-            self._sizes[known] = [2 * count for count in layers]
+            stages, layers = self.setting.stages, self.model.layers
+            if len(self.model.layer_kinds) == 1:
+                loads = [partial(least_load, self._loads(stage, degrees, shares, (0,))) for stage in range(stages)]
+                counts = balanced(layers, loads, self.setting.chunks)
+            else:
+                counts = balanced_runs(layers, stages, partial(self._run_seconds, degrees, shares))
+            ends = [self.model.first_block(layer) for layer in accumulate(counts, initial=0)]
+            self._sizes[known] = [after - before for before, after in pairwise(ends)]
         return self._sizes[known]
-
-    def _loads(self, stage: int, degrees: Sequence[int], shares: Sequence[float] | None) -> list[StageLoad]:
-        found = []
-        for tp in degrees:
-            ends = ends_seconds(self.hardware, self.model, tp, self.setting.samples(tp))
-            fixed = ends[0] * (stage == 0) + ends[1] * (stage == self.setting.stages - 1)
-            keeping, recomputed = (self.timing_of((tp, each)).layer_seconds for each in (False, True))
-            if shares is not None:
-                seconds = keeping + shares[stage] * (recomputed - keeping)
-                found.append(StageLoad(seconds, seconds, fixed))
-                continue
-            kept, recomputed_bytes = (
-                sum(self._weight(kind, (tp, each), stage) for kind in KINDS) for each in (False, True)
-            )
-            if not self.space.recompute:
-                recomputed, recomputed_bytes = keeping, kept
-            once = self._once((tp, False), stage)
-            found.append(
-                StageLoad(keeping, max(keeping, recomputed), fixed, kept, recomputed_bytes, once, self.capacity)
-            )
-        return found
 
     def plan_of(self, states: tuple[tuple[State, ...], ...]) -> Plan:
         """The plan in which each block of each stage has the given state."""
-        setting = self.setting
+        setting, each = self.setting, len(self.model.layer_kinds[0])
+        firsts = accumulate(map(len, states), initial=0)
         stages = tuple(
-            Stage(tuple(segment for part in _parts(of_stage, setting.chunks) for segment in self._segments(part)))
-            for of_stage in states
+            Stage(
+                tuple(
+                    segment
+                    for part in _parts(of_stage, setting.chunks, each)
+                    for segment in self._segments(part, first if setting.chunks == 1 else 0)
+                )
+            )
+            for first, of_stage in zip(firsts, states, strict=False)
         )
         return Plan(
             self.model, setting.world, self.hardware.ranks_per_node, setting.global_batch, setting.micro_batches,
             stages, setting.zero and any(tp < setting.stage_ranks for of_stage in states for tp, _ in of_stage),
-            setting.pipeline,
+            setting.pipeline, fsdp=setting.fsdp and any(t < setting.stage_ranks for s in states for t, _ in s),
+            wire=setting.wire if any(tp > 1 for of_stage in states for tp, _ in of_stage) else "none",
         )  # fmt: skip
 
-    def _segments(self, states: tuple[State, ...]) -> Iterator[Segment]:
+    def _segments(self, states: tuple[State, ...], first: int) -> Iterator[Segment]:
         for tp, run_of_states in groupby(states, key=lambda state: state[0]):
             recomputed = [state[1] for state in run_of_states]
-            way = self.timing_of((tp, sum(recomputed) * 2 > len(recomputed)))
-            yield Segment(len(recomputed), tp, way.schedule, way.sub_batches, (sum(recomputed) + 1) // 2)
+            count = sum(recomputed)
+            way = self.timing_of((tp, count * 2 > len(recomputed))).way
+            layers = self.model.num_layers(first, count) if count else 0
+            yield Segment(len(recomputed), tp, way.schedule, way.sub_batches, layers, way.sequence_parallel)
+            first += len(recomputed)
 
     def candidates(self, limit: float = np.inf) -> Iterator[Plan]:
         """Plans that fit, solved over all states and over those of each degree.
@@ -247,9 +149,14 @@ class SettingSearch:
                     yield found
 
     def _choices(self) -> Iterator[tuple[State, ...]]:
-        if self.setting.chunks == 1:  # all parts of a stage need equally many segments: one degree ensures that
+        if self._mixes:
             yield self.states
         yield from (tuple(state for state in self.states if state[0] == tp) for tp in self.degrees)
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether degrees may differ by block: all parts of a stage need equally many segments, so only with one."""
+        return self.setting.chunks == 1 and self.model.mixed
 
     def smallest_bytes(self) -> float:
         """Least bytes of any choice of states, on the stage with the most memory."""
@@ -258,13 +165,13 @@ class SettingSearch:
     @cached_property
     def _lightest_choice(self) -> tuple[State, ...]:
         choices = list(self._choices())
-        return choices[0] if self.setting.chunks == 1 else min(choices, key=self._smallest_of)
+        return choices[0] if self._mixes else min(choices, key=self._smallest_of)
 
     def _smallest_of(self, states: tuple[State, ...]) -> float:
         most = 0.0
-        for stage, count in enumerate(self._blocks(states)):
+        for stage, kinds in enumerate(self._kinds_by_stage(states)):
             try:
-                self.solve(stage, count, states, 0.0, 0.0)
+                self.solve(stage, kinds, states, 0.0, 0.0)
             except InfeasibleError as error:
                 most = max(most, error.smallest_weight)
         return most
@@ -314,22 +221,29 @@ class SettingSearch:
     def _blocks(self, states: tuple[State, ...]) -> list[int]:
         return self.stage_blocks(sorted({tp for tp, _ in states}))
 
+    def _kinds_by_stage(self, states: tuple[State, ...]) -> Iterator[tuple[int, ...]]:
+        """Numbers of the kinds of each stage's blocks; stages hold whole layers."""
+        number, first = {kind: at for at, kind in enumerate(self._kinds)}, 0
+        for count in self._blocks(states):
+            yield tuple(number[self.model.kind_of(block)] for block in range(first, first + count))
+            first += count
+
     def _chosen(
         self, states: tuple[State, ...], gradients: float, capacities: Sequence[float]
     ) -> tuple[tuple[State, ...], ...]:
         """States of each stage's blocks. capacities: by stage. Raises _StageInfeasibleError."""
         chosen: list[tuple[State, ...]] = []
         # Stages between the ends hold no more than an earlier one that is not bound by memory.
-        unbound: dict[tuple[int, int | None, bool], tuple[State, ...]] = {}
+        unbound: dict[tuple[tuple[int, ...], int | None, bool], tuple[State, ...]] = {}
         border: int | None = None
-        for stage, count in enumerate(self._blocks(states)):
+        for stage, kinds in enumerate(self._kinds_by_stage(states)):
             ends = stage in (0, self.setting.stages - 1)
-            key = count, border, self.setting.recomputes_early(stage)
+            key = kinds, border, self.setting.recomputes_early(stage)
             if not ends and key in unbound:
                 chosen.append(unbound[key])
             else:
                 try:
-                    found = self.solve(stage, count, states, capacities[stage], gradients, border)
+                    found = self.solve(stage, kinds, states, capacities[stage], gradients, border)
                 except InfeasibleError as error:
                     raise _StageInfeasibleError(stage, error.smallest_weight) from error
                 chosen.append(tuple(states[place] for place in found.places))
@@ -339,21 +253,17 @@ class SettingSearch:
         return tuple(chosen)
 
 
-def _least(loads: Sequence[StageLoad], layers: int) -> float:
-    return min(load.seconds(layers) for load in loads)
-
-
 @lru_cache(maxsize=1 << 14)
 def _solved(
-    states: tuple[State, ...], count: int, capacity: float, border: int | None, seconds: tuple[Row, ...],
+    states: tuple[State, ...], kinds: tuple[int, ...], capacity: float, border: int | None, seconds: tuple[Row, ...],
     fixed: Row, heavy: tuple[Row, ...], once: Row, edges: tuple[Row, ...],
 ) -> Solution | float:  # fmt: skip
-    """Best states of `count` blocks, or the bytes of the lightest choice if none fits.
+    """Best states of blocks of these kinds, or the bytes of the lightest choice if none fits.
 
     Cached: settings differ in what few stages see. seconds, heavy: of a block by kind. fixed: seconds at either end.
     once: bytes besides each block's.
     """
-    kinds = [b % len(KINDS) for b in range(count)]  # stages hold whole layers
+    count = len(kinds)
     costs = [np.array(seconds[kind]) for kind in kinds]
     costs[0], costs[-1] = costs[0] + fixed, costs[-1] + fixed
     if border is not None:
@@ -376,8 +286,8 @@ class _StageInfeasibleError(Exception):
         self.smallest = smallest
 
 
-def _parts(states: tuple[State, ...], chunks: int) -> Iterator[tuple[State, ...]]:
+def _parts(states: tuple[State, ...], chunks: int, each: int) -> Iterator[tuple[State, ...]]:
     first = 0
-    for count in part_blocks(len(states), chunks):
+    for count in part_blocks(len(states), chunks, each):
         yield states[first : first + count]
         first += count

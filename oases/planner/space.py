@@ -9,7 +9,8 @@ from itertools import pairwise, product
 from math import isqrt
 
 from oases.errors import UsageError
-from oases.plans.shape import ModelShape
+from oases.plans.layered import Model
+from oases.plans.shape import WIRES
 from oases.schedule import PIPELINES
 from oases.schedule.pipeline import chunks_of, enough, in_flight, passes, read_stage
 from oases.schedule.schedule import Pass, StageReading
@@ -30,7 +31,9 @@ MOST_MICRO_BATCHES = 4096
 class Space:
     """Search space. degrees, micro_batches: empty for all that fit. recompute: whether layers may be recomputed.
 
-    pipelines: pipeline schedules, for up to `max_stages` stages.
+    pipelines: pipeline schedules, for up to `max_stages` stages. fsdp and sequence_parallel are searched where a run
+    can execute them: of built-in models, fsdp in float32; of others, no sequence parallelism. wire: dtypes in which
+    sums are sent; one that rounds them is used only if it is named.
     """
 
     degrees: tuple[int, ...] = ()
@@ -38,6 +41,9 @@ class Space:
     sub_batches: tuple[int, ...] = (2, 4, 8)
     micro_batches: tuple[int, ...] = ()
     zero: tuple[bool, ...] = (False, True)
+    fsdp: tuple[bool, ...] = (False, True)
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    wire: tuple[str, ...] = ("none",)
     recompute: bool = True
     max_stages: int = MAX_STAGES
     pipelines: tuple[str, ...] = BEST_PIPELINES
@@ -50,6 +56,7 @@ class Space:
                 if unknown
                 else f"pipelines: give at least one; known are {', '.join(PIPELINES)}"
             )
+        self._check_choices()
         for name in ("degrees", "sub_batches", "micro_batches"):
             for value in getattr(self, name):
                 if not isinstance(value, int) or value < 1:
@@ -60,6 +67,14 @@ class Space:
                     f"degrees {smaller} and {larger} do not nest, so samples cannot pass from rank to rank between "
                     "their blocks; give degrees of which one divides the next, such as 1,2,4"
                 )
+
+    def _check_choices(self) -> None:
+        for wire in self.wire:
+            if wire not in WIRES:
+                raise UsageError(f"wire: unknown {wire!r}; known are {', '.join(WIRES)}")
+        for name in ("zero", "fsdp", "sequence_parallel", "wire"):
+            if not getattr(self, name):
+                raise UsageError(f"{name}: give at least one value to search")
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,8 @@ class Setting:
     micro_batches: int
     zero: bool
     pipeline: str = "one_f_one_b"
+    fsdp: bool = False
+    wire: str = "none"
 
     @property
     def stage_ranks(self) -> int:
@@ -82,7 +99,7 @@ class Setting:
         """Samples of a micro-batch on a replica of this degree."""
         return self.global_batch * tp / (self.stage_ranks * self.micro_batches)
 
-    def degrees(self, model: ModelShape, hardware: Hardware, space: Space) -> list[int]:
+    def degrees(self, model: Model, hardware: Hardware, space: Space) -> list[int]:
         """Tensor-parallel degrees that the ranks, the model, the samples and the profile allow."""
         wanted = space.degrees or tuple(2**power for power in range(self.stage_ranks.bit_length()))
         return [
@@ -141,7 +158,7 @@ def _too_much_in_flight(pipeline: str, num_stages: int) -> bool:
     return any(each.early and each.in_flight > num_stages for each in readings)
 
 
-def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: int, space: Space) -> Iterator[Setting]:
+def settings(model: Model, hardware: Hardware, world: int, global_batch: int, space: Space) -> Iterator[Setting]:
     """Every setting with at least one possible degree. Raises UsageError if there is none."""
     stage_counts = [s for s in _divisors(world) if s <= min(space.max_stages, model.layers)]
     found = False
@@ -149,10 +166,11 @@ def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: in
         for micro in space.micro_batches or _micro_batches(global_batch):
             if stages > 1 and micro < stages:
                 continue
-            for pipeline, zero in product(_pipelines(model, stages, micro, space), space.zero):
-                setting = Setting(world, global_batch, stages, micro, zero, pipeline)
+            shared = product(_pipelines(model, stages, micro, space), _sharding(model, space), space.wire)
+            for pipeline, (zero, fsdp), wire in shared:
+                setting = Setting(world, global_batch, stages, micro, zero, pipeline, fsdp, wire)
                 degrees = setting.degrees(model, hardware, space)
-                if degrees and (not zero or min(degrees) < setting.stage_ranks):
+                if degrees and (not (zero or fsdp) or min(degrees) < setting.stage_ranks):
                     found = True
                     yield setting
     if not found:
@@ -169,15 +187,24 @@ def settings(model: ModelShape, hardware: Hardware, world: int, global_batch: in
         )
 
 
-def _pipelines(model: ModelShape, stages: int, micro_batches: int, space: Space) -> Iterator[str]:
+def _sharding(model: Model, space: Space) -> list[tuple[bool, bool]]:
+    """(zero, fsdp) to search: what a run can execute, least sharded first."""
+    found = [(zero, False) for zero in space.zero] if False in space.fsdp else []
+    found += [(False, True)] * (True in space.fsdp and (not model.mixed or model.dtype == "float32"))
+    if not found:
+        raise UsageError(f"fsdp: {model.name} in {model.dtype} trains without it, in float32 with it; leave it out")
+    return found
+
+
+def _pipelines(model: Model, stages: int, micro_batches: int, space: Space) -> Iterator[str]:
     """Pipelines that are possible with these stages and micro-batches, without duplicates."""
     if stages == 1:
         yield "one_f_one_b"
         return
     for name in space.pipelines:
         chunks = chunks_of(name)
-        if chunks > 1 and (micro_batches % stages or model.layers < chunks * stages):
-            continue
+        if chunks > 1 and (micro_batches % stages or model.layers < chunks * stages or len(model.layer_kinds) > 1):
+            continue  # a stage's parts are of equal layers
         if only_earlier(name) and not space.recompute:
             continue
         if _too_much_in_flight(name, stages):

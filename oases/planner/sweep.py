@@ -11,8 +11,8 @@ from oases.errors import UsageError
 from oases.files import unwritable
 from oases.planner.choose import rank_plans, seconds_of
 from oases.planner.space import Space
+from oases.plans.layered import Model
 from oases.plans.plan import Plan
-from oases.plans.shape import ModelShape
 from oases.simulator.drawing import Section, write_page
 from oases.simulator.hardware import Hardware
 from oases.simulator.links import LinkModel
@@ -48,7 +48,7 @@ class Panel:
 class Problem:
     """Planning problem: the arguments of rank_plans."""
 
-    model: ModelShape
+    model: Model
     hardware: Hardware
     world: int
     global_batch: int
@@ -69,7 +69,7 @@ class Problem:
 def sweep(problem: Problem, on_point: Callable[[int, int], None] | None = None) -> list[Panel]:
     """Compute the three panels. on_point(done, total): progress callback."""
     model, layers = problem.model, sorted({max(1, round(size * problem.model.layers)) for size in SIZES})
-    models = [replace(model, layers=count) for count in layers]
+    models = [model.with_layers(count) for count in layers]
     total, done = 3 * (len(SPEEDS) + len(problem.degrees) + len(models)), 0
     known: dict[tuple[int, str], Point] = {}
 

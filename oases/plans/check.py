@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable
 
 from oases.errors import UsageError
+from oases.plans.layered import Model
 from oases.plans.plan import AUTO, Plan
-from oases.plans.shape import Experts, ModelShape
+from oases.plans.shape import Experts
 from oases.schedule import Schedule, is_text
 from oases.schedule.experts import resolve_experts
 from oases.schedule.pipeline import name_of, require_places, resolve_pipeline
@@ -49,11 +50,11 @@ def check(plan: Plan) -> None:
             "stages; give more, or fewer stages"
         )
     require_places(name_of(plan.pipeline), len(plan.parts), plan.micro_batches)
-    for number, stage in enumerate(plan.stages):
+    for number in range(stages):
         require_nested(degrees_of(plan, number))
-        for segment in stage.segments:
+        for first, segment in plan.placed(number):
             if segment.schedule != AUTO:
-                segment.generated()
+                segment.generated(plan.model.layer_numbers(first, segment.num_blocks))
             elif stages > 1:
                 raise UsageError(
                     "plan: schedule 'auto' measures whole passes and does not work with a pipeline; name a schedule"
@@ -69,7 +70,7 @@ def check(plan: Plan) -> None:
         _check_experts(plan, plan.experts)
 
 
-def require_trainable(model: ModelShape) -> None:
+def require_trainable(model: Model) -> None:
     """Raise UsageError for a model dtype that training does not support."""
     if model.dtype not in TRAINABLE:
         raise UsageError(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +20,10 @@ from typing import Any
 from oases.errors import UsageError
 from oases.files import parse_json, read_json
 from oases.limits import require_numbers, short
+from oases.plans.fields import layered_model, listed, made
+from oases.plans.layered import Model
 from oases.plans.segment import AUTO, Segment, Stage, generated
-from oases.plans.shape import Experts, ModelShape
+from oases.plans.shape import WIRES, Experts, ModelShape
 from oases.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
 from oases.schedule.pipeline import chunks_of, name_of, require_sizes
 
@@ -85,13 +87,13 @@ class Plan:
     step.
 
     zero: optimizer state is sharded over the data-parallel ranks (ZeRO-1). fsdp: weights and gradients are sharded
-    too; the planner does not choose it, and predicts its memory but not the time of its all-gathers. pipeline:
+    too. wire: dtype in which tensor-parallel sums are sent, one of WIRES. pipeline:
     pipeline schedule, the name of a generator or the text of a list for these stages and micro-batches. experts:
     replaces every MLP, sharded across the ranks of its stage; segments then hold whole layers, and their own
     schedule is not used.
     """
 
-    model: ModelShape
+    model: Model
     world: int
     ranks_per_node: int
     global_batch: int
@@ -102,6 +104,7 @@ class Plan:
     prediction: Prediction | None = None
     fsdp: bool = False
     experts: Experts | None = None
+    wire: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("world", "ranks_per_node", "global_batch", "micro_batches"):
@@ -109,6 +112,8 @@ class Plan:
             if value < 1:
                 raise UsageError(f"plan: {name} must be at least 1, got {short(value)}")
             require_numbers({name: value}, "plan: ")
+        if self.wire not in WIRES:
+            raise UsageError(f"plan: unknown wire {short(self.wire)}; known are {', '.join(WIRES)}")
         if self.zero and self.fsdp:
             raise UsageError("plan: fsdp includes zero; leave out zero")
         if self.pipeline not in PLANNED and not is_text(self.pipeline):
@@ -127,6 +132,12 @@ class Plan:
             raise UsageError(f"plan: {len(self.stages)} stages do not divide {self.world} ranks")
         for number, stage in enumerate(self.stages):
             self._check_stage(stage, f"plan: stage {number}")
+        self._check_pipeline()
+        for number in range(len(self.stages)):
+            for first, segment in self.placed(number):
+                self._check_layers(segment, first, f"plan: stage {number}")
+
+    def _check_pipeline(self) -> None:
         if self.fsdp and all(segment.tp == self.stage_ranks for stage in self.stages for segment in stage.segments):
             raise UsageError(f"plan: fsdp needs data-parallel replicas, but tp is {self.stage_ranks}; leave out fsdp")
         try:
@@ -137,6 +148,27 @@ class Plan:
             raise UsageError(f"plan: pipeline: {error}") from error
         if chunks > 1:
             self._check_parts(chunks)
+
+    def _check_layers(self, segment: Segment, first: int, where: str) -> None:
+        layers = self.model.num_layers(first, segment.num_blocks)
+        if not 0 <= segment.recomputed_layers <= layers:
+            raise UsageError(
+                f"{where}: recomputed_layers must be from 0 to the {layers} layers of its segment, got "
+                f"{segment.recomputed_layers}"
+            )
+        if self.model.mixed:
+            return
+        last = first + segment.num_blocks
+        if any(self.model.first_block(self.model.layer_at(block)) != block for block in (first, last)):
+            raise UsageError(
+                f"{where}: its blocks {first} to {last - 1} split a layer of {self.model.name}; a segment holds "
+                "whole layers"
+            )
+        if segment.tp != self.stages[0].segments[0].tp:
+            raise UsageError(
+                f"{where}: its tp is {segment.tp}, that of stage 0 {self.stages[0].segments[0].tp}; "
+                f"{self.model.name} runs at one degree, so give all segments the same"
+            )
 
     def _check_stage(self, stage: Stage, where: str) -> None:
         if not stage.segments:
@@ -170,12 +202,6 @@ class Plan:
             raise UsageError(
                 f"{where}: unknown schedule {segment.schedule!r}; known are {', '.join(GENERATORS)}, auto, and the "
                 "text of a list"
-            )
-        layers = (segment.num_blocks + 1) // 2
-        if not 0 <= segment.recomputed_layers <= layers:
-            raise UsageError(
-                f"{where}: recomputed_layers must be from 0 to the {layers} layers of its segment, got "
-                f"{segment.recomputed_layers}"
             )
         if segment.sequence_parallel and (segment.tp == 1 or self.model.sequence % segment.tp):
             raise UsageError(
@@ -216,6 +242,26 @@ class Plan:
             block += sum(segment.num_blocks for segment in found[-1].segments)
         return tuple(found)
 
+    def placed(self, stage: int) -> Iterator[tuple[int, Segment]]:
+        """Segments of a stage, each with its first block."""
+        for part in self.parts_of(stage):
+            block = part.first_block
+            for segment in part.segments:
+                yield block, segment
+                block += segment.num_blocks
+
+    def layers_of(self, part: Part) -> range:
+        """Layers of a model part, in call order over all lists of the model's layers."""
+        blocks = sum(segment.num_blocks for segment in part.segments)
+        return range(self.model.layer_at(part.first_block), self.model.layer_at(part.first_block + blocks - 1) + 1)
+
+    def layer_counts(self, part: Part) -> Iterator[tuple[int, Segment]]:
+        """Segments of a part, each with its number of layers."""
+        block = part.first_block
+        for segment in part.segments:
+            yield self.model.num_layers(block, segment.num_blocks), segment
+            block += segment.num_blocks
+
     def parts_of(self, stage: int) -> tuple[Part, ...]:
         """Model parts of a stage."""
         return self.parts[stage :: len(self.stages)]
@@ -236,14 +282,17 @@ class Plan:
         batch".
         """
         runs: list[tuple[int, str]] = []
-        for stage in self.stages:
+        for number in range(len(self.stages)):
             parts = []
-            for segment in stage.segments:
+            for first_block, segment in self.placed(number):
                 extra = f", {segment.recomputed_layers} layers recomputed" if segment.recomputed_layers else ""
                 extra += ", sequence-parallel" if segment.sequence_parallel else ""
                 replicas = self.stage_ranks // segment.tp
                 name = segment.name if self.experts is None else self.experts.name
-                parts.append(f"{segment.num_blocks} blocks tp {segment.tp} x dp {replicas} ({name}{extra})")
+                held = f"{segment.num_blocks} blocks"
+                if not self.model.mixed:
+                    held = f"{self.model.num_layers(first_block, segment.num_blocks)} layers"
+                parts.append(f"{held} tp {segment.tp} x dp {replicas} ({name}{extra})")
             text = " -> ".join(parts)
             if runs and runs[-1][1] == text:
                 runs[-1] = (runs[-1][0] + 1, text)
@@ -258,7 +307,14 @@ class Plan:
         how = [name_of(self.pipeline)] if len(self.stages) > 1 else []
         how += [f"{self.experts.experts} experts"] if self.experts is not None else []
         return "; ".join(
-            [*names, counts, *how, *(["sharded optimizer"] if self.zero else []), *(["fsdp"] if self.fsdp else [])]
+            [
+                *names,
+                counts,
+                *how,
+                *(["sharded optimizer"] if self.zero else []),
+                *(["fsdp"] if self.fsdp else []),
+                *([f"sums sent in {self.wire}"] if self.wire != "none" else []),
+            ]
         )
 
     def to_json(self) -> str:
@@ -280,23 +336,30 @@ class Plan:
             )
         body = {key: value for key, value in data.items() if key not in ("format", "version")}
         stages = tuple(
-            Stage(tuple(_made(Segment, item, f"stage {number}") for item in _listed(stage, "segments", number)))
-            for number, stage in enumerate(_listed(body, "stages", "plan"))
+            Stage(tuple(made(Segment, item, f"stage {number}") for item in listed(stage, "segments", number)))
+            for number, stage in enumerate(listed(body, "stages", "plan"))
         )
         prediction = body.get("prediction")
         if isinstance(prediction, dict):
-            memory = tuple(_listed(prediction, "memory_bytes", "prediction"))
-            prediction = _made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
+            memory = tuple(listed(prediction, "memory_bytes", "prediction"))
+            prediction = made(Prediction, {**prediction, "memory_bytes": memory}, "prediction")
         elif prediction is not None:
             raise UsageError(f"plan: prediction must be an object or null, got {short(prediction)}")
-        model, experts = _made(ModelShape, body.get("model"), "model"), body.get("experts")
+        model, experts = _model(body.get("model")), body.get("experts")
         if experts is not None:
-            experts = _made(Experts, experts, "experts")
-        made = {"stages": stages, "model": model, "prediction": prediction, "experts": experts}
-        plan: Plan = _made(Plan, {**body, **made}, "plan")
+            experts = made(Experts, experts, "experts")
+        fields_read = {"stages": stages, "model": model, "prediction": prediction, "experts": experts}
+        plan: Plan = made(Plan, {**body, **fields_read}, "plan")
         if plan.prediction is not None:
             _check_prediction(plan.prediction, len(stages))
         return plan
+
+
+def _model(data: Any) -> Model:
+    if isinstance(data, Mapping) and "kinds" in data:
+        return layered_model(data)
+    shape: ModelShape = made(ModelShape, data, "model")
+    return shape
 
 
 def _check_prediction(prediction: Prediction, stages: int) -> None:
@@ -321,29 +384,3 @@ def read_plan(path: str | Path) -> Plan:
         return Plan._of(data)
     except UsageError as error:
         raise UsageError(f"plan {str(path)!r}: {str(error).removeprefix('plan: ')}") from error
-
-
-def _listed(data: Any, name: str, where: Any) -> list[Any]:
-    if not isinstance(data, dict) or not isinstance(data.get(name), list):
-        raise UsageError(f"plan: {where} has no list {name!r}")
-    found: list[Any] = data[name]
-    return found
-
-
-def _made(cls: type[Any], data: Any, where: str) -> Any:
-    """Build a dataclass from a mapping, checking the names and types of its fields."""
-    if not isinstance(data, Mapping):
-        raise UsageError(f"plan: {where} must be an object, got {short(data)}")
-    known = {item.name: item for item in fields(cls)}
-    for name in data:
-        if name not in known:
-            raise UsageError(f"plan: {where} has an unknown field {short(name)}; known are {', '.join(known)}")
-    plain: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float)}
-    for name, value in data.items():
-        wanted = plain.get(str(known[name].type))
-        if wanted and (not isinstance(value, wanted) or (bool not in wanted and isinstance(value, bool))):
-            raise UsageError(f"plan: {where}: {name} must be {known[name].type}, got {short(value)}")
-    try:
-        return cls(**data)
-    except TypeError as error:  # missing field: Python's message names it
-        raise UsageError(f"plan: {where}: {error}") from error

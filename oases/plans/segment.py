@@ -45,8 +45,11 @@ class Segment:
         name = from_text(self.schedule, "block").name if is_text(self.schedule) else self.schedule
         return f"{name}@{self.parts}" if self.parts > 1 else name
 
-    def generated(self) -> Schedule:
-        """Schedule that the segment's stack runs. Raises ScheduleError for "auto", which is chosen by measuring."""
+    def generated(self, layer_of: tuple[int, ...] | None = None) -> Schedule:
+        """Schedule that the segment's stack runs. layer_of: layer of each block; None for pairs of blocks.
+
+        Raises ScheduleError for "auto", which is chosen by measuring.
+        """
         if self.schedule == AUTO:
             raise ScheduleError("schedule auto is chosen on the first steps; name a schedule")
         if is_text(self.schedule):
@@ -56,7 +59,7 @@ class Segment:
                     f"schedule {made.name} is for {made.num_blocks} blocks, its segment has {self.num_blocks}"
                 )
         else:
-            made = generated(self.schedule, self.num_blocks, self.sub_batches, self.recomputed_layers)
+            made = generated(self.schedule, self.num_blocks, self.sub_batches, self.recomputed_layers, layer_of)
         return _cut_along_sequence(made) if self.sequence_parallel else made
 
 

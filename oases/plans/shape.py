@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from oases.errors import UsageError
 from oases.limits import require_numbers, short
@@ -11,12 +11,28 @@ from oases.schedule import from_text, is_text
 
 BlockKind = Literal["attention", "mlp"]
 KINDS: tuple[BlockKind, BlockKind] = ("attention", "mlp")
+AnyKind: TypeAlias = Any
+"""Kind of a block of any model: a BlockKind, or the Kind of a LayeredModel."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+WIRES = ("none", "bfloat16", "float16")
+"""Dtypes in which activations may be summed over tensor-parallel ranks; none: the model's own."""
 GRADIENT_BYTES = 4
 """Bytes of a parameter's gradient, whatever the parameter's dtype: gradients accumulate in float32."""
 
 LARGEST = 2**31 - 1
 """Upper bound of any size or count; anything larger is a typing error."""
+
+
+def state_bytes(element: int, parameters: int, replicas: int, *, zero: bool = False, fsdp: bool = False) -> int:
+    """Bytes of parameters, gradients and Adam state on a rank. element: bytes of a parameter.
+
+    Gradients are float32. 16-bit weights have float32 masters beside the two moments: 18 bytes per parameter in
+    all, against 16 in float32. zero: masters and moments are sharded over `replicas`. fsdp: parameters too;
+    gradients count whole, because they accumulate until the last micro-batch's backward pass.
+    """
+    optimizer = 8 if element == GRADIENT_BYTES else 12
+    weights = parameters // (replicas if fsdp else 1) * element
+    return weights + parameters * GRADIENT_BYTES + parameters * optimizer // (replicas if zero or fsdp else 1)
 
 
 @dataclass(frozen=True)
@@ -25,6 +41,7 @@ class ModelShape:
 
     Differences from a GPT, 0 or False if there are none: head_size: features per head. kv_heads: key/value heads
     (GQA). intermediate: MLP width. gated: gated MLP with a third matmul. tied: tied embeddings.
+    Blocks of one plan may have different degrees: `mixed` is True.
     """
 
     hidden: int
@@ -39,6 +56,8 @@ class ModelShape:
     intermediate: int = 0
     gated: bool = False
     tied: bool = True
+
+    mixed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "sequence", "vocabulary"):
@@ -68,15 +87,8 @@ class ModelShape:
         return ELEMENT_BYTES[self.dtype]
 
     def state_bytes(self, parameters: int, replicas: int, *, zero: bool = False, fsdp: bool = False) -> int:
-        """Bytes of parameters, gradients and Adam state on a rank.
-
-        Gradients are float32. 16-bit weights have float32 masters beside the two moments: 18 bytes per parameter in
-        all, against 16 in float32. zero: masters and moments are sharded over `replicas`. fsdp: parameters too;
-        gradients count whole, because they accumulate until the last micro-batch's backward pass.
-        """
-        optimizer = 8 if self.element_bytes == GRADIENT_BYTES else 12
-        weights = parameters // (replicas if fsdp else 1) * self.element_bytes
-        return weights + parameters * GRADIENT_BYTES + parameters * optimizer // (replicas if zero or fsdp else 1)
+        """Bytes of parameters, gradients and Adam state on a rank (see the function `state_bytes`)."""
+        return state_bytes(self.element_bytes, parameters, replicas, zero=zero, fsdp=fsdp)
 
     def step_flops(self, samples: float) -> float:
         """FLOPs of a step without recomputation: matmuls of the forward and the backward pass.
@@ -84,8 +96,19 @@ class ModelShape:
         The backward pass of a matmul is two matmuls; embeddings are lookups, the head is a matmul.
         """
         blocks = self.layers * sum(sum(self.matmul_flops(kind, 1, samples)) for kind in KINDS)
-        head = 2.0 * samples * self.sequence * self.hidden * self.vocabulary
-        return 3 * (blocks + head)
+        return 3 * (blocks + self.head_flops(samples))
+
+    def head_flops(self, samples: float, tp: int = 1) -> float:
+        """FLOPs of the head's matmul in a forward pass, on one of `tp` ranks."""
+        return 2.0 * samples * self.sequence * self.hidden * self.vocabulary / tp
+
+    def logits(self, samples: float, tp: int) -> float:
+        """Elements of the logits on one of `tp` ranks."""
+        return samples * self.sequence * self.vocabulary / tp
+
+    def message_bytes(self, layer: int, samples: float) -> int:
+        """Bytes of the activation that crosses the border before a layer."""
+        return self.unit_bytes(samples)
 
     @property
     def num_parameters(self) -> int:
@@ -104,13 +127,50 @@ class ModelShape:
         """Features of all query heads together."""
         return self.heads * self.head_size if self.head_size else self.hidden
 
-    def inner_width(self, kind: BlockKind) -> int:
+    def inner_width(self, kind: AnyKind) -> int:
         """Sum of a block's matmul widths on the side that is not `hidden`: 4 and 8 times `hidden` in a GPT."""
         if kind == "mlp":
             return (3 if self.gated else 2) * (self.intermediate or 4 * self.hidden)
         return 2 * self.attended + 2 * self.attended * (self.kv_heads or self.heads) // self.heads
 
-    def kind_of(self, block: int) -> BlockKind:
+    @property
+    def layer_kinds(self) -> tuple[tuple[BlockKind, ...], ...]:
+        """Kinds of the blocks of each kind of layer: one kind, of two blocks."""
+        return (KINDS,)
+
+    @property
+    def layer_order(self) -> tuple[int, ...]:
+        """Index in `layer_kinds` of each layer."""
+        return (0,) * self.layers
+
+    def first_block(self, layer: int) -> int:
+        """First block of a layer."""
+        return 2 * layer
+
+    def layer_at(self, block: int) -> int:
+        """Layer that holds a block."""
+        return block // 2
+
+    def num_layers(self, first: int, count: int) -> int:
+        """Number of layers of `count` blocks from block `first` on: pairs, an odd last block counted as one."""
+        return (count + 1) // 2
+
+    def layer_numbers(self, first: int, count: int) -> None:
+        """Layer of each of these blocks, for a schedule's generator: None, which is pairs."""
+
+    def alike(self, first: int, count: int) -> int:
+        """First block from which `count` blocks of the same kinds begin: one name for equal segments."""
+        return first % 2
+
+    def with_layers(self, count: int) -> ModelShape:
+        """The model with another number of layers."""
+        return replace(self, layers=count)
+
+    def in_dtype(self, dtype: str) -> ModelShape:
+        """The model in another dtype."""
+        return replace(self, dtype=dtype)
+
+    def kind_of(self, block: int) -> AnyKind:
         """Kind of a block: attention or MLP."""
         return KINDS[block % 2]
 
@@ -119,7 +179,7 @@ class ModelShape:
         sizes = (self.heads, self.kv_heads, self.hidden, self.intermediate, self.vocabulary)
         return not any(size % tp for size in sizes)
 
-    def block_parameters(self, kind: BlockKind, tp: int) -> int:
+    def block_parameters(self, kind: AnyKind, tp: int) -> int:
         """Parameters of a block on one of `tp` ranks; norms and row-parallel biases are replicated."""
         h = self.hidden
         cut = h * self.inner_width(kind) + (3 if kind == "attention" else 4) * h
@@ -132,11 +192,23 @@ class ModelShape:
         tables = 1 if self.tied else 2
         return (tables * (self.vocabulary // tp) + self.sequence + 2) * self.hidden
 
+    def end_parameters(self, first: int, last: int, tp: int) -> int:
+        """Parameters outside of the layers on one of `tp` ranks of a stage with layers [first, last).
+
+        With tied embeddings both ends hold the table; else the first stage holds table and positions, the last one
+        norm and head.
+        """
+        ends = (first == 0, last == self.layers)
+        if self.tied or all(ends):
+            return self.embedding_parameters(tp) if any(ends) else 0
+        table = self.vocabulary // tp * self.hidden
+        return (table + self.sequence * self.hidden) * ends[0] + (table + 2 * self.hidden) * ends[1]
+
     def unit_bytes(self, samples: float) -> int:
         """Bytes of the activation between two blocks: samples x sequence x hidden."""
         return round(samples * self.sequence * self.hidden * self.element_bytes)
 
-    def kept_bytes(self, kind: BlockKind, tp: int, samples: float) -> int:
+    def kept_bytes(self, kind: AnyKind, tp: int, samples: float) -> int:
         """Bytes of activations that the backward pass of one block needs, with its input.
 
         Replicated: the input and the output of the norm. Sharded: the outputs of matmuls, i.e. queries, keys,
@@ -149,7 +221,7 @@ class ModelShape:
             inner = inner * 4 // 3
         return 2 * unit + inner * unit // (self.hidden * tp)
 
-    def matmul_flops(self, kind: BlockKind, tp: int, samples: float) -> tuple[float, float, float]:
+    def matmul_flops(self, kind: AnyKind, tp: int, samples: float) -> tuple[float, float, float]:
         """FLOPs of a forward pass: column-parallel matmuls, attention itself, row-parallel matmul."""
         tokens, h, inner = samples * self.sequence, self.hidden, self.inner_width(kind)
         if kind == "mlp":
@@ -203,9 +275,9 @@ class Experts:
         text = self.expert_schedule
         return from_text(text, "experts").name if is_text(text) else text
 
-    def layer_parameters(self, model: ModelShape) -> int:
+    def layer_parameters(self, hidden: int) -> int:
         """Parameters of a layer's experts on all ranks together."""
-        return 2 * model.hidden * (self.experts * (self.expert_hidden or 4 * model.hidden) + self.shared_hidden)
+        return 2 * hidden * (self.experts * (self.expert_hidden or 4 * hidden) + self.shared_hidden)
 
 
 def _gpt(name: str, hidden: int, layers: int, heads: int, sequence: int = 1024) -> ModelShape:

@@ -6,7 +6,7 @@ Times come from a profile or a formula; the engine models how ops slow each othe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from oases.schedule import Op, Schedule
@@ -30,6 +30,19 @@ class BlockTimes:
     combine_backward: float
     backward: float
     weight_gradient: float
+
+    @property
+    def both_passes(self) -> float:
+        """Seconds of a forward and a backward pass without recomputation."""
+        return self.forward + self.combine + self.combine_backward + self.backward + self.weight_gradient
+
+    def with_casts(self, seconds: float) -> BlockTimes:
+        """Times with a cast before each all-reduce and one after it."""
+        return replace(
+            self, forward=self.forward + seconds, forward_unkept=self.forward_unkept + seconds,
+            recompute_whole=self.recompute_whole + seconds, combine=self.combine + seconds,
+            combine_backward=self.combine_backward + seconds, backward=self.backward + seconds,
+        )  # fmt: skip
 
     def scaled(self, factor: float) -> BlockTimes:
         """All times multiplied by `factor`."""

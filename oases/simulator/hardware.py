@@ -6,9 +6,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import log
 
 from oases.errors import UsageError
-from oases.plans.shape import BlockKind, ModelShape
+from oases.plans.layered import LayeredModel, Model, Work
+from oases.plans.shape import ELEMENT_BYTES, AnyKind, BlockKind, ModelShape
 from oases.schedule import Schedule
 from oases.simulator.cost import BlockBytes, BlockTimes, StackCosts
 from oases.simulator.links import LinkModel
@@ -110,16 +112,21 @@ class Hardware:
             return self.node.seconds(collective, ranks, num_bytes)
         return self.cluster.seconds(collective, ranks, num_bytes, sharing=min(stride, self.ranks_per_node))
 
-    def block_times(self, model: ModelShape, kind: BlockKind, tp: int, samples: float) -> BlockTimes:
-        """Times of one block's ops for a sub-batch of `samples`: measured, or from the device's rates."""
-        measured = self._measured.get((kind, model.hidden, model.heads, model.sequence, model.dtype, tp))
-        if measured is not None and model.is_gpt:
-            return _between(measured, samples)
-        if self.blocks and not model.is_gpt:
-            raise UsageError(
-                f"profile {self.name!r} holds measured blocks of GPTs, but {model.name!r} has other widths;"
-                " give a cluster by name, or a profile without blocks"
+    def block_times(self, model: Model, kind: AnyKind, tp: int, samples: float) -> BlockTimes:
+        """Times of one block's ops for a sub-batch of `samples`.
+
+        Measured for GPTs that the profile holds. For other models: from the device's rates, scaled as the measured
+        block with the nearest number of FLOPs differs from them.
+        """
+        if not model.is_gpt:
+            times = self._by_rates(model, kind, tp, samples)
+            return (
+                times.scaled(self._correction(sum(model.matmul_flops(kind, tp, samples)))) if self.blocks else times
             )
+        assert isinstance(model, ModelShape)
+        measured = self._measured.get((kind, model.hidden, model.heads, model.sequence, model.dtype, tp))
+        if measured is not None:
+            return _between(measured, samples)
         if self.blocks:
             raise UsageError(
                 f"profile {self.name!r} holds no {kind} block of hidden {model.hidden}, {model.heads} heads, "
@@ -128,26 +135,45 @@ class Hardware:
             )
         return self._by_rates(model, kind, tp, samples)
 
+    def _correction(self, flops: float) -> float:
+        """Measured over predicted time of the measured block with the nearest number of FLOPs."""
+        _, ratio = min(self._ratios, key=lambda each: abs(each[0] - log(max(1.0, flops))))
+        return ratio
+
+    @cached_property
+    def _ratios(self) -> list[tuple[float, float]]:
+        """(log of FLOPs, measured over predicted seconds of both passes) of each measured block."""
+        found = []
+        for block in self.blocks:
+            model = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=block.dtype)
+            predicted = self._by_rates(model, block.kind, block.tp, block.samples).both_passes
+            flops = sum(model.matmul_flops(block.kind, block.tp, block.samples))
+            found.append((log(max(1.0, flops)), block.times.both_passes / predicted))
+        return found
+
     def pass_overhead(
-        self, model: ModelShape, tp: int, samples: float, sub_batches: int, layers: float | None = None
+        self, model: Model, tp: int, samples: float, sub_batches: int, layers: float | None = None
     ) -> tuple[float, float]:
-        """Seconds outside the ops of the forward and of the backward pass of a stack of `layers` layers.
+        """Seconds outside the ops of the forward and of the backward pass of a stack of `layers` pairs of blocks.
 
         From the measurement nearest in sub-batches, then in samples. Most of it is work per block, sub-batch and
-        parameter and little per sample, so it is scaled with the layers. Zeros if nothing was measured.
+        parameter and little per sample, so it is scaled with the layers, and models of other widths than a measured
+        GPT's have that of its degree. Zeros if nothing was measured.
         """
         shape = (model.hidden, model.heads, model.sequence, model.dtype, tp)
         found = [o for o in self.overheads if (o.hidden, o.heads, o.sequence, o.dtype, o.tp) == shape]
+        if not found and not model.is_gpt:
+            found = [o for o in self.overheads if o.tp == tp]
         if not found:
             return 0.0, 0.0
         nearest = min(found, key=lambda o: (abs(o.sub_batches - sub_batches), abs(o.samples - samples)))
-        scale = (model.layers if layers is None else layers) / nearest.layers
+        scale = (model.num_blocks / 2 if layers is None else layers) / nearest.layers
         return scale * nearest.forward, scale * nearest.backward
 
-    def has_block(self, model: ModelShape, tp: int) -> bool:
+    def has_block(self, model: Model, tp: int) -> bool:
         """Whether block times of this model at degree `tp` are available."""
-        if not self.blocks or not model.is_gpt:
-            return True  # for other models `block_times` raises the reason
+        if not self.blocks or not isinstance(model, ModelShape) or not model.is_gpt:
+            return True
         key = (model.hidden, model.heads, model.sequence, model.dtype, tp)
         return all((kind, *key) in self._measured for kind in ("attention", "mlp"))
 
@@ -165,9 +191,11 @@ class Hardware:
             found.setdefault(key, []).append(block)
         return found
 
-    def _by_rates(self, model: ModelShape, kind: BlockKind, tp: int, samples: float) -> BlockTimes:
+    def _by_rates(self, model: Model, kind: AnyKind, tp: int, samples: float) -> BlockTimes:
         device = self.device
         rate = device.rate(model.dtype)
+        if isinstance(model, LayeredModel):
+            return _of_work(model.work(kind, tp, samples), rate, device)
         column, core, row = (flops / rate for flops in model.matmul_flops(kind, tp, samples))
         unit = model.unit_bytes(samples) / device.bytes_per_second
         inner = (model.kept_bytes(kind, tp, samples) - 2 * model.unit_bytes(samples)) / device.bytes_per_second
@@ -181,6 +209,21 @@ class Hardware:
             backward=column + 2.5 * core + row + 5 * unit + 4 * inner + 6 * launch,
             weight_gradient=column + row + 2 * inner + unit + 2 * launch,
         )  # fmt: skip
+
+
+def _of_work(work: Work, rate: float, device: Device) -> BlockTimes:
+    """Times of a traced block: matmuls by the rate of FLOPs, other ops by the bytes that they move."""
+    column, core, row = work.column / rate, work.core / rate, work.row / rate
+    moved, combined = work.moved / device.bytes_per_second, work.combined / device.bytes_per_second
+    launch = device.launch_seconds
+    forward = column + core + row + moved + work.ops * launch
+    return BlockTimes(
+        forward=forward, forward_unkept=forward, combine=combined + 2 * launch, recompute=forward - row - launch,
+        recompute_whole=forward, combine_backward=combined / 2 + launch,
+        # The gradient of an op reads its inputs and its result's gradient.
+        backward=column + 2.5 * core + row + 2 * moved + 1.5 * work.ops * launch,
+        weight_gradient=column + row + moved / 2 + 2 * launch,
+    )  # fmt: skip
 
 
 def merge(first: Hardware, second: Hardware) -> Hardware:
@@ -221,18 +264,32 @@ def _between(points: Sequence[MeasuredBlock], samples: float) -> BlockTimes:
 
 
 def stack_costs(
-    hardware: Hardware, model: ModelShape, kinds: Sequence[BlockKind], tp: int, samples: float, schedule: Schedule
-) -> StackCosts:
-    """Costs of each op of `schedule` on a stack of these blocks at degree `tp`, for `samples` samples."""
+    hardware: Hardware, model: Model, kinds: Sequence[AnyKind], tp: int, samples: float, schedule: Schedule,
+    wire: str = "none",
+) -> StackCosts:  # fmt: skip
+    """Costs of each op of `schedule` on a stack of these blocks at degree `tp`, for `samples` samples.
+
+    wire: dtype in which sums are sent; a smaller one than the model's is cast to before and from after each. Under
+    sequence parallelism the ops between reduce-scatter and all-gather work on a part of the sequence.
+    """
     part = samples / schedule.num_sub_batches
     times = {kind: hardware.block_times(model, kind, tp, part) for kind in set(kinds)}
     unit = model.unit_bytes(part)
+    sent = unit if wire == "none" else unit * ELEMENT_BYTES[wire] // model.element_bytes
+    if sent != unit and tp > 1:
+        cast = (unit + sent) / hardware.device.bytes_per_second + hardware.device.launch_seconds
+        times = {kind: each.with_casts(cast) for kind, each in times.items()}
+    if schedule.sequence_parallel:
+        times = {
+            kind: replace(each, combine=each.combine / tp, combine_backward=each.combine_backward / tp)
+            for kind, each in times.items()
+        }
     sizes = {kind: BlockBytes(unit, model.kept_bytes(kind, tp, part)) for kind in set(kinds)}
     link = hardware.link_of(tp)
     names = ("all_reduce", "reduce_scatter", "all_gather")
     return StackCosts(
         times=tuple(times[kind] for kind in kinds),
-        collectives={name: hardware.collective_seconds(name, tp, unit) for name in names},
+        collectives={name: hardware.collective_seconds(name, tp, sent) for name in names},
         sizes=tuple(sizes[kind] for kind in kinds),
         link=link,
         contention=hardware.link(link).contention,

@@ -13,6 +13,7 @@ import torch
 from oases.errors import UsageError, make_folder
 from oases.launch.ranks import restart_count
 from oases.plans.plan import Plan, read_plan
+from oases.plans.shape import ModelShape
 from oases.schedule import GENERATORS, PIPELINES, read_schedule
 from oases.train.checkpoint.resume import AUTO, require_resumable
 from oases.train.checkpoint.retention import require_folder
@@ -321,14 +322,14 @@ def values_for(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_fit(config: TrainConfig, plan: Plan) -> None:
     """Raise UsageError, naming the field, unless plan and configuration agree."""
+    if not (isinstance(plan.model, ModelShape) and plan.model.is_gpt and plan.model.tied):
+        raise UsageError(f"plan: its model {plan.model.name!r} is not a GPT, which is what this trains; plan for one")
     for name, size in ({"experts": 0} | _sizes(plan)).items():
         if getattr(config, name) != size and not (name == "vocabulary" and config.vocabulary == 0):
             raise UsageError(
                 f"plan: {name} is {size} there and {getattr(config, name)} here; leave out {_option(name)}, or "
                 "make a plan for it"
             )
-    if not (plan.model.is_gpt and plan.model.tied):
-        raise UsageError(f"plan: its model {plan.model.name!r} is not a GPT, which is what this trains; plan for one")
     if plan.model.dtype != config.precision:
         raise UsageError(
             f"plan: its model computes in {plan.model.dtype}, training here in {config.precision}; leave out "

@@ -188,14 +188,16 @@ def least_bytes(plan: Plan) -> dict[str, int]:
             kind = model.kind_of(number)
             number += 1
             if kind == "mlp" and plan.experts is not None:
-                blocks += model.state_bytes(plan.experts.layer_parameters(model), 1)
+                blocks += model.state_bytes(plan.experts.layer_parameters(model.hidden), 1)
                 continue
             held = model.state_bytes(
                 model.block_parameters(kind, segment.tp), replicas, zero=plan.zero, fsdp=plan.fsdp
             )
             blocks += plan.stage_ranks * held
     tp = plan.stages[0].segments[0].tp
-    table = model.state_bytes(model.embedding_parameters(tp), plan.stage_ranks // tp, zero=plan.zero, fsdp=plan.fsdp)
+    table = model.state_bytes(
+        model.end_parameters(0, model.layers, tp), plan.stage_ranks // tp, zero=plan.zero, fsdp=plan.fsdp
+    )
     first_and_last = min(2, len(plan.stages))  # both have the embedding, which is the head
     tokens = plan.global_batch * model.sequence // plan.micro_batches
     return {

@@ -350,7 +350,8 @@ def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup |
         mixture = dataclasses.replace(config.moe_gpt(config.seed), vocabulary=rows)
         return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh)
     sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=rows)
-    return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES[config.wire_dtype])
+    wire = plan.wire if config.wire_dtype == "none" else config.wire_dtype
+    return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES[wire])
 
 
 def _ended(step: int) -> RuntimeError:

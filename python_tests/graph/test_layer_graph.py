@@ -121,7 +121,7 @@ def test_a_file_that_is_none_is_refused(tmp_path):
 
 def test_graphs_need_no_torch():
     code = (
-        "import sys, oases.graph.part, oases.graph.shape, oases.graph.stages, oases.planner;"
+        "import sys, oases.graph.part, oases.graph.layered, oases.graph.stages, oases.planner;"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

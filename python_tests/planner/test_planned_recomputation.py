@@ -108,7 +108,7 @@ def test_nothing_that_fits_is_faster():
 
 def test_segments_are_recomputed_from_the_first():
     plan = plan_of(segments=2)
-    assert num_layers(plan.stages[0]) == 4
+    assert num_layers(plan, 0) == 4
     assert [s.recomputed_layers for s in recomputing(plan, 1, 3).stages[1].segments] == [2, 1]
     assert recomputing(plan, 1, 3).stages[0] == plan.stages[0]
     with pytest.raises(UsageError, match=r"stage 1: recomputed_layers must be from 0 to the 4 layers .* got 5"):

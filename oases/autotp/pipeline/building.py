@@ -57,7 +57,7 @@ def pipeline_options(
             raise UsageError(f"plan: it has {plan.micro_batches} micro-batches, not {micro_batches}; leave them out")
         require_runnable(plan)
         given = mesh if isinstance(mesh, Mesh) else Mesh.of(plan)
-        counts = tuple(sum(segment.num_blocks for segment in part.segments) // 2 for part in plan.parts)
+        counts = tuple(len(plan.layers_of(part)) for part in plan.parts)
         return PipelineOptions(given, plan.stages[0].segments[0].tp, pipeline_of(plan), counts, plan.fsdp)
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
     if "pp" not in names:
@@ -119,7 +119,8 @@ def segments_of(
             continue
         given = [(len(layers), options)]
         if plan is not None:
-            given = [(each.num_blocks // 2, options | options_of(each)) for each in plan.parts[number].segments]
+            placed = plan.layer_counts(plan.parts[number])
+            given = [(count, options | options_of(each, plan.wire)) for count, each in placed]
         start = 0
         for count, chosen in given:
             mine = set(layers[start : start + count])

@@ -1,0 +1,186 @@
+"""Costs of blocks under one setting: seconds and bytes by kind and state, and the loads that balance stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from oases.planner.balance import StageLoad, least_load
+from oases.planner.block_chain import StackTiming, StackTimings, Way
+from oases.planner.ends import ends_seconds
+from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes
+from oases.planner.space import Setting
+from oases.plans.shape import AnyKind
+
+State: TypeAlias = tuple[int, bool]
+"""(degree, whether the block is recomputed)."""
+Row: TypeAlias = tuple[float, ...]
+"""A number per state."""
+
+
+class BlockCosts:
+    """Costs of a model's blocks under one setting, cached."""
+
+    def __init__(self, setting: Setting, timings: StackTimings, capacity: int) -> None:
+        self.model = timings.model
+        self.hardware = timings.hardware
+        self.setting = setting
+        self.space = timings.space
+        self._timings = timings
+        self.capacity = capacity
+        self.degrees = setting.degrees(timings.model, timings.hardware, timings.space)
+        self._nodes: dict[tuple[AnyKind, State, float], float] = {}
+        self._timing: dict[State, StackTiming] = {}
+        self._weights: dict[tuple[AnyKind, State, int], float] = {}
+        self._known_edges: dict[tuple[State, ...], tuple[Row, ...]] = {}
+        self._runs: dict[tuple[Any, ...], float] = {}
+        self._kinds: tuple[AnyKind, ...] = tuple(kind for kinds in self.model.layer_kinds for kind in kinds)
+        self._layer_of_kind = {kind: at for at, kinds in enumerate(self.model.layer_kinds) for kind in kinds}
+
+    @cached_property
+    def states(self) -> tuple[State, ...]:
+        """Possible states of a block."""
+        return tuple(
+            (tp, recomputed)
+            for tp in self.degrees
+            for recomputed in ((False, True) if self.space.recompute else (False,))
+        )
+
+    def timing_of(self, state: State) -> StackTiming:
+        """Timing of the fastest way to run blocks in this state."""
+        if state not in self._timing:
+            tp, recomputed = state
+            self._timing[state] = self._timings.fastest(
+                tp, self.setting.samples(tp), recompute=recomputed, wire=self.setting.wire
+            )
+        return self._timing[state]
+
+    def ways(self, tp: int) -> list[Way]:
+        """Schedules and sub-batches that a stack of this degree can run."""
+        return self._timings.ways(tp, self.setting.samples(tp))
+
+    def _edges(self, states: tuple[State, ...]) -> tuple[Row, ...]:
+        if states not in self._known_edges:
+            rows = (tuple(self._edge_seconds(one, other) for other in states) for one in states)
+            self._known_edges[states] = tuple(rows)
+        return self._known_edges[states]
+
+    def _node_seconds(self, kind: AnyKind, state: State, gradients: float) -> float:
+        key = (kind, state, gradients)
+        if key not in self._nodes:
+            self._nodes[key] = self._node_seconds_of(*key)
+        return self._nodes[key]
+
+    def _seconds(self, kind: AnyKind, state: State) -> float:
+        """Seconds of a block per micro-batch: its share of its layer's."""
+        layer = self._layer_of_kind[kind]
+        shares = {each: self._weight_in_layer(each, state[0]) for each in self.model.layer_kinds[layer]}
+        return shares[kind] / sum(shares.values()) * self.timing_of(state).by_kind[layer]
+
+    def _node_seconds_of(self, kind: AnyKind, state: State, gradients: float) -> float:
+        tp, _ = state
+        replicas = self.setting.stage_ranks // tp
+        num_bytes = self.model.block_parameters(kind, tp) * self.model.element_bytes
+        if self.setting.fsdp:  # gathered twice per micro-batch
+            summed = self.hardware.collective_seconds("all_gather", replicas, num_bytes, tp)
+            summed *= 2 * self.setting.micro_batches + 1
+        else:
+            summed = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
+        return self.setting.micro_batches * self._seconds(kind, state) + gradients * summed
+
+    def _weight_in_layer(self, kind: AnyKind, tp: int) -> float:
+        samples = self.setting.samples(tp)
+        times = self.hardware.block_times(self.model, kind, tp, samples)
+        sent = self.hardware.collective_seconds("all_reduce", tp, self.model.unit_bytes(samples))
+        return times.forward + times.backward + times.weight_gradient + times.combine + sent
+
+    def _edge_seconds(self, one: State, other: State) -> float:
+        if one[0] == other[0]:
+            # Within a segment the recomputed layers come first; the other order is the same plan.
+            return np.inf if other[1] and not one[1] else 0.0
+        low, high = sorted((one[0], other[0]))
+        num_bytes = self.model.unit_bytes(self.setting.samples(high))
+        seconds = self.hardware.collective_seconds("all_gather", high // low, num_bytes, low)
+        ends = (self.timing_of(one).fixed_seconds + self.timing_of(other).fixed_seconds) / 2
+        return self.setting.micro_batches * (seconds + ends)
+
+    def _weight(self, kind: AnyKind, state: State, stage: int) -> float:
+        """Bytes of parameters and activations. Early recomputation holds one whole micro-batch."""
+        key = kind, state, stage
+        if key not in self._weights:
+            self._weights[key] = self._weight_of(*key)
+        return self._weights[key]
+
+    def _weight_of(self, kind: AnyKind, state: State, stage: int) -> float:
+        tp, recomputed = state
+        parameters, samples = self.model.block_parameters(kind, tp), self.setting.samples(tp)
+        replicas = self.setting.stage_ranks // tp
+        kept = kept_bytes(self.model, kind, tp, samples, recomputed=recomputed)
+        whole = kept_bytes(self.model, kind, tp, samples, recomputed=False)
+        # A micro-batch in flight on a model part holds that part's share of the stage's blocks.
+        held = self.setting.in_flight(stage) / self.setting.chunks * kept
+        held += (whole - kept) * self.setting.recomputes_early(stage) + whole * self.setting.weights_waiting(stage)
+        return self.model.state_bytes(parameters, replicas, zero=self.setting.zero, fsdp=self.setting.fsdp) + held
+
+    def _once(self, state: State, stage: int) -> int:
+        """Bytes besides each block's: embedding and head, tensors in flight, one recomputed block."""
+        tp, _ = state
+        samples = self.setting.samples(tp)
+        in_flight = in_flight_bytes(self.model, tp, samples, self.timing_of(state).way.sub_batches)
+        held, last = in_flight, self.setting.stages - 1
+        if stage in (0, last):
+            layers = self.model.layers
+            ends = (0, layers) if last == 0 else (0, 1) if stage == 0 else (layers - 1, layers)
+            parameters, replicas = self.model.end_parameters(*ends, tp), self.setting.stage_ranks // tp
+            held += self.model.state_bytes(parameters, replicas, zero=self.setting.zero, fsdp=self.setting.fsdp)
+            held += parameters * self.model.element_bytes * self.setting.fsdp  # gathered
+        if stage == last:
+            # The head's logits are freed before a block is recomputed.
+            held += max(0, head_bytes(self.model, tp, samples) - in_flight)
+        return held
+
+    def _run_seconds(
+        self, degrees: Sequence[int], shares: Sequence[float] | None, stage: int, first: int, last: int
+    ) -> float:
+        """Seconds of layers [first, last) on a stage."""
+        key = stage, first, last, tuple(degrees), None if shares is None else tuple(shares)
+        if key not in self._runs:
+            order = self.model.layer_order[first:last]
+            self._runs[key] = least_load(self._loads(stage, degrees, shares, order), last - first)
+        return self._runs[key]
+
+    def _loads(
+        self, stage: int, degrees: Sequence[int], shares: Sequence[float] | None, order: Sequence[int]
+    ) -> list[StageLoad]:
+        """Load of a stage at each degree. order: kinds of layers, of which each layer counts as the mean."""
+        found = []
+        numbers = [(kind, many / len(order)) for kind, many in Counter(order).items()]
+        for tp in degrees:
+            ends = ends_seconds(self.hardware, self.model, tp, self.setting.samples(tp))
+            fixed = ends[0] * (stage == 0) + ends[1] * (stage == self.setting.stages - 1)
+            keeping, recomputed = (
+                sum(many * self.timing_of((tp, each)).by_kind[kind] for kind, many in numbers)
+                for each in (False, True)
+            )
+            if shares is not None:
+                seconds = keeping + shares[stage] * (recomputed - keeping)
+                found.append(StageLoad(seconds, seconds, fixed))
+                continue
+            kept, recomputed_bytes = (
+                sum(
+                    many * sum(self._weight(block, (tp, each), stage) for block in self.model.layer_kinds[kind])
+                    for kind, many in numbers
+                )
+                for each in (False, True)
+            )
+            if not self.space.recompute:
+                recomputed, recomputed_bytes = keeping, kept
+            once = self._once((tp, False), stage)
+            found.append(
+                StageLoad(keeping, max(keeping, recomputed), fixed, kept, recomputed_bytes, once, self.capacity)
+            )
+        return found

@@ -1,0 +1,342 @@
+"""Layered models: the costs of a traced model's own layers, by kind of layer, for the planner.
+
+Where a ModelShape has formulas of a GPT, a LayeredModel holds what was counted in a graph: parameters, FLOPs and
+bytes of every block, and how each part of it is sharded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby
+from math import gcd
+from typing import ClassVar, NamedTuple
+
+from oases.errors import UsageError
+from oases.limits import MOST_LAYERS, require_numbers, short
+from oases.plans.shape import ELEMENT_BYTES, AnyKind, ModelShape, state_bytes
+
+Kind = tuple[int, int]
+"""A block's (kind of layer, place in the layer)."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Work of a block that is sharded in one way.
+
+    units: heads, features, experts or tokens of the vocabulary, which the degree divides; 1: every rank computes it
+    whole. optional: where the degree does not divide, every rank computes it whole; else that is an error.
+    parameters: elements. Of one sample's forward pass: column, core, row: FLOPs of column-parallel matmuls, of
+    attention, of row-parallel matmuls. moved: bytes that other ops read and write. kept: bytes kept for the backward
+    pass.
+    """
+
+    units: int = 1
+    optional: bool = False
+    parameters: int = 0
+    column: int = 0
+    core: int = 0
+    row: int = 0
+    moved: int = 0
+    kept: int = 0
+
+    def ranks(self, tp: int) -> int:
+        """Number of ranks over which it is sharded at degree `tp`."""
+        return tp if self.units % tp == 0 else 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """Block of a layer: what is computed up to one all-reduce, and with its result.
+
+    combined: bytes per sample that ops after the all-reduce read and write. ops: kernels of its forward pass.
+    """
+
+    name: str
+    shares: tuple[Share, ...]
+    combined: int = 0
+    ops: int = 1
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers with equal costs. name: path of the first of them in the model."""
+
+    name: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Work of a model outside of its layers, before layer `before`; after the last one if that is their number.
+
+    logits: elements of the largest matmul's result per sample, 0 without matmuls. tied: parameters of its table of
+    tokens, if an earlier Outside has that table, too.
+    """
+
+    before: int
+    shares: tuple[Share, ...]
+    logits: int = 0
+    tied: int = 0
+
+
+@dataclass(frozen=True)
+class LayerList:
+    """A model's list of layers: its path in the model, and how many it calls."""
+
+    path: str
+    layers: int
+
+
+class Work(NamedTuple):
+    """Work of a block on one rank: FLOPs of the forward pass by matmul, bytes moved, kernels."""
+
+    column: float
+    core: float
+    row: float
+    moved: float
+    combined: float
+    ops: int
+
+
+@dataclass(frozen=True)
+class LayeredModel:
+    """A traced model as data: its layers in call order, by kind, and what lies outside of them.
+
+    sequence: tokens per sample (patches or frames where there are no tokens). hidden: features of an activation
+    between layers, `unit` its elements per sample. vocabulary: rows of the table of tokens, 0 without one. lists: its
+    lists of layers in call order. order: kind of each layer. messages: bytes per sample with gradients that cross the
+    border before each layer. Mixed degrees in one plan are not possible: `mixed` is False.
+    """
+
+    name: str
+    dtype: str
+    sequence: int
+    hidden: int
+    unit: int
+    vocabulary: int
+    num_parameters: int
+    lists: tuple[LayerList, ...]
+    kinds: tuple[LayerKind, ...]
+    order: tuple[int, ...]
+    outside: tuple[Outside, ...]
+    messages: tuple[int, ...]
+
+    mixed: ClassVar[bool] = False
+    is_gpt: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_numbers({name: getattr(self, name) for name in ("sequence", "hidden", "vocabulary")}, "model: ")
+        for name in ("sequence", "hidden", "unit"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"model: {name} must be at least 1, got {getattr(self, name)}")
+        if self.dtype not in ELEMENT_BYTES:
+            raise UsageError(f"model: unknown dtype {self.dtype!r}; known are {', '.join(ELEMENT_BYTES)}")
+        if not self.order or len(self.order) > MOST_LAYERS:
+            raise UsageError(f"model: order must name 1 to {MOST_LAYERS} layers, got {len(self.order)}")
+        if any(not 0 <= kind < len(self.kinds) for kind in self.order):
+            raise UsageError(f"model: order must hold kinds below {len(self.kinds)}, got {short(list(self.order))}")
+        if any(not kind.blocks or not all(block.shares for block in kind.blocks) for kind in self.kinds):
+            raise UsageError("model: every kind of layer needs a block, and every block a share")
+        if sum(each.layers for each in self.lists) != self.layers or len(self.messages) != self.layers:
+            raise UsageError(f"model: lists and messages must be those of its {self.layers} layers")
+        if any(not 0 <= each.before <= self.layers for each in self.outside):
+            raise UsageError(f"model: outside must lie before layers 0 to {self.layers}")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a search looks models up thousands of times
+        return hash(tuple(getattr(self, item.name) for item in fields(self)))
+
+    @property
+    def layers(self) -> int:
+        """Number of layers, of all lists."""
+        return len(self.order)
+
+    @cached_property
+    def heads(self) -> int:
+        """Largest degree that divides what must be sharded."""
+        return self._limit
+
+    @cached_property
+    def _limit(self) -> int:
+        return gcd(
+            *(s.units for kind in self.kinds for b in kind.blocks for s in b.shares if s.units > 1 and not s.optional)
+        )
+
+    @cached_property
+    def layer_kinds(self) -> tuple[tuple[Kind, ...], ...]:
+        """Kinds of the blocks of each kind of layer."""
+        return tuple(tuple((at, place) for place in range(len(k.blocks))) for at, k in enumerate(self.kinds))
+
+    @property
+    def layer_order(self) -> tuple[int, ...]:
+        """Index in `layer_kinds` of each layer."""
+        return self.order
+
+    @cached_property
+    def _first_blocks(self) -> tuple[int, ...]:
+        return tuple(accumulate((len(self.kinds[kind].blocks) for kind in self.order), initial=0))
+
+    @cached_property
+    def _blocks(self) -> tuple[Kind, ...]:
+        return tuple(kind for layer in self.order for kind in self.layer_kinds[layer])
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of all layers."""
+        return self._first_blocks[-1]
+
+    def first_block(self, layer: int) -> int:
+        """First block of a layer; of the number of layers, the number of blocks."""
+        return self._first_blocks[layer]
+
+    def layer_at(self, block: int) -> int:
+        """Layer that holds a block."""
+        return bisect_right(self._first_blocks, block) - 1
+
+    def num_layers(self, first: int, count: int) -> int:
+        """Number of layers of `count` blocks from block `first` on."""
+        return self.layer_at(first + count - 1) - self.layer_at(first) + 1
+
+    def layer_numbers(self, first: int, count: int) -> tuple[int, ...]:
+        """Layer of each of these blocks, for a schedule's generator."""
+        return tuple(self.layer_at(block) for block in range(first, first + count))
+
+    def alike(self, first: int, count: int) -> int:
+        """First block from which `count` blocks of the same kinds begin: one name for equal segments."""
+        return _first_like(self._blocks, first, count)
+
+    def kind_of(self, block: int) -> AnyKind:
+        """Kind of a block."""
+        return self._blocks[block]
+
+    def block(self, kind: Kind) -> Block:
+        """The block of this kind."""
+        return self.kinds[kind[0]].blocks[kind[1]]
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes per element of an activation."""
+        return ELEMENT_BYTES[self.dtype]
+
+    def state_bytes(self, parameters: int, replicas: int, *, zero: bool = False, fsdp: bool = False) -> int:
+        """Bytes of parameters, gradients and Adam state on a rank (see `plans.shape.state_bytes`)."""
+        return state_bytes(self.element_bytes, parameters, replicas, zero=zero, fsdp=fsdp)
+
+    def fits_degree(self, tp: int) -> bool:
+        """Whether the heads and widths that must be sharded divide over `tp` ranks."""
+        return self._limit % tp == 0
+
+    def block_parameters(self, kind: AnyKind, tp: int) -> int:
+        """Parameters of a block on one of `tp` ranks."""
+        return sum(share.parameters // share.ranks(tp) for share in self.block(kind).shares)
+
+    def outside_of(self, first: int, last: int) -> tuple[Outside, ...]:
+        """Work outside of the layers on a stage with layers [first, last)."""
+        return tuple(
+            each for each in self.outside if first <= each.before < last or each.before == last == self.layers
+        )
+
+    def end_parameters(self, first: int, last: int, tp: int) -> int:
+        """Parameters outside of the layers on one of `tp` ranks of a stage with layers [first, last).
+
+        A tied table counts once on each stage that reads it.
+        """
+        found = self.outside_of(first, last)
+        whole = sum(share.parameters // share.ranks(tp) for each in found for share in each.shares)
+        return whole - sum(each.tied for each in found[1:]) // self._table_ranks(tp)
+
+    def _table_ranks(self, tp: int) -> int:
+        return tp if self.vocabulary and self.vocabulary % tp == 0 else 1
+
+    def unit_bytes(self, samples: float) -> int:
+        """Bytes of the activation between two layers."""
+        return round(samples * self.unit * self.element_bytes)
+
+    def kept_bytes(self, kind: AnyKind, tp: int, samples: float) -> int:
+        """Bytes of activations that the backward pass of one block needs, with its input."""
+        return round(samples * sum(share.kept / share.ranks(tp) for share in self.block(kind).shares))
+
+    def message_bytes(self, layer: int, samples: float) -> int:
+        """Bytes of the activations that cross the border before a layer."""
+        return round(samples * self.messages[layer])
+
+    def work(self, kind: AnyKind, tp: int, samples: float) -> Work:
+        """Work of a block's forward pass on one of `tp` ranks."""
+        block = self.block(kind)
+
+        def total(name: str) -> float:
+            return samples * sum(getattr(share, name) / share.ranks(tp) for share in block.shares)
+
+        return Work(total("column"), total("core"), total("row"), total("moved"), samples * block.combined, block.ops)
+
+    def matmul_flops(self, kind: AnyKind, tp: int, samples: float) -> tuple[float, float, float]:
+        """FLOPs of a forward pass: column-parallel matmuls, attention itself, row-parallel matmuls."""
+        work = self.work(kind, tp, samples)
+        return work.column, work.core, work.row
+
+    def head_flops(self, samples: float, tp: int = 1) -> float:
+        """FLOPs of the matmuls after the last layer on one of `tp` ranks."""
+        return samples * sum(share.column / share.ranks(tp) for each in self._behind for share in each.shares)
+
+    def logits(self, samples: float, tp: int) -> float:
+        """Elements of the logits on one of `tp` ranks."""
+        return samples * max((each.logits for each in self._behind), default=0) / self._table_ranks(tp)
+
+    @cached_property
+    def _behind(self) -> tuple[Outside, ...]:
+        return tuple(each for each in self.outside if each.before == self.layers)
+
+    def step_flops(self, samples: float) -> float:
+        """FLOPs of a step without recomputation: matmuls of the forward and the backward pass."""
+        blocks = sum(
+            sum(self.matmul_flops(kind, 1, samples)) for layer in self.order for kind in self.layer_kinds[layer]
+        )
+        outside = samples * sum(share.column for each in self.outside for share in each.shares)
+        return 3 * (blocks + outside)
+
+    def in_dtype(self, dtype: str) -> LayeredModel:
+        """The model in another dtype: all bytes in proportion."""
+        to, of = ELEMENT_BYTES[dtype], self.element_bytes
+
+        def share(each: Share) -> Share:
+            return replace(each, moved=each.moved * to // of, kept=each.kept * to // of)
+
+        def block(each: Block) -> Block:
+            return replace(each, shares=tuple(map(share, each.shares)), combined=each.combined * to // of)
+
+        return replace(
+            self, dtype=dtype, messages=tuple(each * to // of for each in self.messages),
+            kinds=tuple(replace(kind, blocks=tuple(map(block, kind.blocks))) for kind in self.kinds),
+            outside=tuple(replace(each, shares=tuple(map(share, each.shares))) for each in self.outside),
+        )  # fmt: skip
+
+    def with_layers(self, count: int) -> LayeredModel:
+        """The model with another number of layers, of its kinds in the same proportions."""
+        old = self.layers
+        picked = [layer * old // count for layer in range(count)]
+        owners = [at for at, each in enumerate(self.lists) for _ in range(each.layers)]
+        lists = {at: len(list(run)) for at, run in groupby(owners[layer] for layer in picked)}
+        a_layer = [sum(self.block_parameters(kind, 1) for kind in kinds) for kinds in self.layer_kinds]
+        inside = [sum(a_layer[kind] for kind in order) for order in (self.order, [self.order[p] for p in picked])]
+        return replace(
+            self, order=tuple(self.order[layer] for layer in picked),
+            messages=tuple(self.messages[layer] for layer in picked),
+            lists=tuple(replace(self.lists[at], layers=number) for at, number in lists.items()),
+            outside=tuple(replace(each, before=-(-each.before * count // old)) for each in self.outside),
+            num_parameters=self.num_parameters - inside[0] + inside[1],
+        )  # fmt: skip
+
+
+Model = ModelShape | LayeredModel
+"""Model to plan for: a shape with formulas, or a traced model."""
+
+
+@lru_cache(maxsize=4096)
+def _first_like(blocks: tuple[Kind, ...], first: int, count: int) -> int:
+    wanted = blocks[first : first + count]
+    return next(at for at in range(first + 1) if blocks[at : at + count] == wanted)

@@ -1,0 +1,149 @@
+"""Every kind of plan that is found for a traced model: the fields it sets, and that parallelize() takes it."""
+
+import functools
+import os
+
+import pytest
+import torch
+
+from oases.autotp.preconditions import require_runnable
+from oases.errors import UsageError
+from oases.graph.trace import trace_layers
+from oases.planner import Predictor, Space, rank_plans
+from oases.plans.check import check
+from oases.plans.plan import Plan
+from oases.plans.shape import ModelShape
+from oases.simulator.cluster import cluster_called, described, with_link
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+transformers = pytest.importorskip("transformers")
+
+S = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 160}
+MODELS = {
+    "llama": ("LlamaForCausalLM", {**S, "num_key_value_heads": 2}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 96}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 2, "num_heads": 4, "vocab_size": 96},
+    ),
+    "olmoe": ("OlmoeForCausalLM", {**S, "num_experts": 4, "num_experts_per_tok": 2}),
+}
+
+ONE = {"zero": (False,), "fsdp": (False,), "recompute": False, "max_stages": 1, "micro_batches": (1,)}
+TWO = {**ONE, "max_stages": 2, "micro_batches": (4,), "degrees": (2,)}
+KINDS = {
+    "tp": (ONE | {"degrees": (4,)}, {"tp": 4, "stages": 1, "micro_batches": 1}),
+    "dp": (ONE | {"degrees": (1,)}, {"tp": 1, "stages": 1}),
+    "tp x dp": (ONE | {"degrees": (2,)}, {"tp": 2, "stages": 1}),
+    "micro-batches": (ONE | {"degrees": (2,), "micro_batches": (2,)}, {"tp": 2, "micro_batches": 2}),
+    "zero": (ONE | {"degrees": (2,), "zero": (True,)}, {"zero": True, "fsdp": False}),
+    "fsdp": (ONE | {"degrees": (2,), "zero": (False,), "fsdp": (True,)}, {"zero": False}),
+    "bfloat16 sums": (ONE | {"degrees": (2,), "wire": ("bfloat16",)}, {"wire": "bfloat16"}),
+    **{
+        name: (TWO | {"pipelines": (name,)}, {"tp": 2, "micro_batches": 4})
+        for name in ("one_f_one_b", "gpipe", "zb_h1", "interleaved")
+    },
+}
+"""Space that leaves one kind of plan, and the fields that it sets."""
+
+
+@functools.cache
+def model(name):
+    kind, sizes = MODELS[name]
+    kind = getattr(transformers, kind)
+    with torch.device("meta"):
+        return trace_layers(kind(kind.config_class(**sizes)), sequence=16)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_plan_sets_its_fields(name, kind):
+    options, fields = KINDS[kind]
+    hardware, world = cluster_called("4x3090")
+    if kind in ("one_f_one_b", "gpipe", "zb_h1", "interleaved"):
+        ranked = rank_plans(model(name), hardware, world, 16, space=Space(**options))
+        plans = [each for each in ranked if len(each.stages) == 2]
+        if kind == "interleaved" and name == "t5":  # its layers are of four kinds
+            assert not plans
+            return
+        assert plans[0].pipeline == kind
+        assert len(plans[0].parts) == (4 if kind == "interleaved" else 2)
+    else:
+        plans = rank_plans(model(name), hardware, world, 16, space=Space(**options))
+    best = next(each for each in plans if kind != "fsdp" or each.fsdp)
+    found = {
+        "tp": best.uniform_tp, "stages": len(best.stages), "micro_batches": best.micro_batches, "zero": best.zero,
+        "fsdp": best.fsdp, "wire": best.wire,
+    }  # fmt: skip
+    assert {name: found[name] for name in fields} == fields
+    assert not any(segment.sequence_parallel for stage in best.stages for segment in stage.segments)
+    assert [layer for part in best.parts for layer in best.layers_of(part)] == list(range(best.model.layers))
+    check(best)
+    require_runnable(best)
+    assert Plan.from_json(best.to_json()) == best
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmoe"])
+def test_memory_decides_what_is_recomputed(name):
+    hardware, world = cluster_called("4x3090")
+    space = Space(degrees=(1,), zero=(False,), fsdp=(False,), max_stages=2, micro_batches=(4,))
+    free = rank_plans(model(name), hardware, world, 16, space=space)[0]
+    budget = int(0.9 * max(free.prediction.memory_bytes))
+    tight = rank_plans(model(name), hardware, world, 16, budget=budget, space=space)[0]
+    assert max(tight.prediction.memory_bytes) <= budget
+    assert tight != free
+
+
+def test_layers_do_not_split_and_degrees_do_not_mix():
+    best = rank_plans(model("t5"), *cluster_called("4x3090"), 16, space=Space(**ONE | {"degrees": (2,)}))[0]
+    text = best.to_json()
+    assert best.model.num_blocks == 10, "two blocks in a layer of the encoder, three in one of the decoder"
+    with pytest.raises(UsageError, match="recomputed_layers must be from 0 to the 4 layers"):
+        Plan.from_json(text.replace('"recomputed_layers": 0', '"recomputed_layers": 5'))
+    with pytest.raises(UsageError, match="unknown wire 'int1'; known are none, bfloat16, float16"):
+        Plan.from_json(text.replace('"wire": "none"', '"wire": "int1"'))
+
+
+GPT = ModelShape(1024, 4, 16, 512, 4096)
+
+
+def first(**options):
+    hardware, world = cluster_called("4x3090")
+    space = Space(**{**ONE, "degrees": (2,), "sequence_parallel": (False,), **options})
+    return rank_plans(GPT, hardware, world, 16, space=space)
+
+
+def test_wire_types_are_priced_by_their_bytes():
+    whole, half = (first(wire=(wire,), schedules=("sync",))[0].prediction for wire in ("none", "bfloat16"))
+    assert 0.4 * whole.exposed_seconds < half.exposed_seconds < 0.7 * whole.exposed_seconds
+
+
+def test_fsdp_saves_weights_and_pays_for_gathers():
+    plain, sharded = (
+        next(each for each in first(zero=(zero,), fsdp=(not zero,)) if each.fsdp != zero) for zero in (True, False)
+    )
+    assert sharded.fsdp
+    assert sharded.prediction.step_seconds > 0.9 * plain.prediction.step_seconds
+    predictor = Predictor(cluster_called("4x3090")[0])
+    names = [each.name for rank in predictor.program(sharded).ranks for each in rank if hasattr(each, "name")]
+    assert sum("weights of block" in name and "forward" in name for name in names) == 2 * GPT.num_blocks
+
+
+def test_sequence_parallelism_is_searched_for_built_in_models_alone():
+    found = first(sequence_parallel=(True,))[0]
+    assert all(segment.sequence_parallel for stage in found.stages for segment in stage.segments)
+
+
+def test_up_to_eight_devices_are_a_node():
+    hardware, world = cluster_called("8x4090")
+    assert described(hardware, world).startswith("8 x RTX 4090 (24 GiB): 1 node of 8, ")
+    assert hardware.link_of(8) == "node"
+    hardware, world = cluster_called("16x4090", 8)
+    changed = with_link(hardware, world, "25gbit")
+    assert changed.cluster.bytes_per_second == 25e9 / 8
+    assert changed.node == hardware.node
+    assert described(changed, world).endswith("25 Gbit/s between nodes")
+    both = with_link(hardware, world, "node=20GB/s,cluster=10gbit")
+    assert (both.node.bytes_per_second, both.cluster.bytes_per_second) == (20e9, 1.25e9)
+    with pytest.raises(UsageError, match="link 'fast' is not a rate"):
+        with_link(hardware, world, "fast")
