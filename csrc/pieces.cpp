@@ -129,14 +129,17 @@ std::vector<Gradient> Leaves::take(bool whole) {
 
 // --- deferred weight gradients ---
 
+// used: the weight as the matmul reads it, which under autocast is a copy of another dtype. The gradients are those of
+// the stand-ins weight and bias.
 struct DeferredLinear : torch::autograd::Function<DeferredLinear> {
   static Tensor forward(AutogradContext* context, const Tensor& x, const Tensor& weight, const Gradient& bias,
+                        const Tensor& used, const Gradient& used_bias,
                         c10::intrusive_ptr<DeferredGradients> deferred, bool transposed) {
     const bool skipped = deferred->skip_last_ && deferred->calls_ == deferred->skippable_;
-    context->save_for_backward({x, weight, bias.value_or(Tensor())});
+    context->save_for_backward({x, weight, bias.value_or(Tensor()), used});
     context->saved_data["deferred"] = c10::IValue::make_capsule(deferred);
     context->saved_data["transposed"] = transposed;
-    if (!skipped) return at::linear(x, transposed ? weight.t() : weight, bias);
+    if (!skipped) return at::linear(x, transposed ? used.t() : used, used_bias);
     auto sizes = x.sizes().vec();
     sizes.back() = weight.size(transposed ? 1 : 0);
     return x.new_empty({}).expand(sizes);  // a shape without memory
@@ -144,7 +147,7 @@ struct DeferredLinear : torch::autograd::Function<DeferredLinear> {
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto saved = context->get_saved_variables();
-    const Tensor &x = saved[0], weight = saved[1], bias = saved[2], grad = gradients[0];
+    const Tensor &x = saved[0], weight = saved[1], bias = saved[2], used = saved[3], grad = gradients[0];
     const bool transposed = context->saved_data["transposed"].toBool();
     auto deferred =
         c10::static_intrusive_pointer_cast<DeferredGradients>(context->saved_data["deferred"].toCapsule());
@@ -155,8 +158,8 @@ struct DeferredLinear : torch::autograd::Function<DeferredLinear> {
       if (bias.defined() && bias.requires_grad()) leaves.add(bias, outputs.sum(0), false);
     });
     Tensor back;
-    if (context->needs_input_grad(0)) back = at::matmul(grad, transposed ? weight.t() : weight);
-    return {back, Tensor(), Tensor(), Tensor(), Tensor()};
+    if (context->needs_input_grad(0)) back = at::matmul(grad, transposed ? used.t() : used);
+    return {back, Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -183,11 +186,20 @@ void DeferredGradients::end(const Gradient& result) {
 
 Gradient DeferredGradients::linear(const Tensor& x, const Tensor& weight, const Gradient& bias,
                                    bool transposed) {
-  if (x.dim() < 2 || !takes({weight, bias}) || at::autocast::is_autocast_enabled(x.device().type()) ||
-      at::SavedTensorDefaultHooks::get_hooks())
-    return std::nullopt;
-  const Tensor made = DeferredLinear::apply(
-      x, weight, bias, c10::intrusive_ptr<DeferredGradients>::reclaim_copy(this), transposed);
+  if (x.dim() < 2 || !takes({weight, bias}) || at::SavedTensorDefaultHooks::get_hooks()) return std::nullopt;
+  Tensor input = x, used = weight.detach();
+  Gradient used_bias = bias ? Gradient(bias->detach()) : bias;
+  const auto device = x.device().type();
+  if (at::autocast::is_autocast_enabled(device)) {
+    const auto dtype = at::autocast::get_autocast_dtype(device);
+    input = at::autocast::cached_cast(dtype, x, device);  // its backward casts the gradient
+    // Not of the detached weight: autocast keeps copies of leaves that require gradients, for all sub-batches.
+    used = at::autocast::cached_cast(dtype, weight, device).detach();
+    if (bias) used_bias = at::autocast::cached_cast(dtype, *bias, device).detach();
+  }
+  const Tensor made =
+      DeferredLinear::apply(input, weight, bias, used, used_bias,
+                            c10::intrusive_ptr<DeferredGradients>::reclaim_copy(this), transposed);
   ++calls_;
   // Detached: the graph of an output holds this object, and a cycle through a graph is never collected.
   last_output_ = made.detach();

@@ -54,9 +54,9 @@ class DeferredGradients : public torch::CustomClassHolder {
   void begin(bool skip_last);
   // Call after it. result: its result, if its last matmul may be left out next time.
   void end(const Gradient& result);
-  // F.linear with a deferred weight gradient. transposed: the weight is [in, out]. None if not possible: for
-  // a weight that is not a stand-in, under autocast, whose casts autograd must record, and under saved-tensor
-  // hooks, because an activation checkpoint inside a block recomputes its part and must find the same ops.
+  // F.linear with a deferred weight gradient, in autocast's dtype where that is on. transposed: the weight is
+  // [in, out]. None if not possible: for a weight that is not a stand-in, and under saved-tensor hooks, because an
+  // activation checkpoint inside a block recomputes its part and must find the same ops.
   Gradient linear(const at::Tensor& x, const at::Tensor& weight, const Gradient& bias, bool transposed);
   // Defers other work, run by `compute`. grad: memory that must not change until then.
   void note(at::Tensor grad, std::function<void(Leaves&)> work);

@@ -16,6 +16,7 @@ _PUBLIC = {
     "ParallelSpec": "oases.autotp",
     "clip_grad_norm": "oases.parallel",
     "full_state_dict": "oases.autotp",
+    "load_checkpoint": "oases.train",
     "load_weights": "oases.autotp",
     "make_optimizer": "oases.parallel",
     "parallel_cross_entropy": "oases.parallel",
@@ -24,6 +25,7 @@ _PUBLIC = {
     "report": "oases.parallel",
     "S2Reducer": "oases.sparse",
     "s2_hook": "oases.sparse",
+    "save_checkpoint": "oases.train",
     "save_pretrained": "oases.autotp",
     "Trainer": "oases.train",
     "TrainConfig": "oases.train",
@@ -47,6 +49,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm",
     "full_state_dict",
+    "load_checkpoint",
     "load_weights",
     "make_optimizer",
     "parallel_cross_entropy",
@@ -54,6 +57,7 @@ __all__ = [
     "plan",
     "report",
     "s2_hook",
+    "save_checkpoint",
     "save_pretrained",
 ]
 
@@ -76,7 +80,7 @@ if TYPE_CHECKING:
     )
     from oases.planner import plan
     from oases.sparse import S2Reducer, s2_hook
-    from oases.train import TrainConfig, Trainer
+    from oases.train import TrainConfig, Trainer, load_checkpoint, save_checkpoint
 
 
 def __getattr__(name: str) -> Any:

@@ -37,8 +37,8 @@ from oases.parallel import OverlappedStack
 from oases.parallel.batch import BlockInputs
 from oases.terminal import progress, table
 from oases.testbed import Backend
-from oases.train.config import require_bytes, settings
-from oases.train.model_options import option, require_choices
+from oases.train.config import settings
+from oases.train.model_options import option, require_bytes, require_choices
 from oases_bench.harness import BenchConfig, Benchmark, Result
 
 DEGREE = 2

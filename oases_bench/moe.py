@@ -30,8 +30,9 @@ from oases.moe.router import Router, Routing
 from oases.moe.stack import ExpertStack
 from oases.moe.traces import generate
 from oases.terminal import progress, table
-from oases.train.config import option, require_bytes, settings
+from oases.train.config import option, settings
 from oases.train.load_replay import METHODS, PLACEMENT_METHODS, PlacementMethod, rb
+from oases.train.model_options import require_bytes
 from oases_bench.harness import (
     BenchConfig,
     Benchmark,

@@ -23,8 +23,7 @@ from oases.kernels.sparse import bitmap_unpack
 from oases.sparse.gradient import DenseRows
 from oases.sparse.sketch import Sketch
 from oases.terminal import percent, progress, table
-from oases.train.config import require_bytes
-from oases.train.model_options import option, require_choices
+from oases.train.model_options import option, require_bytes, require_choices
 from oases_bench.harness import BenchConfig, Benchmark, Ranks, Result, first_rank, max_over_ranks, milliseconds
 from oases_bench.sparse_modes import Contestant, parse_modes
 from oases_bench.sparse_workloads import Batch, ClickWorkload, LanguageWorkload, Workload, write_words

@@ -23,7 +23,7 @@ from oases.graph.trace.configuration import configuration, configured_model, rea
 from oases.parallel.autotune import Tuning
 from oases.parallel.batch import BlockInputs
 from oases.profile.config import DTYPES
-from oases.train.config import require_bytes
+from oases.train.model_options import require_bytes
 
 if TYPE_CHECKING:
     from oases_bench.overlap import OverlapBenchConfig

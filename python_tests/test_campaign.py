@@ -15,7 +15,7 @@ EACH = 5
 """Faults of a session."""
 CUT = (
     "dp 2", "2 nodes", "pp 2", "resharding", "small disk", "clock", "torchrun, shards", "2 nodes x tp 2",
-    "torchrun, files",
+    "torchrun, files", "torchrun, oases",
 )  # fmt: skip
 """Runs of the ten minutes, a session each: they meet every kind of fault."""
 

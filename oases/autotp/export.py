@@ -107,6 +107,26 @@ def twin_of(module: nn.Module, device: torch.device | None = None) -> nn.Module:
     return twin
 
 
+def take_dtypes(twin: nn.Module, module: nn.Module) -> None:
+    """Give the parameters of a `twin_of` copy the dtypes that those of the module have now.
+
+    Those that the module does not have, because another stage does, change as the others of their type.
+    """
+    wanted = {name: parameter.dtype for name, parameter in module.named_parameters()}
+    before = {name: parameter.dtype for name, parameter in twin.named_parameters()}
+    others = {before[name]: dtype for name, dtype in wanted.items() if name in before}
+    changed: dict[int, nn.Parameter] = {}
+    for name, parameter in twin.named_parameters():
+        dtype = wanted.get(name, others.get(parameter.dtype, parameter.dtype))
+        if dtype != parameter.dtype:
+            with _FAKE:
+                empty = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+            changed[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for part in twin.modules() if changed else ():
+        for name, held in part._parameters.items():
+            part._parameters[name] = changed.get(id(held), held)
+
+
 @contextmanager
 def running_without_data() -> Iterator[None]:
     """Context in which new tensors are fake and gradients are off."""

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.autotp.shard_map import TensorShard, shard_map
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
+from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.parallel.mesh import run_of
+from oases.parallel.shard_map import ModelTensor, TensorShard, tensors_of_model
 from oases.parallel.sharding import Cut
 
 
@@ -25,16 +26,16 @@ def gather_state(
 
     The first rank of process_group gets the tensors with the names, shapes and types of the original model; a tied
     tensor comes under each of its names. Other ranks get None. Tensors are not kept after they are yielded.
-    process_group: all ranks of the model.
+    process_group: all ranks of the model; None: those of its mesh, or the default group.
     """
-    group = resolve(process_group)
+    group = run_of(model, process_group)
     first, wire = group_rank(group) == 0, GatherBuffers()
-    for shard in shard_map(model, group):
-        whole = torch.empty(shard.shape, dtype=shard.tensor.dtype, device=to) if first else None
-        for row, block in gather_blocks(shard, group, wire):
+    for tensor in tensors_of_model(model, group):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=to) if first else None
+        for row, block in gather_blocks(tensor, group, wire):
             if whole is not None and block is not None:
-                whole.reshape(shard.shape or (1,))[row : row + len(block)] = block
-        for name in shard.names:
+                whole.reshape(tensor.shape or (1,))[row : row + len(block)] = block
+        for name in tensor.names:
             yield name, whole
         del whole  # free it before the next one is allocated
 
@@ -44,32 +45,58 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Full state_dict on the first rank, in its memory; {} on the others. Collective: all ranks call it.
 
-    process_group: all ranks of the model. For a model larger than one rank's memory use `save_pretrained`.
+    process_group: all ranks of the model; None: those of its mesh, or the default group. For a model larger than one
+    rank's memory use `save_pretrained`.
     """
     found = gather_state(model, to=to, process_group=process_group)
     state = {name: tensor for name, tensor in found if tensor is not None}
-    return {name: state[name] for name in model.state_dict(keep_vars=True) if name in state}
+    order = dict.fromkeys([*model.state_dict(keep_vars=True), *state])
+    return {name: state[name] for name in order if name in state}
 
 
 @torch.no_grad()
 def gather_blocks(
-    shard: TensorShard, process_group: ProcessGroup | None, wire: GatherBuffers
+    tensor: ModelTensor, process_group: ProcessGroup | None, wire: GatherBuffers
 ) -> Iterator[tuple[int, Tensor | None]]:
     """Iterate over (first row, rows of the full tensor) until all rows have come, in any order. Collective.
 
-    The first rank of process_group gets the rows, which are valid until the next block; other ranks get None. Ranks
-    whose group does not include that rank hold copies of other ranks' shards and return at once.
+    The first rank of process_group gets the rows, which are valid until the next block; other ranks get None. Its
+    leader gathers a tensor that this rank does not have, and sends it the blocks. Ranks whose group does not include
+    the leader hold copies of other ranks' shards and return at once.
     """
-    first = group_rank(process_group) == 0
-    local = shard.tensor.detach().reshape(shard.tensor.shape or (1,))
+    rank, shard, leader = group_rank(process_group), tensor.shard, tensor.leader
+    if leader is None:
+        raise UsageError(f"{tensor.names[0]!r} is on meta on every rank and has no value; load weights first")
+    if rank == 0 and leader != 0:
+        assert process_group is not None
+        yield from wire.receive(tensor, process_group)
+    elif shard is not None:
+        root = dist.get_global_rank(process_group, leader) if process_group is not None else 0
+        for row, block in _gather_shards(shard, root, rank == leader, wire):
+            if leader == 0:
+                yield row, block
+            elif block is not None:
+                assert process_group is not None
+                wire.send(row, block, process_group)
+        if rank == leader != 0:
+            assert process_group is not None
+            wire.send(-1, None, process_group)
+
+
+def _gather_shards(
+    shard: TensorShard, root: int, leads: bool, wire: GatherBuffers
+) -> Iterator[tuple[int, Tensor | None]]:
+    """Blocks of a full tensor on global rank `root`, None on the other ranks of its group."""
+    local = shard.tensor.detach()
+    if hasattr(local, "full_tensor"):  # FSDP shards it again: gathered on all replicas
+        local = local.full_tensor()
+    local = local.reshape(local.shape or (1,))
     if shard.cut is None or shard.process_group is None:
-        for row in range(0, shard.rows, shard.block_rows) if first else ():
+        for row in range(0, shard.rows, shard.block_rows) if leads else ():
             yield row, local[row : row + shard.block_rows]
+    elif root not in dist.get_process_group_ranks(shard.process_group):
         return
-    root = dist.get_global_rank(process_group, 0) if process_group is not None else 0
-    if root not in dist.get_process_group_ranks(shard.process_group):
-        return
-    if shard.cut.dim == 0:
+    elif shard.cut.dim == 0:
         yield from _rows(local, shard, shard.cut, shard.process_group, root, wire)
     else:
         yield from _columns(local, shard, shard.cut, shard.process_group, root, wire)
@@ -135,11 +162,40 @@ class GatherBuffers:
         pairs = zip(received, sizes, shapes, strict=True)
         return [data[:size].view(part.dtype).reshape(shape) for data, size, shape in pairs]
 
+    def send(self, row: int, block: Tensor | None, group: ProcessGroup) -> None:
+        """Send rows from `row` on to the first rank of a group; None after the last."""
+        device = _device_of(group)
+        rows = 0 if block is None else len(block)
+        dist.send(torch.tensor([row, rows], device=device), group=group, group_dst=0)
+        if block is not None:
+            dist.send(block.contiguous().reshape(-1).view(torch.uint8).to(device), group=group, group_dst=0)
+
+    def receive(self, tensor: ModelTensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+        """Rows of a tensor that its leader sends. Valid until the next ones."""
+        device, leader = _device_of(group), tensor.leader
+        head = torch.zeros(2, dtype=torch.int64, device=device)
+        while True:
+            dist.recv(head, group=group, group_src=leader)
+            row, rows = head.tolist()
+            if row < 0:
+                return
+            size = rows * tensor.row_bytes
+            (slot,) = self._slots(device, -(-size // 16) * 16, 1)
+            dist.recv(slot[:size], group=group, group_src=leader)
+            yield row, slot[:size].view(tensor.dtype).reshape(rows, *tensor.shape[1:])
+
     def _slots(self, device: torch.device, size: int, number: int) -> list[Tensor]:
         memory = self._memory.get(device)
         if memory is None or len(memory) < number * size:
             self._memory[device] = memory = torch.zeros(number * size, dtype=torch.uint8, device=device)
         return list(memory[: number * size].split(size))
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    """Device that a group's point-to-point messages are sent from."""
+    if "gloo" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def wire_device(tensor: Tensor, group: ProcessGroup) -> torch.device:

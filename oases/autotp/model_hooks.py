@@ -32,8 +32,10 @@ class ModelHooks:
     def __init__(self, model: nn.Module, group: ProcessGroup | None) -> None:
         self._group = group_name(group)
         self._caches = has_argument(model, "use_cache")
-        self._seed: int | None = None
-        self._calls = self._number = 0
+        self.seed: int | None = None
+        """Seed of the draws; None before the first training call, which takes rank 0's initial seed."""
+        self.calls = self._number = 0
+        """Number of training calls, which selects the draws."""
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._filled = False
 
@@ -41,6 +43,10 @@ class ModelHooks:
         """Register the hooks on the model."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
+
+    def at_call(self, number: int, seed: int | None = None) -> None:
+        """Set the number of training calls so far, and the seed unless it is None, for a resumed run."""
+        self.calls, self.seed = number, self.seed if seed is None else seed
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._require_right_time(model)
@@ -106,14 +112,14 @@ class ModelHooks:
         """Seed of this call, equal on all ranks: from rank 0's initial seed at the first training call, and a
         counter.
         """
-        if self._seed is None:
+        if self.seed is None:
             group = group_of(self._group)
             said: list[Any] = [torch.initial_seed()] * max(1, group_size(group))
             if group is not None:
                 dist.all_gather_object(said, torch.initial_seed(), group=group)
-            self._seed = said[0]
-        self._calls += 1
-        return zlib.crc32(f"{self._seed} {self._calls}".encode())
+            self.seed = said[0]
+        self.calls += 1
+        return zlib.crc32(f"{self.seed} {self.calls}".encode())
 
 
 def _require_unwrapped_layers(model: nn.Module) -> None:

@@ -59,6 +59,8 @@ def parallelize(
     device: torch.device | str | None = None,
     pipeline: str = "one_f_one_b",
     micro_batches: int | None = None,
+    fsdp: bool = False,
+    compile: str | None = None,
     **stack_options: Any,
 ) -> nn.Module:
     """Shard a model over the ranks of a mesh, in place, and return it.
@@ -71,7 +73,9 @@ def parallelize(
     weights: folder or file of safetensors, or mapping of full tensors, of which this rank reads its shards (see
     `load_weights`) to `device`; None: the mesh's device, or the CPU. pipeline, micro_batches: of a mesh with "pp":
     the schedule of its stages, and the number of parts that a step's samples are cut into, None for twice the stages.
-    stack_options: further options of OverlappedStack, such as sub_batches.
+    fsdp: shard weights, gradients and optimizer state over its "dp". compile: backend of torch.compile for the blocks
+    of layers, such as inductor; None for eager. stack_options: further options of OverlappedStack, such as
+    sub_batches.
 
     With "pp" every rank keeps one stage of the model and trains it by `model.train_step(**batch) -> loss` and
     `model.eval_step`, see `PipelineTraining`. Other stages' weights leave `model.named_parameters()`.
@@ -89,7 +93,7 @@ def parallelize(
     require_cuttable(model)
     stack_options = recomputing_options(model, stack_options)
     spec.require_names(model)
-    steps = pipeline_options(mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"))
+    steps = pipeline_options(mesh, plan, pipeline, micro_batches, stack_options.get("recompute", "none"), fsdp=fsdp)
     group, options = tensor_parallel_group(mesh if steps is None else steps.mesh, plan, schedule, stack_options)
     require_alike(model, group if steps is None else steps.mesh.run, values=weights is None)
     require_alike(model, data_parallel_group(mesh), values=weights is None)
@@ -122,7 +126,12 @@ def parallelize(
     cut_parameters(_cuts_of(model, segments), group)
     for each, signatures, chosen in segments:
         report.layers.append(_install(model, each, signatures, group, chosen))
+        runner = report.layers[-1].runner
+        if compile is not None and runner is not None:
+            runner.stack.compile_blocks(backend=compile)
     _cut_vocabulary(model, vocabulary, observed.outside_reads, group, report)
+    if plan is not None and plan.zero:
+        report.notes.append("the plan shards the optimizer's state: oases.make_optimizer(model, ..., zero=True)")
     if tp.ranks > 1:
         report.plan_agrees, report.plan_differs = compare_with_plan(model)
     if weights is not None:
@@ -133,13 +142,14 @@ def parallelize(
     report.replicated = [name for name, p in model.named_parameters() if id(p) not in known]
     hooks.begin(model)
     if steps is not None and stages is not None:
-        _train_in_stages(model, stages, steps, spec, report)
+        _train_in_stages(model, stages, steps, spec, report, hooks)
     else:
         average_replicas(model, mesh)
         connect_tools(model, group)
-    if callable(getattr(model, "save_pretrained", None)) and tp.ranks > 1:
+    if callable(getattr(model, "save_pretrained", None)) and (tp.ranks > 1 or steps is not None):
         object.__setattr__(model, "save_pretrained", ModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
+    object.__setattr__(model, "oases_hooks", hooks)
     return model
 
 
@@ -156,14 +166,21 @@ def _cuts_of(
 
 
 def _train_in_stages(
-    model: nn.Module, stages: Stages, steps: PipelineOptions, spec: ParallelSpec, report: PartitionReport
+    model: nn.Module,
+    stages: Stages,
+    steps: PipelineOptions,
+    spec: ParallelSpec,
+    report: PartitionReport,
+    hooks: ModelHooks,
 ) -> None:
-    """Give the model its `train_step` and `eval_step`."""
-    install_units(model, stages.units, stages.names)
+    """Give the model its `train_step` and `eval_step`. A model of one stage can be called, too."""
+    if steps.mesh.num_stages > 1:
+        install_units(model, stages.units, stages.names)
     runners = [each.runner for each in report.layers if each.runner is not None]
-    training = PipelineTraining(model, stages, steps, spec.loss or (lambda result: result), runners)
+    training = PipelineTraining(model, stages, steps, spec.loss or (lambda result: result), runners, hooks)
     for name, value in (
-        ("oases_pipeline", training), ("train_step", training.train_step), ("eval_step", training.eval_step),
+        ("oases_pipeline", training), ("oases_mesh", steps.mesh),
+        ("train_step", training.train_step), ("eval_step", training.eval_step),
     ):  # fmt: skip
         object.__setattr__(model, name, value)
     register_stage(model)
@@ -285,7 +302,7 @@ def _cut_vocabulary(
 def _sample(signature: LayerSignature, call: Any, at: int) -> Program:
     flat, tree = leaves(call.args, call.kwargs)
     return signature.program(
-        CallSignature.of(flat, tree, training_modes(call.module)), flat, tree, at, flat[at].device
+        CallSignature.of(flat, tree, training_modes(call.module)), flat, tree, at, flat[at].device, call.module
     )
 
 
@@ -318,7 +335,7 @@ class StandaloneForward:
         found, tree = leaves(args, kwargs)
         device = next(each.device for each in [*found, *self.module.parameters()] if isinstance(each, Tensor))
         call_signature = CallSignature.of(found, tree, self._snapshot.modes())
-        program = self.signature.program(call_signature, found, tree, None, device)
+        program = self.signature.program(call_signature, found, tree, None, device, self.module)
         run, names = program.module()
         exported = program.exported
         inputs = dict(zip(exported.inputs, found, strict=True))

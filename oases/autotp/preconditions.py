@@ -135,8 +135,6 @@ def require_runnable(plan: Plan) -> None:
             "parallelize() runs plans of one degree: plan with one, by oases plan --tp"
         )
     remedies = {
-        "zero": (plan.zero, "plan without it, by oases plan --no-zero or Space(zero=(False,))"),
-        "fsdp": (plan.fsdp, "leave it out, and call fully_shard on the model"),
         "sequence_parallel": (
             any(segment.sequence_parallel for segment in segments),
             "leave it out; traced blocks need whole sequences",

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from oases.autotp.gathering import GatherBuffers, gather_blocks, is_pretrained
-from oases.autotp.shard_map import TensorShard, raise_together, shard_map
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup, group_rank, resolve
+from oases.execution.group import ProcessGroup, group_rank
+from oases.parallel.mesh import run_of
+from oases.parallel.shard_map import ModelTensor, raise_together, tensors_of_model
 from oases.safetensors_files import INDEX_FILE, MODEL_FILE, write_header
 
 WRITTEN = re.compile(
@@ -35,31 +36,33 @@ def save_pretrained(
 ) -> None:
     """Write the full model to `folder`: safetensors, their index if several, and the model's configuration if any.
 
-    Collective over process_group: ranks send their shards to the first rank, which alone writes, in blocks of rows;
-    no rank holds more than its shards and a few blocks. Names, shapes and types are those of the original model; a
-    tied tensor is written once. A file has at most max_shard_bytes of tensors, unless one tensor alone has more. The
-    complete folder replaces the old one by a rename. keep_others: take a folder with other files, too, which stay.
+    Collective over process_group, all ranks of the model (None: those of its mesh, or the default group). They send
+    their shards to the first rank, which alone writes, in blocks of rows; no rank holds more than its shards and a
+    few blocks. Names, shapes and types are those of the original model; a tied tensor is written once. A file has at
+    most max_shard_bytes of tensors, unless one tensor alone has more. The complete folder replaces the old one by a
+    rename. keep_others: take a folder with other files, too, which stay.
 
     UsageError on every rank, before anything is written, for a folder that holds anything but a saved model and for
     weights on `meta`. Errors of the first rank while writing are raised on every rank.
     """
-    group, path = resolve(process_group), Path(folder).resolve()
+    group, path = run_of(model, process_group), Path(folder).resolve()
     first = group_rank(group) == 0
     aside = path.with_name(f".{path.name}.part")
+    whole = tensors_of_model(model, group)
     with raise_together(group):
-        tensors = _written(model, shard_map(model, group))
+        tensors = _written(model, whole)
         files = _shards(tensors, max_shard_bytes)
         if first:
             _require_replaceable(path, keep_others)
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
     failures, wire = [], GatherBuffers()
-    for name, held in files.items():
-        file = _File(aside / name, held) if first else None
-        for tensor, shard in held.items():
-            for row, block in gather_blocks(shard, group, wire):
+    for file_name, held in files.items():
+        file = _File(aside / file_name, held) if first else None
+        for name, tensor in held.items():
+            for row, block in gather_blocks(tensor, group, wire):
                 if file is not None and block is not None:
-                    file.write(tensor, row, block)
+                    file.write(name, row, block)
         if file is not None:
             failures.append(file.close())
     with raise_together(group):
@@ -74,7 +77,7 @@ def save_pretrained(
 class _File:
     """File written by the first rank. It keeps an error until close, because the other ranks keep sending."""
 
-    def __init__(self, path: Path, held: dict[str, TensorShard]) -> None:
+    def __init__(self, path: Path, held: dict[str, ModelTensor]) -> None:
         self._held = held
         self._failure: OSError | None = None
         self._begins: dict[str, int] = {}
@@ -83,7 +86,7 @@ class _File:
 
     def _open(self, path: Path) -> None:
         self._file = path.open("wb")
-        sizes = {name: (shard.tensor.dtype, shard.shape) for name, shard in self._held.items()}
+        sizes = {name: (tensor.dtype, tensor.shape) for name, tensor in self._held.items()}
         self._begins = write_header(self._file, sizes)
 
     def write(self, name: str, row: int, block: Tensor) -> None:
@@ -110,42 +113,42 @@ class _File:
                 self._failure = error
 
 
-def _written(model: nn.Module, held: list[TensorShard]) -> dict[str, TensorShard]:
+def _written(model: nn.Module, held: list[ModelTensor]) -> dict[str, ModelTensor]:
     """Tensors to write, by name: each once, and again only under a name that transformers would not tie."""
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     found = {}
-    for shard in held:
-        if shard.tensor.is_meta:
-            raise UsageError(f"{shard.name!r} is on meta and has no value to save; load weights first")
-        names = [name for name in shard.names if name not in shard.aliases] or list(shard.names[:1])
-        for name in names if is_pretrained(model) else shard.names[:1]:
+    for tensor in held:
+        if tensor.leader is None:
+            raise UsageError(f"{tensor.names[0]!r} is on meta and has no value to save; load weights first")
+        names = [name for name in tensor.names if name not in tensor.aliases] or list(tensor.names[:1])
+        for name in names if is_pretrained(model) else tensor.names[:1]:
             if name not in left_out:
-                found[name] = shard
+                found[name] = tensor
     return found
 
 
-def _shards(tensors: dict[str, TensorShard], max_shard_bytes: int) -> dict[str, dict[str, TensorShard]]:
+def _shards(tensors: dict[str, ModelTensor], max_shard_bytes: int) -> dict[str, dict[str, ModelTensor]]:
     """Tensors of each file, in order."""
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}; give at least 1")
-    shards: list[dict[str, TensorShard]] = [{}]
+    shards: list[dict[str, ModelTensor]] = [{}]
     size = 0
-    for name, shard in tensors.items():
-        more = shard.rows * shard.row_bytes
+    for name, tensor in tensors.items():
+        more = tensor.rows * tensor.row_bytes
         if shards[-1] and size + more > max_shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = shard
+        shards[-1][name] = tensor
         size += more
     if len(shards) == 1:
         return {MODEL_FILE: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _describe(model: nn.Module, files: dict[str, dict[str, TensorShard]], folder: Path) -> None:
+def _describe(model: nn.Module, files: dict[str, dict[str, ModelTensor]], folder: Path) -> None:
     """Write the index of several files and the model's configuration."""
     if len(files) > 1:
-        sizes = [shard.rows * shard.row_bytes for held in files.values() for shard in held.values()]
+        sizes = [tensor.rows * tensor.row_bytes for held in files.values() for tensor in held.values()]
         index = {
             "metadata": {"total_size": sum(sizes)},
             "weight_map": {name: file for file, held in files.items() for name in held},

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from oases.autotp.cutting import BlockPieces, Piece, cut, other_results
 from oases.autotp.experts import replicate_experts
-from oases.autotp.export import Exported, UnsplittableError, export, leaves, twin_of
+from oases.autotp.export import Exported, UnsplittableError, export, leaves, take_dtypes, twin_of
 from oases.autotp.layers import LayerList, TracedCall
 from oases.autotp.lowering import GroupRank, block_dropout, block_linear, lower
 from oases.autotp.module_snapshot import comparison_key, inner_hooks, set_training_modes
@@ -215,8 +215,9 @@ class LayerSignature:
         tree: pytree.TreeSpec,
         activation: int | None,
         device: Any,
+        layer: nn.Module,
     ) -> Program:
-        """Program for a call with this signature and leaves; traced if there is none."""
+        """Program for a call of `layer` with this signature and leaves; traced if there is none."""
         programs = self.programs.setdefault((call_signature, activation), [])
         for program in programs:
             if program.accepts(found):
@@ -224,6 +225,7 @@ class LayerSignature:
         args, kwargs = pytree.tree_unflatten(found, tree)
         if next(self.twin.parameters()).device != device:
             self.twin = twin_of(self.twin, device)
+        take_dtypes(self.twin, layer)
         set_training_modes(self.twin, call_signature.modes)
         try:
             exported = export(self.twin, args, kwargs, _varying)

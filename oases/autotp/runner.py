@@ -85,7 +85,9 @@ class Layer:
 
     def program(self, call_signature: CallSignature, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> Program:
         """Program for a call with this signature, with `x` as its activation."""
-        return self.signature.program(call_signature, self.with_activation(found, x), tree, self.activation, x.device)
+        return self.signature.program(
+            call_signature, self.with_activation(found, x), tree, self.activation, x.device, self.module
+        )
 
     def with_activation(self, found: list[Any], x: Tensor) -> list[Any]:
         """Leaves of a call, with `x` as its activation."""
@@ -144,6 +146,8 @@ class Runner:
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
         self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
         """Function that runs the stack on its input and its blocks' inputs; benchmarks replace it."""
+        self.sharded = False
+        """Whether the blocks' weights are sharded (FSDP), and gathered by the stack's schedule."""
         self.context: Context | None = None
         """Context of the stack's call in a pipeline."""
         self._calls: list[DeferredCall] = []
@@ -214,7 +218,7 @@ class Runner:
         assert x is not None
         self._x, self._calls, self._pending = None, [], None
         of_layer = [self._inputs(layer, call) for layer, call in zip(self.layers, calls, strict=True)]
-        for block, index in zip(self.stack.blocks, self.layer_of, strict=True):
+        for block, index in [] if self.sharded else zip(self.stack.blocks, self.layer_of, strict=True):
             assert isinstance(block, GraphBlock)
             block.adopt(self.layers[index].module)
         training = any(any(call.call_signature.modes) for call in calls)

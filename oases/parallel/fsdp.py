@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from oases.errors import UsageError
 from oases.execution.call import Put
 from oases.execution.executor import Handlers, Program, Step
 from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
 from oases.schedule import Op
 
 if TYPE_CHECKING:  # FSDP2 and DTensor take as long to import as all the rest, and most runs do not need them
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -84,14 +84,17 @@ class FsdpUnit:
         label: str,
         others: Collection[nn.Parameter] = (),
     ) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
         self.names = [name for name, parameter in module.named_parameters() if parameter not in set(others)]
         self.label = label
         self._group_name = group_name(group)
         device = next(module.parameters()).device.type
-        fully_shard(module, mesh=mesh_of([gathering], device), ignored_params=set(others))
-        module.fsdp_unit = self  # type: ignore[assignment]
+        # Named after the group: torch identifies meshes by ranks and names, and may use the group of an earlier equal
+        # mesh, which may be destroyed by then.
+        mesh = DeviceMesh.from_group(gathering, device, mesh_dim_names=(group_name(gathering),))
+        fully_shard(module, mesh=mesh, ignored_params=set(others))
         self._module = cast("FSDPModule", module)
         self._module.set_custom_all_gather(cast(Any, _AllGather(label)))
         self._handle: Any = None
@@ -242,7 +245,8 @@ class _Bucket:
                 part[: held.numel()].view_as(held), shard.device_mesh, shard.placements, run_check=False,
                 shape=shard.shape, stride=shard.stride(),
             )  # fmt: skip
-            shards[name].grad = gradient
+            before = shards[name].grad  # of earlier steps without zero_grad()
+            shards[name].grad = gradient if before is None else before + gradient
 
 
 class ShardedGradientAverager:
@@ -309,44 +313,21 @@ class ShardedGradientAverager:
             self._next[name] += 1
 
 
-def units_of(model: nn.Module) -> dict[int, FsdpUnit]:
-    """The unit of each sharded parameter, by the id of its shard.
+def rows_of(tensor: Tensor) -> tuple[int, int] | None:
+    """[first, last) of the rows of a DTensor that this rank has; None for any other tensor.
 
-    A shard's own mesh does not identify it: torch may have replaced it by an equal one of a destroyed group.
+    UsageError for a DTensor that is not sharded by rows over one dimension of a mesh.
     """
-    units = [unit for module in model.modules() if isinstance(unit := getattr(module, "fsdp_unit", None), FsdpUnit)]
-    return {id(shard): unit for unit in units for shard in unit.shards.values()}
-
-
-def laid_out(held: Tensor, unit: FsdpUnit, shard: DTensor, tensor: ProcessGroup | None, dim: int) -> DTensor:
-    """This rank's shard as a DTensor of the full tensor, for a checkpoint.
-
-    held: the shard, or state of the same shape, on any device. tensor: tensor-parallel group whose ranks hold parts
-    along `dim`, each of which is sharded over the ranks of `unit`; None for a tensor that is not tensor-parallel.
-    """
-    from torch.distributed.tensor import DTensor, Shard
-
-    shape, placements, groups = list(shard.shape), shard.placements, [unit.group]
-    ranks: Any = dist.get_process_group_ranks(unit.group)
-    if tensor is not None:
-        groups.insert(0, tensor)
-        ranks = [[part - dist.get_rank() + rank for rank in ranks] for part in dist.get_process_group_ranks(tensor)]
-        shape[dim] *= tensor.size()
-        placements = (Shard(dim), *placements)
-    mesh = mesh_of(groups, held.device.type, ranks)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(held, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def mesh_of(groups: Sequence[ProcessGroup], device: str, ranks: Any = None) -> DeviceMesh:
-    """DeviceMesh of groups, one dimension each; ranks: of all of them where there are several.
-
-    Dimensions have the groups' names: torch identifies meshes by ranks and names, and may use the groups of an
-    earlier equal mesh, which may be destroyed by then.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    names = tuple(group_name(group) for group in groups)
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device, mesh_dim_names=names)
-    return DeviceMesh.from_group(list(groups), device, mesh=ranks, mesh_dim_names=names)
+    if not hasattr(tensor, "to_local"):
+        return None
+    mesh, placements = cast("DTensor", tensor).device_mesh, cast("DTensor", tensor).placements
+    if mesh.ndim != 1 or not placements[0].is_shard(0):
+        raise UsageError(
+            f"a parameter is laid out as {placements} over {mesh}; checkpoints take parameters that fully_shard has "
+            "sharded along dimension 0 over one dimension of a mesh"
+        )
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank has a shard"
+    rows = tensor.shape[0]
+    most = -(-rows // mesh.size())  # as by torch.chunk
+    return min(rows, coordinate[0] * most), min(rows, (coordinate[0] + 1) * most)

@@ -248,5 +248,17 @@ class Mesh:
                     names[layout] = group_name(group)
 
 
+def mesh_of(model: Any) -> Mesh | None:
+    """Mesh that `parallelize` trains a model over; None where it knows its tensor-parallel group alone."""
+    found: Mesh | None = getattr(model, "oases_mesh", None)
+    return found
+
+
+def run_of(model: Any, process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """All ranks that train a model: process_group, else those of its mesh, else the default group."""
+    mesh = mesh_of(model)
+    return resolve(process_group) if process_group is not None or mesh is None else mesh.run
+
+
 def _options(run: ProcessGroup | None) -> Any:
     return nccl_options() if run is not None and "nccl" in dist.get_backend_config(run) else None

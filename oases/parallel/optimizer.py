@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.parallel.mesh import mesh_of
 from oases.parallel.replicas import replicas_of
 from oases.parallel.sharding import holders
 from oases.plans.plan import BUCKET_BYTES
@@ -177,8 +178,19 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[
     if weight is None:
         return None
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-    state: dict[str, Any] = inner.state[weight]
+    state: dict[str, Any] = inner.state.get(weight, {})
     return state
+
+
+def set_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+    """Replace the state of a parameter whose state this rank has. Empty as before the first step."""
+    weight = weight_of(optimizer, parameter)
+    assert weight is not None, "another rank has the state"
+    inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+    for states, key in ((inner.state, weight), (optimizer.state, parameter)):  # the same, or views of the same
+        states.pop(key, None)
+        if state:
+            states[key] = state
 
 
 def make_optimizer(
@@ -191,7 +203,7 @@ def make_optimizer(
     data_parallel: ProcessGroup | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of any class for a parallelized model. All ranks call it.
+    """Make an optimizer of any class for a parallelized model that has its weights. All ranks call it.
 
     params: parameters or parameter groups of the model; None: all that require gradients. zero: shard the state over
     the data-parallel ranks (ZeRO-1). master_weights: keep float32 copies of parameters of lower precision and
@@ -229,7 +241,7 @@ def require_parameters_of(model: nn.Module, parameters: Iterable[Any]) -> None:
 
 
 def _data_parallel(model: nn.Module, given: ProcessGroup | None) -> DataParallel:
-    mesh, shards = getattr(model, "oases_mesh", None), holders(model)
+    mesh, shards = mesh_of(model), holders(model)
     if given is not None:
         return lambda parameter: given
     replicas = replicas_of(model)

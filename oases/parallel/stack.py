@@ -123,9 +123,11 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.first_block, self._replica = first_block, replica
         self._units: list[FsdpUnit] = []  # by block, where weights are sharded
         self._compiled: list[nn.Module] = []
-        self._seed: int | None = None
+        self.seed: int | None = None
+        """Seed of the random streams; rank 0's initial seed from the first forward pass on."""
         self._agreed = -1  # failures of the group before the ranks agreed on seed and calls
-        self._calls = 0
+        self.calls = 0
+        """Number of forward passes, which selects the random streams."""
         self._monitor: Callable[[], FailureMonitor | None] = _nothing  # weakly: a stack keeps no group alive
         self.run_as(schedule, sub_batches, recompute)
 
@@ -145,14 +147,10 @@ class OverlappedStack(HoldsGroup, nn.Module):
         """Name of this stack in errors and statistics."""
         return f"stack {self.number} {self.name}".rstrip()
 
-    @property
-    def calls(self) -> int:
-        """Number of forward passes, which selects the random streams."""
-        return self._calls
-
-    def at_call(self, number: int) -> None:
-        """Set the number of forward passes, for a resumed run."""
-        self._calls = number
+    def at_call(self, number: int, seed: int | None = None) -> None:
+        """Set the number of forward passes, and the seed unless it is None, for a resumed run."""
+        self.calls = number
+        self.seed = self.seed if seed is None else seed
 
     def shard(self, units: Sequence[FsdpUnit]) -> None:
         """Have a unit per block gather its weights as the schedule needs them."""
@@ -228,7 +226,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if self.require_overlap and (tuning is None or tuning.choice is not None):
             asked, run = self.schedule.num_sub_batches, self._schedule_for(x, given)
             small = asked if any(run is whole for whole in self._whole.values()) else 0
-            require_overlap(run, self.process_group, self.label, self._calls, small, tuning is not None)
+            require_overlap(run, self.process_group, self.label, self.calls, small, tuning is not None)
         return self.run(x, scheduler, tuning, given, context)
 
     def _checked(self, inputs: Sequence[BlockInputs] | None) -> Sequence[BlockInputs]:
@@ -334,17 +332,17 @@ class OverlappedStack(HoldsGroup, nn.Module):
             form = form_of(
                 x, schedule, program.order, self.wire_dtype, training=self.training, gradients=with_gradients
             )
-            monitor.begin_call(self.label, form, samples_of([x]) if is_sampled(self._calls + 1) else None)
+            monitor.begin_call(self.label, form, samples_of([x]) if is_sampled(self.calls + 1) else None)
         failures = 0 if monitor is None else monitor.scheduler.failures
         if self._agreed != failures:
-            seed, self._calls = agree_on_seed(self.process_group, self._calls)
-            self._seed = seed if self._seed is None else self._seed
+            seed, self.calls = agree_on_seed(self.process_group, self.calls)
+            self.seed = seed if self.seed is None else self.seed
             self._agreed = failures
-        assert self._seed is not None
-        self._calls += 1
+        assert self.seed is not None
+        self.calls += 1
         leaves = leaves_of(parameters, self._units) if with_gradients else []
         randomness = Randomness(
-            self._seed, self._calls, rank, x.device, self._draws, active=self.training, size=size,
+            self.seed, self.calls, rank, x.device, self._draws, active=self.training, size=size,
             first_block=self.first_block, first_sample=self._replica * x.shape[0],
         )  # fmt: skip
         context = Context() if context is None else context

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,30 +28,66 @@ _REWRAPPED = ("aten::detach", "aten::alias", "aten::clone", "aten::_to_copy", "a
 """Ops after which a shard is still the same part of a full tensor."""
 
 
-class StateShard(Tensor):
-    """This rank's part, `local`, of a tensor with the shape of the full one. Read and written by checkpoints alone.
+class Piece(NamedTuple):
+    """Box of a full tensor: its offsets there, its first indices in this rank's part, and its sizes."""
 
-    cut: over `ranks`, of which this is `rank`. Any op but copies raises UsageError.
+    offsets: tuple[int, ...]
+    begins: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def pieces_of(
+    shape: Sequence[int], cut: Cut | None, rank: int, ranks: int, rows: tuple[int, int] | None = None
+) -> tuple[Piece, ...]:
+    """Boxes of a full tensor of `shape` that are in this rank's part.
+
+    cut: over `ranks`, of which this is `rank`; None: not cut. rows: [first, last) of the rows of that part which this
+    rank has, where FSDP shards it again; None: all.
+    """
+    none = (0,) * len(shape)
+    if cut is None:
+        found = [Piece(none, none, tuple(shape))]
+    else:
+        found, begin = [], 0
+        for first, last in cut.ranges(rank, ranks):
+            at = (_put(none, cut.dim, first), _put(none, cut.dim, begin), _put(shape, cut.dim, last - first))
+            found.append(Piece(*at))
+            begin += last - first
+    if rows is None:
+        return tuple(found)
+    parts = []
+    for offsets, begins, sizes in found:
+        first, last = max(rows[0], begins[0]), min(rows[1], begins[0] + sizes[0])
+        if first < last:
+            where = _put(offsets, 0, offsets[0] + first - begins[0])
+            parts.append(Piece(where, _put(begins, 0, first - rows[0]), _put(sizes, 0, last - first)))
+    return tuple(parts)
+
+
+def _put(numbers: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
+    return (*numbers[:dim], value, *numbers[dim + 1 :])
+
+
+class StateShard(Tensor):
+    """This rank's part, `local`, of a tensor of the full `shape`. Read and written by checkpoints alone.
+
+    pieces: what the part consists of (see `pieces_of`). Any op but copies raises UsageError.
     """
 
     local: Tensor
-    cut: Cut
-    rank: int
-    ranks: int
+    pieces: tuple[Piece, ...]
 
     @staticmethod
-    def __new__(cls: type[StateShard], local: Tensor, cut: Cut, rank: int, ranks: int) -> StateShard:
+    def __new__(cls: type[StateShard], local: Tensor, shape: Sequence[int], pieces: tuple[Piece, ...]) -> StateShard:
         """Wrap a tensor."""
-        shape = list(local.shape)
-        shape[cut.dim] = cut.size
         made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
-        made.local, made.cut, made.rank, made.ranks = local.detach(), cut, rank, ranks
+        made.local, made.pieces = local.detach(), pieces
         found: StateShard = made
         return found
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Local and full shape."""
-        return f"StateShard({tuple(self.local.shape)} of {tuple(self.shape)}, dimension {self.cut.dim})"
+        return f"StateShard({tuple(self.local.shape)} of {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -60,8 +96,7 @@ class StateShard(Tensor):
         """Copy a shard; UsageError for other ops."""
         if function._schema.name in _REWRAPPED:
             (this, *rest) = args
-            made = function(this.local, *rest, **(kwargs or {}))
-            return StateShard(made, this.cut, this.rank, this.ranks)
+            return StateShard(function(this.local, *rest, **(kwargs or {})), this.shape, this.pieces)
         raise UsageError(
             f"{function} on the shard of a parallelized model in a distributed state dict; give the dict to "
             "torch.distributed.checkpoint.save or load, or get full tensors by oases.full_state_dict(model)"
@@ -76,40 +111,34 @@ class StateShard(Tensor):
 
     # --- interface of torch.distributed.checkpoint ---
 
-    def _pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """(offsets in the full tensor, part of `local`) of each segment."""
-        found, begin = [], 0
-        for first, last in self.cut.ranges(self.rank, self.ranks):
-            offsets = [0] * self.dim()
-            offsets[self.cut.dim] = first
-            found.append((tuple(offsets), self.local.narrow(self.cut.dim, begin, last - first)))
-            begin += last - first
-        return found
-
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
-        """One write item per segment."""
+        """One write item per piece."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
-                index=MetadataIndex(name, offsets),
+                index=MetadataIndex(name, piece.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for (offsets, _), chunk in zip(self._pieces(), self.__create_chunk_list__(), strict=True)
+            for piece, chunk in zip(self.pieces, self.__create_chunk_list__(), strict=True)
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Place and size of each segment."""
+        """Place and size of each piece."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(offsets), part.shape) for offsets, part in self._pieces()]
+        return [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in self.pieces]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The segment at an index, sharing memory with `local`."""
-        return dict(self._pieces())[tuple(index.offset)]
+        """The piece at an index, sharing memory with `local`."""
+        piece = next(piece for piece in self.pieces if piece.offsets == tuple(index.offset))
+        found = self.local
+        for dim, (begin, size) in enumerate(zip(piece.begins, piece.sizes, strict=True)):
+            found = found.narrow(dim, begin, size)
+        return found
 
 
 def shards_of(model: nn.Module, names: Callable[[nn.Module, str], set[str]]) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -127,14 +156,18 @@ def shards_of(model: nn.Module, names: Callable[[nn.Module, str], set[str]]) -> 
         if hasattr(parameter, "to_local"):
             raise UsageError(
                 f"{name} is sharded over tensor-parallel ranks and by FSDP, which a distributed state dict cannot "
-                "describe; use the checkpoints of oases train, or torch.save model.state_dict() on every rank"
+                "describe; use oases.save_checkpoint, or torch.save model.state_dict() on every rank"
             )
-        rank, ranks, shape = group_rank(group), group_size(group), parameter.shape
+        held, whole = parameter.shape, _put(parameter.shape, cut.dim, cut.size)
+        pieces = pieces_of(whole, cut, group_rank(group), group_size(group))
 
         def made(
-            tensor: Tensor, cut: Cut = cut, rank: int = rank, ranks: int = ranks, shape: torch.Size = shape
+            tensor: Tensor,
+            held: torch.Size = held,
+            whole: tuple[int, ...] = whole,
+            pieces: tuple[Piece, ...] = pieces,
         ) -> Tensor:
-            return StateShard(tensor, cut, rank, ranks) if tensor.shape == shape else tensor
+            return StateShard(tensor, whole, pieces) if tensor.shape == held else tensor
 
         found.update(dict.fromkeys(names(model, name), made))
     return found

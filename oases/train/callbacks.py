@@ -17,7 +17,7 @@ from oases.errors import SavedExit
 from oases.execution.group import group_rank
 from oases.parallel.collectives import all_reduce
 from oases.train.checkpoint.coordination import SaveError
-from oases.train.checkpoint.files import cpu_state
+from oases.train.checkpoint.state import state
 from oases.train.checkpoint.writer import CheckpointWriter
 from oases.train.logs import Scalars, StepLog
 from oases.train.metrics import StepReport
@@ -123,7 +123,9 @@ class TrainingCallbacks:
         self._wait()  # before the copies: two at a time would need twice the memory
         trainer = self.trainer
         trainer.settle()
-        self._writer.start(cpu_state(trainer.model, trainer.optimizer, trainer.group), trainer.checkpoint_metadata())
+        self._writer.start(
+            state(trainer.model, trainer.optimizer, trainer.group, copied=True), trainer.checkpoint_metadata()
+        )
         self._saved_step = trainer.steps_done
         self.stall_seconds += time.perf_counter() - start
 

@@ -19,10 +19,12 @@ from oases.train.checkpoint.retention import require_folder
 from oases.train.config_file import config_text, read_values
 from oases.train.data import Corpus
 from oases.train.expert_options import ExpertOptions
+from oases.train.instructions import Instructions
 from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 from oases.train.load_balance import require_new_trace
 from oases.train.logs import last_logged_step, require_tensorboard
-from oases.train.model_options import Degrees, ModelOptions, option, require_known, require_types
+from oases.train.model_options import Degrees, option, require_known, require_types
+from oases.train.model_stage import causal_configuration
 from oases.train.optimizer import PRECISIONS
 from oases.train.step_check import POLICIES
 from oases.train.tokenizer import load_tokenizer
@@ -44,10 +46,17 @@ _AT_LEAST_1 = ("steps", "validation_batches", "micro_batches")
 class TrainConfig(ExpertOptions):
     """Configuration of a training run, validated on construction; UsageError names the invalid value."""
 
+    model: str | None = option(
+        None,
+        "transformers model that predicts the next token: its config.json, or a folder with one, whose safetensors "
+        "are loaded if it has any; default: the built-in GPT",
+        metavar="PATH",
+    )
     data: str | None = option(
         None,
-        "training text: a text file, a folder of text files, or a dataset saved by Hugging Face datasets; default: "
-        "Python's standard library",
+        "training text: a text file, a folder of text files, or a dataset saved by Hugging Face datasets; with "
+        "--model also a .jsonl file of prompt and response, with a loss of responses alone; default: Python's "
+        "standard library",
         metavar="PATH",
     )
     tokenizer: str | None = option(
@@ -138,6 +147,8 @@ class TrainConfig(ExpertOptions):
     def __post_init__(self) -> None:
         object.__setattr__(self, "degrees", Degrees.of(self.degrees))
         require_types(self)  # before a schedule file is read
+        if self.model is not None:
+            self._take_sizes(self.model)
         self._sort_list()
         super().__post_init__()
         require_known(self, {"pipeline_schedule": PIPELINES}, or_file=True)
@@ -160,6 +171,25 @@ class TrainConfig(ExpertOptions):
             own = "pipeline_schedule" if unit == "stage" else "expert_schedule"
             object.__setattr__(self, own, self.schedule)
             object.__setattr__(self, "schedule", TrainConfig.schedule)
+
+    def _take_sizes(self, path: str) -> None:
+        """Set the sizes to those of a transformers model. UsageError for options that it sets or cannot have."""
+        found = causal_configuration(path)
+        sizes = {
+            "hidden": found.hidden_size, "layers": found.num_hidden_layers, "heads": found.num_attention_heads,
+            "vocabulary": found.vocab_size,
+        }  # fmt: skip
+        usual = {item.name: item.default for item in fields(self)}
+        for name, size in sizes.items():
+            if getattr(self, name) not in (usual[name], size):
+                raise UsageError(
+                    f"{_option(name)} {getattr(self, name)}: --model {path!r} has {size}; leave out {_option(name)}, "
+                    "or change the model's config.json"
+                )
+            object.__setattr__(self, name, size)
+        for name in ("experts", "sequence_parallel"):
+            if getattr(self, name) != usual[name]:
+                raise UsageError(f"{_option(name)} is for the built-in GPT; leave it out with --model")
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> TrainConfig:
@@ -221,9 +251,12 @@ class TrainConfig(ExpertOptions):
         schedule = RateSchedule(self.steps, self.warmup, self.learning_rate_floor, self.decay_steps)
         return self.learning_rate * rate_factor(self.learning_rate_schedule, schedule, step)
 
-    def corpus(self) -> Corpus:
+    def corpus(self) -> Corpus | Instructions:
         """Open the training corpus. UsageError where it cannot be read."""
-        return open_corpus(self.data, load_tokenizer(self.tokenizer), self.text_column)
+        tokenizer = load_tokenizer(self.tokenizer)
+        if self.data is not None and self.model is not None and Instructions.is_at(Path(self.data)):
+            return Instructions(Path(self.data), tokenizer)
+        return open_corpus(self.data, tokenizer, self.text_column)
 
     def _require_survival(self) -> None:
         """Check options of checkpoints, restarts and bad losses that need no file access."""
@@ -239,7 +272,7 @@ class TrainConfig(ExpertOptions):
         """Whether the run resumes from the newest checkpoint in its own folder, if there is one."""
         return self.checkpoint is not None and (self.resume == AUTO or restart_count() > 0)
 
-    def check_files(self, sizes: dict[str, Any]) -> Corpus:
+    def check_files(self, sizes: dict[str, Any]) -> Corpus | Instructions:
         """Check input and output files for a model of these sizes; returns the corpus."""
         if self.checkpoint is not None:
             require_folder(self.checkpoint)
@@ -251,7 +284,7 @@ class TrainConfig(ExpertOptions):
             require_tensorboard(self.tensorboard, new=self.resume is None and not self.resumes_newest)
         corpus = self.corpus()
         for split in ("train", "validation"):
-            corpus.batch(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)
+            corpus.samples(split=split, step=0, batch=1, sequence=self.sequence, seed=self.seed)
         return corpus
 
     def _require_step_log(self) -> None:
@@ -324,35 +357,6 @@ def _sizes(plan: Plan) -> dict[str, Any]:
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def require_memory(options: ModelOptions, degree: int) -> None:
-    """Raise UsageError where a stack of layers, with the inputs of its blocks, exceeds this machine's memory.
-
-    Weights count four times: with gradients and AdamW's state. Inputs are those of one rank, of two-byte elements.
-    """
-    size = options.batch * options.sequence * options.hidden
-    parts = {
-        "blocks (--hidden, --layers)": 4 * 4 * 12 * options.hidden**2 * options.layers,  # 12 h^2 weights a layer
-        "activations (--batch, --sequence)": 2 * 2 * options.layers * size,
-    }
-    require_bytes(parts, f"{options.layers} layers of hidden {options.hidden} over {degree} ranks")
-
-
-def require_bytes(parts: Mapping[str, int], what: str) -> None:
-    """Raise UsageError where the bytes of `parts` together exceed this machine's memory.
-
-    parts: bytes by what for, each with the remedy in brackets.
-    """
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return
-    have, need = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), sum(parts.values())
-    if need > have:
-        each = ", ".join(f"{size / 1e9:.3g} GB for {name}" for name, size in parts.items() if size > need // 100)
-        raise UsageError(
-            f"{what} needs at least {need / 1e9:.3g} GB, this machine has {have / 1e9:.3g} GB: {each}; lower what is "
-            "largest"
-        )
 
 
 def require_compiler(name: str) -> None:

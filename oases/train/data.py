@@ -86,6 +86,11 @@ class Corpus(ABC):
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
+    def samples(self, *, split: str, step: int, batch: int, sequence: int, seed: int) -> dict[str, Tensor]:
+        """Draw a batch for a transformers model, which shifts labels itself: the inputs of `batch`, as both."""
+        tokens, _ = self.batch(split=split, step=step, batch=batch, sequence=sequence, seed=seed)
+        return {"input_ids": tokens, "labels": tokens}
+
     def _blocks(self, split: str, window: int) -> list[tuple[int, int]]:
         size = min(BLOCK_TOKENS, max(self.num_tokens // HOLD_OUT_EVERY, 1))
         size = max(size, window)  # a small corpus in 20 blocks, a long window in one of its own

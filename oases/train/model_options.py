@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -224,3 +225,32 @@ def require_known(config: Any, known: Mapping[str, Iterable[Any]], *, or_file: b
         if value not in among and not (or_file and Path(value).is_file()):
             more = "; or give the path of a schedule file" if or_file else ""
             raise UsageError(f"unknown {name} {value!r}; known are {', '.join(map(str, among))}{more}")
+
+
+def require_memory(options: ModelOptions, degree: int) -> None:
+    """Raise UsageError where a stack of layers, with the inputs of its blocks, exceeds this machine's memory.
+
+    Weights count four times: with gradients and AdamW's state. Inputs are those of one rank, of two-byte elements.
+    """
+    size = options.batch * options.sequence * options.hidden
+    parts = {
+        "blocks (--hidden, --layers)": 4 * 4 * 12 * options.hidden**2 * options.layers,  # 12 h^2 weights a layer
+        "activations (--batch, --sequence)": 2 * 2 * options.layers * size,
+    }
+    require_bytes(parts, f"{options.layers} layers of hidden {options.hidden} over {degree} ranks")
+
+
+def require_bytes(parts: Mapping[str, int], what: str) -> None:
+    """Raise UsageError where the bytes of `parts` together exceed this machine's memory.
+
+    parts: bytes by what for, each with the remedy in brackets.
+    """
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return
+    have, need = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), sum(parts.values())
+    if need > have:
+        each = ", ".join(f"{size / 1e9:.3g} GB for {name}" for name, size in parts.items() if size > need // 100)
+        raise UsageError(
+            f"{what} needs at least {need / 1e9:.3g} GB, this machine has {have / 1e9:.3g} GB: {each}; lower what is "
+            "largest"
+        )

@@ -1,14 +1,16 @@
 """Pipeline stage of a training run: its passes, the loss on every rank, the gradient of tied embeddings.
 
-A run without pipeline parallelism has one stage.
+A run without pipeline parallelism has one stage. `GPTStage` runs the built-in GPT, `ModelStage` a model that
+`parallelize` divided; to the trainer they are alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, group_size
@@ -24,10 +26,47 @@ from oases.plans.plan import Plan
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 """Inputs and targets of each micro-batch, for this rank's replica."""
+Samples = Any
+"""Samples of this rank's replica: MicroBatches for the built-in GPT, arguments of the forward for other models."""
 
 
-class PipelineStage:
-    """One rank's part of a training step. Constructor and passes are collectives over all ranks.
+class Stage(Protocol):
+    """One rank's part of a training step, whichever the model. Passes are collectives over all ranks.
+
+    messages: to and from other stages; None for a single stage. tensor_parallel: degree of the replica whose samples
+    this rank reads. counted_elsewhere: parameters that another stage counts in the gradient norm.
+    """
+
+    messages: StageMessages | None
+    tensor_parallel: int
+
+    @property
+    def counted_elsewhere(self) -> Sequence[nn.Parameter]: ...  # noqa: D102
+
+    def parts(self) -> Iterable[tuple[list[nn.Parameter], ProcessGroup | None]]:
+        """Parameters with the data-parallel group of each, in order of the forward pass."""
+
+    def prepare(self, *, fsdp: bool) -> None:
+        """Prepare to average gradients. fsdp: shard the weights, before the optimizer is made."""
+
+    def begin(self, number: int) -> None:
+        """Set the number of the next pass in the whole training, from which random numbers are derived."""
+
+    def compile(self, backend: str) -> None:
+        """Compile the blocks."""
+
+    def backward(self, samples: Samples) -> float:
+        """Run a step's forward and backward passes; returns the loss. Gradients are of the whole batch."""
+
+    def evaluate(self, batches: Sequence[Samples]) -> float:
+        """Run forward passes only; returns the mean loss of the batches."""
+
+    def close(self) -> None:
+        """Close the messages."""
+
+
+class GPTStage:
+    """A stage of the built-in GPT. The constructor is a collective over all ranks.
 
     model: this rank's stage, already on its device. mesh: of the plan. group: all ranks of the run. after_forward:
     called in training with the index of a model chunk when a micro-batch's forward pass through it is done.
@@ -44,10 +83,35 @@ class PipelineStage:
             degrees = [part.last_degree for part in plan.parts[:-1]]
             self.messages = StageMessages(pipeline, mesh, degrees, device=next(model.parameters()).device)
         self.run = StageRunner(pipeline, mesh.stage, self.messages)
+        self.tensor_parallel = model.tensor_parallel
+        self._average: GradientAverager | ShardedGradientAverager | None = None
 
-    def backward(self, batches: MicroBatches, average: GradientAverager | ShardedGradientAverager) -> float:
+    @property
+    def counted_elsewhere(self) -> Sequence[nn.Parameter]:
+        """The tied table of the last stage, which the first one counts."""
+        return [] if self.model.is_first or self.model.tied is None else [self.model.tied]
+
+    def parts(self) -> Iterable[tuple[list[nn.Parameter], ProcessGroup | None]]:
+        """Parameters with the data-parallel group of each, in order of the forward pass."""
+        return self.model.parts()
+
+    def prepare(self, *, fsdp: bool) -> None:
+        """Shard the weights with `fsdp`. Gradients are averaged from the first backward pass on."""
+        self._average = self.model.shard_weights() if fsdp else None
+
+    def begin(self, number: int) -> None:
+        """Set the number of the next pass in the whole training, from which random numbers are derived."""
+        self.model.at_call(number)
+
+    def compile(self, backend: str) -> None:
+        """Compile the blocks, with an error in place of an eager fallback."""
+        self.model.stack.compile_blocks(backend=backend, fullgraph=True)
+
+    def backward(self, samples: MicroBatches) -> float:
         """Run a step's forward and backward passes; returns the loss. Gradients are of the whole batch."""
-        losses = self.run.run(self._forward(batches, len(batches)), average.overlapped())
+        if self._average is None:  # once the optimizer has set the gradients' types
+            self._average = GradientAverager(self.model.parts())
+        losses = self.run.run(self._forward(samples, len(samples)), self._average.overlapped())
         tied = self.model.tied
         if tied is not None and tied.grad is not None:  # after averaging: first and last stage sum averaged gradients
             all_reduce(local(tied.grad), self.mesh.embedding_group, "tied embeddings")

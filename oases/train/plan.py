@@ -13,9 +13,10 @@ from oases.plans.plan import AUTO, Plan, Segment, Stage, read_plan
 from oases.plans.shape import ModelShape
 from oases.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, read_schedule, recomputed_layers
 from oases.schedule.pipeline import chunks_of
-from oases.train.config import TrainConfig, require_bytes, require_fit
+from oases.train.config import TrainConfig, require_fit
 from oases.train.data import Corpus
-from oases.train.model_options import Degrees, sizes_of
+from oases.train.instructions import Instructions
+from oases.train.model_options import Degrees, require_bytes, sizes_of
 
 __all__ = ["Run", "num_ranks", "plan_from_degrees", "read_plan", "resolve_degrees"]
 
@@ -42,7 +43,7 @@ class Run:
         """Run with the plan that a configuration names, or with a plan of its degrees over `ranks` ranks."""
         return cls(config, plan_from_degrees(config, ranks) if config.plan is None else read_plan(config.plan))
 
-    def corpus(self, *, single_process: bool = False) -> Corpus:
+    def corpus(self, *, single_process: bool = False) -> Corpus | Instructions:
         """Check files and memory before any rank starts; returns the corpus.
 
         single_process: whether one process, with a rank's share of the model, represents all ranks.

@@ -11,32 +11,34 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.models.gpt import GPT
 from oases.models.moe_gpt import MoEGPT
-from oases.parallel.fsdp import ShardedGradientAverager
-from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.gradient_clipping import clip_grad_norm
 from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan
 from oases.reporting import Report, report
 from oases.train.callbacks import TrainingCallbacks
-from oases.train.checkpoint.files import load, random_streams, save
+from oases.train.checkpoint.files import load, save
 from oases.train.checkpoint.lock import lock_folder
 from oases.train.checkpoint.memory import StateMemory
 from oases.train.checkpoint.metadata import Metadata
 from oases.train.checkpoint.resume import starting_checkpoint
+from oases.train.checkpoint.state import random_streams
 from oases.train.config import WIRE_DTYPES, TrainConfig, settings
+from oases.train.data import Corpus
 from oases.train.failure_notifier import FailureNotifier
 from oases.train.load_balance import LoadBalance
 from oases.train.logs import last_logged_step
 from oases.train.meter import Meter
 from oases.train.metrics import Reporter, StepReport
 from oases.train.model_options import sizes_of
+from oases.train.model_stage import ModelStage, build_model
 from oases.train.optimizer import adamw
-from oases.train.pipeline_stage import MicroBatches, PipelineStage
+from oases.train.pipeline_stage import GPTStage, Samples, Stage
 from oases.train.plan import Run
 from oases.train.step_check import Policy, StepCheck
 
@@ -68,25 +70,31 @@ class Trainer:
         self._owns_mesh = mesh is None
         self.corpus = config.corpus()
         self.device = torch.device(config.device)
-        self.model = _model_of(config, plan, self.mesh, self.group).to(self.device)
+        self.model: nn.Module
         self.balance: LoadBalance | None = None
-        self.stage = PipelineStage(self.model, plan, self.mesh, self.group, self._after_forward)
+        self.stage: Stage
+        if config.model is not None:
+            wire_dtype = WIRE_DTYPES[config.wire_dtype]
+            self.model = build_model(
+                config.model, config.seed, plan, self.mesh, device=self.device, wire_dtype=wire_dtype
+            )
+            self.stage = ModelStage(self.model, plan)
+        else:
+            gpt = _model_of(config, plan, self.mesh, self.group).to(self.device)
+            self.model, self.stage = gpt, GPTStage(gpt, plan, self.mesh, self.group, self._after_forward)
         self.failure_notifier = FailureNotifier([self.group, *self.mesh.groups], self.device)
         self._updating = False
         """Set during the optimizer update; still set if that failed."""
         if config.compile != "none":
-            self.model.stack.compile_blocks(
-                backend=config.compile, fullgraph=True
-            )  # fullgraph: an error, not an eager fallback
-        shards = self.model.shard_weights() if plan.fsdp else None
+            self.stage.compile(config.compile)
+        self.stage.prepare(fsdp=plan.fsdp)
         self.optimizer = adamw(
-            self.model.parts(),
+            self.stage.parts(),
             config.precision,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
             sharded=plan.zero,
         )
-        self.average: GradientAverager | ShardedGradientAverager = shards or GradientAverager(self.model.parts())
         self.steps_done = 0
         self.updates = 0
         """Optimizer updates: steps done without those skipped."""
@@ -116,7 +124,7 @@ class Trainer:
             self.balance = LoadBalance(self.group, stages, config.record_loads, self.steps_done)
 
     def _resume(self, path: Path) -> None:
-        record = load(path, self.model, self.optimizer, self.sizes, self.group, verify=False)
+        record = load(path, self.model, self.optimizer, self.group, sizes=self.sizes, verify=False)
         self.steps_done, self.updates = record.step, record.updates
         self.step_check.recent.extend(record.losses)
         other = record.data_differences(self._data())
@@ -177,7 +185,7 @@ class Trainer:
     @property
     def sizes(self) -> dict[str, Any]:
         """Model sizes that must match to load this model's weights."""
-        return sizes_of(self.config) | {"vocabulary": self.model.config.vocabulary}
+        return sizes_of(self.config) | {"vocabulary": self.plan.model.vocabulary}
 
     def step(self) -> float:
         """Run an optimizer step; returns the training loss in nats per token (per byte without a tokenizer).
@@ -210,7 +218,7 @@ class Trainer:
             config.clip or math.inf,
             process_group=self.group,
             stages=self.mesh.num_stages,
-            counted_elsewhere=[] if self.model.is_first or self.model.tied is None else [self.model.tied],
+            counted_elsewhere=self.stage.counted_elsewhere,
         )
         self.gradient_norm = float(norm)
         if self.step_check.accepts(loss, self.gradient_norm, self.steps_done, self.group, self.device):
@@ -227,30 +235,35 @@ class Trainer:
 
     def backward(self, step: int) -> float:
         """Run the forward and backward passes of a step; returns the loss. Gradients are of the whole batch."""
-        batches = self._micro_batches("train", step)
         # Random streams depend on the step only: equal after a restart, a validation or a failure.
-        self.model.at_call(step * len(batches))
-        return self.stage.backward(batches, self.average)
+        self.stage.begin(step * self.plan.micro_batches)
+        return self.stage.backward(self._samples("train", step))
 
     def _after_forward(self, part: int) -> None:
         if self.balance is not None and isinstance(self.model, MoEGPT):
             self.balance.record_layers(self.model.layers_of(part))
 
-    def _micro_batches(self, split: str, step: int) -> MicroBatches:
-        """This rank's micro-batches of a batch that is the same under every plan."""
-        config, degree = self.config, self.model.tensor_parallel
+    def _samples(self, split: str, step: int) -> Samples:
+        """This rank's samples of a batch that is the same under every plan."""
+        config, degree = self.config, self.stage.tensor_parallel
         count, replica, replicas = self.plan.micro_batches, self.mesh.replica(degree), self.mesh.replicas(degree)
-        whole = self.corpus.batch(
-            split=split, step=step, batch=config.batch, sequence=config.sequence, seed=config.seed
-        )
-        # First into micro-batches, then over replicas; a plan divides both evenly.
-        tokens, targets = (part.to(self.device).unflatten(0, (count, replicas, -1))[:, replica] for part in whole)
+        draw: dict[str, Any] = {"split": split, "step": step, "batch": config.batch, "sequence": config.sequence}
+        draw["seed"] = config.seed
+
+        def share(whole: torch.Tensor) -> torch.Tensor:  # first into micro-batches, then over replicas
+            mine: torch.Tensor = whole.to(self.device).unflatten(0, (count, replicas, -1))[:, replica]
+            return mine
+
+        if config.model is not None:
+            return {name: share(whole).flatten(0, 1) for name, whole in self.corpus.samples(**draw).items()}
+        assert isinstance(self.corpus, Corpus)
+        tokens, targets = (share(whole) for whole in self.corpus.batch(**draw))
         return list(zip(tokens, targets, strict=True))
 
     def validate(self) -> float:
         """Mean loss over the held-out batches, nats per token. Leaves the training state unchanged."""
         config = self.config
-        batches = [self._micro_batches("validation", index) for index in range(config.validation_batches)]
+        batches = [self._samples("validation", index) for index in range(config.validation_batches)]
         self.model.eval()
         try:
             return self.stage.evaluate(batches)

@@ -5,6 +5,7 @@ from autotp.zoo import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
+from oases.parallel.fsdp import local
 
 DIMENSIONS = ("pp", "dp", "tp")
 LAYERS = {"gpt2": "n_layer", "t5": "num_layers"}
@@ -27,14 +28,14 @@ def shares(data, shape, model):
     return {key: value.chunk(shape[1])[replica] for key, value in data.items()}
 
 
-def trained_in_stages(name, shape, options, layers=4, steps=3):
+def trained_in_stages(name, shape, options, layers=4, steps=3, dtype=torch.float64):
     """Losses and gradient norms of steps of AdamW, each beside those of one process; evaluation; held parameters."""
-    dtype = torch.float32 if name == "olmoe" else torch.float64  # its experts' matmul has no float64
+    dtype = torch.float32 if name == "olmoe" else dtype  # its experts' matmul has no float64
     plain, model = (build(name, **sizes(name, layers)).to(dtype) for _ in range(2))
     whole = sum(parameter.numel() for parameter in model.parameters())
     how = options if "plan" in options else {"mesh": mesh_of(*shape), "micro_batches": 2, **options}
     oases.parallelize(model, **how)
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain))
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, plain))
     pairs = []
     for step in range(steps):
         data = batch(name, samples=8, seed=step, dtype=dtype)
@@ -51,7 +52,7 @@ def trained_in_stages(name, shape, options, layers=4, steps=3):
     data = batch(name, samples=8, seed=9, dtype=dtype)
     with torch.no_grad():
         pairs.append((float(plain(**data).loss), float(model.eval_step(**shares(data, shape, model)))))
-    held = sum(parameter.numel() for parameter in model.parameters()) / whole
+    held = sum(local(parameter).numel() for parameter in model.parameters()) / whole
     runs = [(each.runs, each.schedule, each.layers) for each in model.oases_partition.layers]
     model.oases_pipeline.close()
     return pairs, held, runs

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import oases
 from oases.errors import UsageError
-from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.optimizer import ShardedOptimizer, state_of, weight_of
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -31,21 +30,15 @@ def groups_of(model):
     ]
 
 
-def trained(model, optimizer, data, average=None, steps=3):
+def trained(model, optimizer, data, steps=3):
     """Losses and gradient norms of steps with a learning rate schedule."""
     rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     found = []
     for _ in range(steps):
         optimizer.zero_grad()
-        if average is None:
-            loss = model(**data).loss
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        else:
-            with average.overlapped():
-                loss = model(**data).loss
-                loss.backward()
-            norm = oases.clip_grad_norm(model, 0.5)
+        loss = model(**data).loss
+        loss.backward()
+        norm = oases.clip_grad_norm(model, 0.5)
         optimizer.step()
         rates.step()
         found += [float(loss.detach()), float(norm)]
@@ -61,9 +54,8 @@ def in_replicas(name, options, dtype):
     optimizer = oases.make_optimizer(
         model, kind, params=groups_of(model), data_parallel=data_group, **options, **given
     )
-    average = GradientAverager([(list(model.parameters()), data_group)])
     half = {key: value[mesh.get_local_rank("dp") :: 2] for key, value in DATA.items()}
-    found = trained(model, optimizer, half, average)
+    found = trained(model, optimizer, half)
     held = {id(t): t for p in model.parameters() for t in (state_of(optimizer, p) or {}).values() if t.dim() > 0}
     masters = [weight_of(optimizer, p) for p in model.parameters()]
     held |= {id(m): m for m, p in zip(masters, model.parameters(), strict=True) if m is not None and m is not p}

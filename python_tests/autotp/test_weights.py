@@ -86,7 +86,7 @@ def test_segments_uneven_parts_ties_and_every_type(pool, request, tmp_path):
 
 
 def _small_blocks(kind, source, target):
-    import oases.autotp.shard_map as shard_map
+    import oases.parallel.shard_map as shard_map
     import oases.safetensors_files as files
 
     before = shard_map.BLOCK_BYTES, files.MAPPED_BYTES

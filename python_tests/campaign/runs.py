@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -27,8 +28,9 @@ GIVE_UP_SECONDS = 180.0
 END_SECONDS = 10.0
 """Time that processes have to end after the run."""
 MOST_STARTS = 40
+GPT = ["--hidden", "32", "--layers", "4", "--heads", "4"]
 SIZES = (
-    "--hidden 32 --layers 4 --heads 4 --sequence 32 --batch 8 --sub-batches 2 --warmup 2 --validation-batches 1 "
+    "--sequence 32 --batch 8 --sub-batches 2 --warmup 2 --validation-batches 1 "
     f"--steps {STEPS} --checkpoint-every {SAVE_EVERY} --keep 2 --max-restarts 100 --resume auto"
 ).split()
 
@@ -64,7 +66,12 @@ class Run:
     def command(self) -> list[str]:
         """Command line of the next start."""
         files = ["--data", self.corpus, "--checkpoint", self.folder, "--step-log", self.log]
-        return [sys.executable, "-m", "oases", "train", *SIZES, *self.options.split(), *map(str, files)]
+        options = [*self.model(), *SIZES, *self.options.split()]
+        return [sys.executable, "-m", "oases", "train", *options, *map(str, files)]
+
+    def model(self) -> list[str]:
+        """Options of the model: the built-in GPT."""
+        return GPT
 
     def environment(self) -> dict[str, str]:
         """Environment of the program."""
@@ -163,6 +170,24 @@ class Run:
         """Kill what is left of it."""
         if self.process.poll() is None:
             self.kill_job()
+
+
+class ModelRun(Run):
+    """A run of a transformers model, a small Llama."""
+
+    LLAMA: ClassVar = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 256,
+        "max_position_embeddings": 64, "tie_word_embeddings": True, "attention_dropout": 0.1,
+    }  # fmt: skip
+
+    def prepare(self) -> None:
+        """Write the model's configuration."""
+        (self.place / "config.json").write_text(json.dumps(self.LLAMA))
+
+    def model(self) -> list[str]:
+        """Options of the model: its configuration."""
+        return ["--model", str(self.place / "config.json")]
 
 
 class ReshardedRun(Run):

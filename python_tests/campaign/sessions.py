@@ -16,7 +16,7 @@ import campaign.nodes as nodes
 import campaign.surroundings as surroundings
 from campaign.faults import FAULTS, MOMENTS, OF_DEGREES, OF_RANKS, Fault, lost_steps, suffer
 from campaign.nodes import NodesRun
-from campaign.runs import SAVE_EVERY, STEPS, ReshardedRun, Run, TorchrunRun
+from campaign.runs import SAVE_EVERY, STEPS, ModelRun, ReshardedRun, Run, TorchrunRun
 from campaign.surroundings import ClockRun, DiskRun
 
 LOSS_TOLERANCE = 1e-5
@@ -59,9 +59,12 @@ WORLDS = {
     "2 nodes x tp 2": World(NodesRun, "--dp 2 --tp 2", OF_NODES, "dp 2 x tp 2", nodes.why_not),
     "clock": World(ClockRun, "--tp 2", OF_CLOCKS, "tp 2", surroundings.why_no_clock),
     "torchrun, files": World(TorchrunRun, "files", OF_TORCHRUN, "torchrun, shards"),
+    "torchrun, oases": World(TorchrunRun, "oases", OF_TORCHRUN, "torchrun, shards"),
     "pp 2 x tp 2": World(Run, "--pp 2 --tp 2 --micro-batches 2 --pipeline-schedule shifted_critical_path"),
     "dp 2 x tp 2": World(Run, "--dp 2 --tp 2"),
     "dp 2, from memory": World(Run, "--dp 2 --tp 1 --zero --memory-every 1", same_as="dp 2"),
+    "Llama, pp 2 x tp 2": World(ModelRun, "--pp 2 --tp 2 --micro-batches 2"),
+    "Llama, dp 2, fsdp": World(ModelRun, "--dp 2 --tp 1 --fsdp"),
     "experts 4 over dp 2": World(Run, "--dp 2 --tp 1 --experts 4 --expert-hidden 48 --placement none"),
 }
 """By name."""

@@ -1,9 +1,9 @@
 """A user's own loop: parallelize a plain model, save every few steps, go on from the newest save.
 
-    torchrun --nproc-per-node 2 user_loop.py FOLDER STEPS SAVE_EVERY {shards,files}
+    torchrun --nproc-per-node 2 user_loop.py FOLDER STEPS SAVE_EVERY {shards,files,oases}
 
-shards: by torch.distributed.checkpoint. files: torch.save, a file for each rank. Only a folder that is complete gets
-its name; the log is cut to the steps of the save.
+shards: by torch.distributed.checkpoint. files: torch.save, a file for each rank. oases: oases.save_checkpoint, in the
+background. Only a folder that is complete gets its name; the log is cut to the steps of the save.
 """
 
 import json
@@ -63,6 +63,8 @@ def batch_of(step):
 
 
 def save(folder, step, model, optimizer, way):
+    if way == "oases":
+        return oases.save_checkpoint(folder, model, optimizer, step=step, keep=2, asynchronous=True)
     part, rank = folder / f".step-{step:06d}.part", dist.get_rank()
     if rank == 0:
         part.mkdir(parents=True)
@@ -77,10 +79,13 @@ def save(folder, step, model, optimizer, way):
         part.rename(folder / f"step-{step:06d}")
         for old in sorted(folder.glob("step-*"))[:-2]:
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.old")))
+    return None
 
 
 def load(folder, model, optimizer, way):
     """Load the newest save; return its step, 0 without one."""
+    if way == "oases":
+        return oases.load_checkpoint(folder, model, optimizer) if any(folder.glob("step-*")) else 0
     rank = dist.get_rank()
     if rank == 0:
         for left in folder.glob(".step-*"):
@@ -108,7 +113,7 @@ def main(place, steps, save_every, way):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first = dist.get_rank() == 0
     done = load(place / "run", model, optimizer, way)
-    log = place / "steps.jsonl"
+    log, saved = place / "steps.jsonl", None
     if first:
         log.touch()
         os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[:done])))
@@ -122,7 +127,9 @@ def main(place, steps, save_every, way):
             with log.open("a") as file:
                 file.write(json.dumps({"step": step, "loss": loss.item()}) + "\n")
         if step % save_every == 0:
-            save(place / "run", step, model, optimizer, way)
+            saved = save(place / "run", step, model, optimizer, way)
+    if saved is not None:
+        saved.finish()
     weights = oases.full_state_dict(model)
     if first:
         save_file({name: value.contiguous() for name, value in weights.items()}, place / "weights.safetensors")

@@ -53,6 +53,26 @@ def test_gradients_in_the_layout_of_the_weight(transposed, with_bias):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
+def test_under_autocast_it_is_deferred_too_and_all_have_autograd_s_types(transposed):
+    x, weight, bias = (each.detach().float().requires_grad_() for each in operands(transposed))
+    leaves = Leaves([weight, bias])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.linear(x, weight.t() if transposed else weight, bias)
+        with deferral(leaves) as deferred:
+            result = linear(x, *leaves.stand_ins, transposed=transposed)
+    grad = torch.randn(3, 5, 6).bfloat16()
+    x_grad, *gradients = torch.autograd.grad(expected, [x, weight, bias], grad)
+    found, early = torch.autograd.grad(result, [x, leaves.stand_ins[0]], grad, allow_unused=True)
+    assert early is None
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    torch.testing.assert_close(found, x_grad, rtol=0, atol=0)
+    deferred.compute()
+    for mine, theirs in zip(leaves.take(False), gradients, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=0.01, atol=0.05)  # sums of rows in bfloat16
+
+
+@pytest.mark.parametrize("transposed", [False, True])
 def test_outside_of_a_deferral_autograd_computes_it(transposed):
     x, weight, bias = operands(transposed)
     linear(x, weight, bias, transposed=transposed).sum().backward()

@@ -72,11 +72,10 @@ TRAINING = (
     ),
     Mutation(
         "checkpoint_shards_swapped",
-        "oases/train/checkpoint/files.py",
-        "            meshes[name] = mesh_of([cutting], device or parameter.device.type)\n",
-        "            meshes[name] = mesh_of([cutting], device or parameter.device.type)\n"
-        "            if optimizer is not None:\n"
-        "                tensor = tensor.flip(dim)\n",
+        "oases/train/checkpoint/state.py",
+        "        found[name] = as_stored(held, shard) if _is_part(tensor, shard) else held\n",
+        "        held = held.flip(shard.cut.dim) if shard.cut is not None and _is_part(tensor, shard) else held\n"
+        "        found[name] = as_stored(held, shard) if _is_part(tensor, shard) else held\n",
         ("train/test_checkpoint.py",),
         "The first shard of a checkpoint is written in reverse order.",
     ),
@@ -90,11 +89,28 @@ TRAINING = (
     ),
     Mutation(
         "checkpoint_moments_at_step_0",
-        "oases/train/checkpoint/files.py",
-        'moments["step"].fill_(float(updates))',
-        'moments["step"].fill_(0.0)',
+        "oases/train/checkpoint/state.py",
+        "            set_state(self._optimizer, parameter, values)\n",
+        "            values.pop('step', None)\n"
+        "            set_state(self._optimizer, parameter, values | {'step': torch.tensor(0.0)})\n",
         ("train/test_checkpoint.py",),
         "Bias correction of AdamW starts anew in a resumed run.",
+    ),
+    Mutation(
+        "checkpoint_draws_anew",
+        "oases/train/checkpoint/contents.py",
+        "        each.at_call(*streams.get(name, most))\n",
+        "        each.at_call(0, None)\n",
+        ("train/test_parallelized_checkpoints.py::test_dropout_goes_on",),
+        "Dropout of a resumed model repeats the masks of its first steps.",
+    ),
+    Mutation(
+        "checkpoint_forgets_names_of_tied_tensors",
+        "oases/train/checkpoint/parallelized.py",
+        "names={name: main for name, main in contents.names.items() if name != main},\n",
+        "names={},\n",
+        ("train/test_parallelized_checkpoints.py::test_stages_with_parts_on_meta_are_saved_whole",),
+        "A stage that knows a tied tensor by another name does not find it.",
     ),
     Mutation(
         "memory_restores_what_was_cut_off",

@@ -180,7 +180,7 @@ def check_masks():
             stack.blocks[1].plan = ["combine", 2, out_of_memory()]
         with pytest.raises(torch.OutOfMemoryError):
             call_twice(stack, x)
-        return stack(x), stack._calls
+        return stack(x), stack.calls
 
 
 def test_dropout_after_a_failure_is_the_same_on_all_ranks(two_ranks):

@@ -11,7 +11,7 @@ from plan_runs import MODEL, config_values, curve, cut_like, even, plan_of
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
-from oases.parallel.fsdp import local, units_of
+from oases.parallel.fsdp import local, rows_of
 from oases.plans.plan import Plan, Segment, Stage
 from oases.testing import RankPool
 from oases.train.config import config_for
@@ -37,11 +37,10 @@ def together(*kinds):
 
 def held_like(model, tensors):
     """Whole tensors by name as this rank holds them: its part of a layer, its shard of that."""
-    units, held = units_of(model), cut_like(model, tensors)
+    held = cut_like(model, tensors)
     for name, tensor in held.items():
-        unit = units.get(id(model.get_parameter(name)))
-        if unit is not None:
-            held[name] = tensor.chunk(unit.group.size())[unit.group.rank()]
+        rows = rows_of(model.get_parameter(name))
+        held[name] = tensor if rows is None else tensor[slice(*rows)]
     return held
 
 

@@ -28,12 +28,16 @@ DIMENSIONS = ("pp", "dp", "tp")
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """Options of training in micro-batches. counts: layers of each part; () to balance them by FLOPs."""
+    """Options of training in micro-batches. counts: layers of each part; () to balance them by FLOPs.
+
+    fsdp: weights and gradients are sharded over the replicas.
+    """
 
     mesh: Mesh
     degree: int
     schedule: Schedule
     counts: tuple[int, ...] = ()
+    fsdp: bool = False
 
     @property
     def parts(self) -> int:
@@ -42,23 +46,30 @@ class PipelineOptions:
 
 
 def pipeline_options(
-    mesh: Any, plan: Plan | None, pipeline: str, micro_batches: int | None, recompute: Any
+    mesh: Any, plan: Plan | None, pipeline: str, micro_batches: int | None, recompute: Any, *, fsdp: bool
 ) -> PipelineOptions | None:
     """Options for a mesh with the dimension "pp" or a plan of several stages or micro-batches; None without.
 
     Collective: creates the groups of the mesh. Raises UsageError for a mesh that does not fit.
     """
-    if plan is not None and (len(plan.stages) > 1 or plan.micro_batches > 1):
+    if plan is not None and (len(plan.stages) > 1 or plan.micro_batches > 1 or micro_batches is not None):
+        if micro_batches not in (None, plan.micro_batches):
+            raise UsageError(f"plan: it has {plan.micro_batches} micro-batches, not {micro_batches}; leave them out")
         require_runnable(plan)
         given = mesh if isinstance(mesh, Mesh) else Mesh.of(plan)
         counts = tuple(sum(segment.num_blocks for segment in part.segments) // 2 for part in plan.parts)
-        return PipelineOptions(given, plan.stages[0].segments[0].tp, pipeline_of(plan), counts)
+        return PipelineOptions(given, plan.stages[0].segments[0].tp, pipeline_of(plan), counts, plan.fsdp)
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
     if "pp" not in names:
         if micro_batches is not None:
             raise UsageError(
                 f"micro_batches {micro_batches} needs a mesh with the dimension 'pp'; without it accumulate "
                 "gradients in your loop"
+            )
+        if fsdp or (plan is not None and plan.fsdp):
+            raise UsageError(
+                "fsdp needs train_step(), and so a mesh with the dimension 'pp', of size 1 for one stage; or call "
+                "torch's fully_shard"
             )
         return None
     if not set(names) <= set(DIMENSIONS):
@@ -72,7 +83,8 @@ def pipeline_options(
             f"mesh has {mesh.size()} ranks, the run {dist.get_world_size()}; a mesh with 'pp' takes all of them"
         )
     order = mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names]).flatten().tolist()
-    return PipelineOptions(Mesh.of_stages([[degree]] * stages, order=order), degree, schedule)
+    made = Mesh.of_stages([[degree]] * stages, order=order, fsdp=fsdp)
+    return PipelineOptions(made, degree, schedule, fsdp=fsdp)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from oases.autotp.export import take_dtypes
+from oases.autotp.model_hooks import ModelHooks
 from oases.autotp.pipeline.building import PipelineOptions, Stages
 from oases.autotp.pipeline.dataflow import IGNORED, Dataflow, dataflow_of
+from oases.autotp.pipeline.fsdp import OuterWeights, shard_weights
 from oases.autotp.pipeline.stages import Crossings
 from oases.autotp.pipeline.units import PartEnd, Pass
 from oases.autotp.runner import Runner
@@ -18,6 +22,7 @@ from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import group_of
 from oases.parallel.collectives import all_reduce
+from oases.parallel.fsdp import FsdpUnit, ShardedGradientAverager, local
 from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.messages import StageMessages
 from oases.parallel.pipeline import StageRunner
@@ -29,7 +34,7 @@ class PipelineTraining:
     """Steps of one rank's stage of a model. Collective: all ranks of the run create it together.
 
     model: this rank's stage, on its device. stages: the model divided. loss: takes the loss from its result. runners:
-    of its layers.
+    of its layers. hooks: around its forward.
     """
 
     def __init__(
@@ -39,12 +44,14 @@ class PipelineTraining:
         options: PipelineOptions,
         loss: Callable[[Any], Any],
         runners: Sequence[Runner],
+        hooks: ModelHooks,
     ) -> None:
         self.mesh, pipeline, degree = options.mesh, options.schedule, options.degree
         """Process groups of this rank's stage."""
         mesh = self.mesh
         self._model, self._twin, self._units, self._names = model, stages.twin, stages.units, stages.names
-        self._division, self._loss, self._runners = stages.division, loss, list(runners)
+        self._division, self._loss, self._runners, self._hooks = stages.division, loss, list(runners), hooks
+        self._seed = torch.initial_seed()  # of a run whose passes `begin` numbers; inside of a pass it is another
         self._replicas, self._data = mesh.replicas(degree), mesh.data(degree)
         self._flows: dict[Any, tuple[Dataflow, Crossings]] = {}
         self._micro_batches = pipeline.num_sub_batches
@@ -54,7 +61,14 @@ class PipelineTraining:
         if pipeline.num_stages > 1:
             self.messages = StageMessages(pipeline, mesh, [degree] * (stages.division.parts - 1), device=self._device)
         self._runner = StageRunner(pipeline, mesh.stage, self.messages)
-        self._average = GradientAverager([(list(model.parameters()), self._data)])
+        self.units: list[FsdpUnit] = []
+        """Sharded weights, with fsdp."""
+        self._outer: OuterWeights | None = None
+        self._average: GradientAverager | ShardedGradientAverager
+        if options.fsdp:
+            self._average, self._outer, self.units = shard_weights(model, self._runners, mesh, degree)
+        else:
+            self._average = GradientAverager([(list(model.parameters()), self._data)])
         self._shared = self._share()
 
     def _share(self) -> list[tuple[nn.Parameter, str]]:
@@ -67,6 +81,17 @@ class PipelineTraining:
                 if name in here:
                     found.setdefault(id(here[name]), (here[name], group))
         return list(found.values())
+
+    def begin(self, number: int) -> None:
+        """Set the number of the next pass in the whole training, from which random numbers are derived."""
+        self._hooks.at_call(number * self._division.parts, self._seed)
+        for runner in self._runners:
+            runner.stack.at_call(number, self._seed)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks of layers that run across layers; options: of torch.compile without fullgraph."""
+        for runner in self._runners:
+            runner.stack.compile_blocks(**options)
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
@@ -87,11 +112,12 @@ class PipelineTraining:
         before = [parameter.grad for parameter, _ in self._shared]
         for parameter, _ in self._shared:
             parameter.grad = None
-        losses = self._runner.run(self._forward(batches, weights), self._average.overlapped())
+        with self._gathered():
+            losses = self._runner.run(self._forward(batches, weights), self._average.overlapped())
         for (parameter, group), gradient in zip(self._shared, before, strict=True):
             if parameter.grad is None:  # unused here, but not by its other copies
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            all_reduce(parameter.grad, group_of(group), "shared parameters")
+            all_reduce(local(parameter.grad), group_of(group), "shared parameters")
             if gradient is not None:
                 parameter.grad += gradient
         return self._total(losses)
@@ -99,7 +125,19 @@ class PipelineTraining:
     def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the forward passes alone; return the mean loss, equal on every rank. Arguments as in `train_step`."""
         batches, weights = self._split(args, kwargs)
-        return self._total(self._runner.evaluate(self._forward(batches, weights)))
+        with self._gathered():
+            return self._total(self._runner.evaluate(self._forward(batches, weights)))
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Context in which weights outside of stacks are whole. A step releases them when it averages gradients."""
+        if self._outer is not None:
+            self._outer.gather()
+        try:
+            yield
+        finally:
+            if self._outer is not None:
+                self._outer.release()
 
     def _forward(self, batches: Sequence[MicroBatch], weights: Tensor) -> Any:
         flow, crossings = self._flow_of(batches[0])
@@ -130,9 +168,12 @@ class PipelineTraining:
         """Dataflow of a pass on inputs like these."""
         found, tree = pytree.tree_flatten(batch)
         form = [(each.dim(), each.dtype) if isinstance(each, Tensor) else repr(each) for each in found]
-        key = (str(tree), str(form), self._model.training)
+        dtype = next(self._model.parameters()).dtype
+        key = (str(tree), str(form), self._model.training, dtype)
         if key not in self._flows:
             self._twin.train(self._model.training)
+            take_dtypes(self._twin, self._model)
+            self._units.forget_shapes()
             flow = dataflow_of(self._twin, self._names, batch, lambda result: loss_in(self._loss(result)))
             self._flows[key] = (flow, Crossings.of(flow, self._division))
         return self._flows[key]

@@ -90,6 +90,10 @@ class Units:
             return result
         return self._stood_in(unit, number, current, args, kwargs)
 
+    def forget_shapes(self) -> None:
+        """Forget known shapes, whose types depend on those of the parameters."""
+        self._shapes.clear()
+
     def twin(self, unit: str) -> nn.Module:
         """Fake copy of a unit."""
         return self._twins[unit]

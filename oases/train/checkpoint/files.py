@@ -1,7 +1,6 @@
 """Sharded checkpoints by torch.distributed.checkpoint: each rank writes its shards; any degrees can load them.
 
-Shards are wrapped as DTensors for saving and loading, so that a checkpoint can be loaded with other tensor-parallel
-degrees. A checkpoint is written to a temporary folder, with a checksum of every file, and renamed once complete. Only
+A checkpoint is written to a temporary folder, with a checksum of every file, and renamed once complete. Only
 folders that are checkpoints are ever replaced. `export` writes the weights to one safetensors file.
 torch.distributed.checkpoint takes half a second to import, so it is imported in the functions that use it.
 """
@@ -11,34 +10,39 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import oases.train.checkpoint.retention as retention
 from oases.errors import UsageError
-from oases.execution.group import HoldsGroup, ProcessGroup, group_name, group_rank, group_size
-from oases.parallel.fsdp import laid_out, local, mesh_of, units_of
-from oases.parallel.optimizer import ShardedOptimizer, state_of, weight_of
-from oases.parallel.sharding import holders, sharded_parameters
+from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.parallel.shard_map import raise_together, shard_map
 from oases.safetensors_files import write_header
-from oases.train.checkpoint.coordination import SaveError, run_on_all_ranks
+from oases.train.checkpoint.coordination import SaveError, all_gather_objects, run_on_all_ranks
 from oases.train.checkpoint.integrity import INDEX, checksums, find_fault, write_checksums
 from oases.train.checkpoint.metadata import RECORD, Metadata, is_checkpoint
+from oases.train.checkpoint.state import (
+    WEIGHTS,
+    LoadedState,
+    State,
+    Stored,
+    generators,
+    random_name,
+    set_random_states,
+    state,
+)
 
 # A single process is intended. Filtered once: warning filters are not thread-safe, and a thread writes checkpoints.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-State = dict[str, Any]
-"""This rank's part of a checkpoint: tensors and DTensors by name."""
-
-_WEIGHTS = "model."
-"""Prefix of model weights in a checkpoint."""
+LISTED = 4
+"""Differences of models listed in a message; the rest is counted."""
 
 
 def require_replaceable(path: str | Path) -> Path:
@@ -64,8 +68,8 @@ def save(
     write(path, state(model, optimizer, group), record, group)
 
 
-def write(path: str | Path, state: State, record: Metadata, group: ProcessGroup | None) -> None:
-    """Write a state of `state` or `cpu_state` with its metadata, as `save` does."""
+def write(path: str | Path, tensors: State, record: Metadata, group: ProcessGroup | None) -> None:
+    """Write what `state` returned with its metadata, as `save` does."""
     path = require_replaceable(path)
     aside, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
     _barrier(group)  # no rank writes before all ranks have checked the path
@@ -79,7 +83,7 @@ def write(path: str | Path, state: State, record: Metadata, group: ProcessGroup 
     def store() -> None:
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(state, checkpoint_id=aside, process_group=group, no_dist=group is None)
+        dcp.save(tensors, checkpoint_id=aside, process_group=group, no_dist=group is None)
 
     def seal() -> None:
         write_checksums(aside, {name: digest for part in parts for name, digest in part.items()})
@@ -111,174 +115,84 @@ def load(
     path: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    sizes: dict[str, Any],
     group: ProcessGroup | None,
     *,
+    sizes: dict[str, Any] | None = None,
     verify: bool = True,
 ) -> Metadata:
-    """Read a checkpoint into model and optimizer (None: the model alone), in place; return its metadata.
+    """Read a checkpoint into model and optimizer (None: the model alone), in place; return its metadata. Collective.
 
     With an optimizer, random states are restored too; those of rank 0 on every rank if the number of ranks differs.
-    verify: compare checksums first. Raises UsageError where the folder is not a checkpoint, is corrupt, has a newer
-    format or holds a model of other sizes.
+    sizes: compared with those of the checkpoint, None: not. verify: compare checksums first. Raises UsageError on
+    all ranks, with nothing changed, where the folder is not a checkpoint, is corrupt, has a newer format or holds
+    another model.
     """
     path = Path(path)
     record = Metadata.read(path)
-    record.require_sizes(sizes, path)
+    if sizes is not None:
+        record.require_sizes(sizes, path)
     fault = find_fault(path, group) if verify else ""
     if fault:
         raise UsageError(f"checkpoint {str(path)!r} is corrupt: {fault}; use another")
-    wanted = state(model, optimizer, group)
-    # Where another rank has the master weight, load the model's own weight; both round alike.
-    wanted = {**state(model, None, group), **wanted}
-    generators = _generators(model)
-    if optimizer is not None:
-        rank = group_rank(group) if record.ranks == group_size(group) else 0
-        generators = {name: one for name, one in generators.items() if name in record.random}
-        wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith("random.")}
-        wanted |= {_random(name, rank): one.get_state() for name, one in generators.items()}
     import torch.distributed.checkpoint as dcp
 
     from oases.train.checkpoint.reader import CheckpointReader
 
     reader = CheckpointReader(path)
-    reader.read_metadata()  # an error on all ranks alike
-    dcp.load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
+    stored = reader.stored()  # an error on all ranks alike
+    names = _stored_names(path, model, stored, record, group)
+    loaded = LoadedState(
+        model, optimizer, group, stored, names,
+        updates=record.updates if record.format < 3 else None, numbers=record.optimizer.get("numbers", {}),
+    )  # fmt: skip
+    random = {}
     if optimizer is not None:
-        random = {name: wanted[_random(name, rank)] for name in generators}
-        finish_loading(model, optimizer, record.updates, random)
+        rank = group_rank(group) if record.ranks == group_size(group) else 0
+        found = {name: each.get_state() for name, each in generators(model).items() if name in record.random}
+        random = {name: random_name(name, rank) for name in found}
+        loaded.wanted |= {random[name]: value for name, value in found.items()}
+    dcp.load(loaded.wanted, storage_reader=reader, process_group=group, no_dist=group is None)
+    loaded.finish()
+    set_random_states(model, {name: loaded.wanted[key] for name, key in random.items()})
     return record
 
 
-def finish_loading(
-    model: nn.Module, optimizer: torch.optim.Optimizer, updates: int, random: Mapping[str, Tensor]
-) -> None:
-    """Set what follows from loaded tensors or is not among them. updates: number of the optimizer's.
-
-    random: states of the generators, by name; those without one stay.
-    """
-    for parameter in model.parameters():
-        moments = state_of(optimizer, parameter)
-        if moments is not None:
-            moments["step"].fill_(float(updates))
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.copy_masters_to_model()
-    for name, generator in _generators(model).items():
-        if name in random:
-            generator.set_state(random[name])
-
-
-def state(model: nn.Module, optimizer: torch.optim.Optimizer | None, group: ProcessGroup | None) -> State:
-    """Collect this rank's tensors, without copying; with an optimizer, random states too."""
-    return _state(model, optimizer, group, lambda tensor: tensor, None)
-
-
-def cpu_state(model: nn.Module, optimizer: torch.optim.Optimizer, group: ProcessGroup | None) -> State:
-    """Copy `state` to CPU memory, so that later steps can proceed while it is written."""
-    return _state(model, optimizer, group, lambda tensor: tensor.to("cpu", copy=True), "cpu")
-
-
-def _state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    group: ProcessGroup | None,
-    copied: Callable[[Tensor], Tensor],
-    device: str | None,
-) -> State:
-    """Collect tensors by name; shards become DTensors over the process group of their layer."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    dims = {id(parameter): dim for _, parameter, dim in sharded_parameters(model)}
-    cut_by, units = holders(model), units_of(model)
-    meshes: dict[str, Any] = {}
-
-    def whole(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        tensor = copied(local(tensor.detach()))
-        cutting, dim = _cutting(cut_by.get(id(parameter)), group), dims.get(id(parameter), 0)
-        if isinstance(parameter, DTensor):
-            return laid_out(tensor, units[id(parameter)], parameter, cutting, dim)
-        if cutting is None:
-            return tensor
-        name = group_name(cutting)
-        if name not in meshes:
-            meshes[name] = mesh_of([cutting], device or parameter.device.type)
-        return DTensor.from_local(tensor, meshes[name], [Shard(dim)])
-
-    found: State = {name: whole(tensor, parameter) for name, tensor, parameter in _tensors(model, optimizer)}
-    for name, buffer in _buffers(model):  # the same on all ranks
-        found[_WEIGHTS + name] = copied(buffer.detach())
-    if optimizer is not None:
-        for name, generator in _generators(model).items():
-            found[_random(name, group_rank(group))] = generator.get_state()
+def _stored_names(
+    path: Path, model: nn.Module, stored: Mapping[str, Stored], record: Metadata, group: ProcessGroup | None
+) -> dict[str, str]:
+    """Name in the checkpoint of each tensor that this rank has. UsageError on all ranks for another model."""
+    found: dict[str, str] = {}
+    known: set[str] = set()
+    held: set[str] = set()
+    wrong: list[str] = []
+    with raise_together(group):
+        for shard in shard_map(model, group):
+            names = [record.names.get(name, name) for name in shard.names]
+            names = [name for name in names if WEIGHTS + name in stored]
+            if not names:
+                wrong.append(f"it lacks {shard.name!r}")
+                continue
+            shape = stored[WEIGHTS + names[0]][0]
+            if shape != shard.shape:
+                wrong.append(f"{names[0]!r} has shape {shape} there and {shard.shape} here")
+            known.update(names)
+            if not shard.tensor.is_meta:
+                found[shard.name] = names[0]
+                held.update(names)
+    everyone = all_gather_objects((wrong, known, held), group)
+    wrong = list(dict.fromkeys(each for theirs, *_ in everyone for each in theirs))
+    known, held = ({name for each in everyone for name in each[at]} for at in (1, 2))
+    weights = (name.removeprefix(WEIGHTS) for name in stored if name.startswith(WEIGHTS))
+    wrong += [f"it holds {name!r} besides" for name in weights if name not in known]
+    if known - held:
+        wrong.append(f"{min(known - held)!r} is on meta on every rank here")
+    if wrong:
+        more = f" and {len(wrong) - LISTED} more differences" if len(wrong) > LISTED else ""
+        raise UsageError(
+            f"checkpoint {str(path)!r} is not of this {type(model).__name__}: {'; '.join(wrong[:LISTED])}{more}; "
+            "build the model that was saved"
+        )
     return found
-
-
-def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Collect this rank's shards as plain tensors, without copying, and copies of its random states, by name.
-
-    Weights are included whose masters other ranks have.
-    """
-    found = {}
-    for name, tensor, _ in [*_tensors(model, None), *_tensors(model, optimizer)]:
-        found[name] = local(tensor.detach())
-    found |= {_WEIGHTS + name: buffer.detach() for name, buffer in _buffers(model)}
-    return found | {name: generator.get_state() for name, generator in _generators(model).items()}
-
-
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
-    """Weights, or their masters, and moments that this rank has, by name and with their parameter."""
-    for name, parameter in model.named_parameters():
-        weight = weight_of(optimizer, parameter)
-        if weight is not None:
-            yield _WEIGHTS + name, weight, parameter
-        # With ZeRO-1, the moments of a parameter may be on another rank, which writes them.
-        for kind, moment in _moments_of(optimizer, parameter).items():
-            yield f"optimizer.{name}.{kind}", moment, parameter
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Persistent buffers of a model, by name."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
-
-
-def _moments_of(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """AdamW moments of a parameter on this rank, initialized to zero before the first step."""
-    moments = None if optimizer is None else state_of(optimizer, parameter)
-    weight = weight_of(optimizer, parameter)
-    if moments is None or weight is None:
-        return {}
-    if not moments:  # as AdamW initializes them
-        moments["step"] = torch.tensor(0.0)
-        moments["exp_avg"] = torch.zeros_like(weight)
-        moments["exp_avg_sq"] = torch.zeros_like(weight)
-    return {kind: moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
-
-
-def _cutting(holder: nn.Module | None, group: ProcessGroup | None) -> ProcessGroup | None:
-    """Process group that a layer's parameters are sharded over; None where they are replicated."""
-    cutting = holder.process_group if isinstance(holder, HoldsGroup) else group
-    return None if holder is None or group_size(cutting) == 1 else cutting
-
-
-def random_streams(model: nn.Module) -> list[str]:
-    """Names of the per-rank random states in a checkpoint of this model."""
-    return list(_generators(model))
-
-
-def _generators(model: nn.Module) -> dict[str, torch.Generator]:
-    """Default torch generators of the CPU and the model's GPU; Python's and numpy's are not used."""
-    found = {"cpu": torch.default_generator}
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    for device in devices:
-        found["cuda"] = torch.cuda.default_generators[device.index or 0]
-    return found
-
-
-def _random(name: str, rank: int) -> str:
-    return f"random.{rank}.{name}"
 
 
 def _by_first(action: Callable[[], None], what: str, group: ProcessGroup | None) -> None:
@@ -308,7 +222,6 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
     corrupt checkpoint, one of a newer format, and a file that cannot be written.
     """
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from oases.train.checkpoint.reader import CheckpointReader
 
@@ -322,19 +235,18 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
     if fault:
         raise UsageError(f"checkpoint {str(path)!r} is corrupt: {fault}; use another")
     reader = CheckpointReader(path)
-    stored = {
-        name.removeprefix(_WEIGHTS): kept
-        for name, kept in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith(_WEIGHTS) and isinstance(kept, TensorStorageMetadata)
+    header = {
+        name.removeprefix(WEIGHTS): (dtype, shape)
+        for name, (shape, dtype) in reader.stored().items()
+        if name.startswith(WEIGHTS)
     }
-    header = {name: (kept.properties.dtype, tuple(kept.size)) for name, kept in stored.items()}
     aside = file.with_name(f".{file.name}.part")
     try:
         with aside.open("wb") as out:
             begins = write_header(out, header)
             for name, (dtype, shape) in header.items():
                 tensor = torch.empty(shape, dtype=dtype)
-                dcp.load({_WEIGHTS + name: tensor}, storage_reader=reader, no_dist=True)
+                dcp.load({WEIGHTS + name: tensor}, storage_reader=reader, no_dist=True)
                 out.seek(begins[name])
                 out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             out.flush()

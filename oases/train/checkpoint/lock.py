@@ -39,13 +39,14 @@ class FolderLock:
     """A run's hold of a folder, until `release`, the end of this object or of the process.
 
     Runs of one process, which come one after another, may hold a folder together. Raises UsageError, naming the other
-    run, for a folder that a run of another process holds, OSError where no file can be made in it.
+    run, for a folder that a run of another process holds for patience_seconds, OSError where no file can be made
+    in it.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         path = str(Path(folder).resolve())
         if path not in _held:
-            _held[path] = _Hold(Path(path) / LOCK)
+            _held[path] = _Hold(Path(path) / LOCK, patience_seconds)
         self._hold = _held[path]
         self._hold.runs += 1
         self.release: Callable[[], object] = finalize(self, _release, path)
@@ -59,14 +60,14 @@ class FolderLock:
 class _Hold:
     """File that this process has locked. runs: number of users."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, patience_seconds: float) -> None:
         self._file = file
         self._mine = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": time.time()})
         self._ended = threading.Event()
         self._descriptor = -1
         self.runs = 0
         file.parent.mkdir(parents=True, exist_ok=True)
-        end = time.monotonic() + _PATIENCE_SECONDS
+        end = time.monotonic() + patience_seconds
         while not self._take():
             if time.monotonic() > end:
                 raise UsageError(
@@ -157,9 +158,14 @@ def require_free(folder: str | Path) -> None:
     _locked(folder).release()
 
 
-def _locked(folder: str | Path) -> FolderLock:
+def lock_now(folder: str | Path) -> FolderLock:
+    """Hold a folder that no other run holds now. UsageError where one does, or it cannot be written."""
+    return _locked(folder, patience_seconds=0)
+
+
+def _locked(folder: str | Path, **options: float) -> FolderLock:
     try:
-        return FolderLock(folder)
+        return FolderLock(folder, **options)
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"checkpoint {str(folder)!r} cannot be written: {reason}; give another folder") from error

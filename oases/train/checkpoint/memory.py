@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.launch.memory import open_pair
+from oases.parallel.optimizer import ShardedOptimizer, set_state, state_of, weight_of
 from oases.train.checkpoint.coordination import all_gather_objects
-from oases.train.checkpoint.files import finish_loading, local_state
+from oases.train.checkpoint.state import local_state, set_random_states
 
 _HEADER = struct.Struct("qqq")
 """Step, 0 while the file is incomplete; place and size of the JSON."""
@@ -42,6 +43,7 @@ class StateMemory:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, shard: str, group: ProcessGroup | None
     ) -> None:
         self._model, self._optimizer, self._group = model, optimizer, group
+        _begin(optimizer)
         self._files = [_File(descriptor) for descriptor in open_pair()]
         layout = {name: [str(held.dtype), list(held.shape)] for name, held in self._state().items()}
         self._shard = f"{shard} {hashlib.sha256(json.dumps(layout).encode()).hexdigest()}"
@@ -73,7 +75,9 @@ class StateMemory:
         for name, part in file.tensors(state).items():
             state[name].copy_(part)
         record: dict[str, Any] = file.text()["record"]
-        finish_loading(self._model, self._optimizer, record["updates"], state)
+        if isinstance(self._optimizer, ShardedOptimizer):
+            self._optimizer.copy_masters_to_model()
+        set_random_states(self._model, state)
         return record
 
     def forget(self, but: int = 0) -> None:
@@ -96,7 +100,7 @@ class StateMemory:
         file.step = step
 
     def _state(self) -> dict[str, Tensor]:
-        return local_state(self._model, self._optimizer)
+        return local_state(self._model, self._optimizer, self._group)
 
     def _exchange(self, step: int) -> None:
         """Send files of the step to the ranks that lack it, by a group on the CPU."""
@@ -118,6 +122,16 @@ class StateMemory:
         dist.barrier(group=group)
         if group_size(group) == dist.get_world_size():  # one of fewer ranks stays: see CheckpointWriter
             dist.destroy_process_group(group)
+
+
+def _begin(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW the state of its first step, so that files of all steps have the same tensors."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            weight = weight_of(optimizer, parameter)
+            if weight is not None and not state_of(optimizer, parameter):
+                moments = {name: torch.zeros_like(weight.detach()) for name in ("exp_avg", "exp_avg_sq")}
+                set_state(optimizer, parameter, {"step": torch.zeros((), device=weight.device), **moments})
 
 
 class _File:

@@ -14,14 +14,17 @@ from oases.files import read_json
 from oases.limits import short
 from oases.train.tokenizer import BYTES
 
-FORMAT = 2
+FORMAT = 3
 """Version of the checkpoint format; increased when an older reader would misread it."""
 
 RECORD = "checkpoint.json"
 """Metadata file; a folder with one is a checkpoint."""
 
 
-_KINDS = {"step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list}
+_KINDS = {
+    "step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list,
+    "names": dict, "optimizer": dict, "streams": dict, "extra": dict,
+}  # fmt: skip
 """Types of the fields that a resumed run reads."""
 
 
@@ -37,6 +40,11 @@ class Metadata:
     load it. data: seed, sizes of batch and corpus, and the next step, which determine the next batch. ranks: their
     number. random: random states saved for every rank, "cpu" and "cuda"; random streams of the stacks' ops depend on
     the step only. losses: recent losses, nats per token, to detect spikes. config, plan: for information only.
+
+    Of a parallelized model, names: other names of tied tensors, with the name in the checkpoint. optimizer: "class",
+    "groups" of options by names of parameters, and "numbers", types of state that is Python numbers. streams:
+    calls and seed that random draws depend on, of the model ("") and of its stacks, by name. extra: what the
+    user saved.
     """
 
     step: int
@@ -48,6 +56,10 @@ class Metadata:
     random: list[str] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
+    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    streams: dict[str, list[int | None]] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     plan: dict[str, Any] | None = None
     format: int = FORMAT
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from oases.errors import UsageError
 from oases.train.checkpoint.integrity import INDEX, listed_files, open_file
+from oases.train.checkpoint.state import Stored
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": (
@@ -66,6 +67,15 @@ class CheckpointReader(FileSystemReader):
                 ) from error
             self._found = found
         return self._found
+
+    def stored(self) -> dict[str, Stored]:
+        """Full shape and dtype of each tensor, by name."""
+        tensors = self.read_metadata().state_dict_metadata.items()
+        return {
+            name: (tuple(each.size), each.properties.dtype)
+            for name, each in tensors
+            if isinstance(each, TensorStorageMetadata)
+        }
 
 
 def _check(found: Any, sizes: Mapping[str, int]) -> None:

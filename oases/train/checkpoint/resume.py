@@ -36,9 +36,10 @@ def starting_checkpoint(
         if resumes_newest:
             found = _newest(own, group, held)
     if found is None and not held and resume is not None and resume != AUTO:
-        found = _whole(Path(resume), group)
+        found = valid_checkpoint(Path(resume), group)
     if own is not None:
-        _require_latest(own, held if found is None else Metadata.read(found).step, group)
+        step = held if found is None else Metadata.read(found).step
+        require_latest(own, step, group, "give --resume auto to resume from the newest, or a new folder")
     return found
 
 
@@ -65,7 +66,11 @@ def _fits(path: Path, sizes: dict[str, Any]) -> None:
         Metadata.read(path).require_sizes(sizes, path)
 
 
-def _whole(given: Path, group: ProcessGroup | None) -> Path:
+def valid_checkpoint(given: Path, group: ProcessGroup | None) -> Path:
+    """Find a checkpoint: `given` itself, or the newest valid one in it; a warning names those skipped. Collective.
+
+    UsageError where it is corrupt, where none is valid, and for any other folder.
+    """
     if is_checkpoint(given):
         fault = find_fault(given, group)
         if fault:
@@ -75,7 +80,7 @@ def _whole(given: Path, group: ProcessGroup | None) -> Path:
         Metadata.read(given)  # raises: not a checkpoint
     found = _newest(given, group)
     if found is None:
-        raise UsageError(f"resume {str(given)!r} holds no valid checkpoint; give another folder")
+        raise UsageError(f"{str(given)!r} holds no valid checkpoint; give another folder")
     return found
 
 
@@ -118,15 +123,16 @@ def _index_fault(path: Path) -> str:
     return ""
 
 
-def _require_latest(folder: str | Path, step: int, group: ProcessGroup | None) -> None:
+def require_latest(folder: str | Path, step: int, group: ProcessGroup | None, remedy: str) -> None:
+    """Raise UsageError where a folder has valid checkpoints of later steps; corrupt ones are renamed. Collective."""
     later = all_gather_objects([str(path) for path in retention.checkpoints(folder)], group)[0]
     for path in map(Path, later):
         if retention.step_of(path) <= step:
             break
         if not _fault(path, group):
             raise UsageError(
-                f"checkpoint {str(folder)!r} holds {path.name}, which is later than the step {step} that this run "
-                "begins with; give --resume auto to resume from the newest, or a new folder"
+                f"checkpoint {str(folder)!r} holds {path.name}, which is later than the step {step} of this run; "
+                f"{remedy}"
             )
         all_gather_objects(None, group)  # no rank renames it before all ranks have verified it
         if group_rank(group) == 0:

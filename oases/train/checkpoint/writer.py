@@ -14,9 +14,10 @@ import oases.train.checkpoint.retention as retention
 from oases.execution.failure import lost_a_rank
 from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.train.checkpoint.coordination import SaveError, run_on_all_ranks
-from oases.train.checkpoint.files import State, write
+from oases.train.checkpoint.files import write
 from oases.train.checkpoint.lock import lock_folder
 from oases.train.checkpoint.metadata import Metadata
+from oases.train.checkpoint.state import State
 
 PATIENCE_SECONDS = 30.0
 """Time that a failing run waits for a pending checkpoint."""
@@ -85,15 +86,36 @@ class CheckpointWriter:
         if kind is None:
             self.wait()
         else:
-            self._settle(LOST_SECONDS if error is not None and lost_a_rank(error) else PATIENCE_SECONDS)
+            self.settle(LOST_SECONDS if error is not None and lost_a_rank(error) else PATIENCE_SECONDS)
         if self._lock is not None and self._thread is None:
             self._lock.release()
         if self._group is not None and self._thread is None and not self._stays:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _settle(self, patience_seconds: float) -> None:
-        """Wait for the pending checkpoint while another error propagates; a failure only warns."""
+    def serves(self, folder: Path, group: ProcessGroup | None) -> bool:
+        """Whether this writes to a folder with all ranks of a group, and its own group still exists."""
+        if self.folder != folder:
+            return False
+        if self._group is None:
+            return group_size(group) == 1
+        try:
+            mine = dist.get_process_group_ranks(self._group)
+        except (KeyError, ValueError, RuntimeError):  # destroyed
+            return False
+        return group is not None and mine == dist.get_process_group_ranks(group)
+
+    def close(self) -> None:
+        """Wait for the pending checkpoint, unless the group is destroyed, and give up the folder. Collective."""
+        if self.serves(self.folder, self._group):
+            self.__exit__(None, None, None)
+        else:
+            self.settle()
+            if self._lock is not None:
+                self._lock.release()
+
+    def settle(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        """Wait for the pending checkpoint while another error propagates or at exit; a failure only warns."""
         if self._thread is None:
             return
         self._thread.join(patience_seconds)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_of, group_rank, group_size
 from oases.parallel.sharding import Cut, cuts, holders
-from oases.safetensors_files import Index
 
+Index = tuple[slice, ...]
+"""Index of a slice of a tensor: start and stop of each dimension."""
 BLOCK_BYTES = 512 << 10
 """Approximate bytes per block of rows.
 
@@ -47,10 +49,7 @@ class TensorShard:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row (index of the first dimension) of the full tensor."""
-        elements = 1
-        for length in self.shape[1:]:
-            elements *= length
-        return elements * self.tensor.element_size()
+        return torch.Size(self.shape[1:]).numel() * self.tensor.element_size()
 
     @property
     def rows(self) -> int:
@@ -109,6 +108,77 @@ def shard_map(model: nn.Module, process_group: ProcessGroup | None) -> list[Tens
             cut = cut if group_size(group) > 1 else None
         shape = tuple(tensor.shape) if cut is None else _whole(ordered[0], tensor, cut, group)
         found.append(TensorShard(ordered, tied.intersection(ordered), tensor, shape, cut, group))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTensor:
+    """One tensor of a model of which ranks may have different parts, such as pipeline stages.
+
+    names, aliases, shape: as in `TensorShard`, with the names that any rank knows. leader: the first rank, of all
+    ranks of the model, that has the tensor or a shard of it; None where it is on `meta` everywhere. shard: of this
+    rank, None without.
+    """
+
+    names: tuple[str, ...]
+    aliases: frozenset[str]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    leader: int | None
+    shard: TensorShard | None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the full tensor; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row (index of the first dimension) of the full tensor."""
+        return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
+
+
+def tensors_of_model(model: nn.Module, process_group: ProcessGroup | None) -> list[ModelTensor]:
+    """Each tensor of the whole model once, in the order of its ranks. Collective over process_group: all of them."""
+    mine = shard_map(model, process_group)
+    said = [(one.names, one.aliases, one.shape, one.tensor.dtype, one.tensor.is_meta) for one in mine]
+    everyone: list[Any] = [said] * group_size(process_group)
+    if process_group is not None and group_size(process_group) > 1:
+        dist.all_gather_object(everyone, said, group=process_group)
+    merged = united_names([{name: names[0] for names, *_ in said for name in names} for said in everyone])
+    names: dict[str, dict[str, None]] = {}
+    known: dict[str, Any] = {}
+    leaders: dict[str, int] = {}
+    for rank, theirs in enumerate(everyone):
+        for each, aliases, shape, dtype, is_meta in theirs:
+            main = merged[each[0]]
+            known.setdefault(main, (aliases, shape, dtype))
+            names.setdefault(main, {}).update(dict.fromkeys(each))
+            if not is_meta:
+                leaders.setdefault(main, rank)
+    held = {merged[one.name]: one for one in mine if not one.tensor.is_meta}
+    return [
+        ModelTensor(
+            tuple(sorted(names[main], key=lambda name: name in aliases)), aliases, shape, dtype, leaders.get(main),
+            held.get(main),
+        )
+        for main, (aliases, shape, dtype) in known.items()
+    ]  # fmt: skip
+
+
+def united_names(everyone: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """One name for all names of a tensor, where ranks know different ones. everyone: main name of each, by rank."""
+    found: dict[str, str] = {}
+    for names in everyone:
+        together: dict[str, list[str]] = {}
+        for name, main in names.items():
+            together.setdefault(main, []).append(name)
+        for main, others in together.items():
+            known = {found[name] for name in others if name in found}
+            first = min(known) if known else main
+            if len(known) > 1:  # a rank knows that two tensors of others are one
+                found.update({name: first for name, before in found.items() if before in known})
+            found.update(dict.fromkeys(others, first))
     return found
 
 

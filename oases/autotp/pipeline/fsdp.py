@@ -1,0 +1,123 @@
+"""FSDP of a model that trains by `train_step`: weights, gradients and optimizer state sharded over its replicas.
+
+The blocks of stacks are units of their own, which the stack's schedule gathers and frees (`oases.parallel.fsdp`). All
+other weights are one unit: embeddings, heads, and layers that do not run across layers. It stays gathered from the
+first forward pass of a step until its gradients are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from oases.autotp.block import GraphBlock
+from oases.autotp.program import mangled
+from oases.autotp.runner import Runner
+from oases.errors import UsageError
+from oases.execution.group import group_size
+from oases.parallel.fsdp import FsdpUnit, ShardedGradientAverager
+from oases.parallel.mesh import Mesh
+
+Place = tuple[nn.Module, str, str]
+"""Module that holds a parameter, its name there, and its name in the unit."""
+
+
+class OuterWeights(FsdpUnit):
+    """Unit of all weights outside of stacks. While gathered they are in the model's own modules."""
+
+    def __init__(self, model: nn.Module, others: Iterable[nn.Parameter], mesh: Mesh, degree: int) -> None:
+        inside, holder = {id(parameter) for parameter in others}, nn.Module()
+        named: dict[int, str] = {}
+        self._places: list[Place] = []
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in inside:
+                own = named.setdefault(id(parameter), mangled(name))
+                holder.register_parameter(own, parameter)
+                path, _, last = name.rpartition(".")
+                self._places.append((model.get_submodule(path), last, own))
+        self._holder = holder
+        data, weights = mesh.data(degree), mesh.weights(degree)
+        assert data is not None
+        assert weights is not None
+        super().__init__(holder, data, weights, "weights outside of layers")
+        self._put()
+
+    def gather(self) -> None:
+        """Wait until the full weights are in the model's modules."""
+        super().gather()
+        self._put()
+
+    def release(self) -> None:
+        """Free the full weights; the model's modules hold the shards again."""
+        super().release()
+        self._put()
+
+    def _put(self) -> None:
+        put_parameters(self._places, self._holder)
+
+
+def put_parameters(places: Iterable[Place], unit: nn.Module) -> None:
+    """Put the parameters that a unit holds now in the modules of the model."""
+    for module, name, own in places:
+        module._parameters[name] = unit._parameters[own]
+
+
+def shard_weights(
+    model: nn.Module, runners: Sequence[Runner], mesh: Mesh, degree: int
+) -> tuple[ShardedGradientAverager, OuterWeights | None, list[FsdpUnit]]:
+    """Shard all weights of a stage over its replicas; returns the averager, the outer weights and all units.
+
+    The model's parameters are DTensor shards afterwards. UsageError without replicas, and for weights that layers
+    share.
+    """
+    data, weights = mesh.data(degree), mesh.weights(degree)
+    if group_size(data) < 2 or data is None or weights is None:
+        raise UsageError("fsdp shards weights over data-parallel replicas, of which there is 1; leave out fsdp")
+    units: list[FsdpUnit] = []
+    inside: list[nn.Parameter] = []
+    seen: dict[int, str] = {}
+    for runner in runners:
+        own: list[FsdpUnit] = []
+        for number, block in enumerate(runner.stack.blocks):
+            assert isinstance(block, GraphBlock)
+            layer = runner.layers[runner.layer_of[number]]
+            for name in block.names:
+                parameter = layer.module.get_parameter(name)
+                where = f"{layer.path}.{name}"
+                if seen.setdefault(id(parameter), where) != where or parameter.dim() == 0:
+                    raise UsageError(
+                        f"fsdp cannot shard {where}, which is a scalar or also {seen[id(parameter)]}; use zero, by "
+                        "oases.make_optimizer(model, ..., zero=True)"
+                    )
+            inside += block.parameters()
+            places = [_place(layer.module, name) for name in block.names]
+            own.append(FsdpUnit(block, data, weights, f"{runner.name} block {number}"))
+            put_parameters(places, block)
+            inside += block.parameters()
+        runner.stack.shard(own)
+        runner.sharded = True
+        units += own
+    outside = [each for each in model.parameters() if all(each is not held for held in inside)]
+    outer = OuterWeights(model, inside, mesh, degree) if outside else None
+    if outer is not None:
+        units.insert(0, outer)
+    model.register_forward_pre_hook(_require_step(outer))
+    return ShardedGradientAverager(units), outer, units
+
+
+def _place(layer: nn.Module, name: str) -> Place:
+    path, _, last = name.rpartition(".")
+    return layer.get_submodule(path), last, mangled(name)
+
+
+def _require_step(outer: OuterWeights | None) -> Any:
+    def check(module: nn.Module, args: Any) -> None:
+        if outer is not None and not outer.is_whole:
+            raise RuntimeError(
+                f"{type(module).__name__} was called outside of train_step() and eval_step(), and its weights are "
+                "sharded (fsdp); call model.train_step(**batch) on all ranks"
+            )
+
+    return check

@@ -1,0 +1,94 @@
+"""Pipeline stage of a training run of a transformers model, built from its configuration and its weights, if any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oases.autotp import parallelize
+from oases.errors import UsageError
+from oases.execution.group import ProcessGroup
+from oases.graph.trace.configuration import configuration, configured_model, read_configuration
+from oases.parallel.mesh import Mesh
+from oases.parallel.messages import StageMessages
+from oases.plans.plan import Plan
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of transformers' classes that predict the next token."""
+
+
+def causal_configuration(path: str) -> Any:
+    """Configuration of a transformers model that predicts the next token, of a config.json or a folder with one.
+
+    UsageError for a file that is not one, and for other kinds of models.
+    """
+    data = read_configuration(Path(path), "--model")
+    found = configuration(data)
+    if found.is_encoder_decoder or not any(name.endswith(_CAUSAL) for name in data.get("architectures") or _CAUSAL):
+        raise UsageError(
+            f"--model {path!r} is a {found.model_type} of {data.get('architectures')}; oases train trains models "
+            "that predict the next token: train others by oases.parallelize(model, mesh=...) in a loop of your own"
+        )
+    return found
+
+
+def build_model(path: str, seed: int, plan: Plan, mesh: Mesh, **options: Any) -> nn.Module:
+    """Model of a run on its ranks: with the weights of the folder where it has any, else with random ones.
+
+    Random weights depend on the seed alone. options: of `parallelize`. Collective over all ranks.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    weights = str(folder) if any(folder.glob("*.safetensors")) else None
+    torch.manual_seed(seed)
+    data = read_configuration(Path(path), "--model")
+    model = configured_model(data, device="cpu" if weights is None else "meta").train()
+    return parallelize(model, mesh=mesh, plan=plan, micro_batches=plan.micro_batches, weights=weights, **options)
+
+
+class ModelStage:
+    """A stage of a model that `build_model` made."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._model = model
+        training: Any = model.oases_pipeline
+        self._training = training
+        self.messages: StageMessages | None = training.messages
+        self.tensor_parallel = plan.uniform_tp or 1
+
+    @property
+    def counted_elsewhere(self) -> Sequence[nn.Parameter]:
+        """Tied parameters that an earlier stage counts in the gradient norm."""
+        found: Sequence[nn.Parameter] = self._training.counted_elsewhere
+        return found
+
+    def parts(self) -> Iterable[tuple[list[nn.Parameter], ProcessGroup | None]]:
+        """All parameters with their data-parallel group."""
+        return [(list(self._model.parameters()), self._training.mesh.data(self.tensor_parallel))]
+
+    def prepare(self, *, fsdp: bool) -> None:
+        """Do nothing: the model averages its gradients itself."""
+        assert fsdp == bool(self._training.units), "as the plan says"
+
+    def begin(self, number: int) -> None:
+        """Set the number of the next pass in the whole training, from which random numbers are derived."""
+        self._training.begin(number)
+
+    def compile(self, backend: str) -> None:
+        """Compile the blocks of layers."""
+        self._training.compile(backend=backend)
+
+    def backward(self, samples: dict[str, Tensor]) -> float:
+        """Run a step's forward and backward passes; returns the loss. Gradients are of the whole batch."""
+        return float(self._training.train_step(**samples))
+
+    def evaluate(self, batches: Sequence[dict[str, Tensor]]) -> float:
+        """Run forward passes only; returns the mean loss of the batches."""
+        return sum(float(self._training.eval_step(**samples)) for samples in batches) / len(batches)
+
+    def close(self) -> None:
+        """Close the messages."""
+        self._training.close()

@@ -1,0 +1,141 @@
+"""Runs of transformers models: equal for all degrees, instruction data, wrong use."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from oases import TrainConfig, Trainer, UsageError
+from oases.plans.plan import Plan
+from oases.plans.segment import Segment, Stage
+from oases.plans.shape import ModelShape
+from oases.train.instructions import IGNORED, Instructions
+from oases.train.tokenizer import load_tokenizer
+
+LLAMA = dict(
+    model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=32, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=256, max_position_embeddings=64,
+    tie_word_embeddings=True,
+)  # fmt: skip
+STEPS, BATCH, SEQUENCE = 4, 8, 24
+
+
+@pytest.fixture
+def llama(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path)
+
+
+@pytest.fixture
+def tuning(tmp_path):
+    path = tmp_path / "tuning.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "response": f"{2 * i} ok"}) + "\n" for i in range(40)))
+    return str(path)
+
+
+def config_of(model, **changes):
+    sizes = dict(batch=BATCH, sequence=SEQUENCE, steps=STEPS, micro_batches=2, validation_batches=2, warmup=0)
+    return TrainConfig(model=model, **{**sizes, "learning_rate": 1e-2, **changes})
+
+
+def plan_of(config, pp, dp, tp):
+    shape = ModelShape(
+        config.hidden, config.layers, config.heads, SEQUENCE, config.vocabulary, dtype=config.precision
+    )
+    segment = Segment(2 * config.layers // pp, tp, "oases", 2)
+    return Plan(shape, pp * dp * tp, 4, BATCH, 2, (Stage((segment,)),) * pp, zero=config.zero, fsdp=config.fsdp)
+
+
+def trained(model, degrees, changes):
+    config = config_of(model, **changes)
+    trainer = Trainer(config, plan=plan_of(config, *degrees))
+    result = trainer.train()
+    trainer.close()
+    return [*result["losses"], result["validation_loss"]]
+
+
+@pytest.mark.parametrize("instructions", [False, True])
+def test_all_degrees_train_alike(two_ranks, llama, corpus, tuning, instructions):
+    data = tuning if instructions else corpus
+    expected = trained(llama, (1, 1, 1), {"data": data})
+    assert expected[0] > expected[-1] + 0.1  # it learns
+    for degrees, changes in (
+        ((2, 1, 1), {}),
+        ((1, 1, 2), {}),
+        ((1, 2, 1), {"zero": True}),
+        ((1, 2, 1), {"fsdp": True}),
+    ):
+        for found in two_ranks.run(trained, llama, degrees, {"data": data, **changes}):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_bfloat16_with_masters_is_close_to_float32(two_ranks, llama, corpus):
+    expected = trained(llama, (1, 1, 1), {"data": corpus})
+    for found in two_ranks.run(trained, llama, (2, 1, 1), {"data": corpus, "precision": "bfloat16"}):
+        assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_packed_examples_have_losses_of_their_own(llama, tuning):
+    """The loss of a packed batch is the mean over its responses, each computed alone."""
+    trainer = Trainer(config_of(llama, data=tuning), plan=plan_of(config_of(llama), 1, 1, 1))
+    samples = trainer.corpus.samples(split="train", step=0, batch=4, sequence=SEQUENCE, seed=0)
+    trainer.model.eval()
+    found = trainer.stage.evaluate([samples])
+    losses = []
+    for tokens, labels, positions in zip(*samples.values(), strict=True):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), SEQUENCE]
+        for start, end in itertools.pairwise(starts):
+            logits = trainer.model(input_ids=tokens[None, start:end]).logits[0, :-1]
+            each = torch.nn.functional.cross_entropy(
+                logits.float(), labels[start + 1 : end], ignore_index=IGNORED, reduction="none"
+            )
+            losses += each[labels[start + 1 : end] != IGNORED].tolist()
+    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert (samples["labels"] == IGNORED).any()
+    assert ((samples["labels"] == IGNORED) | (samples["labels"] == samples["input_ids"])).all()
+
+
+def test_instructions_are_drawn_by_step_and_divided(tuning):
+    data = Instructions(Path(tuning), load_tokenizer(None))
+    draw = dict(batch=3, sequence=SEQUENCE, seed=1)
+    first, again = (data.samples(split="train", step=5, **draw) for _ in range(2))
+    other, held_out = data.samples(split="train", step=6, **draw), data.samples(split="validation", step=5, **draw)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["input_ids"], other["input_ids"])
+    texts = [bytes(row.tolist()).decode() for row in held_out["input_ids"]]
+    assert all(text.startswith(("1+1=2", "21+21=42")) for text in texts)
+    assert tuning in data.described()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("not json\n" * 3, "line 1"),
+        ('{"prompt": "a", "response": "b"}\n{"prompt": "a"}\n', "line 2: 'response' must be text, got None"),
+        ('{"prompt": "a", "response": "b"}\n', "has 1 examples; give at least 2"),
+        ('{"prompt": "' + "a" * 30 + '", "response": "b"}\n' * 1 + '{"prompt": "a", "response": "b"}\n',
+         "a prompt of 30 tokens leaves no room for its response in a sequence of 24"),
+    ],
+)  # fmt: skip
+def test_wrong_instructions_are_named_by_line(llama, tmp_path, lines, message):
+    path = tmp_path / "wrong.jsonl"
+    path.write_text(lines)
+    with pytest.raises(UsageError, match=message):
+        config_of(llama, data=str(path)).check_files({})
+
+
+def test_options_that_a_model_sets_or_cannot_have(llama, tmp_path):
+    assert config_of(llama).hidden == 32
+    assert config_of(llama, hidden=32, layers=2).heads == 4
+    for changes, message in (
+        ({"hidden": 64}, "--hidden 64: --model .* has 32; leave out --hidden"),
+        ({"experts": 4}, "--experts is for the built-in GPT"),
+        ({"model": str(tmp_path / "missing")}, "is not a file; give a config.json"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            config_of(**{"model": llama, **changes})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
+    with pytest.raises(UsageError, match="oases train trains models that predict the next token"):
+        config_of(llama)
