@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-pytest.importorskip("accelerate")
+for each in ("accelerate", "peft", "trl"):
+    pytest.importorskip(each)
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PLAIN = "oases.parallelize = lambda model, **_: model\n"

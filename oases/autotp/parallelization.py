@@ -147,7 +147,7 @@ def parallelize(
         average_replicas(model, mesh)
         connect_tools(model, group)
     if callable(getattr(model, "save_pretrained", None)) and (tp.ranks > 1 or steps is not None):
-        object.__setattr__(model, "save_pretrained", ModelSaver(model, group if steps is None else steps.mesh.run))
+        object.__setattr__(model, "save_pretrained", ModelSaver(model, group))
     object.__setattr__(model, "oases_partition", report)
     object.__setattr__(model, "oases_hooks", hooks)
     return model

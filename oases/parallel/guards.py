@@ -159,7 +159,7 @@ def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None)
     if type(wrapper).__name__ == "OptimizedModule" and getattr(module, "oases_partition", None) is not None:
         raise UsageError(
             f"torch.compile of {type(module).__name__}, which is parallelized: its layers run as traced graphs in an "
-            "order of their own; leave torch.compile out"
+            "order of their own; leave torch.compile out, or compile their blocks by parallelize(compile='inductor')"
         )
     bases = (each.__name__ for each in type(wrapper).__mro__ if each.__module__.startswith("torch."))
     kind = next((each for each in bases if each in _WRAPPED), "")

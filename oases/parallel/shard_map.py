@@ -138,11 +138,6 @@ class ModelTensor:
         return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
 
 
-def on_all_ranks(shard: TensorShard) -> ModelTensor:
-    """Tensor of a model of which all ranks have a shard or a copy."""
-    return ModelTensor(shard.names, shard.aliases, shard.shape, shard.tensor.dtype, 0, shard)
-
-
 def tensors_of_model(model: nn.Module, process_group: ProcessGroup | None) -> list[ModelTensor]:
     """Each tensor of the whole model once, in the order of its ranks. Collective over process_group: all of them."""
     mine = shard_map(model, process_group)

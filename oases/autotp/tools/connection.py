@@ -18,8 +18,9 @@ from oases.autotp.tools.recomputation import map_checkpointing
 from oases.autotp.tools.trainer import patch_fused_head, patch_trainer
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.parallel.mesh import mesh_of, run_of
 from oases.parallel.replicas import replicas_of
-from oases.parallel.shard_map import TensorShard, on_all_ranks, raise_together, shard_map
+from oases.parallel.shard_map import ModelTensor, raise_together, tensors_of_model
 from oases.parallel.sharding import cuts, sharded_modules
 from oases.parallel.state_shards import after_import
 
@@ -57,7 +58,8 @@ def connect_tools(model: nn.Module, group: ProcessGroup | None) -> None:
 def _refuse_compile(*_: Any, **__: Any) -> None:
     """Replacement of `nn.Module.compile` for parallelized models."""
     raise UsageError(
-        "compile() of a parallelized model: its layers run as traced graphs in an order of their own; leave it out"
+        "compile() of a parallelized model: its layers run as traced graphs in an order of their own; leave it out, "
+        "or compile their blocks by parallelize(..., compile='inductor')"
     )
 
 
@@ -114,26 +116,24 @@ class ModelSaver:
 
         UsageError for other options of transformers, and for files that are not safetensors.
         """
-        group, replicas = group_of(self._group), replicas_of(self._model)
         adapted = is_adapted(self._model)
         if not safe_serialization or (options and not adapted):
             asked = ", ".join(options) or "safe_serialization=False"
             raise UsageError(f"a parallelized model is saved by oases.save_pretrained(), which does not take {asked}")
-        with raise_together(None if replicas is None else replicas.group):
-            if replicas is not None and replicas.group.rank() > 0:
-                pass
-            elif adapted:
-                self._save_adapter(save_directory, group, options)
-            else:
-                sizes = {"max_shard_bytes": max_shard_bytes}
-                save_pretrained(self._model, save_directory, process_group=group, keep_others=True, **sizes)
+        replicated = mesh_of(self._model) is not None or replicas_of(self._model) is not None
+        group = None if replicated else group_of(self._group)
+        if adapted:
+            self._save_adapter(save_directory, run_of(self._model, group), options)
+        else:
+            sizes = {"max_shard_bytes": max_shard_bytes}
+            save_pretrained(self._model, save_directory, process_group=group, keep_others=True, **sizes)
 
     def _save_adapter(self, folder: str | Path, group: ProcessGroup | None, options: dict[str, Any]) -> None:
         adapters = set(self._model.peft_config)  # type: ignore[arg-type]
         trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         found = [
             each
-            for each in shard_map(self._model, group)
+            for each in tensors_of_model(self._model, group)
             if any(name in trained or adapters & set(name.split(".")) for name in each.names)
         ]
         state = full_tensors(found, group)
@@ -142,14 +142,14 @@ class ModelSaver:
                 type(self._model).save_pretrained(self._model, str(folder), state_dict=state, **options)  # type: ignore[attr-defined]
 
 
-def full_tensors(shards: Iterable[TensorShard], group: ProcessGroup | None) -> dict[str, Tensor]:
+def full_tensors(tensors: Iterable[ModelTensor], group: ProcessGroup | None) -> dict[str, Tensor]:
     """Full tensors by name, on the CPU of the group's first rank; {} on others. Collective."""
     found, wire, first = {}, GatherBuffers(), group_rank(group) == 0
-    for shard in shards:
-        whole = torch.empty(shard.shape, dtype=shard.tensor.dtype) if first else None
-        for row, block in gather_blocks(on_all_ranks(shard), group, wire):
+    for each in tensors:
+        whole = torch.empty(each.shape, dtype=each.dtype) if first else None
+        for row, block in gather_blocks(each, group, wire):
             if whole is not None and block is not None:
-                whole.reshape(shard.shape or (1,))[row : row + len(block)] = block
+                whole.reshape(each.shape or (1,))[row : row + len(block)] = block
         if whole is not None:
-            found.update(dict.fromkeys(shard.names, whole))
+            found.update(dict.fromkeys(each.names, whole))
     return found

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from oases.autotp.gathering import GatherBuffers, gather_blocks
 from oases.execution.group import ProcessGroup, group_of, group_rank, group_size, resolve
-from oases.parallel.shard_map import TensorShard, on_all_ranks
+from oases.parallel.shard_map import ModelTensor, TensorShard
 from oases.parallel.sharding import Cut, cuts, holders
 
 _ACCEPTS = "_oases_accepts_full_state"
@@ -40,7 +40,8 @@ def full_optimizer_state(
                 shards = group_of(getattr(holder, "_group_name", ""))
                 shard = TensorShard((name,), frozenset(), tensor, tuple(shape), cut, shards)
                 whole = torch.empty(shape, dtype=tensor.dtype) if first else tensor
-                for row, block in gather_blocks(on_all_ranks(shard), group, wire):
+                state_tensor = ModelTensor((name,), frozenset(), tuple(shape), tensor.dtype, 0, shard)
+                for row, block in gather_blocks(state_tensor, group, wire):
                     if block is not None:
                         whole[row : row + len(block)] = block
                 held[name] = whole
