@@ -322,8 +322,10 @@ def values_for(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_fit(config: TrainConfig, plan: Plan) -> None:
     """Raise UsageError, naming the field, unless plan and configuration agree."""
-    if not (isinstance(plan.model, ModelShape) and plan.model.is_gpt and plan.model.tied):
-        raise UsageError(f"plan: its model {plan.model.name!r} is not a GPT, which is what this trains; plan for one")
+    if config.model is None and not (isinstance(plan.model, ModelShape) and plan.model.is_gpt and plan.model.tied):
+        raise UsageError(
+            f"plan: its model {plan.model.name!r} is not the built-in GPT; give the model's configuration as --model"
+        )
     for name, size in ({"experts": 0} | _sizes(plan)).items():
         if getattr(config, name) != size and not (name == "vocabulary" and config.vocabulary == 0):
             raise UsageError(
@@ -350,7 +352,7 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
 
 def _sizes(plan: Plan) -> dict[str, Any]:
     """Options set by a plan. The expert schedule is not compared: the plan holds its text."""
-    names = ("hidden", "layers", "heads", "sequence", "vocabulary")
+    names = ["hidden", "layers", "sequence", "vocabulary"] + ["heads"] * isinstance(plan.model, ModelShape)
     found: dict[str, Any] = {name: getattr(plan.model, name) for name in names} | {"batch": plan.global_batch}
     experts = {} if plan.experts is None else asdict(plan.experts)
     return found | {name: value for name, value in experts.items() if name != "expert_schedule"}

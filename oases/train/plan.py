@@ -7,8 +7,11 @@ import os
 from dataclasses import dataclass
 
 from oases.errors import UsageError
+from oases.graph.stages import balanced
+from oases.graph.trace import trace_configuration
 from oases.moe.placement_data import owner_ranks
 from oases.plans.check import check
+from oases.plans.layered import LayeredModel, Model
 from oases.plans.plan import AUTO, Plan, Segment, Stage, read_plan
 from oases.plans.shape import ModelShape
 from oases.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, read_schedule, recomputed_layers
@@ -99,8 +102,15 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     If the layers do not divide evenly, the last stage, which has the head, gets fewer. UsageError where the degrees
     do not match the ranks, for more stages than layers, indivisible batch or experts, and an unknown schedule.
     """
-    degrees = resolve_degrees(config, ranks)
-    config.require_degree(degrees.tensor)
+    degrees, model = resolve_degrees(config, ranks), _model_of(config)
+    if not isinstance(model, LayeredModel):
+        config.require_degree(degrees.tensor)
+    elif not model.fits_degree(degrees.tensor):
+        fits = [degree for degree in range(1, model.heads + 1) if model.heads % degree == 0]
+        raise UsageError(
+            f"--tp {degrees.tensor} does not divide the heads and widths of {model.name}; degrees that do: "
+            f"{', '.join(map(str, fits))}"
+        )
     if config.experts:
         owner_ranks(config.experts, ranks // degrees.pipeline)
     if config.sequence_parallel and (degrees.tensor == 1 or config.sequence % degrees.tensor):
@@ -114,10 +124,11 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
         pipeline = format_schedule(read_schedule(pipeline, "stage", num_stages=stages, num_sub_batches=many))
     chunks = chunks_of(pipeline)
     num_parts = degrees.pipeline * chunks
-    if num_parts > config.layers:
+    layers = model.layers
+    if num_parts > layers:
         each = f", each with {chunks} model chunks," if chunks > 1 else ""
         raise UsageError(
-            f"{degrees}: {degrees.pipeline} stages{each} are more than the {config.layers} layers; give fewer stages "
+            f"{degrees}: {degrees.pipeline} stages{each} are more than the {layers} layers; give fewer stages "
             "or more --layers"
         )
     share = degrees.data * config.micro_batches
@@ -126,8 +137,16 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
             f"a batch of {config.batch} does not divide into {config.micro_batches} micro-batches for each of "
             f"{degrees.data} replicas; give a multiple of {share} as --batch"
         )
-    cuts = [-(-config.layers * part // num_parts) for part in range(num_parts + 1)]
-    segments = [_segment(config, last - first, degrees.tensor) for first, last in itertools.pairwise(cuts)]
+    cuts = [-(-layers * part // num_parts) for part in range(num_parts + 1)]
+    if isinstance(model, LayeredModel):
+        cuts = [0, *balanced(_layer_flops(model), num_parts), layers]
+    borders = [2 * layer if isinstance(model, ModelShape) else model.first_block(layer) for layer in cuts]
+    segments = [
+        _segment(config, last_layer - first_layer, last - first, degrees.tensor)
+        for (first_layer, last_layer), (first, last) in zip(
+            itertools.pairwise(cuts), itertools.pairwise(borders), strict=True
+        )
+    ]
     most = max(segment.parts for segment in segments)
     if config.batch // share < most:
         raise UsageError(
@@ -135,9 +154,7 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
             f"raise --batch to {most * share}, or lower --sub-batches or --micro-batches"
         )
     return Plan(
-        model=ModelShape(
-            config.hidden, config.layers, config.heads, config.sequence, config.rows, dtype=config.precision
-        ),
+        model=model,
         world=ranks,
         ranks_per_node=ranks,
         global_batch=config.batch,
@@ -150,9 +167,27 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     )
 
 
-def _segment(config: TrainConfig, layers: int, tensor: int) -> Segment:
+def _model_of(config: TrainConfig) -> Model:
+    """Shape of the built-in GPT, or the traced layers of a transformers model."""
+    if config.model is not None:
+        return trace_configuration(config.model, sequence=config.sequence, dtype=config.precision)
+    return ModelShape(
+        config.hidden, config.layers, config.heads, config.sequence, config.rows, dtype=config.precision
+    )
+
+
+def _layer_flops(model: LayeredModel) -> list[float]:
+    """FLOPs of each layer; the last one has the head's, too."""
+    found = [
+        sum(sum(model.matmul_flops(kind, 1, 1)) for kind in model.layer_kinds[each]) for each in model.layer_order
+    ]
+    found[-1] += model.head_flops(1)
+    return found
+
+
+def _segment(config: TrainConfig, layers: int, blocks: int, tensor: int) -> Segment:
     """Segment of `layers` layers under the configuration's schedule, by name or by its file's text."""
-    blocks, again = 2 * layers, layers if config.recompute == "full" else 0
+    again = layers if config.recompute == "full" else 0
     name, _, count = config.schedule.partition("@")
     if config.experts:  # experts have a schedule of their own
         return Segment(blocks, tensor, "sync", 1, again)
