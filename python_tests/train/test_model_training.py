@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from oases import TrainConfig, Trainer, UsageError
-from oases.plans.plan import Plan
-from oases.plans.segment import Segment, Stage
-from oases.plans.shape import ModelShape
 from oases.train.instructions import IGNORED, Instructions
+from oases.train.model_options import Degrees
+from oases.train.plan import Run
 from oases.train.tokenizer import load_tokenizer
 
 LLAMA = dict(
@@ -40,17 +39,9 @@ def config_of(model, **changes):
     return TrainConfig(model=model, **{**sizes, "learning_rate": 1e-2, **changes})
 
 
-def plan_of(config, pp, dp, tp):
-    shape = ModelShape(
-        config.hidden, config.layers, config.heads, SEQUENCE, config.vocabulary, dtype=config.precision
-    )
-    segment = Segment(2 * config.layers // pp, tp, "oases", 2)
-    return Plan(shape, pp * dp * tp, 4, BATCH, 2, (Stage((segment,)),) * pp, zero=config.zero, fsdp=config.fsdp)
-
-
 def trained(model, degrees, changes):
-    config = config_of(model, **changes)
-    trainer = Trainer(config, plan=plan_of(config, *degrees))
+    pipeline, data, tensor = degrees
+    trainer = Trainer(config_of(model, degrees=Degrees(data, pipeline, tensor), **changes))
     result = trainer.train()
     trainer.close()
     return [*result["losses"], result["validation_loss"]]
@@ -79,7 +70,7 @@ def test_bfloat16_with_masters_is_close_to_float32(two_ranks, llama, corpus):
 
 def test_packed_examples_have_losses_of_their_own(llama, tuning):
     """The loss of a packed batch is the mean over its responses, each computed alone."""
-    trainer = Trainer(config_of(llama, data=tuning), plan=plan_of(config_of(llama), 1, 1, 1))
+    trainer = Trainer(config_of(llama, data=tuning, degrees=Degrees(1, 1, 1)))
     samples = trainer.corpus.samples(split="train", step=0, batch=4, sequence=SEQUENCE, seed=0)
     trainer.model.eval()
     found = trainer.stage.evaluate([samples])
@@ -139,3 +130,17 @@ def test_options_that_a_model_sets_or_cannot_have(llama, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
     with pytest.raises(UsageError, match="oases train trains models that predict the next token"):
         config_of(llama)
+
+
+def test_degrees_make_a_plan_of_the_traced_layers(llama):
+    run = Run.of(config_of(llama, degrees=Degrees(1, 2, 2), recompute="full"), 4)
+    assert run.plan.model.name == "LlamaForCausalLM"
+    assert [(len(stage.segments), stage.segments[0].recomputed_layers) for stage in run.plan.stages] == [(1, 1)] * 2
+    assert run.plan.uniform_tp == 2
+    with pytest.raises(UsageError, match="--tp 3 does not divide the heads and widths of LlamaForCausalLM"):
+        Run.of(config_of(llama, degrees=Degrees(1, 1, 3)), 3)
+    with pytest.raises(UsageError, match="3 stages are more than the 2 layers"):
+        Run.of(config_of(llama, degrees=Degrees(1, 3, 1), micro_batches=4), 3)
+    again = Run(config_of(llama, degrees=Degrees(1, 2, 2)), run.plan)
+    with pytest.raises(UsageError, match="is not the built-in GPT; give the model's configuration as --model"):
+        Run(TrainConfig(hidden=32, layers=2, heads=4, sequence=SEQUENCE, batch=BATCH, vocabulary=256), again.plan)
