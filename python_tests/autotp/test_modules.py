@@ -156,7 +156,7 @@ class InPlace(Block):
 
 
 BLOCKS = {Einsum: ACROSS, Bare: ACROSS, WeightNorm: ACROSS, TorchAttention: INSIDE, Convolution: ACROSS,
-          Biased: ACROSS, Adapted: INSIDE, OneNorm: ACROSS, MixedBias: ACROSS, BatchNorm: WHOLE,
+          Biased: ACROSS, Adapted: ACROSS, OneNorm: ACROSS, MixedBias: ACROSS, BatchNorm: WHOLE,
           RunningMean: WHOLE, InPlace: ACROSS}  # fmt: skip
 
 
