@@ -113,7 +113,7 @@ def test_a_refusal_names_what_would_fit():
         assert max(found[0].prediction.memory_bytes) <= 5 * GIB // 4
 
 
-ONE_WAY = Space(degrees=(1,), micro_batches=(2,))
+ONE_WAY = Space(degrees=(1,), micro_batches=(2,), fsdp=(False,))
 
 
 @pytest.mark.parametrize(
