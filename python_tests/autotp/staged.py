@@ -28,10 +28,10 @@ def shares(data, shape, model):
     return {key: value.chunk(shape[1])[replica] for key, value in data.items()}
 
 
-def trained_in_stages(name, shape, options, layers=4, steps=3, dtype=torch.float64):
+def trained_in_stages(name, shape, options, layers=4, steps=3, dtype=torch.float64, changes=None):
     """Losses and gradient norms of steps of AdamW, each beside those of one process; evaluation; held parameters."""
     dtype = torch.float32 if name == "olmoe" else dtype  # its experts' matmul has no float64
-    plain, model = (build(name, **sizes(name, layers)).to(dtype) for _ in range(2))
+    plain, model = (build(name, **sizes(name, layers), **(changes or {})).to(dtype) for _ in range(2))
     whole = sum(parameter.numel() for parameter in model.parameters())
     how = options if "plan" in options else {"mesh": mesh_of(*shape), "micro_batches": 2, **options}
     oases.parallelize(model, **how)

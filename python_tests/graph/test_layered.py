@@ -188,7 +188,7 @@ def test_training_a_gpt_by_it_is_refused():
     from oases.train.config import config_for
 
     plan = oases.plan(model("llama"), "2x3090", global_batch=8)
-    with pytest.raises(UsageError, match="'LlamaForCausalLM' is not a GPT"):
+    with pytest.raises(UsageError, match="'LlamaForCausalLM' is not the built-in GPT"):
         config_for(plan, {})
 
 

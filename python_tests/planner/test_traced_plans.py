@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from planner.plan_kinds import KINDS, ONE, PIPELINES, plans_of
 
 from oases.autotp.preconditions import require_runnable
 from oases.errors import UsageError
@@ -29,23 +30,6 @@ MODELS = {
     "olmoe": ("OlmoeForCausalLM", {**S, "num_experts": 4, "num_experts_per_tok": 2}),
 }
 
-ONE = {"zero": (False,), "fsdp": (False,), "recompute": False, "max_stages": 1, "micro_batches": (1,)}
-TWO = {**ONE, "max_stages": 2, "micro_batches": (4,), "degrees": (2,)}
-KINDS = {
-    "tp": (ONE | {"degrees": (4,)}, {"tp": 4, "stages": 1, "micro_batches": 1}),
-    "dp": (ONE | {"degrees": (1,)}, {"tp": 1, "stages": 1}),
-    "tp x dp": (ONE | {"degrees": (2,)}, {"tp": 2, "stages": 1}),
-    "micro-batches": (ONE | {"degrees": (2,), "micro_batches": (2,)}, {"tp": 2, "micro_batches": 2}),
-    "zero": (ONE | {"degrees": (2,), "zero": (True,)}, {"zero": True, "fsdp": False}),
-    "fsdp": (ONE | {"degrees": (2,), "zero": (False,), "fsdp": (True,)}, {"zero": False}),
-    "bfloat16 sums": (ONE | {"degrees": (2,), "wire": ("bfloat16",)}, {"wire": "bfloat16"}),
-    **{
-        name: (TWO | {"pipelines": (name,)}, {"tp": 2, "micro_batches": 4})
-        for name in ("one_f_one_b", "gpipe", "zb_h1", "interleaved")
-    },
-}
-"""Space that leaves one kind of plan, and the fields that it sets."""
-
 
 @functools.cache
 def model(name):
@@ -60,17 +44,14 @@ def model(name):
 def test_a_kind_of_plan_sets_its_fields(name, kind):
     options, fields = KINDS[kind]
     hardware, world = cluster_called("4x3090")
-    if kind in ("one_f_one_b", "gpipe", "zb_h1", "interleaved"):
-        ranked = rank_plans(model(name), hardware, world, 16, space=Space(**options))
-        plans = [each for each in ranked if len(each.stages) == 2]
-        if kind == "interleaved" and name == "t5":  # its layers are of four kinds
-            assert not plans
-            return
-        assert plans[0].pipeline == kind
-        assert len(plans[0].parts) == (4 if kind == "interleaved" else 2)
-    else:
-        plans = rank_plans(model(name), hardware, world, 16, space=Space(**options))
-    best = next(each for each in plans if kind != "fsdp" or each.fsdp)
+    plans = plans_of(rank_plans(model(name), hardware, world, 16, space=Space(**options)), kind)
+    if kind == "interleaved" and name == "t5":  # its layers are of four kinds
+        assert not plans
+        return
+    best = plans[0]
+    if kind in PIPELINES:
+        assert best.pipeline == kind
+        assert len(best.parts) == (4 if kind == "interleaved" else 2)
     found = {
         "tp": best.uniform_tp, "stages": len(best.stages), "micro_batches": best.micro_batches, "zero": best.zero,
         "fsdp": best.fsdp, "wire": best.wire,

@@ -12,6 +12,7 @@ from plan_runs import MODEL, PLANS, check_plan, config_of, curve, plan_of
 from oases import TrainConfig, Trainer
 from oases.cli import main
 from oases.errors import UsageError
+from oases.parallel.optimizer import state_of
 from oases.plans.plan import Plan
 from oases.train import plan as plans
 from oases.train.config import config_for
@@ -71,7 +72,7 @@ def test_a_checkpoint_goes_on_under_any_plan(two_ranks, four_ranks, corpus, plai
 def optimizer_numbers(text, corpus):
     trainer = Trainer(config_of(corpus), plan=Plan.from_json(text))
     trainer.step()
-    mine = [p.numel() for p in trainer.model.parameters() if trainer.optimizer.state_of(p)]
+    mine = [p.numel() for p in trainer.model.parameters() if state_of(trainer.optimizer, p)]
     return sum(mine), sum(p.numel() for p in trainer.model.parameters())
 
 

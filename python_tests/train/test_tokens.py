@@ -174,5 +174,5 @@ def test_a_saved_dataset_is_a_corpus(tmp_path, folder):
     assert corpus.read(0, 99).tolist() == [*plain.encode("one").ids, end, *plain.encode("two").ids, end]
     with pytest.raises(UsageError, match="has no column 'body'; give one of text, n as --text-column"):
         open_corpus(str(tmp_path / "both"), Bytes(), "body")
-    with pytest.raises(UsageError, match="column 'n' holds a int, no text"):
+    with pytest.raises(UsageError, match="column 'n' holds a int, not text"):
         open_corpus(str(tmp_path / "both"), Bytes(), "n")

@@ -7,13 +7,17 @@ import torch
 from autotp.comparison import said
 from autotp.staged import apart, mesh_of, shares, sizes, trained_in_stages
 from autotp.zoo import batch, build, config
+from planner.plan_kinds import KINDS, plans_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
+from oases.graph.trace import trace_layers
+from oases.planner import Space, rank_plans
 from oases.plans.plan import Plan
 from oases.plans.segment import Segment, Stage
 from oases.plans.shape import ModelShape
+from oases.simulator.cluster import cluster_called
 from oases.testing import RankPool
 
 FLOAT32_LOSS = 3e-7
@@ -84,6 +88,25 @@ def test_plans_are_executed(four_ranks, name, plan, runs):
     found = four_ranks.run(trained_in_stages, name, (len(plan.stages), 2 // len(plan.stages), 2), {"plan": plan})
     assert apart(found) < FLOAT32_LOSS
     assert [found[0][2], found[2][2]] == runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "olmoe"])
+def test_every_kind_of_plan_that_is_found_is_executed(four_ranks, name):
+    """Printed by kind: the largest difference of a loss or gradient norm from one process."""
+    hardware, world = cluster_called("4x3090")
+    heads = {"num_key_value_heads": 4} if name in ("llama", "olmoe") else {}
+    traced = trace_layers(build(name, **sizes(name, 4), **heads), sequence=10)
+    for kind, (options, _) in KINDS.items():
+        found = plans_of(rank_plans(traced, hardware, world, 8, space=Space(**options)), kind)
+        if not found and (kind, name) == ("interleaved", "t5"):
+            continue
+        plan = found[0]
+        shape = (len(plan.stages), world // len(plan.stages) // plan.uniform_tp, plan.uniform_tp)
+        how = {"plan": plan, "micro_batches": plan.micro_batches}
+        worst = apart(four_ranks.run(trained_in_stages, name, shape, how, 4, 3, torch.float64, heads))
+        print(f"{name}, {kind}, {plan.text()}: {worst:.0e}")
+        assert worst < (0.02 if kind == "bfloat16 sums" else 1e-5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,23 @@
+"""Kinds of plans that the search returns for traced models: the space that leaves one of each, and its fields."""
+
+ONE = {"zero": (False,), "fsdp": (False,), "recompute": False, "max_stages": 1, "micro_batches": (1,)}
+TWO = {**ONE, "max_stages": 2, "micro_batches": (4,), "degrees": (2,)}
+PIPELINES = ("one_f_one_b", "gpipe", "zb_h1", "interleaved")
+KINDS = {
+    "tp": (ONE | {"degrees": (4,)}, {"tp": 4, "stages": 1, "micro_batches": 1}),
+    "dp": (ONE | {"degrees": (1,)}, {"tp": 1, "stages": 1}),
+    "tp x dp": (ONE | {"degrees": (2,)}, {"tp": 2, "stages": 1}),
+    "micro-batches": (ONE | {"degrees": (2,), "micro_batches": (2,)}, {"tp": 2, "micro_batches": 2}),
+    "zero": (ONE | {"degrees": (2,), "zero": (True,)}, {"zero": True, "fsdp": False}),
+    "fsdp": (ONE | {"degrees": (2,), "zero": (False,), "fsdp": (True,)}, {"zero": False}),
+    "bfloat16 sums": (ONE | {"degrees": (2,), "wire": ("bfloat16",)}, {"wire": "bfloat16"}),
+    **{name: (TWO | {"pipelines": (name,)}, {"tp": 2, "micro_batches": 4}) for name in PIPELINES},
+}
+"""Space, and the fields that the plan sets."""
+
+
+def plans_of(ranked, kind):
+    """The plans of this kind, best first."""
+    if kind in PIPELINES:
+        return [plan for plan in ranked if len(plan.stages) == 2]
+    return [plan for plan in ranked if kind != "fsdp" or plan.fsdp]
