@@ -135,6 +135,12 @@ class Runner:
         self.layers = list(layers)
         blocks: list[GraphBlock] = []
         self.layer_of: list[int] = []
+        self.read_beside = [
+            {program.exported.parameters.get(source, "") for other in program.other_results
+             if isinstance(other, Piece) for source in other.reads}
+            for program in programs
+        ]  # fmt: skip
+        """Names of parameters that each layer's further results read, beside its blocks."""
         for index, (layer, program) in enumerate(zip(layers, programs, strict=True)):
             assert program.blocks is not None
             for number, pieces in enumerate(program.blocks):

@@ -91,6 +91,11 @@ def shard_weights(
                         f"fsdp cannot shard {where}, which is a scalar or also {seen[id(parameter)]}; use zero, by "
                         "oases.make_optimizer(model, ..., zero=True)"
                     )
+                if name in runner.read_beside[runner.layer_of[number]]:
+                    raise UsageError(
+                        f"fsdp cannot shard {where}, which the layer also returns something of, as T5 its position "
+                        "biases; use zero, by oases.make_optimizer(model, ..., zero=True)"
+                    )
             inside += block.parameters()
             places = [_place(layer.module, name) for name in block.names]
             own.append(FsdpUnit(block, data, weights, f"{runner.name} block {number}"))
