@@ -107,13 +107,7 @@ def parallelize(
     observed = observe(twin, inputs, [twin.get_submodule(name) for name in names])
     lists = _chosen_lists(twin, observed.lists, inputs, spec, plan)
     found = [(each, layer_signatures(each, model, spec, tp)) for each in lists]
-    cuttable = [
-        (each, path, signature)
-        for each, signatures in found
-        for path, signature in zip(each.paths, signatures, strict=True)
-        if isinstance(signature, LayerSignature)
-    ]
-    _require_divisible([(each.name, signature) for each, _, signature in cuttable], tp)
+    _require_divisible(found, tp)
     required = options.get("require_overlap") or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
     _tell_of_whole_layers(model, found, tp, required)
     hooks = ModelHooks(model, group)
@@ -136,7 +130,8 @@ def parallelize(
         report.plan_agrees, report.plan_differs = compare_with_plan(model)
     if weights is not None:
         device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-        load_weights(model, weights, device=device or device_type, process_group=group)
+        run = group if steps is None else steps.mesh.run
+        load_weights(model, weights, device=device or device_type, process_group=run)
     known = {id(p) for each, *_ in segments for path in each.paths for p in model.get_submodule(path).parameters()}
     known |= {id(p) for name in report.vocabulary for p in model.get_submodule(name).parameters()}
     report.replicated = [name for name, p in model.named_parameters() if id(p) not in known]
@@ -306,8 +301,13 @@ def _sample(signature: LayerSignature, call: Any, at: int) -> Program:
     )
 
 
-def _require_divisible(signatures: list[tuple[str, LayerSignature]], tp: GroupRank) -> None:
+def _require_divisible(
+    found: list[tuple[LayerList, list[LayerSignature | UnsplittableError]]], tp: GroupRank
+) -> None:
     """Raise UsageError, with the degrees that fit, unless the degree divides all sharded lengths."""
+    signatures = [
+        (each.name, one) for each, of_layers in found for one in of_layers if isinstance(one, LayerSignature)
+    ]
     wrong = dict.fromkeys(
         f"{length} ({name}.*.{of})"
         for name, signature in signatures

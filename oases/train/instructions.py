@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oases.autotp.pipeline.dataflow import IGNORED
 from oases.errors import UsageError
 from oases.files import parse_json, read_lines
 from oases.limits import short
 from oases.train.data import HOLD_OUT_EVERY
 from oases.train.tokenizer import AnyTokenizer
 
-IGNORED = -100
-"""Label without a loss, as in transformers and torch."""
 FIELDS = ("prompt", "response")
 _REMEDY = f"give an object with {' and '.join(FIELDS)} on each line"
 

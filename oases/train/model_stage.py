@@ -77,10 +77,6 @@ class ModelStage:
         """Set the number of the next pass in the whole training, from which random numbers are derived."""
         self._training.begin(number)
 
-    def compile(self, backend: str) -> None:
-        """Compile the blocks of layers."""
-        self._training.compile(backend=backend)
-
     def backward(self, samples: dict[str, Tensor]) -> float:
         """Run a step's forward and backward passes; returns the loss. Gradients are of the whole batch."""
         return float(self._training.train_step(**samples))

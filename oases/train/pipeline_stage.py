@@ -52,9 +52,6 @@ class Stage(Protocol):
     def begin(self, number: int) -> None:
         """Set the number of the next pass in the whole training, from which random numbers are derived."""
 
-    def compile(self, backend: str) -> None:
-        """Compile the blocks."""
-
     def backward(self, samples: Samples) -> float:
         """Run a step's forward and backward passes; returns the loss. Gradients are of the whole batch."""
 
@@ -102,10 +99,6 @@ class GPTStage:
     def begin(self, number: int) -> None:
         """Set the number of the next pass in the whole training, from which random numbers are derived."""
         self.model.at_call(number)
-
-    def compile(self, backend: str) -> None:
-        """Compile the blocks, with an error in place of an eager fallback."""
-        self.model.stack.compile_blocks(backend=backend, fullgraph=True)
 
     def backward(self, samples: MicroBatches) -> float:
         """Run a step's forward and backward passes; returns the loss. Gradients are of the whole batch."""

@@ -73,20 +73,21 @@ class Trainer:
         self.model: nn.Module
         self.balance: LoadBalance | None = None
         self.stage: Stage
+        backend = None if config.compile == "none" else config.compile
         if config.model is not None:
-            wire_dtype = WIRE_DTYPES[config.wire_dtype]
             self.model = build_model(
-                config.model, config.seed, plan, self.mesh, device=self.device, wire_dtype=wire_dtype
-            )
+                config.model, config.seed, plan, self.mesh, device=self.device, compile=backend,
+                wire_dtype=WIRE_DTYPES[config.wire_dtype],
+            )  # fmt: skip
             self.stage = ModelStage(self.model, plan)
         else:
             gpt = _model_of(config, plan, self.mesh, self.group).to(self.device)
             self.model, self.stage = gpt, GPTStage(gpt, plan, self.mesh, self.group, self._after_forward)
+            if backend is not None:
+                gpt.stack.compile_blocks(backend=backend, fullgraph=True)  # an error, not an eager fallback
         self.failure_notifier = FailureNotifier([self.group, *self.mesh.groups], self.device)
         self._updating = False
         """Set during the optimizer update; still set if that failed."""
-        if config.compile != "none":
-            self.stage.compile(config.compile)
         self.stage.prepare(fsdp=plan.fsdp)
         self.optimizer = adamw(
             self.stage.parts(),

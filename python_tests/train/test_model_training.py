@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from oases import TrainConfig, Trainer, UsageError
-from oases.train.instructions import IGNORED, Instructions
+from oases.autotp.pipeline.dataflow import IGNORED
+from oases.train.instructions import Instructions
 from oases.train.model_options import Degrees
 from oases.train.plan import Run
 from oases.train.tokenizer import load_tokenizer

@@ -284,8 +284,3 @@ def flops_by_layer(flow: Dataflow, layers: Iterable[str]) -> list[float]:
         else:
             before += call.flops
     return found
-
-
-def parameters_between(flow: Dataflow) -> set[str]:
-    """Names of parameters that code between units reads."""
-    return {name for call in flow.calls for name in call.parameters}

@@ -25,9 +25,19 @@ Place = tuple[nn.Module, str, str]
 
 
 class OuterWeights(FsdpUnit):
-    """Unit of all weights outside of stacks. While gathered they are in the model's own modules."""
+    """Unit of all weights outside of stacks. While gathered they are in the model's own modules.
 
-    def __init__(self, model: nn.Module, others: Iterable[nn.Parameter], mesh: Mesh, degree: int) -> None:
+    others: weights in stacks. read_beside: weights that a block reads, too, each with its name there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        others: Iterable[nn.Parameter],
+        read_beside: Iterable[tuple[nn.Parameter, nn.Module, str]],
+        mesh: Mesh,
+        degree: int,
+    ) -> None:
         inside, holder = {id(parameter) for parameter in others}, nn.Module()
         named: dict[int, str] = {}
         self._places: list[Place] = []
@@ -37,6 +47,7 @@ class OuterWeights(FsdpUnit):
                 holder.register_parameter(own, parameter)
                 path, _, last = name.rpartition(".")
                 self._places.append((model.get_submodule(path), last, own))
+        self._places += [(block, name, named[id(parameter)]) for parameter, block, name in read_beside]
         self._holder = holder
         data, weights = mesh.data(degree), mesh.weights(degree)
         assert data is not None
@@ -77,6 +88,7 @@ def shard_weights(
         raise UsageError("fsdp shards weights over data-parallel replicas, of which there is 1; leave out fsdp")
     units: list[FsdpUnit] = []
     inside: list[nn.Parameter] = []
+    read_beside: list[tuple[nn.Parameter, nn.Module, str]] = []
     seen: dict[int, str] = {}
     for runner in runners:
         own: list[FsdpUnit] = []
@@ -91,21 +103,19 @@ def shard_weights(
                         f"fsdp cannot shard {where}, which is a scalar or also {seen[id(parameter)]}; use zero, by "
                         "oases.make_optimizer(model, ..., zero=True)"
                     )
-                if name in runner.read_beside[runner.layer_of[number]]:
-                    raise UsageError(
-                        f"fsdp cannot shard {where}, which the layer also returns something of, as T5 its position "
-                        "biases; use zero, by oases.make_optimizer(model, ..., zero=True)"
-                    )
-            inside += block.parameters()
-            places = [_place(layer.module, name) for name in block.names]
-            own.append(FsdpUnit(block, data, weights, f"{runner.name} block {number}"))
+            # What a layer returns beside its activation is computed outside of the stack, by whole weights.
+            beside = [name for name in block.names if name in runner.read_beside[runner.layer_of[number]]]
+            places = [_place(layer.module, name) for name in block.names if name not in beside]
+            others = {layer.module.get_parameter(name) for name in beside}
+            read_beside += [(layer.module.get_parameter(name), block, mangled(name)) for name in beside]
+            own.append(FsdpUnit(block, data, weights, f"{runner.name} block {number}", others=others))
             put_parameters(places, block)
-            inside += block.parameters()
+            inside += [parameter for parameter in block.parameters() if parameter not in others]
         runner.stack.shard(own)
         runner.sharded = True
         units += own
     outside = [each for each in model.parameters() if all(each is not held for held in inside)]
-    outer = OuterWeights(model, inside, mesh, degree) if outside else None
+    outer = OuterWeights(model, inside, read_beside, mesh, degree) if outside else None
     if outer is not None:
         units.insert(0, outer)
     model.register_forward_pre_hook(_require_step(outer))

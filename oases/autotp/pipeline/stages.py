@@ -104,8 +104,12 @@ def balanced_counts(costs: Sequence[float], parts: int, kind: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Crossings:
-    """Values that pass from part to part. received: by each part, in order; those it passes on are the next one's."""
+    """Values that pass from part to part. parts: part of each call of the pass.
 
+    received: by each part, in order; those it passes on are the next one's.
+    """
+
+    parts: tuple[int, ...]
     received: tuple[tuple[Value, ...], ...]
 
     @staticmethod
@@ -132,7 +136,7 @@ class Crossings:
                     )
                 for between in range(parts[value.call] + 1, part + 1):
                     needed[between].add(value)
-        return Crossings(tuple(tuple(sorted(values)) for values in needed))
+        return Crossings(tuple(parts), tuple(tuple(sorted(values)) for values in needed))
 
     def passed_on(self, part: int) -> tuple[Value, ...]:
         """Values that a part passes on."""

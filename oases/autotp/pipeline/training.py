@@ -88,11 +88,6 @@ class PipelineTraining:
         for runner in self._runners:
             runner.stack.at_call(number, self._seed)
 
-    def compile(self, **options: Any) -> None:
-        """Compile the blocks of layers that run across layers; options: of torch.compile without fullgraph."""
-        for runner in self._runners:
-            runner.stack.compile_blocks(**options)
-
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """Parameters of this stage that count in the gradient norm on the first stage that has them."""
@@ -145,7 +140,7 @@ class PipelineTraining:
 
         def forward(part: int, number: int, inputs: Sequence[Tensor], context: Context) -> Sequence[Tensor]:
             values = dict(zip(crossings.received[part], inputs, strict=True))
-            current = self._units.current = Pass(part, flow, crossings, self._division, values)
+            current = self._units.current = Pass(part, flow, crossings, values)
             for runner in self._runners:
                 runner.context = context
             args, kwargs = batches[number]

@@ -31,14 +31,12 @@ class Pass:
     part: int
     flow: Dataflow
     crossings: Crossings
-    division: Division
     values: dict[Value, Tensor]
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._passed_on = set(self.crossings.passed_on(self.part))
-        self._parts = [self.division.part(call.unit, call.occurrence) for call in self.flow.calls]
-        self._last = max((at for at, part in enumerate(self._parts) if part == self.part), default=-1)
+        self._last = max((at for at, part in enumerate(self.crossings.parts) if part == self.part), default=-1)
 
     def begin(self, unit: str) -> tuple[int, bool]:
         """Number of a call that begins, and whether it is of this part. PartEnd after the part's last call."""
@@ -51,9 +49,9 @@ class Pass:
                 f"{unit} is called {occurrence + 1} times in this pass, and fewer times in a pass on fake tensors; a "
                 "pipeline needs a forward whose calls do not depend on data"
             ) from None
-        if number > self._last and self.part != self.division.parts - 1:
+        if number > self._last:
             raise PartEnd
-        return number, self._parts[number] == self.part
+        return number, self.crossings.parts[number] == self.part
 
     def note(self, number: int, result: Any) -> None:
         """Keep the results of a call that later parts read."""
