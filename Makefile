@@ -5,10 +5,10 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 PY := $(VENV)/bin/python
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_tools/*.py)
-FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp cpp_tests/emulated/*.h cpp_tests/emulated/*.cpp cpp_tests/emulated/include/*.h cpp_tests/virtual_device/*.h cpp_tests/virtual_device/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz bench-gpu cuda-check lint format bench build build-tests clean dist sanitize docs
+.PHONY: demo test test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
 
 demo: build
 	$(PY) -m oases demo
@@ -50,8 +50,16 @@ test-gpu: build-tests
 bench-gpu: build
 	$(PY) -m oases bench gpu --report docs/benchmarks/$$(date +%F)-gpu.md --json docs/benchmarks/$$(date +%F)-gpu.json
 
-# Compiles every kernel for every architecture and shows registers and spills; needs no GPU.
-cuda-check: build
+# Everything that a GPU is needed for: tests, sanitizers, kernels beside the copy rate, profile, and a dated report; goes on
+# where it was cut off.
+gpu-day: $(VENV)/torch
+	@$(PY) -m build_tools.gpu_day --check
+	@$(MAKE) --no-print-directory build-tests
+	@$(PY) -m build_tools.gpu_day
+
+# Compiles every kernel for every architecture; fails where norms or activations spill registers, or where a kernel that
+# moves 16 bytes at a time does not. Needs no GPU.
+cuda-check: build $(VENV)/cuda
 	@$(PY) -m build_tools.cuda_build
 
 bench: build
@@ -99,6 +107,10 @@ sanitize: build
 
 $(VENV)/linters: requirements-lint.txt $(VENV)/built
 	$(PY) -m pip install --quiet -r requirements-lint.txt
+	@touch $@
+
+$(VENV)/cuda: requirements-cuda.txt $(VENV)/installed
+	$(PY) -m pip install --quiet -r requirements-cuda.txt
 	@touch $@
 
 $(VENV)/slow: requirements-slow.txt $(VENV)/installed

@@ -83,6 +83,12 @@ class Build(build_ext):
                 raise SystemExit(f"{error.output}\noases: error: {error}") from None
             leave_out(error)
             self.compile(objects, None)
+        # Debian's Python binds a library's calls to itself where it is linked: no other function can take the place
+        # of one then, as emulated kernels do in tests.
+        for name in ("linker_so", "linker_so_cxx"):
+            if hasattr(self.compiler, name):
+                linker = [each for each in getattr(self.compiler, name) if each != "-Wl,-Bsymbolic-functions"]
+                setattr(self.compiler, name, linker)
         # setuptools looks at times alone: a file linked for another torch may be newer.
         self.force = self.compiler.force = True
         super().build_extensions()

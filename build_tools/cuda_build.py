@@ -1,15 +1,17 @@
 """Compile csrc/*.cu with plain nvcc, without torch: for setup.py, and for `make cuda-check`.
 
-    python -m build_tools.cuda_build     print what ptxas says of registers and spills
+    python -m build_tools.cuda_build     print what ptxas says of registers and spills, and the width of stores
 
-$NVCC: the compiler, else the one on PATH, else /usr/local/cuda/bin/nvcc. $OASES_CUDA_ARCHS: the architectures, such
-as "90", "80,90" or "all". Where it is not set, setup.py takes all for a torch with CUDA, and one for a torch without,
-which can link the kernels but not run them. $OASES_CUDA: 0 leaves CUDA out, 1 makes its absence an error. Objects
-lie in build/cuda/<architectures>, each beside the log of its compilation.
+$NVCC: the compiler, else the one on PATH, else /usr/local/cuda/bin/nvcc, else that of the wheel nvidia-cuda-nvcc.
+$OASES_CUDA_ARCHS: the architectures, such as "90", "80,90" or "all", else $TORCH_CUDA_ARCH_LIST, such as
+"8.6;9.0+PTX". Where neither is set, setup.py takes all for a torch with CUDA, and one for a torch without, which can
+link the kernels but not run them. $OASES_CUDA: 0 leaves CUDA out, 1 makes its absence an error. Objects lie in
+build/cuda/<architectures>, each beside the log of its compilation.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -25,6 +27,13 @@ ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
 LINK_ONLY = "90"
 NEVER_SPILL = ("norm", "activation")
 """Files whose kernels must keep everything in registers: they are bound by memory, and a spill is memory."""
+WIDE = re.compile(
+    r"(forward_kernel|backward_kernel|gelu_kernel|swiglu_kernel|combine|gather|pack)\w*?"
+    r"(I6__half\w?\w*?Li8E|I13__nv_bfloat16\w*?Li8E|If\w*?Li4E|I5uint4)"
+)
+"""Mangled names of kernels that move 16 bytes at a time, by their template's arguments."""
+NARROW = 4
+"""A wide kernel has fewer stores of 2 bytes, such as of one number per row; a pack that is split makes as many."""
 
 
 class NoCudaError(Exception):
@@ -69,7 +78,9 @@ def find_toolkit(architectures: str = "all") -> Toolkit:
 
     Raises NoCudaError where there is no toolkit that can be used.
     """
-    nvcc = os.environ.get("NVCC") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    usual = "/usr/local/cuda/bin/nvcc"
+    places = (os.environ.get("NVCC"), shutil.which("nvcc"), shutil.which(usual), _nvcc_of_wheel())
+    nvcc = next((place for place in places if place), usual)
     if shutil.which(nvcc) is None:
         raise NoCudaError(f"{nvcc} was not found; install the CUDA toolkit or set NVCC to the path of its nvcc")
     release = re.search(r"release (\d+\.\d+)", _ask(nvcc, "--version"))
@@ -79,16 +90,28 @@ def find_toolkit(architectures: str = "all") -> Toolkit:
     library = next((folder for folder in folders if Path(folder, "libcudart_static.a").exists()), None)
     if release is None or library is None:
         raise NoCudaError(f"{nvcc} has no release or no libcudart_static.a; install a whole CUDA toolkit")
-    return Toolkit(
-        nvcc, release[1], _architectures(os.environ.get("OASES_CUDA_ARCHS") or architectures, nvcc, known), library
+    return Toolkit(nvcc, release[1], _architectures(_asked() or architectures, nvcc, known), library)
+
+
+def _nvcc_of_wheel() -> str | None:
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(path) for path in (spec.submodule_search_locations or ())] if spec else []
+    return next(
+        (found for folder in folders for path in folder.glob("*/bin/nvcc") if (found := shutil.which(path))), None
     )
+
+
+def _asked() -> str:
+    """Architectures that the environment asks for, in the form of $OASES_CUDA_ARCHS; "" for none."""
+    of_torch = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    return os.environ.get("OASES_CUDA_ARCHS") or re.sub(r"\+PTX|\.", "", of_torch).strip()
 
 
 def _ask(nvcc: str, *arguments: str) -> str:
     answer = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=False)
     if answer.returncode:
         said = (answer.stderr or answer.stdout).strip() or f"exit code {answer.returncode}"
-        raise NoCudaError(f"'{nvcc} {arguments[0]}' failed: {said.splitlines()[0]}; set NVCC to an nvcc that works")
+        raise NoCudaError(f"'{nvcc} {arguments[0]}' failed: {said.splitlines()[0]}; install one that works")
     return answer.stdout + answer.stderr
 
 
@@ -102,7 +125,8 @@ def _architectures(asked: str, nvcc: str, known: set[str]) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             shown = ", ".join(sorted(known, key=int))
-            raise NoCudaError(f"OASES_CUDA_ARCHS names {name!r}, and {nvcc} knows {shown}")
+            source = "OASES_CUDA_ARCHS" if os.environ.get("OASES_CUDA_ARCHS") else "TORCH_CUDA_ARCH_LIST"
+            raise NoCudaError(f"{source} names {name!r}, and {nvcc} knows {shown}")
     return names
 
 
@@ -158,6 +182,42 @@ def usage(log: str) -> dict[str, Usage]:
     return found
 
 
+def narrow_kernels(sass: str) -> tuple[list[str], int]:
+    """Wide kernels that do not load and store 16 bytes at a time, with their architecture, and the number of all wide
+    ones, in the output of cuobjdump -sass.
+    """
+    architecture, found, wide = "", [], 0
+    for part in re.split(r"^\s*(?=Function : |arch = )", sass, flags=re.MULTILINE):
+        if match := re.match(r"arch = (\w+)", part):
+            architecture = match[1]
+        match = re.match(r"Function : (\S+)", part)
+        if match is None or not WIDE.search(match[1]):
+            continue
+        wide += 1
+        loads, stores = (len(re.findall(rf"\b{op}\.E\S*\.128", part)) for op in ("LDG", "STG"))
+        narrow = len(re.findall(r"\bSTG\.E\S*\.[US]16", part))
+        stored = stores or "4pack" in match[1]  # a bitmap: it stores bits
+        if not loads or not stored or narrow >= NARROW:
+            found.append(f"{match[1]} on {architecture}")
+    return found, wide
+
+
+def find_cuobjdump(nvcc: str) -> str:
+    """The program that shows machine code: $CUOBJDUMP, beside nvcc, on PATH, or in a wheel: its own, or triton's.
+
+    Raises NoCudaError.
+    """
+    places = [os.environ.get("CUOBJDUMP"), Path(nvcc).with_name("cuobjdump"), "cuobjdump"]
+    for package, inside in (("nvidia", "cu*/bin/cuobjdump"), ("triton", "backends/nvidia/bin/cuobjdump")):
+        spec = importlib.util.find_spec(package)
+        for path in (spec.submodule_search_locations or []) if spec else []:
+            places += sorted(Path(path).glob(inside))
+    for place in places:
+        if place and (found := shutil.which(place)):
+            return found
+    raise NoCudaError("cuobjdump was not found; pip install -r requirements-cuda.txt, or set CUOBJDUMP to its path")
+
+
 def check() -> int:
     """Print the table of `make cuda-check`; returns the exit status."""
     try:
@@ -181,7 +241,17 @@ def check() -> int:
                 spilling.append(f"{file} on {name}")
     if spilling:
         print(f"cuda-check: registers spill to memory in {', '.join(spilling)}", file=sys.stderr)
-    return bool(spilling)
+    try:
+        cuobjdump = find_cuobjdump(toolkit.nvcc)
+        read = [narrow_kernels(_ask(cuobjdump, "-sass", str(unit.target))) for unit in units]
+    except NoCudaError as error:
+        print(f"cuda-check: the width of stores is not known: {error}", file=sys.stderr)
+        return 1
+    narrow, wide = [name for names, _ in read for name in names], sum(kernels for _, kernels in read)
+    print(f"{wide - len(narrow)} of {wide} wide kernels load and store 16 bytes at a time")
+    for name in narrow:
+        print(f"cuda-check: no access of 16 bytes in {name}", file=sys.stderr)
+    return bool(spilling or narrow)
 
 
 if __name__ == "__main__":

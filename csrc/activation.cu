@@ -147,11 +147,10 @@ void gelu(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* x, const 
   if (rows == 0 || n == 0) return;
   with_width(dtype, n, aligned({x, bias, out}), [&](auto type, auto width) {
     using T = decltype(type);
-    gelu_kernel<T, decltype(width)::value>
-        <<<grid_of(rows, n, decltype(width)::value), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(
-            kind, rows, n, static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out));
+    launch("gelu", gelu_kernel<T, decltype(width)::value>, grid_of(rows, n, decltype(width)::value), kBlock,
+           0, stream, kind, rows, n, static_cast<const T*>(x), static_cast<const T*>(bias),
+           static_cast<T*>(out));
   });
-  check_launch("gelu");
 }
 
 // Independent of the pointers: unaligned blocks of scalars use the same number.
@@ -163,29 +162,24 @@ int64_t gelu_backward_blocks(DType dtype, int64_t rows, int64_t n) {
 void gelu_backward(DType dtype, Gelu kind, int64_t rows, int64_t n, const void* grad, const void* x,
                    const void* bias, void* grad_x, float* partials, void* grad_bias, void* stream) {
   if (rows == 0 || n == 0) return;
-  const auto on = static_cast<cudaStream_t>(stream);
   with_width(dtype, n, aligned({grad, x, bias, grad_x}), [&](auto type, auto width) {
     using T = decltype(type);
     dim3 grid = grid_of(rows, n, decltype(width)::value);
     if (grad_bias) grid.y = static_cast<unsigned>(gelu_backward_blocks(dtype, rows, n));
-    gelu_backward_kernel<T, decltype(width)::value><<<grid, kBlock, 0, on>>>(
-        kind, rows, n, static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<const T*>(bias),
-        static_cast<T*>(grad_x), grad_bias ? partials : nullptr);
-    check_launch("gelu_backward");
-    if (grad_bias) launch_sum_partials<T, 1>({partials, grid.y, n, 1, {grad_bias}}, on);
+    launch("gelu_backward", gelu_backward_kernel<T, decltype(width)::value>, grid, kBlock, 0, stream, kind,
+           rows, n, static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<const T*>(bias),
+           static_cast<T*>(grad_x), grad_bias ? partials : nullptr);
+    if (grad_bias) launch_sum_partials<T, 1>("gelu_backward", {partials, grid.y, n, 1, {grad_bias}}, stream);
   });
-  check_launch("gelu_backward");
 }
 
 void swiglu(DType dtype, int64_t rows, int64_t n, const void* x, void* out, void* stream) {
   if (rows == 0 || n == 0) return;
   with_width(dtype, n, aligned({x, out}), [&](auto type, auto width) {
     using T = decltype(type);
-    swiglu_kernel<T, decltype(width)::value>
-        <<<grid_of(rows, n, decltype(width)::value), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(
-            rows, n, static_cast<const T*>(x), static_cast<T*>(out));
+    launch("swiglu", swiglu_kernel<T, decltype(width)::value>, grid_of(rows, n, decltype(width)::value),
+           kBlock, 0, stream, rows, n, static_cast<const T*>(x), static_cast<T*>(out));
   });
-  check_launch("swiglu");
 }
 
 void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, const void* x, void* grad_x,
@@ -193,11 +187,10 @@ void swiglu_backward(DType dtype, int64_t rows, int64_t n, const void* grad, con
   if (rows == 0 || n == 0) return;
   with_width(dtype, n, aligned({grad, x, grad_x}), [&](auto type, auto width) {
     using T = decltype(type);
-    swiglu_backward_kernel<T, decltype(width)::value>
-        <<<grid_of(rows, n, decltype(width)::value), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(
-            rows, n, static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<T*>(grad_x));
+    launch("swiglu_backward", swiglu_backward_kernel<T, decltype(width)::value>,
+           grid_of(rows, n, decltype(width)::value), kBlock, 0, stream, rows, n, static_cast<const T*>(grad),
+           static_cast<const T*>(x), static_cast<T*>(grad_x));
   });
-  check_launch("swiglu_backward");
 }
 
 }  // namespace oases::cuda

@@ -1,4 +1,5 @@
 // The only file that names pybind11: the scheduler and the sim backend for Python. Ops go by torch.library.
+#include <pybind11/chrono.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -8,12 +9,15 @@
 #include "experts.h"
 #include "kernels.h"
 #include "pieces.h"
+#include "quantized_backend.h"
 #include "scheduler.h"
 #include "sim_backend.h"
 #include "single_process_backend.h"
+#include "staged_backend.h"
 
 namespace py = pybind11;
 using oases::OverlapScheduler;
+using oases::QuantizedBackend;
 
 namespace {
 
@@ -160,8 +164,10 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("blocked_for", &oases::TicketRecord::blocked_for);
 
   py::class_<oases::LabelTotals>(module, "LabelTotals", "Sums over the finished tickets of one label.")
+      .def_readonly("collective", &oases::LabelTotals::collective)
       .def_readonly("count", &oases::LabelTotals::count)
       .def_readonly("bytes", &oases::LabelTotals::bytes)
+      .def_readonly("saved_bytes", &oases::LabelTotals::saved_bytes)
       .def_readonly("link_seconds", &oases::LabelTotals::link_seconds)
       .def_readonly("blocked_seconds", &oases::LabelTotals::blocked_seconds);
 
@@ -190,17 +196,34 @@ PYBIND11_MODULE(_C, module) {
       "Starts the collectives of one process group early and waits for them late.")
       .def(py::init<const c10::intrusive_ptr<c10d::ProcessGroup>&>(), py::arg("process_group"))
       .def_static("of", &OverlapScheduler::of, py::arg("group_name"))
+      .def_static("all", &OverlapScheduler::all)
       .def_property_readonly("rank", &OverlapScheduler::rank)
       .def_property_readonly("size", &OverlapScheduler::size)
+      .def("add_wire", &OverlapScheduler::add_wire, py::arg("wire"), py::arg("group_name"))
+      .def("has_wire", &OverlapScheduler::has_wire, py::arg("wire"))
+      .def("wire_group", &OverlapScheduler::wire_group, py::arg("wire"))
+      .def(
+          "errors",
+          [](const OverlapScheduler& scheduler) {
+            std::map<std::string, std::pair<int64_t, double>> found;
+            for (const auto& [label, errors] : scheduler.errors())
+              found[label] = {errors.samples, errors.sum};
+            return found;
+          },
+          "Sampled sums of each label, and the sum of their relative errors.")
       .def("all_reduce", &OverlapScheduler::all_reduce, py::arg("tensor"), py::arg("label") = "",
-           py::arg("largest") = false, py::call_guard<py::gil_scoped_release>())
+           py::arg("largest") = false, py::arg("wire") = "", py::arg("residual") = py::none(),
+           py::call_guard<py::gil_scoped_release>())
       .def("all_gather", &OverlapScheduler::all_gather, py::arg("output"), py::arg("input"),
-           py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
+           py::arg("label") = "", py::arg("wire") = "", py::call_guard<py::gil_scoped_release>())
       .def("reduce_scatter", &OverlapScheduler::reduce_scatter, py::arg("output"), py::arg("input"),
-           py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
+           py::arg("label") = "", py::arg("wire") = "", py::call_guard<py::gil_scoped_release>())
       .def("all_to_all", &OverlapScheduler::all_to_all, py::arg("output"), py::arg("input"), py::arg("sent"),
-           py::arg("received"), py::arg("label") = "", py::call_guard<py::gil_scoped_release>())
-      .def("wait", &OverlapScheduler::wait, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
+           py::arg("received"), py::arg("label") = "", py::arg("wire") = "",
+           py::call_guard<py::gil_scoped_release>())
+      .def("exempted", &OverlapScheduler::exempted)
+      // Wrapped, so that warnings are Python's.
+      .def("wait", torch::wrap_pybind_function_no_gil(&OverlapScheduler::wait), py::arg("ticket"))
       .def("set_recording", &OverlapScheduler::set_recording, py::arg("on"))
       .def("set_counting", &OverlapScheduler::set_counting, py::arg("on"),
            py::call_guard<py::gil_scoped_release>())
@@ -240,6 +263,51 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("inner"), py::arg("startup_seconds"), py::arg("bandwidth"),
       "A backend that moves data through `inner` with the timing of a link: seconds and bytes per second.");
+
+  py::class_<QuantizedBackend, c10d::Backend, c10::intrusive_ptr<QuantizedBackend>>(
+      module, "QuantizedBackend",
+      "A backend that sends quantised numbers through `inner`, which nothing else may use.")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>, const std::string&, bool, bool>(), py::arg("inner"),
+           py::arg("code"), py::arg("stochastic") = false, py::arg("rotated") = false)
+      .def_readonly_static("largest_error", &QuantizedBackend::kLargestError)
+      .def_property_readonly("bytes_sent", &QuantizedBackend::bytes_sent);
+
+  module.def(
+      "quantize",
+      [](const at::Tensor& x, const std::string& code, bool stochastic, bool rotated, uint64_t seed) {
+        TORCH_CHECK_VALUE(x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous(),
+                          "quantize takes contiguous float32 tensors on the CPU");
+        const oases::Quantization how{oases::code_called(code), stochastic, rotated, seed};
+        at::Tensor packed = at::empty({oases::packed_bytes(how.code, x.numel())}, at::kByte);
+        oases::cpu::quantize_sum(how, x.const_data_ptr<float>(), nullptr, 0, -1, 0, x.numel(), 0,
+                                 packed.mutable_data_ptr<uint8_t>());
+        return packed;
+      },
+      py::arg("x"), py::arg("code"), py::arg("stochastic") = false, py::arg("rotated") = false,
+      py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>(),
+      "Packed numbers of x: codes, then the scales of blocks of 128.");
+  module.def(
+      "dequantize",
+      [](const at::Tensor& packed, int64_t numel, const std::string& code, bool rotated) {
+        const oases::Quantization how{oases::code_called(code), false, rotated, 0};
+        TORCH_CHECK_VALUE(packed.is_cpu() && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
+                              packed.numel() == oases::packed_bytes(how.code, numel),
+                          "dequantize of ", numel, " numbers takes ", oases::packed_bytes(how.code, numel),
+                          " contiguous bytes on the CPU, got ", packed.numel(), " of ", packed.scalar_type());
+        at::Tensor x = at::empty({numel}, at::kFloat);
+        oases::cpu::dequantize(how, packed.const_data_ptr<uint8_t>(), numel, x.mutable_data_ptr<float>());
+        return x;
+      },
+      py::arg("packed"), py::arg("numel"), py::arg("code"), py::arg("rotated") = false,
+      py::call_guard<py::gil_scoped_release>(), "Numbers of what quantize packed.");
+  module.def("staged_backend",
+             torch::wrap_pybind_function_no_gil(
+                 [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                    std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
+                   return c10::make_intrusive<oases::StagedBackend>(store, rank, size, timeout);
+                 }),
+             py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+             "A backend for the ranks of one machine, through shared memory; all ranks make it together.");
 
   py::class_<Costs>(module, "ExpertCosts", "Cost model of a layer of experts; see oases.moe.costs.")
       .def(py::init<>())

@@ -47,7 +47,7 @@ TORCH_LIBRARY_FRAGMENT(oases, library) {
   // The number of rows is data-dependent: oases.kernels.sparse registers the fake kernel.
   library.set_python_module("oases.kernels.sparse");
   library.def("bitmap_pack(Tensor x) -> Tensor");
-  library.def("bitmap_unpack(Tensor bits, SymInt rows) -> Tensor");
+  library.def("bitmap_unpack(Tensor bits, SymInt rows) -> Tensor", kNotCaptured);
 }
 
 TORCH_LIBRARY_IMPL(oases, CPU, library) {

@@ -30,8 +30,7 @@ __global__ void watch_clock(int64_t nanoseconds) {
 }  // namespace
 
 void occupy(int64_t nanoseconds, void* stream) {
-  watch_clock<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(nanoseconds);
-  check_launch("occupy");
+  launch("occupy", watch_clock, 1, 1, 0, stream, nanoseconds);
 }
 
 void set_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }

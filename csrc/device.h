@@ -1,4 +1,4 @@
-// Device code shared by kernels: 16-byte packs of numbers, row sums, sums of partial sums. Only for *.cu.
+// Shared by kernels: launches, 16-byte packs of numbers, row sums, sums of partial sums. Only for *.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <stdexcept>
 #include <string>
@@ -19,8 +20,26 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// Reports which launch failed; `name` is that of the launcher.
-inline void check_launch(const char* name) { check(cudaGetLastError(), name); }
+// Every launch comes here, which lets the tests run kernels on the CPU (cpp_tests/emulated). `name`, that of the
+// launcher, opens the message where the launch fails.
+template <typename... Parameters, typename... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int64_t shared_bytes,
+            void* stream, Arguments... arguments) {
+  if (blocks.x == 0) return;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
+}
+
+// Dynamic shared memory.
+template <typename T>
+__device__ T* shared_memory() {
+  extern __shared__ __align__(16) unsigned char bytes[];
+  return reinterpret_cast<T*>(bytes);
+}
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -49,7 +68,17 @@ struct alignas(width * sizeof(T)) Pack {
   __device__ __forceinline__ float operator[](int i) const { return to_float(values[i]); }
   __device__ __forceinline__ void set(int i, float x) { values[i] = from_float<T>(x); }
   __device__ __forceinline__ static Pack load(const T* from) { return *reinterpret_cast<const Pack*>(from); }
-  __device__ __forceinline__ void store(T* to) const { *reinterpret_cast<Pack*>(to) = *this; }
+  // Through an instruction of 16 bytes where the pack has as many: ptxas for sm_80 to sm_90 splits the store of
+  // a struct into one per number.
+  __device__ __forceinline__ void store(T* to) const {
+    if constexpr (sizeof(Pack) == 16) {
+      uint4 bits;
+      memcpy(&bits, values, sizeof bits);
+      __stwb(reinterpret_cast<uint4*>(to), bits);
+    } else {
+      *reinterpret_cast<Pack*>(to) = *this;
+    }
+  }
 };
 
 // Numbers in 16 bytes.
@@ -162,9 +191,9 @@ __global__ void __launch_bounds__(32 * kSumRows) sum_partials(Sums sums) {
 }
 
 template <typename T, int width>
-void launch_sum_partials(const Sums& sums, cudaStream_t stream) {
+void launch_sum_partials(const char* name, const Sums& sums, void* stream) {
   const dim3 grid(static_cast<unsigned>((sums.n + 31) / 32), static_cast<unsigned>(sums.count));
-  sum_partials<T, width><<<grid, dim3(32, kSumRows), 0, stream>>>(sums);
+  launch(name, sum_partials<T, width>, grid, dim3(32, kSumRows), 0, stream, sums);
 }
 
 }  // namespace oases::cuda

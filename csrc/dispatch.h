@@ -3,11 +3,13 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/enum_tag.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <optional>
+#include <vector>
 
 #include "kernels.h"
 
@@ -43,6 +45,9 @@ inline void check_sizes(const char* op, const char* name, const at::Tensor& x, c
 inline std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& x) {
   return x ? std::optional(x->contiguous()) : std::nullopt;
 }
+
+// Ops that start collectives or wait for the device: inductor's CUDA graphs leave them out.
+inline const std::vector<at::Tag> kNotCaptured{at::Tag::cudagraph_unsafe};
 
 // Memory of an optional tensor, or null.
 inline void* data_or_null(const std::optional<at::Tensor>& x) { return x ? x->data_ptr() : nullptr; }

@@ -1,6 +1,7 @@
-// Failure protocol of OverlapScheduler, on a thread of its own; see the header.
+// Failure protocol of OverlapScheduler, on a thread of its own, and what a rank that hangs waits for; see the header.
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <numeric>
 #include <thread>
 
@@ -31,7 +32,7 @@ HaltState OverlapScheduler::halt(const std::string& failure, bool out_of_memory)
 int64_t OverlapScheduler::foreign() {
   if (!countable_) return 0;
   try {
-    return static_cast<int64_t>(group()->getSequenceNumberForGroup()) - started_;
+    return static_cast<int64_t>(group()->getSequenceNumberForGroup()) - (started_ - on_wires_);
   } catch (const c10::Error&) {
     // Counting is optional in c10d; without it a foreign collective in flight shows as a
     // drain that does not end.
@@ -40,11 +41,16 @@ int64_t OverlapScheduler::foreign() {
   }
 }
 
-void OverlapScheduler::fill(const std::string& collective, const at::Tensor& whole,
+void OverlapScheduler::fill(const std::string& named, const at::Tensor& whole,
                             const std::vector<int64_t>& sent, const std::vector<int64_t>& received) {
+  const size_t colon = named.find(':'), second = named.find(':', colon + 1);
+  const bool on_wire = colon != std::string::npos;
+  const std::string collective = named.substr(0, colon),
+                    wire = on_wire ? named.substr(colon + 1, second - colon - 1) : "",
+                    label = on_wire ? named.substr(second + 1) : "nothing, for a rank that failed";
   auto ticket = std::make_shared<Ticket>();
-  ticket->record_.collective = collective;
-  ticket->record_.label = "nothing, for a rank that failed";
+  ticket->record_.collective = named.substr(0, on_wire ? second : colon);
+  ticket->record_.label = label;
   at::Tensor flat = whole.view(-1);
   at::Tensor part = collective.rfind("all_reduce", 0) == 0 ? flat : flat.new_zeros({flat.numel() / size_});
   const bool splits = collective == "all_to_all";
@@ -52,20 +58,26 @@ void OverlapScheduler::fill(const std::string& collective, const at::Tensor& who
     flat = whole.new_zeros({std::accumulate(sent.begin(), sent.end(), int64_t{0})});
     part = whole.new_empty({std::accumulate(received.begin(), received.end(), int64_t{0})});
   }
+  // Zeros are never used on the CPU, where a wait looks whether the rank was halted. An accelerator's host may have
+  // passed its waits, and its optimizer be queued: no sum may be silently wrong.
+  if (!whole.is_cpu() && at::isFloatingType(whole.scalar_type())) {
+    flat.fill_(std::numeric_limits<double>::quiet_NaN());
+    part.fill_(std::numeric_limits<double>::quiet_NaN());
+  }
   ticket->tensors_ = {flat, part};
   const std::lock_guard<std::mutex> lock(issuing_);
   const Splits numbers{sent, received};
   const auto begin = [&]() -> c10::intrusive_ptr<c10d::Work> {
-    if (splits) return start_all_to_all(part, flat, numbers);
-    if (collective == "all_gather") return group()->_allgather_base(flat, part);
-    if (collective == "reduce_scatter") return group()->_reduce_scatter_base(part, flat);
+    if (splits) return start_all_to_all(part, flat, numbers, wire, label);
+    if (collective == "all_gather") return group(wire, label)->_allgather_base(flat, part);
+    if (collective == "reduce_scatter") return group(wire, label)->_reduce_scatter_base(part, flat);
     c10d::AllreduceOptions options;
     if (collective == "all_reduce_max")
       options.reduceOp = c10d::ReduceOp::MAX;
     else
       TORCH_CHECK(collective == "all_reduce", "unknown collective '", collective, "'");
     std::vector<at::Tensor> tensors{flat};
-    return group()->allreduce(tensors, options);
+    return group(wire, label)->allreduce(tensors, options);
   };
   start(ticket, flat, begin, splits ? &numbers : nullptr);
 }
@@ -99,7 +111,7 @@ std::string OverlapScheduler::drain(double patience_seconds) {
       if (monotonic_seconds() > end) return name + " did not end";
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
-    if (!work->isSuccess()) return name + " failed";
+    if (work->exception()) return name + " failed";  // not isSuccess(), which throws for NCCL's works
   }
   const std::lock_guard<std::mutex> lock(issuing_);
   for (const auto& ticket : in_flight_) ticket->given_up_ = true;
@@ -154,15 +166,32 @@ int64_t OverlapScheduler::failures() const {
   return failures_;
 }
 
+std::string OverlapScheduler::waiting_for() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!waiting_for_.empty()) return waiting_for_;
+  // An accelerator's host has passed its waits: what its compute stream has come to.
+  for (const auto& ticket : unsettled_)
+    if (ticket->before_wait_->query() && !ticket->end_->query()) return described(ticket->record_);
+  return "";
+}
+
+std::string OverlapScheduler::described(const TicketRecord& record) const {
+  return c10::str(record.collective, " of ", record.label.empty() ? "?" : record.label, " (", record.bytes,
+                  " bytes, group '", name_, "' of ", size_, ")");
+}
+
 void OverlapScheduler::renew() {
   const std::lock_guard<std::mutex> lock(issuing_);
   state_ = State::running;
   failure_.clear();
   broken_.clear();
-  failures_ = started_ = 0;
+  failures_ = started_ = on_wires_ = 0;
   foreign_at_first_ = foreign();
   last_.clear();
   in_flight_.clear();
+  wires_.clear();
+  errors_.clear();
+  exempted_.clear();
 }
 
 }  // namespace oases

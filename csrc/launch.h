@@ -1,4 +1,4 @@
-// Launch helpers for kernels that iterate over items or warps. Only for *.cu.
+// Helpers of kernels that iterate over items or warps. Only for *.cu.
 #pragma once
 
 #include "device.h"
@@ -19,21 +19,6 @@ inline dim3 block_over(int64_t units) {
   unsigned along = 1;
   while (along < units && along < kThreads) along *= 2;
   return dim3(along, kThreads / along);
-}
-
-template <typename... Parameters, typename... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), unsigned blocks, dim3 threads,
-            int64_t shared_bytes, void* stream, Arguments... arguments) {
-  if (blocks == 0) return;
-  kernel<<<blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments...);
-  check_launch(name);
-}
-
-// Dynamic shared memory.
-template <typename T>
-__device__ T* shared_memory() {
-  extern __shared__ __align__(16) unsigned char bytes[];
-  return reinterpret_cast<T*>(bytes);
 }
 
 // Index of this thread in the grid, and their number, for one-dimensional blocks.

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <exception>
+#include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
@@ -17,6 +19,12 @@ class LocalWork : public c10d::Work {
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   std::vector<at::Tensor> result() override { return outputs_; }
+
+  // Of quantised numbers, equal on all ranks; read these after the wait. relative_error: where it was sampled.
+  // exempt: sent in bf16. exempted: the layer that is so from now on, or "".
+  std::optional<double> relative_error;
+  bool exempt = false;
+  std::string exempted;
 
   void end(const std::exception_ptr& error) {
     // The future first: callers that return from wait() must find its callbacks done.

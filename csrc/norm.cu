@@ -141,8 +141,7 @@ struct Backward {
 template <typename T, int width, int held>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const Backward<T> a) {
   using P = Pack<T, width>;
-  extern __shared__ float4 memory[];
-  float* const shared = reinterpret_cast<float*>(memory);
+  float* const shared = shared_memory<float>();
   const auto n = static_cast<Column<held>>(a.n), size = a.sums * n;
   float* const own = a.partials + int64_t{blockIdx.x} * size;
   // Sums of a held row are in shared memory, which the compiler must know to address it cheaply.
@@ -325,11 +324,9 @@ void norm_forward(const NormEpilogue& e, const NormForward& t, void* stream) {
                        e.norm == Norm::layer,
                        make_dropout(e.p, e.seed, e.offset, e.n)};
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(row_blocks(e.rows, plan), 1 << 20));
-    with_kernel<ForwardKernels<T>>(plan, [&](auto kernel, auto) {
-      kernel<<<blocks, plan.block, 0, static_cast<cudaStream_t>(stream)>>>(a);
-    });
+    with_kernel<ForwardKernels<T>>(
+        plan, [&](auto kernel, auto) { launch("norm_forward", kernel, blocks, plan.block, 0, stream, a); });
   });
-  check_launch("norm_forward");
 }
 
 int64_t norm_backward_blocks(const NormEpilogue& e, const NormBackward& t) {
@@ -355,7 +352,6 @@ int64_t norm_backward_blocks(const NormEpilogue& e, const NormBackward& t) {
 
 void norm_backward(const NormEpilogue& e, const NormBackward& t, void* stream) {
   if (e.rows == 0 || e.n == 0) return;
-  const auto on = static_cast<cudaStream_t>(stream);
   with_type(e.dtype, [&](auto type) {
     using T = decltype(type);
     const BackwardPlan plan = backward_plan<T>(e, t);
@@ -383,12 +379,10 @@ void norm_backward(const NormEpilogue& e, const NormBackward& t, void* stream) {
     with_kernel<BackwardKernels<T>>(plan, [&](auto kernel, auto width) {
       if (shared)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "norm");
-      kernel<<<static_cast<unsigned>(t.blocks), plan.block, shared, on>>>(a);
-      check_launch("norm_backward");
-      launch_sum_partials<T, decltype(width)::value>(stage, on);
+      launch("norm_backward", kernel, static_cast<unsigned>(t.blocks), plan.block, shared, stream, a);
+      launch_sum_partials<T, decltype(width)::value>("norm_backward", stage, stream);
     });
   });
-  check_launch("norm_backward");
 }
 
 }  // namespace oases::cuda

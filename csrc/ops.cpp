@@ -3,6 +3,7 @@
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "dispatch.h"
 #include "linear.h"
 
 namespace oases {
@@ -44,16 +45,20 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_meta(const Tensor& grad, cons
 TORCH_LIBRARY(oases, library) {
   library.def(
       "column_linear(Tensor x, Tensor weight, Tensor? bias, str group, int num_chunks, "
-      "bool sequence_parallel) -> Tensor");
+      "bool sequence_parallel) -> Tensor",
+      kNotCaptured);
   library.def(
       "row_linear(Tensor x, Tensor weight, Tensor? bias, str group, int num_chunks, "
-      "bool sequence_parallel) -> Tensor");
+      "bool sequence_parallel) -> Tensor",
+      kNotCaptured);
   library.def(
       "column_linear_backward(Tensor grad, Tensor x, Tensor weight, str group, int num_chunks, "
-      "bool sequence_parallel) -> (Tensor, Tensor, Tensor)");
+      "bool sequence_parallel) -> (Tensor, Tensor, Tensor)",
+      kNotCaptured);
   library.def(
       "row_linear_backward(Tensor grad, Tensor x, Tensor weight, str group, int num_chunks, "
-      "bool sequence_parallel) -> (Tensor, Tensor, Tensor)");
+      "bool sequence_parallel) -> (Tensor, Tensor, Tensor)",
+      kNotCaptured);
 }
 
 TORCH_LIBRARY_IMPL(oases, CompositeExplicitAutograd, library) {

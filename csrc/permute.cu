@@ -106,7 +106,9 @@ __global__ void gather(const Unit* x, const int64_t* source, int64_t k, int64_t 
 
 __global__ void invert_source(const int64_t* source, int64_t slots, int64_t* inverse) {
   for (int64_t i = first_item(); i < slots; i += item_stride()) {
-    if (source[i] >= 0 && source[i] < slots) inverse[source[i]] = i;
+    // Of rows that name one slot the first has it, whichever comes first; -1 is the largest of this type.
+    if (source[i] >= 0 && source[i] < slots)
+      atomicMin(as_unsigned(inverse + source[i]), static_cast<unsigned long long>(i));
   }
 }
 

@@ -98,8 +98,8 @@ void gather_rows(const void* x, const int64_t* source, int64_t k, int64_t rows, 
 
 void invert(const int64_t* source, int64_t slots, int64_t* inverse) {
   std::fill_n(inverse, slots, -1);
-  // Single-threaded: slots named twice would race for their entry.
-  for (int64_t i = 0; i < slots; ++i) {
+  // Single-threaded: of rows that name one slot the first has it.
+  for (int64_t i = slots - 1; i >= 0; --i) {
     if (source[i] >= 0 && source[i] < slots) inverse[source[i]] = i;
   }
 }

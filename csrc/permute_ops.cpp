@@ -175,8 +175,9 @@ std::tuple<Tensor, Tensor> unpermute_backward_meta(const Tensor& grad, const std
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(oases, library) {
-  library.def("histogram(Tensor expert_ids, SymInt num_experts) -> Tensor");
-  library.def("permute(Tensor x, Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)");
+  library.def("histogram(Tensor expert_ids, SymInt num_experts) -> Tensor", kNotCaptured);
+  library.def("permute(Tensor x, Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)",
+              kNotCaptured);
   library.def("unpermute(Tensor rows, Tensor source, Tensor? weights, SymInt tokens) -> Tensor");
   library.def(
       "unpermute_backward(Tensor grad, Tensor? rows, Tensor source, Tensor? weights) -> (Tensor, Tensor)");

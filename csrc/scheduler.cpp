@@ -8,6 +8,9 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "local_work.h"
+#include "quantized_backend.h"
+
 // torch 2.13 renames the two _base collectives; 2.11 and 2.12 know only these names.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
@@ -47,26 +50,65 @@ OverlapScheduler::OverlapScheduler(const c10::intrusive_ptr<c10d::ProcessGroup>&
 OverlapScheduler::OverlapScheduler(std::string name, int rank, int size)
     : name_(std::move(name)), rank_(rank), size_(size) {}
 
-std::shared_ptr<OverlapScheduler> OverlapScheduler::of(const std::string& group_name) {
+namespace {
+struct Shared {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<OverlapScheduler>> by_group;
+};
+
+Shared& shared() {
   // Never destroyed: a scheduler may be asked for while the interpreter is shutting down.
-  static auto* schedulers = new std::map<std::string, std::shared_ptr<OverlapScheduler>>();
-  static auto* mutex = new std::mutex();
+  static auto* const found = new Shared();
+  return *found;
+}
+}  // namespace
+
+std::shared_ptr<OverlapScheduler> OverlapScheduler::of(const std::string& group_name) {
   const auto group = c10d::resolve_process_group(group_name);
-  const std::lock_guard<std::mutex> lock(*mutex);
-  auto& scheduler = (*schedulers)[group_name];
+  const std::lock_guard<std::mutex> lock(shared().mutex);
+  auto& scheduler = shared().by_group[group_name];
   // The name of a destroyed group may have been reused.
   if (!scheduler || scheduler->rank_ != group->getRank() || scheduler->size_ != group->getSize())
     scheduler.reset(new OverlapScheduler(group_name, group->getRank(), group->getSize()));
   return scheduler;
 }
 
-c10::intrusive_ptr<c10d::ProcessGroup> OverlapScheduler::group() const {
-  return group_ ? group_ : c10d::resolve_process_group(name_);
+std::map<std::string, std::shared_ptr<OverlapScheduler>> OverlapScheduler::all() {
+  const std::lock_guard<std::mutex> lock(shared().mutex);
+  auto found = shared().by_group;
+  for (auto it = found.begin(); it != found.end();) {
+    try {
+      c10d::resolve_process_group(it->first);
+      ++it;
+    } catch (const c10::Error&) {  // destroyed
+      it = found.erase(it);
+    }
+  }
+  return found;
 }
 
-std::shared_ptr<Ticket> OverlapScheduler::issue(const char* collective, const at::Tensor& counted,
-                                                std::vector<at::Tensor> tensors, const std::string& label,
-                                                const Start& start, const Splits* splits) {
+c10::intrusive_ptr<c10d::ProcessGroup> OverlapScheduler::group(const std::string& wire,
+                                                               const std::string& label) const {
+  if (wire.empty() && code_.empty()) return group_ ? group_ : c10d::resolve_process_group(name_);
+  const auto found = c10d::resolve_process_group(wire.empty() ? name_ : wires_.at(wire));
+  auto* const quantized = dynamic_cast<QuantizedBackend*>(found->getBackend(c10::DeviceType::CPU).get());
+  if (quantized) quantized->set_label(label);
+  return found;
+}
+
+void OverlapScheduler::add_wire(const std::string& wire, const std::string& group_name) {
+  const auto other = c10d::resolve_process_group(group_name);
+  TORCH_CHECK_VALUE(other->getRank() == rank_ && other->getSize() == size_, "group '", group_name,
+                    "' for the wire ", wire, " is not of the ranks of group '", name_, "'");
+  wires_[wire] = group_name;
+  of(group_name)->code_ = wire;
+}
+
+std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, const std::string& wire,
+                                                const at::Tensor& counted, std::vector<at::Tensor> tensors,
+                                                const std::string& label, const Start& start,
+                                                const Splits* splits) {
+  const std::string collective = wire.empty() ? operation : operation + ":" + wire;
   for (const auto& tensor : tensors)
     TORCH_CHECK(tensor.is_contiguous(), collective, " of ", label, ": the tensor of shape ", tensor.sizes(),
                 " and strides ", tensor.strides(), " is not contiguous; call .contiguous() first");
@@ -74,7 +116,10 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const char* collective, const at
   ticket->finish_ = std::make_shared<Ticket::Finish>();
   ticket->record_.collective = collective;
   ticket->record_.label = label;
-  ticket->record_.bytes = counted.numel() * counted.element_size();
+  const std::string& code = wire.empty() ? code_ : wire;
+  const int64_t whole = counted.numel() * counted.element_size();
+  ticket->record_.bytes = code.empty() ? whole : packed_bytes(code_called(code), counted.numel());
+  ticket->record_.saved_bytes = whole - ticket->record_.bytes;
   ticket->tensors_ = std::move(tensors);
   ticket->record_.issued = monotonic_seconds();
   if (size_ == 1 || (counted.numel() == 0 && !splits)) {
@@ -105,9 +150,17 @@ void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Te
   ticket->work_ = start();
   TORCH_CHECK(ticket->work_, record.collective, " of ", record.label, ": the backend of group '", name_,
               "' returned no work to wait for");
+  const bool on_wire = record.collective.find(':') != std::string::npos;
+  on_wires_ += on_wire;
+  if (ticket->at_issue_) record_end(*ticket);
   ++started_;
-  last_.push_back(
-      {record.collective, counted.numel(), counted.scalar_type(), counted.device(), {}, {}, foreign()});
+  last_.push_back({on_wire ? record.collective + ":" + record.label : record.collective,
+                   counted.numel(),
+                   counted.scalar_type(),
+                   counted.device(),
+                   {},
+                   {},
+                   foreign()});
   if (splits) {
     last_.back().sent = splits->sent;
     last_.back().received = splits->received;
@@ -120,36 +173,51 @@ void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Te
   in_flight_.push_back(ticket);
 }
 
+// On a stream on which nothing else is queued: the event of the compute stream's wait says when that came to it.
+void OverlapScheduler::record_end(Ticket& ticket) {
+  const c10::Device device = ticket.tensors_.front().device();
+  if (!aside_ || aside_->device() != device)
+    aside_ = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+  const c10::StreamGuard on(*aside_);
+  ticket.work_->wait();
+  record_event(ticket.end_, device);
+}
+
 std::shared_ptr<Ticket> OverlapScheduler::all_reduce(const at::Tensor& tensor, const std::string& label,
-                                                     bool largest) {
-  return issue(largest ? "all_reduce_max" : "all_reduce", tensor, {tensor}, label, [&] {
-    std::vector<at::Tensor> tensors{tensor};
+                                                     bool largest, const std::string& wire,
+                                                     const std::optional<at::Tensor>& residual) {
+  std::vector<at::Tensor> tensors{tensor};
+  if (residual) {
+    TORCH_CHECK_VALUE(!wire.empty(), "all_reduce of ", label, ": only a sum on a wire has a residual");
+    tensors.push_back(*residual);
+  }
+  return issue(largest ? "all_reduce_max" : "all_reduce", wire, tensor, tensors, label, [&] {
     c10d::AllreduceOptions options;
     if (largest) options.reduceOp = c10d::ReduceOp::MAX;
-    return group()->allreduce(tensors, options);
+    return group(wire, label)->allreduce(tensors, options);
   });
 }
 
 std::shared_ptr<Ticket> OverlapScheduler::all_gather(const at::Tensor& output, const at::Tensor& input,
-                                                     const std::string& label) {
+                                                     const std::string& label, const std::string& wire) {
   TORCH_CHECK(output.numel() == input.numel() * size_, "all_gather of ", label, ": the output holds ",
               output.numel(), " elements, not group size ", size_, " x input ", input.numel());
-  auto ticket = issue("all_gather", output, {output, input}, label, [&] {
+  auto ticket = issue("all_gather", wire, output, {output, input}, label, [&] {
     at::Tensor whole = output.view(-1),
                part = input.view(-1);  // gloo requires equal shapes
-    return group()->_allgather_base(whole, part);
+    return group(wire, label)->_allgather_base(whole, part);
   });
   if (!ticket->work_ && input.numel() > 0) output.view(-1).copy_(input.view(-1));
   return ticket;
 }
 
 std::shared_ptr<Ticket> OverlapScheduler::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                                         const std::string& label) {
+                                                         const std::string& label, const std::string& wire) {
   TORCH_CHECK(input.numel() == output.numel() * size_, "reduce_scatter of ", label, ": the input holds ",
               input.numel(), " elements, not group size ", size_, " x output ", output.numel());
-  auto ticket = issue("reduce_scatter", input, {output, input}, label, [&] {
+  auto ticket = issue("reduce_scatter", wire, input, {output, input}, label, [&] {
     at::Tensor part = output.view(-1), whole = input.view(-1);
-    return group()->_reduce_scatter_base(part, whole);
+    return group(wire, label)->_reduce_scatter_base(part, whole);
   });
   if (!ticket->work_ && output.numel() > 0) output.view(-1).copy_(input.view(-1));
   return ticket;
@@ -158,7 +226,7 @@ std::shared_ptr<Ticket> OverlapScheduler::reduce_scatter(const at::Tensor& outpu
 std::shared_ptr<Ticket> OverlapScheduler::all_to_all(const at::Tensor& output, const at::Tensor& input,
                                                      const std::vector<int64_t>& sent,
                                                      const std::vector<int64_t>& received,
-                                                     const std::string& label) {
+                                                     const std::string& label, const std::string& wire) {
   // Convert rows to elements: backends then need not agree on the shape of a row.
   const auto numbers = [&](const char* what, const at::Tensor& tensor, const std::vector<int64_t>& rows) {
     TORCH_CHECK(tensor.dim() > 0 && static_cast<int>(rows.size()) == size_, "all_to_all of ", label, ": the ",
@@ -183,16 +251,17 @@ std::shared_ptr<Ticket> OverlapScheduler::all_to_all(const at::Tensor& output, c
   TORCH_CHECK(splits.sent[rank_] == splits.received[rank_], "all_to_all of ", label, ": rank ", rank_,
               " sends itself ", sent[rank_], " rows but receives ", received[rank_]);
   auto ticket = issue(
-      "all_to_all", input, {output, input}, label, [&] { return start_all_to_all(output, input, splits); },
-      &splits);
+      "all_to_all", wire, input, {output, input}, label,
+      [&] { return start_all_to_all(output, input, splits, wire, label); }, &splits);
   if (!ticket->work_ && input.numel() > 0) output.view(-1).copy_(input.view(-1));
   return ticket;
 }
 
 c10::intrusive_ptr<c10d::Work> OverlapScheduler::start_all_to_all(at::Tensor output, at::Tensor input,
-                                                                  Splits numbers) {
+                                                                  Splits numbers, const std::string& wire,
+                                                                  const std::string& label) {
   output = output.view(-1), input = input.view(-1);
-  return group()->alltoall_base(output, input, numbers.received, numbers.sent);
+  return group(wire, label)->alltoall_base(output, input, numbers.received, numbers.sent);
 }
 
 // Waits, and checks once a second whether the group was given up: gloo has no abort that would end the wait.
@@ -222,8 +291,7 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
   record.waited_from = monotonic_seconds();
   const bool on_cpu = ticket->tensors_.front().is_cpu();
   if (ticket->work_) {
-    const std::string name = c10::str(record.collective, " of ", record.label.empty() ? "?" : record.label,
-                                      " (", record.bytes, " bytes, group '", name_, "' of ", size_, ")");
+    const std::string name = described(record);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       waiting_for_ = name;
@@ -231,10 +299,7 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
     const auto device = ticket->tensors_.front().device();
     if (!on_cpu) record_event(ticket->before_wait_, device);
     try {
-      if (on_cpu)
-        wait_on_host(*ticket->work_);
-      else
-        ticket->work_->wait();
+      on_cpu ? wait_on_host(*ticket->work_) : static_cast<void>(ticket->work_->wait());
     } catch (const std::exception& error) {
       std::unique_lock<std::mutex> halting(issuing_);
       if (state_ != State::running) stop(halting, name);
@@ -248,68 +313,29 @@ void OverlapScheduler::wait(const std::shared_ptr<Ticket>& ticket) {
     const auto place = std::find(in_flight_.begin(), in_flight_.end(), ticket);
     if (place != in_flight_.end()) in_flight_.erase(place);
   }
+  const c10::intrusive_ptr<c10d::Work> work = ticket->work_;
+  // Not c10's cast of the pointer itself, which keeps a work of another class forever.
+  const auto* const local = dynamic_cast<LocalWork*>(work.get());
+  if (local && local->exempt) {
+    const int64_t whole = record.bytes + record.saved_bytes;
+    record.bytes = packed_bytes(Code::bf16, whole / ticket->tensors_.front().element_size());
+    record.saved_bytes = whole - record.bytes;
+  }
   record.blocked_for = monotonic_seconds() - record.waited_from;
   if (ticket->finish_->at == 0.0) ticket->finish_->at = monotonic_seconds();
   ticket->work_.reset();
   ticket->tensors_.clear();
+  if (local) note_error(*local, record.label);
   const std::lock_guard<std::mutex> lock(mutex_);
   waiting_for_.clear();
-  if (ticket->after_wait_)
-    unsettled_.push_back(ticket);
-  else
-    account(ticket->record());
-}
-
-void OverlapScheduler::settle() {
-  for (const auto& ticket : unsettled_) {
-    ticket->after_wait_->synchronize();
-    TicketRecord record = ticket->record();
-    record.blocked_for = ticket->before_wait_->elapsedTime(*ticket->after_wait_) / 1e3;
-    record.finished = record.issued + ticket->at_issue_->elapsedTime(*ticket->after_wait_) / 1e3;
-    account(record);
+  if (!ticket->after_wait_) {
+    const TicketRecord done = ticket->record();
+    return account(done, done.issued, done.finished, link_free_from_);
   }
-  unsettled_.clear();
-}
-
-void OverlapScheduler::account(const TicketRecord& record) {
-  if (!counting_) return;
-  auto& totals = totals_[record.label];
-  totals.count += 1;
-  totals.bytes += record.bytes;
-  // Collectives issued back to back share the link: time with two of them in flight counts once.
-  totals.link_seconds += std::max(0.0, record.finished - std::max(record.issued, link_free_from_));
-  link_free_from_ = std::max(link_free_from_, record.finished);
-  totals.blocked_seconds += record.blocked_for;
-  if (recording_) records_.push_back(record);
-}
-
-void OverlapScheduler::set_counting(bool on) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  settle();  // earlier waits count as set at that time
-  counting_ = on;
-}
-
-std::vector<TicketRecord> OverlapScheduler::take_records() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  settle();
-  return std::exchange(records_, {});
-}
-
-std::map<std::string, LabelTotals> OverlapScheduler::totals() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  settle();
-  return totals_;
-}
-
-void OverlapScheduler::reset_totals() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  settle();
-  totals_.clear();
-}
-
-std::string OverlapScheduler::waiting_for() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return waiting_for_;
+  unsettled_.push_back(ticket);
+  // Those that have ended, without a wait: otherwise events would gather until somebody asks for totals.
+  while (!unsettled_.empty() && unsettled_.front()->after_wait_->query() && unsettled_.front()->end_->query())
+    settle_first();
 }
 
 }  // namespace oases

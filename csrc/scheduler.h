@@ -19,6 +19,8 @@
 
 namespace oases {
 
+class LocalWork;
+
 // Seconds of the monotonic clock of Python's time.perf_counter().
 double monotonic_seconds();
 
@@ -26,20 +28,29 @@ double monotonic_seconds();
 struct TicketRecord {
   // "all_reduce", "all_reduce_max", "all_gather", "reduce_scatter" or "all_to_all"
   std::string collective;
-  std::string label;       // set by the caller, e.g. the schedule op "F 3.1"
-  int64_t bytes = 0;       // of the whole (gathered or unreduced) tensor; bytes sent of an all-to-all
-  double issued = 0;       // when the collective was passed to the backend
-  double finished = 0;     // when the backend reported its end, or if it cannot, when the wait ended
-  double waited_from = 0;  // when the compute first needed the result
-  double blocked_for = 0;  // how long the compute waited
+  std::string label;        // set by the caller, e.g. the schedule op "F 3.1"
+  int64_t bytes = 0;        // of the whole (gathered or unreduced) tensor; bytes sent of an all-to-all
+  double issued = 0;        // when the collective was passed to the backend
+  double finished = 0;      // when the backend reported its end, or if it cannot, when the wait ended
+  double waited_from = 0;   // when the compute first needed the result
+  double blocked_for = 0;   // how long the compute waited
+  int64_t saved_bytes = 0;  // those of the tensor's own type, less `bytes`, by a wire
 };
 
 // Sums over finished tickets of one label.
 struct LabelTotals {
+  std::string collective;  // of the last ticket
   int64_t count = 0;
   int64_t bytes = 0;
+  int64_t saved_bytes = 0;     // by quantisation
   double link_seconds = 0;     // from issue, or the end of the previous collective, to its end
   double blocked_seconds = 0;  // the compute waited
+};
+
+// Relative errors of the sums of one label that were sampled (quantized_backend.h), equal on all ranks.
+struct SumErrors {
+  int64_t samples = 0;
+  double sum = 0;
 };
 
 // A started collective. Keeps its tensors alive until the wait, so that no caching allocator reuses their
@@ -59,15 +70,15 @@ class Ticket {
   std::shared_ptr<Finish> finish_;
   bool waited_ = false;
   bool given_up_ = false;
-  // Accelerators only: recorded on the compute stream at issue and around the wait; read
-  // when totals are requested.
-  std::optional<c10::Event> at_issue_, before_wait_, after_wait_;
+  // Accelerators only: recorded on the compute stream at issue and around the wait, and on the scheduler's own
+  // where the collective ends; read when they have passed.
+  std::optional<c10::Event> at_issue_, before_wait_, after_wait_, end_;
 };
 
 // Description of a collective with which a rank that did not start it can start it.
 struct Started {
-  std::string collective;
-  int64_t numel;  // of the whole (gathered or unreduced) tensor
+  std::string collective;  // "all_reduce", or with its wire and label, "all_reduce:int8:F 3.1 (...)"
+  int64_t numel;           // of the whole (gathered or unreduced) tensor
   at::ScalarType dtype;
   c10::Device device;
   std::vector<int64_t> sent, received;  // all-to-all: elements to and from each rank
@@ -93,25 +104,35 @@ class OverlapScheduler {
 
   // The scheduler shared by all ops and layers of the group with this c10d name.
   static std::shared_ptr<OverlapScheduler> of(const std::string& group_name);
+  // The shared schedulers of all groups that exist, by the groups' names.
+  static std::map<std::string, std::shared_ptr<OverlapScheduler>> all();
 
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // All-reduce of `tensor` in place: sum, or maximum with `largest`. The tensor must be contiguous.
+  // Collectives with `wire` run on the group of this name, of the same ranks: a QuantizedBackend's.
+  void add_wire(const std::string& wire, const std::string& group_name);
+  bool has_wire(const std::string& wire) const { return wires_.count(wire) > 0; }
+  // Name of the group of a wire that has been added.
+  const std::string& wire_group(const std::string& wire) const { return wires_.at(wire); }
+
+  // All-reduce of `tensor` in place: sum, or maximum with `largest`. The tensor must be contiguous. residual: of
+  // earlier sums on a wire, see QuantizedBackend::allreduce.
   std::shared_ptr<Ticket> all_reduce(const at::Tensor& tensor, const std::string& label = "",
-                                     bool largest = false);
+                                     bool largest = false, const std::string& wire = "",
+                                     const std::optional<at::Tensor>& residual = std::nullopt);
   // Fills `output` (size() times as large) with every rank's `input`, in rank order.
   std::shared_ptr<Ticket> all_gather(const at::Tensor& output, const at::Tensor& input,
-                                     const std::string& label = "");
+                                     const std::string& label = "", const std::string& wire = "");
   // Sums `input` over the group and writes this rank's shard, the rank-th of size(), to `output`.
   std::shared_ptr<Ticket> reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                         const std::string& label = "");
+                                         const std::string& label = "", const std::string& wire = "");
 
   // Sends each rank its rows of `input`, rank 0's first, and fills `output` with the rows from each rank.
   // sent, received: rows to and from each rank; any or all may be 0.
   std::shared_ptr<Ticket> all_to_all(const at::Tensor& output, const at::Tensor& input,
                                      const std::vector<int64_t>& sent, const std::vector<int64_t>& received,
-                                     const std::string& label = "");
+                                     const std::string& label = "", const std::string& wire = "");
 
   // Returns when the result may be used: on the CPU now, on an accelerator by the current stream. Waiting
   // twice is an error. A failed collective throws with its name, label and size.
@@ -124,7 +145,12 @@ class OverlapScheduler {
   std::vector<TicketRecord> take_records();
   std::map<std::string, LabelTotals> totals();
   void reset_totals();
-  // Label of what the calling thread is waiting for, or "" (read by the signal handler of a dying run).
+  // By label; not reset, so that decisions by them are equal on all ranks.
+  std::map<std::string, SumErrors> errors() const;
+  // Layers whose sums were too wrong and are sent in bf16 (quantized_backend.h), with the last error.
+  std::map<std::string, double> exempted() const;
+  // What the calling thread, or on an accelerator its stream, is waiting for, or "" (for a dying run, and for the
+  // thread that answers the launcher while the main thread waits for the device).
   std::string waiting_for() const;
 
   // After a rank failed, a thread on every rank brings all ranks to the same collective, by these calls in
@@ -134,7 +160,8 @@ class OverlapScheduler {
   // Starts no more collectives; callers wait for resume() and then get `failure`, as an OutOfMemoryError if
   // it is one and a DistBackendError otherwise.
   HaltState halt(const std::string& failure, bool out_of_memory = false);
-  // Starts, with zeros, a collective that another rank started: `whole` is the gathered or unreduced tensor;
+  // Starts, with zeros (NaN on accelerators), a collective that another rank started: `whole` is the gathered or
+  // unreduced tensor, of zeros;
   // for an all-to-all it gives dtype and device, and sent and received are the elements that the other ranks
   // wait for and send.
   void fill(const std::string& collective, const at::Tensor& whole, const std::vector<int64_t>& sent = {},
@@ -155,37 +182,52 @@ class OverlapScheduler {
 
  private:
   OverlapScheduler(std::string name, int rank, int size);
-  c10::intrusive_ptr<c10d::ProcessGroup> group() const;
+  // The group, or its wire's, for a collective with this label.
+  c10::intrusive_ptr<c10d::ProcessGroup> group(const std::string& wire = "",
+                                               const std::string& label = "") const;
   using Start = std::function<c10::intrusive_ptr<c10d::Work>()>;
   struct Splits {
     std::vector<int64_t> sent, received;
   };
   // splits: all-to-all only, in which ranks with nothing to send or receive take part, too.
-  std::shared_ptr<Ticket> issue(const char* collective, const at::Tensor& counted,
-                                std::vector<at::Tensor> tensors, const std::string& label, const Start& start,
-                                const Splits* splits = nullptr);
+  std::shared_ptr<Ticket> issue(const std::string& collective, const std::string& wire,
+                                const at::Tensor& counted, std::vector<at::Tensor> tensors,
+                                const std::string& label, const Start& start, const Splits* splits = nullptr);
   void start(const std::shared_ptr<Ticket>& ticket, const at::Tensor& counted, const Start& start,
              const Splits* splits = nullptr);
-  c10::intrusive_ptr<c10d::Work> start_all_to_all(at::Tensor output, at::Tensor input, Splits numbers);
+  c10::intrusive_ptr<c10d::Work> start_all_to_all(at::Tensor output, at::Tensor input, Splits numbers,
+                                                  const std::string& wire, const std::string& label);
+  void note_error(const LocalWork& work, const std::string& label);
   void wait_on_host(c10d::Work& work);
   int64_t foreign();
   void end_halt(std::unique_lock<std::mutex>& lock);
   [[noreturn]] void stop(std::unique_lock<std::mutex>& lock, const std::string& at);
-  void
-  settle();  // add the events of waited accelerator tickets to the totals; blocks until they have completed
-  void account(const TicketRecord& record);
+  std::string described(const TicketRecord& record) const;
+  void record_end(Ticket& ticket);
+  // Adds waited accelerator tickets to the totals: the first, whose events have passed; all, after waiting.
+  void settle_first();
+  void settle();
+  // issued, finished, link_free_from: on the device's clock.
+  void account(const TicketRecord& record, double issued, double finished, double& link_free_from);
 
   // A shared scheduler refers to its group by name: holding the group, even weakly, would keep its threads
   // from ending with destroy_process_group.
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string name_;
+  std::map<std::string, std::string> wires_;  // names of groups
+  std::string code_;                          // of a group that is a wire itself
+  std::map<std::string, SumErrors> errors_;
+  std::map<std::string, double> exempted_;
   int rank_, size_;
   bool recording_ = false;
   bool counting_ = true;
   std::vector<TicketRecord> records_;
-  double link_free_from_ = 0;  // end of the last collective in the totals
+  double link_free_from_ = 0;  // end of the last collective in the totals, on the host's clock
+  // The same on an accelerator's, which starts at the first collective; the last issue in the totals, and its time.
+  double device_link_free_from_ = 0, device_seconds_ = 0;
+  std::optional<c10::Event> last_issue_;
   std::map<std::string, LabelTotals> totals_;
-  std::vector<std::shared_ptr<Ticket>> unsettled_;
+  std::deque<std::shared_ptr<Ticket>> unsettled_;
   mutable std::mutex mutex_;  // guards the above except group_: other threads may read totals
   std::string waiting_for_;
 
@@ -198,10 +240,12 @@ class OverlapScheduler {
   bool out_of_memory_ = false;
   int64_t failures_ = 0;
   int64_t started_ = 0;
+  int64_t on_wires_ = 0;  // of them, those on other groups
   int64_t foreign_at_first_ = 0;
   bool countable_ = true;                          // by the backend
   std::deque<Started> last_;                       // the last of those started
   std::deque<std::shared_ptr<Ticket>> in_flight_;  // not yet waited for
+  std::optional<c10::Stream> aside_;               // for the events of ends
 };
 
 }  // namespace oases

@@ -1,5 +1,6 @@
 #include "sim_backend.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -8,7 +9,6 @@
 #include <chrono>
 
 #include "kernels.h"
-#include "local_work.h"
 
 namespace oases {
 namespace {
@@ -37,6 +37,7 @@ class DeviceWork : public c10d::Work {
 // Keeps a stream busy for so long.
 void occupy(double seconds, const c10::Stream& stream) {
 #ifdef OASES_WITH_CUDA
+  const c10::DeviceGuard guard(stream.device());  // sets torch's device back, which set_device changes, too
   cuda::set_device(stream.device_index());
   cuda::occupy(static_cast<int64_t>(1e9 * seconds), stream.native_handle());
 #else
@@ -55,12 +56,6 @@ double bytes_of(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-struct SimBackend::Job {
-  c10::intrusive_ptr<LocalWork> work;
-  double seconds;
-  std::function<SimBackend::Work()> start;
-};
-
 SimBackend::SimBackend(c10::intrusive_ptr<c10d::Backend> inner, double startup_seconds, double bandwidth)
     : Backend(inner->getRank(), inner->getSize()),
       inner_(std::move(inner)),
@@ -69,16 +64,6 @@ SimBackend::SimBackend(c10::intrusive_ptr<c10d::Backend> inner, double startup_s
   TORCH_CHECK_VALUE(startup_seconds >= 0, "sim: the start-up must be at least 0 seconds, got ",
                     startup_seconds);
   TORCH_CHECK_VALUE(bandwidth > 0, "sim: the bandwidth must be above 0 bytes per second, got ", bandwidth);
-  link_ = std::thread([this] { serve(); });
-}
-
-SimBackend::~SimBackend() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    closing_ = true;
-  }
-  arrived_.notify_all();
-  link_.join();
 }
 
 SimBackend::Work SimBackend::enqueue(c10d::OpType type, double wire_bytes, Tensors outputs,
@@ -86,13 +71,18 @@ SimBackend::Work SimBackend::enqueue(c10d::OpType type, double wire_bytes, Tenso
   const bool on_device = !outputs.empty() && !outputs.front().is_cpu();
   if (on_device && inner_->getBackendName() == "single_process")
     return enqueue_on_device(type, startup_seconds_ + wire_bytes / bandwidth_, std::move(outputs), start);
-  auto work = c10::make_intrusive<LocalWork>(getRank(), type, std::move(outputs));
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back({work, startup_seconds_ + wire_bytes / bandwidth_, std::move(start)});
-  }
-  arrived_.notify_one();
-  return work;
+  const double seconds = startup_seconds_ + wire_bytes / bandwidth_;
+  return link_.enqueue(getRank(), type, std::move(outputs), [seconds, start = std::move(start)](LocalWork&) {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    std::exception_ptr error;
+    try {
+      start()->wait();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    std::this_thread::sleep_until(until);
+    if (error) std::rethrow_exception(error);
+  });
 }
 
 SimBackend::Work SimBackend::enqueue_on_device(c10d::OpType type, double seconds, Tensors outputs,
@@ -111,27 +101,6 @@ SimBackend::Work SimBackend::enqueue_on_device(c10d::OpType type, double seconds
   }
   done.record(link);
   return c10::make_intrusive<DeviceWork>(getRank(), type, std::move(outputs), std::move(done));
-}
-
-void SimBackend::serve() {
-  while (true) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    arrived_.wait(lock, [this] { return closing_ || !queue_.empty(); });
-    if (queue_.empty()) return;
-    Job job = std::move(queue_.front());
-    queue_.pop_front();
-    lock.unlock();
-    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(job.seconds);
-    std::exception_ptr error;
-    try {
-      job.start()->wait();
-    } catch (...) {
-      error = std::current_exception();  // rethrown to callers that wait
-    }
-    std::this_thread::sleep_until(until);
-    job.start = nullptr;
-    job.work->end(error);
-  }
 }
 
 // Bytes of the usual ring and tree algorithms: an all-reduce sends 2 (n-1)/n of the tensor.

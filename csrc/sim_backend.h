@@ -4,12 +4,11 @@
 // passes on a stream of its own in a kernel that only waits, without a host thread.
 #pragma once
 
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <optional>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "worker.h"
 
 namespace oases {
 
@@ -17,7 +16,6 @@ class SimBackend : public c10d::Backend {
  public:
   // `inner` moves the data (a gloo backend); startup in seconds, bandwidth in bytes per second and rank.
   SimBackend(c10::intrusive_ptr<c10d::Backend> inner, double startup_seconds, double bandwidth);
-  ~SimBackend() override;
 
   const std::string getBackendName() const override { return "sim"; }
 
@@ -40,21 +38,15 @@ class SimBackend : public c10d::Backend {
   Work barrier(const c10d::BarrierOptions& options) override;
 
  private:
-  struct Job;
   // `wire_bytes` is what this rank sends; `start` issues the same collective on the inner backend.
   Work enqueue(c10d::OpType type, double wire_bytes, Tensors outputs, std::function<Work()> start);
   Work enqueue_on_device(c10d::OpType type, double seconds, Tensors outputs,
                          const std::function<Work()>& start);
-  void serve();
 
   c10::intrusive_ptr<c10d::Backend> inner_;
   const double startup_seconds_, bandwidth_;
-  std::mutex mutex_;
-  std::condition_variable arrived_;
-  std::deque<Job> queue_;
-  bool closing_ = false;
   std::optional<c10::Stream> device_link_;
-  std::thread link_;  // last member: the thread reads the others
+  Worker link_;  // last member: its thread reads the others
 };
 
 }  // namespace oases

@@ -1,5 +1,6 @@
 """Overlapped tensor parallelism for PyTorch: train large transformers on commodity servers."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
@@ -22,6 +23,7 @@ _PUBLIC = {
     "parallel_cross_entropy": "oases.parallel",
     "parallelize": "oases.autotp",
     "plan": "oases.planner",
+    "quantized_hook": "oases.parallel",
     "report": "oases.parallel",
     "S2Reducer": "oases.sparse",
     "s2_hook": "oases.sparse",
@@ -55,6 +57,7 @@ __all__ = [
     "parallel_cross_entropy",
     "parallelize",
     "plan",
+    "quantized_hook",
     "report",
     "s2_hook",
     "save_checkpoint",
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
         clip_grad_norm,
         make_optimizer,
         parallel_cross_entropy,
+        quantized_hook,
         report,
     )
     from oases.planner import plan
@@ -94,3 +98,25 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def _register_backends() -> None:
+    """Make the backend `staged` known to torch.distributed; the extension is loaded when a group is made.
+
+    torch calls this at the end of its own import, where oases is installed (pyproject.toml).
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or "staged" in dist.Backend.backend_list:
+        return
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        from oases.extension import staged_backend
+
+        return staged_backend(store, rank, size, timeout)
+
+    dist.Backend.register_backend("staged", create, devices=["cpu"])
+
+
+if "torch" in sys.modules:
+    _register_backends()

@@ -14,6 +14,7 @@ from typing import TypedDict
 
 import torch
 
+import oases
 from oases.errors import ExtensionError
 
 BUILT_AGAINST = re.compile(rb"oases was built against torch ([^\0]+)\0")
@@ -44,6 +45,7 @@ def _extension() -> Path:
 
 
 check_torch(_extension(), torch.__version__)
+oases._register_backends()
 
 from oases._C import (  # noqa: E402  (once the torch is known to be the right one)
     DeferredGradients,
@@ -51,11 +53,15 @@ from oases._C import (  # noqa: E402  (once the torch is known to be the right o
     Leaves,
     OverlapScheduler,
     Piece,
+    QuantizedBackend,
+    dequantize,
     generator_mark,
     place_experts,
+    quantize,
     search_experts,
     sim_backend,
     single_process_backend,
+    staged_backend,
 )
 from oases._C import build_info as _build_info  # noqa: E402
 
@@ -65,11 +71,15 @@ __all__ = [
     "Leaves",
     "OverlapScheduler",
     "Piece",
+    "QuantizedBackend",
+    "dequantize",
     "generator_mark",
     "place_experts",
+    "quantize",
     "search_experts",
     "sim_backend",
     "single_process_backend",
+    "staged_backend",
 ]
 
 

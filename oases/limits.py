@@ -47,7 +47,7 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(("heads", "kv_heads"), Limit(0, 2**16)),
     "sequence": Limit(0, 2**24),
     "vocabulary": Limit(0, 2**27),
-    **dict.fromkeys(("experts", "top_k"), Limit(0, 2**14)),
+    **dict.fromkeys(("experts", "top_k", "lora_rank"), Limit(0, 2**14)),
     "expert_memory": Limit(-1, 2**60),
     **dict.fromkeys(
         ("balance_weight", "z_weight", "bias_update_rate", "capacity_factor", "weight_decay", "learning_rate"),

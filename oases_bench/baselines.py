@@ -51,8 +51,8 @@ def parse_baselines(text: str, batch: int = 2, recompute: str = "none") -> tuple
     return names
 
 
-def require_baseline(name: str, batch: int, recompute: str = "none") -> None:
-    """Raise UsageError unless the peer is installed here and can run such a batch with such recomputation."""
+def require_installed(name: str) -> None:
+    """Raise UsageError unless the peer is installed here."""
     try:
         distribution(_PACKAGES[name])
     except PackageNotFoundError:
@@ -60,6 +60,11 @@ def require_baseline(name: str, batch: int, recompute: str = "none") -> None:
             f"the peer {name!r} needs {_PACKAGES[name]}, which is not installed; "
             "pip install -r requirements-peers.txt, or leave it out of --peers"
         ) from None
+
+
+def require_baseline(name: str, batch: int, recompute: str = "none") -> None:
+    """Raise UsageError unless the peer is installed here and can run such a batch with such recomputation."""
+    require_installed(name)
     reason = unsupported_reason(name, batch, recompute)
     if reason is not None:
         raise UsageError(f"the peer {name!r} {reason}, or leave it out of --peers")

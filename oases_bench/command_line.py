@@ -27,7 +27,9 @@ from oases.schedule import ScheduleError
 from oases.terminal import console
 from oases_bench.harness import Benchmark, Ranks
 
-BENCHMARKS = ("overlap", "host", "pipeline", "nodes", "moe", "sparse", "svm", "gpu")
+BENCHMARKS = (
+    "overlap", "loss", "host", "pipeline", "nodes", "plans", "moe", "sparse", "collectives", "svm", "gpu",
+)  # fmt: skip
 """Modules of oases_bench that define a BENCHMARK, in the order of the help."""
 
 
@@ -69,6 +71,7 @@ def _run(benchmark: Benchmark, options: argparse.Namespace, given: Sequence[str]
     else:
         ranks = Ranks(options.tp, options.nodes, options.link, options.backend, frozenset(vars(options)))
         config = config.prepared(ranks)
+        options.link = options.link or config.least_link
         joined = enter_link(options, given, script=path)
         console.print(config.described().format(options.tp, joined), soft_wrap=True)
         of = make_rank_options(options, getattr(config, "device", "cpu"))

@@ -46,6 +46,11 @@ class BenchConfig:
         """Validate and complete the configuration. UsageError for errors that are known before any rank starts."""
         return self
 
+    @property
+    def least_link(self) -> str | None:
+        """Link to start behind where none is given: one whose rate the benchmark sets by itself; None for no link."""
+        return None
+
     def described(self) -> str:
         """Format string of a title line; arguments: number of ranks, and their link."""
         return "{} ranks {}"

@@ -1,63 +1,88 @@
-"""A step over data x pipeline x tensor parallel ranks of several nodes, beside its simulation and beside torch's own.
+"""A Llama of transformers over data x pipeline x tensor parallel ranks of several nodes, beside other people's ways.
 
-Compute is emulated by timed waits, so more ranks than cores can run; what is sent is sent. Every contestant runs the
-same model by the same degrees, micro-batches and recomputation, with the same waits. The links are measured first, by
-the groups of each axis; the simulator knows them and the waits, and nothing else of this machine.
+Contestants run the same weights, samples, micro-batches, recomputation and optimizer. With more ranks than cores the
+matmuls are emulated: each waits as long as a given device would take, whoever calls it; all else is real. What went
+over the link between the nodes is read off its interface.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-import torch.distributed as dist
+import torch
 from rich.console import RenderableType
+from torch.distributed.device_mesh import DeviceMesh
 
+from oases.autotp.pipeline.building import DIMENSIONS
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup
-from oases.parallel.mesh import Mesh
-from oases.planner.predict import Predictor
-from oases.plans.check import check
-from oases.plans.plan import Plan, Segment, Stage
-from oases.profile.config import ProfileConfig
-from oases.profile.links import LinkBench, Probe
-from oases.schedule import ScheduleError
-from oases.schedule.pipeline import chunks_of, generate_pipeline
-from oases.simulator.engine import run
-from oases.simulator.hardware import Hardware
-from oases.simulator.links import LinkModel
-from oases.simulator.program import replicated
-from oases.simulator.timeline import Timeline
-from oases.terminal import progress
+from oases.plans.shape import WIRES
+from oases.profile.memory import measure_memory
+from oases.schedule import ScheduleError, generate_pipeline
+from oases.schedule.pipeline import chunks_of
+from oases.schedule.tensor import GENERATORS
+from oases.terminal import table
+from oases.testbed import Nodes, link_bytes_per_second
 from oases.train.config import option
-from oases_bench.harness import Benchmark, Ranks, Result, add_speedups, checked_settings, first_rank, interleave
-from oases_bench.stage_baselines import BASELINES, TorchStage, parse_baselines
-from oases_bench.stage_steps import EmulatedConfig, PlannedSteps, stages_table
+from oases_bench.baselines import require_installed
+from oases_bench.emulation import EmulatedDevice, emulated_device
+from oases_bench.harness import (
+    BenchConfig,
+    Benchmark,
+    Ranks,
+    Result,
+    checked_settings,
+    gather_objects,
+    interleave,
+    milliseconds,
+    times,
+)
+from oases_bench.llama import LlamaShape, LlamaSteps, OursLlama
+from oases_bench.node_predictions import Predictions
 
 AXES = ("data", "pipeline", "tensor")
-_REFERENCE = "one_f_one_b/sync"
+PEERS = {
+    "torch": "Schedule1F1B, DTensor's tensor parallelism, FSDP2",
+    "torch_sequence": "the same with sequence parallelism, torchtitan's default",
+    "torch_interleaved": "ScheduleInterleaved1F1B with two parts on a stage",
+    "megatron": "Megatron-Core's pipeline, layers and DistributedDataParallel",
+    "torch_keeping": "torch whose last stage recomputes nothing",
+    "megatron_keeping": "megatron whose last stage recomputes nothing",
+}
+"""Other people's ways, by name. Keeping: as the last stage of ours does in last_no_recompute and its kin."""
 
 
 @dataclass(frozen=True)
-class NodesBenchConfig(EmulatedConfig):
-    """The model, how it is cut, and the device that its compute is emulated for."""
+class NodesBenchConfig(BenchConfig):
+    """The model, how it is cut, and the device that its matmuls are emulated for."""
 
     contestants: str = option(
-        "one_f_one_b/sync,one_f_one_b/oases,shifted_critical_path/sync,shifted_critical_path/oases",
-        "PIPELINE/SCHEDULE of the stages and of the tensor-parallel stacks in them, comma-separated",
+        "one_f_one_b/oases,shifted_critical_path/oases",
+        "PIPELINE/SCHEDULE of the stages and of the tensor-parallel layers in them, comma-separated; a number of "
+        "sub-batches may follow, as in one_f_one_b/oases@4, then the type in which sums are sent, as in oases@4:int8",
     )
     peers: str = option(
-        "all", f"torch's own pipelining, tensor and data parallelism: {', '.join(BASELINES)}, all or none"
+        "torch,torch_interleaved,megatron,megatron_keeping", f"other people's ways: {', '.join(PEERS)}, all or none"
     )
     data: int = option(2, "data-parallel replicas")
     stages: int = option(2, "pipeline stages")
     tensor: int = option(2, "tensor-parallel degree")
     across: str = option("tensor", f"the axis whose ranks are on different nodes: {', '.join(AXES)}")
+    hidden: int = option(256, "hidden size, features")
+    layers: int = option(8, "layers")
+    sequence: int = option(128, "sequence length, tokens per sample")
     samples: int = option(4, "samples of a micro-batch on a replica; overlapped schedules cut them in two")
     micro_batches: int = option(8, "micro-batches of a step")
     keep: bool = option(False, "keep all activations; else recompute every layer")
-    flops: float = option(4e9, "FLOP/s of the emulated device")
+    flops: float = option(1e10, "FLOP/s of the emulated device; 0: compute on this machine")
+    memory: bool = option(False, "measure peak memory, too, which takes as long again")
     iterations: int = option(3, "interleaved repetitions")
 
     @property
@@ -65,21 +90,37 @@ class NodesBenchConfig(EmulatedConfig):
         """Ranks."""
         return self.data * self.stages * self.tensor
 
+    @property
+    def shape(self) -> LlamaShape:
+        """Sizes of the model and of a step."""
+        return LlamaShape(
+            self.hidden, self.layers, self.sequence, samples=self.samples, micro_batches=self.micro_batches,
+            keep=self.keep,
+        )  # fmt: skip
+
     def prepared(self, ranks: Ranks) -> NodesBenchConfig:
-        """See `BenchConfig`."""
+        """See `BenchConfig`. Leaves peers out of "all" that cannot run here."""
         self.check(ranks.size, ranks.nodes)
-        return self
+        return replace(self, peers=",".join(self.chosen_peers()) or "none")
 
     def described(self) -> str:
         """See `BenchConfig`."""
+        compute = f"matmuls of {self.flops:.3g} FLOP/s are emulated" if self.flops else "all compute is real"
         return (
             f"{self.data} replicas x {self.stages} stages x tp {self.tensor}, {self.across} parallelism across the "
-            "nodes: {1}; compute is emulated, communication is real"
+            f"nodes: {{1}}; {compute}, communication is real"
         )
 
     def check(self, ranks: int, nodes: int) -> None:
         """Everything that can be known before any rank starts."""
-        self.require_least(1, "data", "stages", "tensor", "samples", "iterations")
+        self.require_least(1, "data", "stages", "tensor", "layers", "samples", "micro_batches")
+        self.require_least(1, "iterations")
+        if self.sequence < 16:
+            raise UsageError(f"--sequence must be at least 16, got {self.sequence}")
+        if self.hidden % 64 or self.hidden < 64:
+            raise UsageError(f"--hidden must be a multiple of 64, got {self.hidden}")
+        if self.flops and not 1e6 <= self.flops <= 1e15:
+            raise UsageError(f"--flops must be 0 or between 1e6 and 1e15, got {self.flops}")
         if ranks != self.world:
             raise UsageError(
                 f"--data {self.data} x --stages {self.stages} x --tensor {self.tensor} are {self.world} ranks, and "
@@ -88,45 +129,55 @@ class NodesBenchConfig(EmulatedConfig):
         if ranks % nodes:
             raise UsageError(f"{ranks} ranks do not spread evenly over --nodes {nodes}; give a divisor")
         self.order(nodes)
-        self.plans(ranks // nodes)
-        self.peer_plan(ranks // nodes)
-        parse_baselines(self.peers)
+        self.ours()
+        self.chosen_peers()
 
-    def plans(self, per_node: int) -> dict[str, Plan]:
-        """A plan for every contestant. UsageError, before any rank starts, for one that cannot be."""
+    def ours(self) -> dict[str, tuple[str, str, int, str]]:
+        """Pipeline, schedule, sub-batches and wire of each of ours. UsageError for one that cannot be."""
         found = {}
         for name in self.contestants.split(","):
-            pipeline, _, schedule = name.strip().partition("/")
+            pipeline, _, rest = name.strip().partition("/")
+            rest, _, wire = rest.partition(":")
+            schedule, _, cuts = rest.partition("@")
             if not schedule:
-                raise UsageError(f"--contestants {name!r} is not PIPELINE/SCHEDULE, such as {_REFERENCE}")
+                raise UsageError(f"--contestants {name!r} is not PIPELINE/SCHEDULE, such as one_f_one_b/sync")
             try:
-                plan = self._plan(pipeline, schedule, per_node)
-                check(plan)
+                generate_pipeline(pipeline, self.stages, self.micro_batches)
             except ScheduleError as error:
                 raise UsageError(f"--contestants {name!r}: {error}") from error
-            found[name.strip()] = plan
+            if schedule not in GENERATORS:
+                raise UsageError(
+                    f"--contestants {name!r}: unknown schedule; known are {', '.join(sorted(GENERATORS))}"
+                )
+            self._require_parts(self.stages * chunks_of(pipeline))
+            if not (cuts or "2").isdecimal() or not 1 <= int(cuts or "2") <= self.samples:
+                raise UsageError(f"--contestants {name!r}: sub-batches must be 1 to the {self.samples} samples")
+            if (wire or "none") not in WIRES:
+                raise UsageError(f"--contestants {name!r}: unknown type {wire!r}; known are {', '.join(WIRES[1:])}")
+            found[name.strip()] = (pipeline, schedule, int(cuts or "2"), wire)
         return found
 
-    def peer_plan(self, per_node: int) -> Plan:
-        """Plan of the baselines: same degrees, with recomputation unless --keep."""
-        return self._plan("one_f_one_b", "sync", per_node)
+    def chosen_peers(self) -> list[str]:
+        """Names of the peers. UsageError for one that is unknown or cannot run here."""
+        names = list(PEERS)
+        if self.peers not in ("all", "none"):
+            names = self.parse_list("peers", PEERS)
+        elif self.peers == "none":
+            return []
+        for name in list(names):
+            try:
+                if name.startswith("megatron"):
+                    require_installed("megatron")
+                self._require_parts(self.stages * (2 if name == "torch_interleaved" else 1))
+            except UsageError:
+                if self.peers != "all":
+                    raise
+                names.remove(name)
+        return names
 
-    def _plan(self, pipeline: str, schedule: str, per_node: int) -> Plan:
-        parts = self.stages * chunks_of(pipeline)
+    def _require_parts(self, parts: int) -> None:
         if self.layers % parts:
             raise UsageError(f"--layers {self.layers} do not divide over {parts} parts of the model; give a multiple")
-        layers = self.layers // parts
-        again, cuts = 0 if self.keep else layers, 1 if schedule in ("sync", "fine_grained") else 2
-        keeps_last = not generate_pipeline(pipeline, self.stages, self.micro_batches).recomputes(self.stages - 1)
-
-        def stage(number: int) -> Stage:
-            layers_again = 0 if keeps_last and number == self.stages - 1 else again
-            segment = Segment(2 * layers, self.tensor, schedule, cuts, layers_again)
-            return Stage((segment,) * chunks_of(pipeline))
-
-        batch = self.samples * self.data * self.micro_batches
-        stages = tuple(map(stage, range(self.stages)))
-        return Plan(self.model(), self.world, per_node, batch, self.micro_batches, stages, pipeline=pipeline)
 
     def order(self, nodes: int) -> list[int]:
         """Ranks by their place in the mesh, so that the axis `across` joins the nodes.
@@ -152,129 +203,144 @@ class NodesBenchConfig(EmulatedConfig):
             ranks[place] = rank
         return ranks
 
+    def mesh(self, nodes: int) -> DeviceMesh:
+        """Mesh of "pp", "dp" and "tp" in that order of the ranks. Collective."""
+        ranks = torch.tensor(self.order(nodes)).view(self.stages, self.data, self.tensor)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=DIMENSIONS)
 
-@dataclass(frozen=True)
-class AxisHardware(Hardware):
-    """Hardware of which the links of one plan's axes are known, each as its own groups measured it.
 
-    axes: by how far apart the ranks of a group are in the mesh: 1, the tensor-parallel degree, a stage. across: that
-    of the axis that joins the nodes.
+def contestants_of(config: NodesBenchConfig, mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], LlamaSteps]]]:
+    """Makers of the contestants by name, in the same order on every rank."""
+    for name, how in config.ours().items():
+        yield name, partial(OursLlama, config.shape, mesh, *how)
+    for name in config.chosen_peers():
+        way, _, kind = name.partition("_")
+        shape = replace(config.shape, keep_last=kind == "keeping")
+        if way == "megatron":
+            from oases_bench.llama_megatron import MegatronLlama
+
+            yield name, partial(MegatronLlama, shape, mesh)
+        else:
+            from oases_bench.llama_torch import TorchLlama
+
+            chosen = {"interleaved": kind == "interleaved", "sequence": kind == "sequence"}
+            yield name, partial(TorchLlama, shape, mesh, **chosen)
+
+
+class _Observed:
+    """A contestant with its computing and its traffic, warmed up.
+
+    interface: of the link on this rank's node. memory: measure its peak.
     """
 
-    axes: Mapping[int, LinkModel] = field(default_factory=dict)
-    across: int = 0
+    def __init__(self, steps: LlamaSteps, device: EmulatedDevice | None, interface: str | None, memory: bool) -> None:
+        self.steps, self._device, self._interface = steps, device, interface
+        steps.train()  # pipelines learn shapes in their first step
+        self.peak = measure_memory(self._loss, lambda _: None, torch.device("cpu")).peak if memory else None
+        self.compute: list[float] = []
+        """Seconds of emulated matmuls of each step."""
+        self.sent: list[int] = []
+        """Bytes that left this rank's node in each step."""
+        self.host: list[float] = []
+        """Seconds of CPU of this rank in each step."""
 
-    def link_of(self, tp: int, stride: int = 1) -> str:
-        """See `Hardware.link_of`."""
-        return "cluster" if stride == self.across else "node"
+    def _loss(self) -> torch.Tensor:
+        self.steps.train()
+        return torch.zeros(())
 
-    def collective_seconds(self, collective: str, ranks: int, num_bytes: float, stride: int = 1) -> float:
-        """See `Hardware.collective_seconds`."""
-        return 0.0 if ranks == 1 else self.axes[stride].seconds(collective, ranks, num_bytes)
+    def step(self) -> None:
+        """One step."""
+        busy, sent = self._device.seconds if self._device else 0.0, _bytes_sent(self._interface)
+        host = time.process_time()
+        self.steps.step()
+        self.host.append(time.process_time() - host)
+        self.sent.append(_bytes_sent(self._interface) - sent)
+        if self._device is not None:
+            self.compute.append(self._device.seconds - busy)
+
+    def row(self, stage: int, rate: float | None) -> dict[str, Any]:
+        """Result row, equal on all ranks. rate: of the link, bytes per second."""
+        everyone = gather_objects(
+            (stage, self.peak, median(self.compute or [0.0]), median(self.sent), median(self.host))
+        )
+        stages, peaks, computes, sent, hosts = zip(*everyone, strict=True)
+        row = self.steps.row() | {"host_seconds": sum(hosts)}
+        if self.peak is not None:
+            row["peak_bytes_per_stage"] = [
+                max(peak for number, peak in zip(stages, peaks, strict=True) if number == each)
+                for each in sorted(set(stages))
+            ]
+        if self._device is not None:
+            row["compute_seconds"] = max(computes)
+        if rate is not None:
+            row["link_seconds"] = max(sent) / rate
+        return row
 
 
-def predicted(plan: Plan, predictor: Predictor, tensor_across: bool) -> Timeline:
-    """A step as the simulator says. Stages and replicas share the link of a node where their sums go over it."""
-    program, shared = predictor.program(plan, every_op=True), {"cluster"} if tensor_across else set[str]()
-    if tensor_across:
-        program = replicated(program, plan.stage_ranks // plan.stages[0].segments[0].tp, shared)
-    return replace(run(program, shared), who="stage")
+def _bytes_sent(interface: str | None) -> int:
+    """Bytes that have left over an interface of this process' network namespace."""
+    if interface is None:
+        return 0
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name.strip() == interface:
+            return int(rest.split()[8])
+    raise RuntimeError(f"no interface {interface} in /proc/self/net/dev")
 
 
 def run_nodes_bench(config: NodesBenchConfig, ranks: Ranks, shows: bool) -> Result:
     """Measure on the default group, whose ranks are spread over the nodes. Called on every rank."""
     named, nodes = checked_settings(config), ranks.nodes
-    plans, order = config.plans(config.world // nodes), config.order(nodes)
-    mesh = Mesh.of(next(iter(plans.values())), order=order)
-    pairs = _pipeline_groups(config, order)
-    hardware = measured_axes(config, nodes, mesh, pairs, shows and first_rank())
-    predictor = Predictor(hardware, stack_only=True)
-    # Parts of a message are joined over tensor-parallel links: a gain only where those are the faster ones.
-    split = config.across == "pipeline"
-    ours = {name: PlannedSteps(plan, hardware, mesh, split=split) for name, plan in plans.items()}
-    peers = {
-        name: TorchStage(config.peer_plan(config.world // nodes), hardware, mesh, pairs)
-        for name in parse_baselines(config.peers)
-    }
-    peaks = {name: contestant.peak_bytes() for name, contestant in ours.items()}  # and a warm-up
-    for peer in peers.values():
-        peer.warm_up()
-    interleave([*ours.values(), *peers.values()], config.iterations, "steps", shows)
-    shared = config.across == "tensor"
-    rows = {name: each.row(peaks[name], predicted(each.plan, predictor, shared)) for name, each in ours.items()}
-    others = {name: peer.row() for name, peer in peers.items()}
-    add_speedups(rows.get(_REFERENCE), (*rows.values(), *others.values()))
-    names = {stride: name for name, stride in _strides(config).items()}
-    links = {names[stride]: [asdict(sample) for sample in link.samples] for stride, link in hardware.axes.items()}
-    return {"config": named | {"nodes": nodes}, "schedules": rows, "peers": others, "links": links}
-
-
-def _strides(config: NodesBenchConfig) -> dict[str, int]:
-    """Rank strides of the mesh axes that have groups."""
-    known = {"tensor": (config.tensor, 1), "data": (config.data, config.tensor)}
-    known["pipeline"] = config.stages, config.tensor * config.data
-    return {name: stride for name, (degree, stride) in known.items() if degree > 1}
-
-
-def _pipeline_groups(config: NodesBenchConfig, order: list[int]) -> ProcessGroup:
-    """This rank's group of the ranks with its place in all stages. Every rank must call this."""
-    ranks, mine = config.world // config.stages, None
-    for place in range(ranks):
-        members = order[place::ranks]
-        group = dist.new_group(members)
-        if dist.get_rank() in members:
-            mine = group
-    assert mine is not None, "every rank has a place in its stage"
-    return mine
-
-
-def measured_axes(
-    config: NodesBenchConfig, nodes: int, mesh: Mesh, pipeline: ProcessGroup, visible: bool
-) -> AxisHardware:
-    """The emulated device behind the links of each axis, measured by the axis' own groups at once.
-
-    Where tensor parallelism goes over the link of the nodes, by those of one stage, of which each then gets its part
-    of the link: `run` lets stages and replicas share all of it.
-    """
-    model, tensor, data = config.model(), mesh.tensor(config.tensor), mesh.data(config.tensor)
-    bench = LinkBench(ProfileConfig(hidden=config.hidden, heads=1, sequence=config.sequence, batch=config.samples))
-    unit = model.unit_bytes(config.samples)
-    gradients = sum(model.block_parameters(model.kind_of(b), config.tensor) for b in range(model.num_blocks))
-    first = mesh.stage == 0 or config.across != "tensor"
-    jobs = [
-        ("tensor", config.tensor, tensor if first else None, "all_reduce", (unit // 4, unit // 2, unit)),
-        ("data", config.data, data, "all_reduce", (1 << 16, model.element_bytes * gradients // config.stages)),
-        # One pair of stages represents all: messages of a step hardly overlap on the link.
-        ("pipeline", config.stages, pipeline, "send", (unit // 2, unit)),
-    ]
-    axes: dict[int, LinkModel] = {}
-    with progress("links", len(jobs), visible) as advance:
-        for done, (name, ranks, group, collective, sizes) in enumerate(jobs, start=1):
-            if ranks > 1:
-                probe = Probe(name, 2 if collective == "send" else ranks, group)
-                if collective == "send" and ranks > 2 and mesh.stage > 1:
-                    probe = replace(probe, mine=None)
-                samples = [bench.sample(probe, collective, size) for size in sizes]
-                rate = samples[-1].bytes / samples[-1].seconds
-                if name == "tensor" and config.across == "tensor":
-                    samples = [replace(each, seconds=each.seconds / config.data) for each in samples]
-                    rate *= config.data
-                axes[_strides(config)[name]] = LinkModel(0.0, rate, samples=tuple(samples))
-            advance(done)
-    some = next(iter(axes.values()))
-    plain = config.hardware(config.world // nodes, some, some)
-    known = {item.name: getattr(plain, item.name) for item in fields(Hardware)}
-    return AxisHardware(**known, axes=axes, across=_strides(config)[config.across])
+    mesh = config.mesh(nodes)
+    interface, rate = None, None
+    if ranks.link is not None:
+        where = Nodes(nodes, ranks.link)
+        interface = "lo" if nodes == 1 else where.interface(torch.distributed.get_rank() // (config.world // nodes))
+        rate = link_bytes_per_second(ranks.link)
+    with emulated_device(config.flops) if config.flops else nullcontext() as device:
+        predictions = None
+        if config.flops:
+            across = dict(zip(AXES, ("dp", "pp", "tp"), strict=True))[config.across]
+            predictions = Predictions(config.shape, mesh, across, config.flops, config.world // nodes)
+        makers = contestants_of(config, mesh)
+        found = {name: _Observed(make(), device, interface, config.memory) for name, make in makers}
+        interleave(found.values(), config.iterations, "steps", shows)
+        rows = {name: each.row(mesh.get_local_rank("pp"), rate) for name, each in found.items()}
+    if predictions is not None:
+        for name, how in config.ours().items():
+            rows[name]["predicted_seconds"] = predictions.seconds(*how)
+    best = min((rows[name]["step_seconds"] for name in config.chosen_peers()), default=None)
+    for row in rows.values() if best is not None else ():
+        row["speedup"] = best / row["step_seconds"]
+    return {"config": named | {"nodes": nodes}, "contestants": rows}
 
 
 def shown(result: Result) -> Iterator[RenderableType]:
-    """A row per contestant, peers below."""
-    yield stages_table(result, "pipeline/tensor")
+    """A row per contestant."""
+    columns = ("contestant", "step", "predicted", "compute", "link", "link / compute", "host", "over", "peak MB")
+    rows = []
+    for name, row in result["contestants"].items():
+        compute, link = row.get("compute_seconds"), row.get("link_seconds")
+        predicted = row.get("predicted_seconds")
+        rows.append(
+            (
+                name, milliseconds(row["step_seconds"]), milliseconds(predicted) if predicted else "-",
+                milliseconds(compute) if compute else "-",
+                milliseconds(link) if link else "-", times(link / compute, 2) if link and compute else "-",
+                milliseconds(row["host_seconds"]), times(row.get("speedup"), 2),
+                " ".join(f"{num_bytes / 1e6:.1f}" for num_bytes in row.get("peak_bytes_per_stage", ())) or "-",
+            )
+        )  # fmt: skip
+    yield table(columns, rows)
+    yield (
+        "compute: emulated matmuls of the busiest rank; link: what leaves the busiest node, at the link's rate; "
+        "host: CPU time of all ranks; over: step of the best peer over this; peak MB: by stage"
+    )
 
 
 BENCHMARK = Benchmark(
     "nodes",
-    "a step over several nodes in all three ways of cutting, beside torch's own",
+    "a Llama over several nodes in all three ways of cutting, beside torch's own and Megatron-Core's",
     NodesBenchConfig(),
     run_nodes_bench,
     shown,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from oases.simulator.hardware import Hardware, stack_costs
 from oases.simulator.hardware_file import read_hardware
 from oases.simulator.timeline import Timeline
 from oases.terminal import percent, progress, table
+from oases.testbed import set_rate
 from oases.train.config import option
 from oases_bench.baselines import make_baseline, parse_baselines, require_baseline
 from oases_bench.harness import (
@@ -31,6 +34,7 @@ from oases_bench.harness import (
     Result,
     checked_settings,
     first_rank,
+    max_over_ranks,
     milliseconds,
     signed_percent,
 )
@@ -45,6 +49,11 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
         None, "benchmark the layers of an unedited model: a config.json of transformers, or a folder with one"
     )
     beside_gpt: bool = option(False, "with --model: also run the built-in GPT of the same sizes")
+    ratio: str = option(
+        "",
+        "comma-separated ratios of communication to compute, e.g. 2,1,0.5: measure at each, behind a link whose rate "
+        "is set so that communication alone takes so many times compute alone on this machine",
+    )
     peers: str = option("none", "baselines to run: all, none, or some of torch, megatron, domino, comma-separated")
     simulate: str | None = option(None, "hardware profile; also predict every step")
     html: str | None = option(None, "with --simulate: write a page with measured and predicted timelines")
@@ -52,8 +61,27 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_baselines(self.peers)  # names the unknown one
+        for text in self.ratio.split(",") if self.ratio else ():
+            if not re.fullmatch(r"\d+(\.\d+)?", text.strip()) or not 0.01 <= float(text) <= 100:
+                raise UsageError(
+                    f"--ratio {self.ratio!r}: {text!r} is not a ratio from 0.01 to 100; give numbers, e.g. 2,1,0.5"
+                )
         if self.beside_gpt and self.model is None:
             raise UsageError("--beside-gpt runs the built-in GPT beside a model; give it with --model")
+
+    @property
+    def ratios(self) -> list[float]:
+        """The ratios of communication to compute asked for."""
+        return [float(text) for text in self.ratio.split(",")] if self.ratio else []
+
+    @property
+    def least_link(self) -> str | None:
+        """See `BenchConfig`."""
+        return "1gbit" if self.ratio else None
+
+    def described(self) -> str:
+        """See `BenchConfig`."""
+        return f"{{}} ranks over links set for ratios of {self.ratio}" if self.ratio else super().described()
 
     @property
     def baseline_names(self) -> tuple[str, ...]:
@@ -63,6 +91,10 @@ class OverlapBenchConfig(OverlapConfig, BenchConfig):
     def prepared(self, ranks: Ranks) -> OverlapBenchConfig:
         """With the sizes of the model."""
         config = self
+        if self.ratio and (ranks.link is not None or ranks.backend != "gloo" or ranks.nodes != 1):
+            raise UsageError(f"--ratio {self.ratio} sets the rate of a link; leave out --link, --backend and --nodes")
+        if self.ratio and self.simulate is not None:
+            raise UsageError(f"--simulate {self.simulate} knows one link; leave it out, or --ratio {self.ratio}")
         if self.model is not None:
             if self.simulate is not None:
                 raise UsageError(f"--simulate {self.simulate} knows the built-in GPT alone; leave it out, or --model")
@@ -100,17 +132,24 @@ class StepComparison:
 
 
 def run_overlap_bench(config: OverlapBenchConfig, ranks: Ranks, shows: bool) -> Result:
-    """Measure on the default group. Called on every rank."""
+    """Measure on the default group, once or at each ratio. Called on every rank."""
     named = checked_settings(config)
+    if not config.ratios:
+        return _run_once(config, named, shows, None)
+    return {"config": named, "ratios": [_run_once(config, named, shows, ratio) for ratio in config.ratios]}
+
+
+def _run_once(config: OverlapBenchConfig, named: Result, shows: bool, ratio: float | None) -> Result:
     group = dist.group.WORLD
     assert group is not None
     benches = [bench_of(config, group)]
+    rate = None if ratio is None else set_ratio(benches[0], ratio)
     if config.beside_gpt:
         benches.append(bench_of(replace(config, model=None, beside_gpt=False), group))
     results = measured(benches, shows)
     for result in results:
         result["config"] |= {name: named[name] for name in ("model", "beside_gpt", "peers")}
-    found = results[0]
+    found = results[0] if ratio is None else results[0] | {"ratio": ratio, "link": rate}
     if config.beside_gpt:
         found["gpt"] = results[1]
         for name, row in found["schedules"].items():
@@ -122,6 +161,36 @@ def run_overlap_bench(config: OverlapBenchConfig, ranks: Ranks, shows: bool) -> 
         if config.html is not None and first_rank():
             write_comparison(Path(config.html), found, steps, hardware)
     return found
+
+
+def set_ratio(bench: OverlapBench, ratio: float) -> str:
+    """Set the link's rate so that communication alone takes `ratio` times compute alone; return the rate.
+
+    Called on every rank; within 3 %, by up to eight trials. UsageError where no rate gives it.
+    """
+    bits, rate, found = 1e9, [""], 0.0
+    for trial in range(8):
+        if dist.get_rank() == 0:
+            rate = [set_rate(bits)]
+        dist.broadcast_object_list(rate, group=bench.group)
+        # The first trial's rounds also warm up allocator and caches: compute gets faster after them.
+        found = _measured_ratio(bench, rounds=5 if trial else 3)
+        if trial and abs(found / ratio - 1) < 0.03:
+            return rate[0]
+        bits = min(bits * found / ratio, 1e11)
+    raise UsageError(
+        f"--ratio {ratio:g} is not reached: communication took {found:.2f} of compute over a link of {rate[0]}; give "
+        "a larger ratio, or a larger --hidden"
+    )
+
+
+def _measured_ratio(bench: OverlapBench, rounds: int) -> float:
+    """Communication alone over compute alone, medians of interleaved rounds of the slowest rank."""
+    names = ("compute alone", "compute alone, cut", "communication alone")
+    runs = [bench.alone(name) for name in names]
+    taken = [[sum(run()) for run in runs] for _ in range(rounds)]
+    whole, cut, sent = max_over_ranks([statistics.median(each) for each in zip(*taken, strict=True)])
+    return sent / min(whole, cut)
 
 
 def bench_of(config: OverlapBenchConfig, group: ProcessGroup) -> OverlapBench:
@@ -226,7 +295,11 @@ def write_comparison(path: Path, result: Result, steps: Sequence[StepComparison]
 
 
 def shown(result: Result) -> Iterator[RenderableType]:
-    """The schedules, and predicted beside measured steps."""
+    """The schedules, at each ratio, and predicted beside measured steps."""
+    for each in result.get("ratios", ()):
+        yield from shown(each)
+    if "ratios" in result:
+        return
     yield table(_COLUMNS, _rows(result), title=_TITLE, below=_below(result))
     if "profile" in result["config"]:
         yield table(PREDICTION_COLUMNS, prediction_rows(result), title="predicted beside measured")
@@ -269,7 +342,8 @@ def _below(result: Result) -> str:
     lines = [
         f"compute alone {alone}, communication alone {sent} ({milliseconds(result['communication_cpu_seconds'])} of "
         f"it on the CPU), ideal {milliseconds(result['ideal_seconds'])}",
-        f"communication / compute {result['communication_over_compute']:.2f}",
+        f"communication / compute {result['communication_over_compute']:.2f}"
+        + (f" over a link of {result['link']}, set for {result['ratio']:g}" if "ratio" in result else ""),
         "kept: for the backward pass, in sequence x batch x hidden per layer; in brackets by the paper's formula",
     ]
     model: dict[str, Any] | None = result.get("model")

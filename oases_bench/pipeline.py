@@ -37,7 +37,7 @@ class PipelineBenchConfig(BenchConfig):
     """Pipelines, emulated compute and repetitions."""
 
     pipelines: str = option(
-        "gpipe,one_f_one_b,pre_recompute,last_no_recompute,shifted_critical_path,interleaved,zb_h1",
+        "gpipe,one_f_one_b,pre_recompute,last_no_recompute,shifted_critical_path,interleaved,zb_h1,zb_v",
         "pipelines to measure, comma-separated",
     )
     micro_batches: int = option(8, "micro-batches of a step")
@@ -65,7 +65,7 @@ class PipelineBenchConfig(BenchConfig):
         self.require_least(1, "hidden", "sequence", "iterations")
         if self.micro_batches < stages:
             raise UsageError(f"--micro-batches {self.micro_batches} are fewer than the {stages} stages; give more")
-        parse_baselines(self.peers, PIPELINE_BASELINES)
+        parse_baselines(self.peers)
         found = {}
         for name in self.pipelines.split(","):
             try:
@@ -107,8 +107,7 @@ class _Contestant(StageSteps):
             OverlappedStack(config.layer(pipeline.chunks), process_group=alone, schedule="sync", recompute=again)
             for _ in range(pipeline.chunks)
         )
-        parts = pipeline.num_stages * pipeline.chunks
-        self.messages = StageMessages(pipeline, mesh, [1] * (parts - 1))
+        self.messages = StageMessages(pipeline, mesh, [1] * (pipeline.num_blocks - 1))
         super().__init__(pipeline, mesh, self._stacks, self.messages)
 
     def forward(self, part: int, micro_batch: int, inputs: Sequence[Tensor], context: Context) -> Sequence[Tensor]:
@@ -116,7 +115,7 @@ class _Contestant(StageSteps):
         x = inputs[0] if inputs else torch.ones(1, self.config.sequence, self.config.hidden)
         stack = self._stacks[part // self.pipeline.num_stages]
         y: Tensor = stack(x, context=context)
-        return [y.mean() if part == self.pipeline.num_stages * self.pipeline.chunks - 1 else y]
+        return [y.mean() if part == self.pipeline.num_blocks - 1 else y]
 
 
 def run_pipeline_bench(config: PipelineBenchConfig, ranks: Ranks, shows: bool) -> Result:
@@ -125,7 +124,7 @@ def run_pipeline_bench(config: PipelineBenchConfig, ranks: Ranks, shows: bool) -
     stages = dist.get_world_size()
     mesh = [Mesh([1], stage=stage, num_stages=stages) for stage in range(stages)][dist.get_rank()]
     ours = {name: _Contestant(config, pipeline, mesh) for name, pipeline in config.chosen(stages).items()}
-    peers = {name: config.peer(name, stages) for name in parse_baselines(config.peers, PIPELINE_BASELINES)}
+    peers = {name: config.peer(name, stages) for name in parse_baselines(config.peers)}
     peaks = {name: contestant.peak_bytes() for name, contestant in ours.items()}  # and a warm-up
     for peer in peers.values():
         peer.warm_up()

@@ -6,7 +6,6 @@ import itertools
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -103,13 +102,12 @@ class StageSteps(ABC):
     def forward(self, part: int, micro_batch: int, inputs: Sequence[Tensor], context: Context) -> Sequence[Tensor]:
         """A micro-batch through a part; the last part's loss is a mean."""
 
-    def averaging(self) -> AbstractContextManager[Any]:
-        """Around the last backward pass: the sums of gradients over replicas."""
-        return nullcontext()
+    average: GradientAverager | None = None
+    """Average of gradients over replicas."""
 
     def backward(self, spans: list[tuple[str, float, float]] | None = None) -> list[Tensor]:
         """The passes of a step, gradients averaged; the losses on the last stage."""
-        return self._run.run(self.forward, self.averaging(), spans=spans)
+        return self._run.run(self.forward, self.average, spans=spans)
 
     def step(self) -> None:
         """One step, timed from when every rank has begun to when the slowest has ended."""
@@ -144,21 +142,18 @@ class StageSteps(ABC):
 
 
 class PlannedSteps(StageSteps):
-    """A plan's steps on this rank, as the trainer runs them, over timed blocks: `stack_only`, as predictors say.
+    """A plan's steps on this rank, as the trainer runs them, over timed blocks: `stack_only`, as predictors say."""
 
-    split: whether messages between stages are cut over tensor-parallel ranks.
-    """
-
-    def __init__(self, plan: Plan, hardware: Hardware, mesh: Mesh, *, split: bool = True) -> None:
+    def __init__(self, plan: Plan, hardware: Hardware, mesh: Mesh) -> None:
         self.plan = plan
         self._stack = PlannedStack(plan, lambda number, group: timed_block(hardware, plan.model, number, group), mesh)
         samples = int(plan.samples(plan.stages[0].segments[0].tp))
         self._x = torch.ones(samples, plan.model.sequence, plan.model.hidden)
-        self._average = GradientAverager(self._stack.parts())
+        self.average = GradientAverager(self._stack.parts())
         pipeline, messages = pipeline_of(plan), None
         if len(plan.stages) > 1:
             degrees = [part.last_degree for part in plan.parts[:-1]]
-            messages = StageMessages(pipeline, mesh, degrees, split=split)
+            messages = StageMessages(pipeline, mesh, degrees)
         super().__init__(pipeline, mesh, self._stack, messages)
 
     def forward(self, part: int, micro_batch: int, inputs: Sequence[Tensor], context: Context) -> Sequence[Tensor]:
@@ -166,14 +161,6 @@ class PlannedSteps(StageSteps):
         x = inputs[0] if inputs else self._x.clone().requires_grad_()
         y = self._stack.run(x, part // len(self.plan.stages), context)
         return [y.mean() / self.plan.micro_batches if part == len(self.plan.parts) - 1 else y]
-
-    def averaging(self) -> AbstractContextManager[Any]:
-        """See `StageSteps`."""
-        return self._average.overlapped()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """By the name in the whole model."""
-        return {name: p.grad.clone() for name, p in self._stack.named_parameters() if p.grad is not None}
 
     def row(self, peak: int, found: Timeline) -> Result:
         """See `StageSteps`; with the plan's text."""

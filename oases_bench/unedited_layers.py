@@ -19,7 +19,13 @@ from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
 from oases.execution.wire import Scheduler
-from oases.graph.trace.configuration import configuration, configured_model, read_configuration, sample_inputs
+from oases.graph.trace.configuration import (
+    configuration,
+    configured_model,
+    read_configuration,
+    sample_inputs,
+    with_layers,
+)
 from oases.parallel.autotune import Tuning
 from oases.parallel.batch import BlockInputs
 from oases.profile.config import DTYPES
@@ -38,12 +44,12 @@ class UneditedLayers:
     """
 
     def __init__(self, config: OverlapBenchConfig, group: ProcessGroup) -> None:
-        data = _resized(read_configuration(Path(str(config.model)), "--model"), config.layers)
+        data = with_layers(read_configuration(Path(str(config.model)), "--model"), config.layers)
         torch.manual_seed(config.seed)
         model = configured_model(data, config.dtype, device="cpu").to(config.device).eval()
         whole = sum(parameter.numel() for parameter in model.parameters())
         inputs = _inputs(model, config)
-        self.model = parallelize(model, mesh=group)
+        self.model = parallelize(model, mesh=group, schedule="oases")
         self.runner = _runner(self.model)
         self.stack = self.runner.stack
         self.number = len(self.runner.layers)
@@ -107,7 +113,7 @@ def of_model(config: OverlapBenchConfig, given: Collection[str], degree: int) ->
             raise UsageError(f"schedule {name!r}: an unedited model is not cut along its sequence; leave it out")
     data = read_configuration(Path(str(config.model)), "--model")
     if "layers" in given:
-        data = _resized(data, config.layers)
+        data = with_layers(data, config.layers)
     found = configuration(data)
     sizes: dict[str, Any] = {
         name: getattr(found, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -129,20 +135,6 @@ def of_model(config: OverlapBenchConfig, given: Collection[str], degree: int) ->
     need = (degree + 2) * count * DTYPES[config.dtype].itemsize
     require_bytes({"weights (--model, --layers)": need}, f"--model {config.model} on each of {degree} ranks")
     return config
-
-
-def _resized(data: dict[str, Any], layers: int) -> dict[str, Any]:
-    """A configuration with another number of layers. UsageError where it says something of each of them."""
-    found = configuration(data)
-    name = found.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    before = getattr(found, name, None)
-    if before == layers:
-        return data
-    listed = [key for key, value in data.items() if isinstance(value, list) and len(value) == before]
-    if before is None or listed:
-        why = f"lists {', '.join(listed)} layer by layer" if listed else f"has no {name}"
-        raise UsageError(f"--layers {layers}: the configuration of {data['model_type']} {why}; change it in the file")
-    return {**data, name: layers}
 
 
 def _inputs(model: nn.Module, config: OverlapBenchConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -49,8 +50,8 @@ PUBLIC = (
     "OverlappedColumnLinear", "OverlappedColwiseParallel", "OverlappedEmbedding", "OverlappedMoE",
     "OverlappedRowLinear", "OverlappedRowwiseParallel", "OverlappedStack", "ParallelDropout", "ParallelSpec",
     "S2Reducer", "TrainConfig", "Trainer", "UsageError", "__version__", "clip_grad_norm", "full_state_dict",
-    "load_checkpoint", "load_weights", "make_optimizer", "parallel_cross_entropy", "parallelize", "plan", "report",
-    "s2_hook", "save_checkpoint", "save_pretrained",
+    "load_checkpoint", "load_weights", "make_optimizer", "parallel_cross_entropy", "parallelize", "plan",
+    "quantized_hook", "report", "s2_hook", "save_checkpoint", "save_pretrained",
 )  # fmt: skip
 PUBLIC_OF_PARTS = {
     "oases.svm": ("NonconvexSVC",),
@@ -289,6 +290,12 @@ def test_no_file_is_too_long():
     assert len(files) > 100
     found = too_long({str(path.relative_to(ROOT)): path.read_bytes().count(b"\n") for path in files})
     assert not found, "\n" + "\n".join(found)
+
+
+def test_test_modules_have_names_of_their_own():
+    """pytest imports them by name alone; of two, whichever comes second cannot be collected."""
+    names = Counter(path.name for path in (ROOT / "python_tests").rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_schedules_plans_and_search_load_no_torch(modules):

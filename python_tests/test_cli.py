@@ -38,6 +38,7 @@ from oases.schedule import format_schedule, generate
         (["train", "--steps", "many"], ["--steps", "'many'"]),
         (["train", "--learning-rate", "nan"], ["--learning-rate", "got nan"]),
         (["train", "--backend", "mpi"], ["'mpi'", "gloo"]),
+        (["train", "--backend", "staged", "--link", "1gbit"], ["--link 1gbit", "--backend staged uses none"]),
         (["train", "--timeout", "0"], ["--timeout", "got 0"]),
         (["train", "--resume", "/nowhere"], ["'/nowhere'", "--checkpoint"]),
         (["train", "--json", "/dev/null/x.json"], ["'/dev/null'", "a file is in the way"]),

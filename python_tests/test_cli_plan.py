@@ -146,8 +146,8 @@ def test_simulate_every_pipeline(pipeline, tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert f"4 pipeline stages ({pipeline})" in text
     drawn = next(line for line in text.split("stage ") if line.startswith("0 compute"))
-    if pipeline in ("pre_recompute", "last_no_recompute", "shifted_critical_path"):
-        assert drawn.count("R") >= 4, "what is recomputed early is drawn apart"
+    early = pipeline in ("pre_recompute", "last_no_recompute", "shifted_critical_path")
+    assert (drawn.count("R") >= 3) == early, "what is recomputed early is drawn apart"
     assert "stage 3 compute" in page.read_text()
 
 
@@ -228,9 +228,9 @@ def test_mistakes(capsys, command, arguments, parts):
 
 
 def test_an_infeasible_budget_names_the_smallest_changes(capsys):
-    error = fails(capsys, "plan", *GIVEN, "--degrees", "1", "--memory", "16MiB", "--no-recompute")
+    error = fails(capsys, "plan", *GIVEN, "--degrees", "1", "--memory", "19MiB", "--no-recompute")
     assert "recomputation (leave out --no-recompute)" in error
-    cli.main(["plan", *GIVEN, "--degrees", "1", "--memory", "16MiB"])
+    cli.main(["plan", *GIVEN, "--degrees", "1", "--memory", "19MiB"])
     enough = re.search(r"([\d.]+ MiB) per device", error)[1].replace(" ", "")
     cli.main(["plan", *GIVEN, "--degrees", "1", "--memory", enough, "--no-recompute"])
 

@@ -112,7 +112,7 @@ def test_a_changed_list_is_a_schedule_or_an_error_of_one(schedule, random):
 @PLAIN
 @given(
     data=st.integers(1, 3), pipeline=st.integers(1, 3), tensor=st.sampled_from([1, 2, 4]), micro=st.integers(1, 3),
-    layers=st.integers(1, 6), sub_batches=st.integers(1, 3), name=st.sampled_from(sorted(GENERATORS)),
+    layers=st.integers(1, 6), sub_batches=st.integers(1, 3), name=st.sampled_from([*sorted(GENERATORS), "auto"]),
     how=st.sampled_from(sorted(PIPELINES)), recompute=st.sampled_from(["none", "full"]), zero=st.booleans(),
     fsdp=st.booleans(), experts=st.sampled_from([0, 0, 4, 12]), sequence_parallel=st.booleans(),
 )  # fmt: skip

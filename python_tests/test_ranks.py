@@ -170,7 +170,7 @@ def training(ready, **environment):
         stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     while not ready.exists():
-        assert run.poll() is None
+        assert run.poll() is None, run.stderr.read()
         time.sleep(0.05)
     return run
 

@@ -25,6 +25,7 @@ def test_rates():
 
 def test_backends():
     assert Backend.parse("gloo") == Backend("gloo")
+    assert Backend.parse("staged") == Backend("staged")
     assert Backend.parse("sim:alpha=20us,bandwidth=12GB/s") == Backend("sim", 20e-6, 12e9)
     for name in ("single_process", "alone"):  # 0.1.0 says alone
         one = Backend.parse(f"sim:alpha=1us,bandwidth=1gbit,{name}")
@@ -34,9 +35,11 @@ def test_backends():
         ("mpi", "unknown backend 'mpi'"),
         ("gloo:x=1", "unknown backend"),
         ("gloo:alone", "unknown backend"),
+        ("staged:x=1", "unknown backend"),
         ("sim:alone", "sim needs alpha and bandwidth, got none"),
         ("sim", "sim needs alpha and bandwidth, got none"),
-        ("sim:alpha=1us", "got alpha"),
+        ("sim:alpha=1us", "got 'alpha'"),
+        (f"sim:{'a' * 9999}=1", r"^.{0,250}$"),
         ("sim:alpha=1,bandwidth=1gbit", "alpha '1' is not a time"),
         ("sim:alpha=1us,bandwidth=0gbit", "bandwidth '0gbit' is not a rate"),
     ]:
@@ -67,6 +70,25 @@ def test_the_link_has_its_price():
         env=testbed.environment_behind("20mbit"), capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
     assert float(done.stdout) >= 0.2
+
+
+@pytest.mark.skipif(testbed.why_impossible("1gbit") is not None, reason=f"{testbed.why_impossible('1gbit')}")
+def test_the_rate_can_be_changed():
+    script = (
+        "import subprocess; from oases import testbed; print(testbed.set_rate(20.5e6))\n"
+        "print(subprocess.run(['tc', 'qdisc', 'show', 'dev', 'lo'], capture_output=True, text=True).stdout)"
+    )
+    done = subprocess.run(
+        testbed.command_behind("1gbit", [sys.executable, "-c", script]),
+        env=testbed.environment_behind("1gbit"), capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.startswith("20.5mbit\nqdisc tbf")
+    assert " rate 20500Kbit " in done.stdout
+
+
+def test_rates_that_no_link_has():
+    with pytest.raises(UsageError, match="link rate '1e-06mbit'"):
+        testbed.set_rate(1)
 
 
 ALPHA, BANDWIDTH = 0.03, 1e6

@@ -2,11 +2,13 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from oases import OverlappedRowLinear
 from oases.testing import RankPool
 
 
@@ -39,3 +41,26 @@ def test_a_call_that_failed_leaves_no_trace():
         after = ranks.run(who)
         assert [told[:2] for told in after] == [(0, 2), (1, 2)]
         assert not {pid for *_, pid in before} & {pid for *_, pid in after}
+
+
+def reduced():
+    linear = OverlappedRowLinear(4, 4, process_group=dist.new_group([0, 1]))
+    linear(torch.randn(2, 2)).sum().backward()
+
+
+def polling():
+    """Threads of gloo in this process, of groups that are there or were not given back."""
+    threads = [each.joinpath("comm").read_text().strip() for each in Path("/proc/self/task").iterdir()]
+    return threads.count("gloo_tcp_loop")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_destroyed_groups_leave_no_threads():
+    """Whatever keeps a work of a collective keeps its group, whose threads poll."""
+    with RankPool(2) as ranks:
+        ranks.run(who)
+        before = ranks.run(polling)
+        for _ in range(4):
+            ranks.run(reduced)
+        after = ranks.run(polling)
+    assert all(late - early < 4 for early, late in zip(before, after, strict=True))  # the last may be going

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-for each in ("accelerate", "peft", "trl"):
+for each in ("accelerate", "lightning", "peft", "trl"):
     pytest.importorskip(each)
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -73,7 +73,7 @@ def steps(printed):
     return [(int(step), *(pytest.approx(float(each), rel=1e-4) for each in numbers)) for step, *numbers in found]
 
 
-@pytest.mark.parametrize("script", ["accelerated.py"])
+@pytest.mark.parametrize("script", ["accelerated.py", "lightning_module.py"])
 def test_examples_with_a_loop(run, tmp_path, script):
     """Two ranks train and save in the middle; four, in two replicas, resume from there."""
     expected, two = (steps(run(ranks, script, ranks, folder=tmp_path)) for ranks in (1, 2))

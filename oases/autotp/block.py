@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from oases.autotp.balanced import state_of
 from oases.autotp.program import Program, mangled
 from oases.execution.group import HoldsGroup, ProcessGroup
 from oases.parallel.sharding import Cut
@@ -19,22 +20,36 @@ Programs = Callable[[Tensor, "tuple[Any, ...]"], Program]
 class LayerCall:
     """One call of a layer as its blocks see it: the program of each sub-batch and its inputs.
 
-    leaves: those of (args, kwargs) without the activation. The program of each sub-batch shape and the layer's
+    leaves: those of (args, kwargs) without the activation. parts: ranks that the sequence is divided over between
+    blocks. The program of each sub-batch shape and the layer's
     buffers and constants are looked up once per call.
     """
 
-    def __init__(self, layer: nn.Module, programs: Programs) -> None:
+    def __init__(self, layer: nn.Module, programs: Programs, parts: int = 1) -> None:
         self.layer = layer
         self.programs = programs
+        self.parts = parts
         self._known: dict[torch.Size, tuple[Program, dict[str, Any]]] = {}
 
+    def whole(self, part: Tensor) -> torch.Size:
+        """Shape of an activation of which this rank has a part of the sequence."""
+        batch, tokens, *rest = part.shape
+        return torch.Size((batch, tokens * self.parts, *rest))
+
     def run(
-        self, block: GraphBlock, name: str, x: Tensor, given: tuple[Tensor, ...], rest: tuple[Any, ...]
-    ) -> Tensor:
-        """Run `partial` or `combine` of a block on a sub-batch."""
-        known = self._known.get(x.shape)
+        self, block: GraphBlock, name: str, x: Tensor, given: tuple[Tensor, ...], rest: tuple[Any, ...],
+        whole: torch.Size | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run a graph of a block, see `Program.reading`, on a sub-batch.
+
+        whole: shape of the sub-batch's activation where `x` is this rank's part of it.
+        """
+        shape = x.shape if whole is None else whole
+        known = self._known.get(shape)
         if known is None:
-            known = self._known[x.shape] = (self.programs(x, rest), {})
+            if whole is not None:  # shape and type alone are read: no memory for the rest
+                x_whole = x.detach().new_empty(()).expand(whole)
+            known = self._known[shape] = (self.programs(x if whole is None else x_whole, rest), {})
         program, fixed = known
         piece, sources = program.reading(block.number, name)
         parameters = block._parameters
@@ -60,14 +75,25 @@ def value_of(source: str, program: Program, layer: nn.Module, inputs: dict[Any, 
         return layer.get_buffer(exported.buffers[source])
     if source in exported.parameters:
         return layer.get_parameter(exported.parameters[source])
+    if source in program.walk.states:
+        return state_of(layer.get_submodule(program.walk.states[source]))
     return program.constant(source, device)
 
 
 class GraphBlock(HoldsGroup, nn.Module):
-    """Block `number` of a layer. Its parameters are those of the layer that its graphs read."""
+    """Block `number` of a layer. Its parameters are those of the layer that its graphs read.
+
+    balanced: paths of modules with experts of groups of their own.
+    """
 
     def __init__(
-        self, layer: nn.Module, number: int, names: Iterable[str], cuts: dict[str, Cut], group: ProcessGroup | None
+        self,
+        layer: nn.Module,
+        number: int,
+        names: Iterable[str],
+        cuts: dict[str, Cut],
+        group: ProcessGroup | None,
+        balanced: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.number = number
@@ -75,7 +101,12 @@ class GraphBlock(HoldsGroup, nn.Module):
         self.names = tuple(sorted(names))
         self._paths = [(name, mangled(name), tuple(name.split("."))) for name in self.names]
         self.adopt(layer)
-        self.shard_dims = {mangled(name): cuts[name].dim for name in self.names if name in cuts}
+        self.local = frozenset(
+            mangled(name) for name in self.names if name in cuts and name.rpartition(".")[0] in balanced
+        )
+        """Parameters that are not this block's group's shards, and whose gradients are not summed over it either."""
+        dims = {mangled(name): cuts[name].dim for name in self.names if name in cuts}
+        self.shard_dims = {name: dim for name, dim in dims.items() if name not in self.local}
 
     def adopt(self, layer: nn.Module) -> None:
         """Register the layer's current parameters, which may have been replaced since the last call."""
@@ -95,5 +126,15 @@ class GraphBlock(HoldsGroup, nn.Module):
         return call.run(self, "partial", x, (), rest)
 
     def combine(self, x: Tensor, y: Tensor, call: LayerCall, *rest: Any) -> Tensor:
-        """Activation and all-reduced sum -> the next activation, [batch, ...]."""
+        """Activation and sum -> the next activation, [batch, ...]: all whole, or all a part of the sequence."""
+        if call.parts > 1:
+            return call.run(self, "part.combine", x, (y,), rest, call.whole(x))
         return call.run(self, "combine", x, (y,), rest)
+
+    def prepare(self, x: Tensor, call: LayerCall, *rest: Any) -> Tensor:
+        """Activation of this rank's part of the sequence -> what is gathered for `product`, of the same shape."""
+        return call.run(self, "part.prepare", x, (), rest, call.whole(x))
+
+    def product(self, h: Tensor, call: LayerCall, *rest: Any) -> Tensor:
+        """Result of `prepare` of the whole sequence -> this rank's partial sum."""
+        return call.run(self, "part.product", h, (), rest)

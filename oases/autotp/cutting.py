@@ -30,10 +30,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockPieces:
-    """The two graphs of a block: before and after its all-reduce."""
+    """The two graphs of a block: before and after its all-reduce.
+
+    begin, sums, end: nodes of its input, its sums over the ranks and its result.
+    """
 
     partial: Piece
     combine: Piece
+    begin: fx.Node
+    sums: list[fx.Node]
+    end: fx.Node
 
 
 def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
@@ -54,7 +60,8 @@ def cut(walk: Splitter, activation: str) -> list[BlockPieces]:
         sums = [node for node in graph.nodes if node.target is reduce and phases[node] == phase]
         later = [node.args[0] for node in graph.nodes if node.target is reduce and phases[node] > phase]
         end = output if phase == last else _waist(graph, x, [*later, output], phases, phase)
-        blocks.append(BlockPieces(_partial(graph, x, begin, sums), _combine(graph, x, begin, sums, end)))
+        partial = piece_between(graph, x, [begin], [node.args[0] for node in sums])
+        blocks.append(BlockPieces(partial, piece_between(graph, x, [begin, *sums], [end]), begin, sums, end))
         _require_same_draws(begin, sums, end, drawn)
         begin = end
     return blocks
@@ -65,10 +72,10 @@ def _require_same_draws(begin: fx.Node, sums: list[fx.Node], end: fx.Node, drawn
 
     Graphs and ranks have separate random streams. drawn: random nodes of earlier graphs; updated.
     """
-    partial = _back([node.args[0] for node in sums], {begin})
-    for needed in (partial, _back([end], {begin, *sums})):
+    partial = ancestors([node.args[0] for node in sums], {begin})
+    for needed in (partial, ancestors([end], {begin, *sums})):
         for node in needed:
-            if not _is_random(node):
+            if not is_random(node):
                 continue
             if node in drawn:
                 raise UnsplittableError(
@@ -81,7 +88,7 @@ def _require_same_draws(begin: fx.Node, sums: list[fx.Node], end: fx.Node, drawn
                 )
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers; attention without dropout does not."""
     if "scaled_dot_product" in str(node.target):
         given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
@@ -98,7 +105,7 @@ def other_results(walk: Splitter, activation: str) -> list[Any]:
     for out in walk.outputs[1:]:
         if not isinstance(out, fx.Node):
             found.append(out)
-        elif any(node is x or node.target is reduce for node in _back([out], set())):
+        elif any(node is x or node.target is reduce for node in ancestors([out], set())):
             found.append(ABSENT)
         else:
             made, values = _copied(walk.graph, x, [out], [x])
@@ -126,14 +133,16 @@ def _waist(graph: fx.Graph, x: fx.Node, later: list[Any], phases: dict[fx.Node, 
         if shape_of(like) != shape or like.meta["val"].dtype != dtype or node in later:
             continue
         earlier = [
-            each for each in _back(later, {node}) if each is x or (each.target is reduce and phases[each] <= phase)
+            each
+            for each in ancestors(later, {node})
+            if each is x or (each.target is reduce and phases[each] <= phase)
         ]
         if not earlier:
             return node
     raise UnsplittableError(f"more than one tensor is needed after its sum {phase}")
 
 
-def _back(targets: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
+def ancestors(targets: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
     """Ancestors of the targets, up to `stop`."""
     seen, queue = set[fx.Node](), [each for each in targets if isinstance(each, fx.Node)]
     while queue:
@@ -151,45 +160,44 @@ def _is_size(node: fx.Node) -> bool:
     return "sym_size" in str(node.target) and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
-def _partial(graph: fx.Graph, x: fx.Node, begin: fx.Node, sums: list[fx.Node]) -> Piece:
-    """Graph up to the tensors that are summed; several tensors are concatenated into one."""
-    addends = [node.args[0] for node in sums]
-    made, values = _copied(graph, x, addends, [begin])
-    found = [values[each] for each in addends]  # type: ignore[index]
+def piece_between(graph: fx.Graph, x: fx.Node, given: list[fx.Node], targets: list[Any], length: Any = None) -> Piece:
+    """Graph from an activation, and the sums after it where it is followed by them, to the targets.
+
+    x: the layer's activation. Several sums arrive, and several targets leave, concatenated in their last dimension.
+    length: expression that is read as the length of the activation's dimension 1 wherever it is read; None to read
+    each length where the layer does.
+    """
+    made, values = _copied(graph, x, targets, given, joined=given[1:] if len(given) > 2 else [], length=length)
+    found = [values[each] for each in targets]
     made.output(found[0] if len(found) == 1 else made.call_function(torch.cat, (found, -1)))
-    return _piece(made, 1)
-
-
-def _combine(graph: fx.Graph, x: fx.Node, begin: fx.Node, sums: list[fx.Node], end: fx.Node) -> Piece:
-    """Graph from the sum to the end of the block."""
-    made, values = _copied(graph, x, [end], [begin, *sums], joined=sums if len(sums) > 1 else [])
-    made.output(values[end])
-    return _piece(made, 2)
+    return _piece(made, min(len(given), 2))
 
 
 def _copied(
-    graph: fx.Graph, x: fx.Node, targets: Iterable[Any], given: list[fx.Node], joined: list[fx.Node] | None = None
+    graph: fx.Graph,
+    x: fx.Node,
+    targets: Iterable[Any],
+    given: list[fx.Node],
+    joined: list[fx.Node] | None = None,
+    length: Any = None,
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Separate graph that computes the targets from given values, its first inputs, and from placeholders.
 
-    joined: given values that arrive concatenated along their last dimension.
+    joined: given values that arrive concatenated along their last dimension. length: see `piece_between`.
     """
     targets = list(targets)
-    needed = _back(targets, set(given))
-    made, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    for place, node in enumerate(each for each in given if each not in (joined or [])):
-        values[node] = made.placeholder(f"given_{place}")
-    if joined:
-        whole = made.placeholder("given_1")
-        parts = made.call_function(torch.split, (whole, [shape_of(node.meta["like"])[-1] for node in joined], -1))
-        for place, node in enumerate(joined):
-            values[node] = made.call_function(operator.getitem, (parts, place))
+    needed = ancestors(targets, set(given))
+    made = fx.Graph()
+    values = _arrived(made, given, joined or [])
     inside = [node for node in graph.nodes if node in needed]
-    sized = {node.args[0] for node in inside if _is_size(node)} - {x}
+    sized = {node.args[0] for node in inside if _is_size(node) and not _counts(node, length)} - {x}
     for node in graph.nodes:  # placeholders first, whatever the order of the layer's graph
         if node.op == "placeholder" and (node in needed or node in sized) and node not in values:
             values[node] = made.placeholder(node.target)
     values.setdefault(x, values[given[0]])
+    for node in [each for each in inside if _counts(each, length)]:
+        values[node] = made.call_function(torch.ops.aten.sym_size.int, (values[given[0]], 1))
+        inside.remove(node)
     for node in inside:
         if node.op == "placeholder":
             continue
@@ -200,6 +208,27 @@ def _copied(
         else:
             values[node] = made.node_copy(node, lambda each: values[each])
     return made, values
+
+
+def _arrived(made: fx.Graph, given: list[fx.Node], joined: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Values of the nodes that are given, by placeholders of a new graph."""
+    values = dict[fx.Node, fx.Node]()
+    for place, node in enumerate(each for each in given if each not in joined):
+        values[node] = made.placeholder(f"given_{place}")
+    if joined:
+        whole = made.placeholder("given_1")
+        parts = made.call_function(torch.split, (whole, [shape_of(node.meta["like"])[-1] for node in joined], -1))
+        for place, node in enumerate(joined):
+            values[node] = made.call_function(operator.getitem, (parts, place))
+    return values
+
+
+def _counts(node: fx.Node, length: Any) -> bool:
+    """Whether a node reads a length that is this expression."""
+    if length is None or "sym_size" not in str(node.target):
+        return False
+    value = node.meta["like"].meta["val"]
+    return isinstance(value, torch.SymInt) and bool(value.node.expr == length)
 
 
 def _piece(graph: fx.Graph, given: int) -> Piece:

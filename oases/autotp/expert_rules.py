@@ -12,30 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from oases.autotp.experts import ACTIVATIONS, ExpertCollection, original_module
+from oases.autotp.balanced import balanced_experts
+from oases.autotp.experts import ExpertCollection, ExpertMlp, original_module
 from oases.autotp.splitter import Splitter, Value, args_of, rule
 from oases.moe.dispatch import by_expert, by_token
-from oases.moe.experts import ExpertWeights, compute
 
 
-def local_experts(
-    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, first: int, gated: bool, activation: str
-) -> Tensor:
-    """Tokens [T, hidden] through the L experts of this rank, numbers `first` to `first + L - 1`; [T, hidden].
+class LocalExperts:
+    """Tokens through the L experts of this rank, numbers `first` to `first + L - 1`, as a function in a graph."""
 
-    index, weights: [T, k], global numbers and weights of each token's experts. up: [L, i or 2 i, hidden], down: [L,
-    hidden, i]. Waits for the device, to know how many rows each expert gets.
-    """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    number = len(up)
-    here = (index >= first) & (index < first + number)
-    ids = torch.where(here, index - first, number)  # experts of other ranks come last
-    rows, source, counts = by_expert(x.to(dtype), ids, number + 1)
-    held = counts[:number].tolist()
-    weighted = ExpertWeights(up.to(dtype), down.to(dtype))
-    made = compute(rows[: sum(held)], held, weighted, gated=gated, activation=ACTIVATIONS[activation])
-    return by_token(made, source, weights).to(x.dtype)
+    def __init__(self, mlp: ExpertMlp, first: int) -> None:
+        self.__name__, self.__module__ = "local_experts", __name__  # generated graph code refers to these
+        self._mlp, self._first = mlp, first
+
+    def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        """Tokens [T, hidden] -> [T, hidden]. index, weights: [T, k], numbers of all experts and their weights.
+
+        Waits for the device, to know how many rows each expert gets.
+        """
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        number = len(parameters[0])
+        here = (index >= self._first) & (index < self._first + number)
+        ids = torch.where(here, index - self._first, number)  # experts of other ranks come last
+        rows, source, counts = by_expert(x.to(dtype), ids, number + 1)
+        held = counts[:number].tolist()
+        weighted = self._mlp.weights([each.to(dtype) for each in parameters])
+        made = self._mlp.run(rows[: sum(held)], held, weighted)
+        return by_token(made, source, weights).to(x.dtype)
 
 
 class OriginalForward:
@@ -66,12 +70,14 @@ def experts(s: Splitter, node: fx.Node) -> Value:
     if mlp is None:
         given: tuple[Any, ...] = tuple(s.whole(each) for each in (x, index, weights, *parameters))
         return Value(s.call(OriginalForward(module, known.names), given, node))
-    how: tuple[Any, ...] = (mlp.gated, mlp.activation)
     if known.whole:
         given = tuple(s.whole(each) for each in (x, index, weights, *parameters))
-        return Value(s.call(local_experts, (*given, 0, *how), node))
+        return Value(s.call(LocalExperts(mlp, 0), given, node))
     s.experts.extend(names)
-    up, down = (s.cut(each, 0, (known.number,)) for each in parameters)
-    first = s.rank * s.local(known.number)
-    given = (s.entered(x), s.whole(index), s.entered(weights), up, down)
-    return Value(s.call(local_experts, (*given, first, *how), node), None, True)
+    given = (s.entered(x), s.whole(index), s.entered(weights))
+    shards = tuple(s.cut(each, 0, (known.number,)) for each in parameters)
+    if known.balanced:
+        s.balanced[path] = mlp, known.number
+        return Value(s.call(balanced_experts, (s.state(path), *given, *shards), node), None, True)
+    local = LocalExperts(mlp, s.rank * s.local(known.number))
+    return Value(s.call(local, (*given, *shards), node), None, True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -35,13 +35,42 @@ class ExpertMlp:
     """Function of one expert: down(activation(gate(x)) * up(x)), or down(activation(up(x))).
 
     up: name of the parameter [E, i or 2 i, hidden], the gate's rows first. down: name of the parameter [E, hidden,
-    i].
+    i]. transposed: they are [E, hidden, i or 2 i] and [E, i, hidden]. up_bias, down_bias: names, "" for none.
+    clamped: (limit, alpha) of GPT-OSS's gate, (clamp(up) + 1) * gate * sigmoid(alpha * gate), whose rows alternate.
     """
 
     up: str
     down: str
     gated: bool
     activation: str
+    transposed: bool = False
+    up_bias: str = ""
+    down_bias: str = ""
+    clamped: tuple[float, float] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order of `ExpertWeights`."""
+        return tuple(name for name in (self.up, self.down, self.up_bias, self.down_bias) if name)
+
+    def weights(self, given: Sequence[Tensor]) -> ExpertWeights:
+        """The parameters named by `names`."""
+        left = iter(given)
+        up, down = next(left), next(left)
+        return ExpertWeights(up, down, *(next(left) if name else None for name in (self.up_bias, self.down_bias)))
+
+    def run(self, rows: Tensor, counts: Sequence[int], weights: ExpertWeights) -> Tensor:
+        """Run rows through their experts, as `oases.moe.experts.compute`."""
+        return compute(
+            rows, counts, weights, gated=self.gated, activation=ACTIVATIONS[self.activation],
+            middle=None if self.clamped is None else self._middle, transposed=self.transposed,
+        )  # fmt: skip
+
+    def _middle(self, rows: Tensor) -> Tensor:
+        assert self.clamped is not None
+        limit, alpha = self.clamped
+        gate, up = rows[..., ::2].clamp(max=limit), rows[..., 1::2].clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 @dataclass(frozen=True)
@@ -49,19 +78,20 @@ class ExpertCollection:
     """Expert module of a layer. names: its parameters, in the order in which the op takes them.
 
     mlp: None where the function was not recognised. whole: reason why the experts are replicated, or "" where they
-    are sharded over the ranks.
+    are sharded over the ranks. balanced: tokens are sent to the experts, instead of results summed.
     """
 
     number: int
     names: tuple[str, ...]
     mlp: ExpertMlp | None
     whole: str
+    balanced: bool = False
 
 
-def substitute_experts(model: nn.Module, ranks: int) -> None:
+def substitute_experts(model: nn.Module, ranks: int, *, balanced: bool = False) -> None:
     """Have every expert module of a traced copy call the op `oases::experts`.
 
-    model: made by `twin_of`. ranks: number of ranks to shard the experts over.
+    model: made by `twin_of`. ranks: number of ranks to shard the experts over. balanced: see `ExpertCollection`.
     """
     known: dict[Any, ExpertMlp | None] = {}
     for module in list(model.modules()):
@@ -79,8 +109,9 @@ def substitute_experts(model: nn.Module, ranks: int) -> None:
             whole = "the function of its experts is not a known MLP"
         elif number % ranks:
             whole = f"{ranks} ranks do not divide its {number} experts"
-        names = tuple(name for name, _ in module.named_parameters()) if found is None else (found.up, found.down)
-        object.__setattr__(module, "_collection", ExpertCollection(number, names, found, whole))
+        names = tuple(name for name, _ in module.named_parameters()) if found is None else found.names
+        collection = ExpertCollection(number, names, found, whole, balanced)
+        object.__setattr__(module, "_collection", collection)
         module.__class__ = _substitute_class(type(module))  # type: ignore[arg-type]
 
 
@@ -140,18 +171,31 @@ def _is_call(x: Any, index: Any, weights: Any) -> bool:
 
 def _recognise(module: nn.Module, stacked: dict[str, Tensor]) -> ExpertMlp | None:
     """The known MLP that gives the same results as the module's forward, or None."""
-    if len(stacked) != 2 or any(each.dim() != 3 for each in stacked.values()):
-        return None
-    for up, down in itertools.permutations(stacked):
-        (number, wide, hidden), shape = stacked[up].shape, tuple(stacked[down].shape)
-        for gated in (True, False):
-            if shape != (number, hidden, wide // 2 if gated else wide) or (gated and wide % 2):
+    number = len(next(iter(stacked.values())))
+    return next((each for each in _candidates(module, stacked) if _computes(module, number, each)), None)
+
+
+def _candidates(module: nn.Module, stacked: dict[str, Tensor]) -> Iterator[ExpertMlp]:
+    """MLPs whose parameters have the shapes of the module's."""
+    matrices = [name for name, each in stacked.items() if each.dim() == 3]
+    biases = [name for name in stacked if name not in matrices]
+    if len(matrices) != 2 or len(biases) not in (0, 2) or any(stacked[name].dim() != 2 for name in biases):
+        return
+    limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
+    for (up, down), transposed, gated in itertools.product(
+        itertools.permutations(matrices), (False, True), (True, False)
+    ):
+        first, second = stacked[up].shape[1:], stacked[down].shape[1:]
+        (wide, hidden), other = (first[::-1], second[::-1]) if transposed else (first, second)
+        if tuple(other) != (hidden, wide // 2 if gated else wide) or (gated and wide % 2):
+            continue
+        for one, two in itertools.permutations(biases) if biases else [("", "")]:
+            if biases and (stacked[one].shape[1], stacked[two].shape[1]) != (wide, hidden):
                 continue
             for activation in ACTIVATIONS:
-                found = ExpertMlp(up, down, gated, activation)
-                if _computes(module, number, found):
-                    return found
-    return None
+                yield ExpertMlp(up, down, gated, activation, transposed, one, two)
+            if gated and isinstance(limit, float) and isinstance(alpha, float):
+                yield ExpertMlp(up, down, gated, "silu", transposed, one, two, (limit, alpha))
 
 
 _TOKENS, _HIDDEN, _INNER, _CHOICES = 6, 8, 4, 2
@@ -165,18 +209,20 @@ def _computes(module: nn.Module, number: int, mlp: ExpertMlp) -> bool:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    up = drawn(number, 2 * _INNER if mlp.gated else _INNER, _HIDDEN)
-    down = drawn(number, _HIDDEN, _INNER)
-    small = {mlp.up: nn.Parameter(up), mlp.down: nn.Parameter(down)}
+    wide = 2 * _INNER if mlp.gated else _INNER
+    shapes = [(number, wide, _HIDDEN), (number, _HIDDEN, _INNER)]
+    tensors = [drawn(a, c, b) if mlp.transposed else drawn(a, b, c) for a, b, c in shapes]
+    if mlp.clamped is not None:
+        tensors[0] *= mlp.clamped[0]  # so that some values are beyond the limit
+    tensors += [drawn(number, width) for name, width in ((mlp.up_bias, wide), (mlp.down_bias, _HIDDEN)) if name]
+    small = dict(zip(mlp.names, map(nn.Parameter, tensors), strict=True))
     x, choices = drawn(_TOKENS, _HIDDEN), min(_CHOICES, number)
     index = torch.stack([torch.randperm(number, generator=generator)[:choices] for _ in range(_TOKENS)])
     weights = drawn(_TOKENS, choices).softmax(-1)
     expected = torch.zeros_like(x)
     for token, slot in itertools.product(range(_TOKENS), range(choices)):
         one = int(index[token, slot])
-        only = ExpertWeights(up[one : one + 1], down[one : one + 1])
-        activation = ACTIVATIONS[mlp.activation]
-        row = compute(x[token : token + 1], [1], only, gated=mlp.gated, activation=activation)
+        row = mlp.run(x[token : token + 1], [1], mlp.weights([each[one : one + 1] for each in tensors]))
         expected[token] += weights[token, slot] * row[0]
     copied = copy.deepcopy(module, {id(getattr(module, name)): each for name, each in small.items()})
     for training in (True, False):

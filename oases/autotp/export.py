@@ -19,7 +19,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from oases.autotp.backward_code import code_of_backward
-from oases.autotp.module_snapshot import assigned_attributes
+from oases.autotp.cache import call_layer, is_layer_cache
+from oases.autotp.module_snapshot import assigned_attributes, unrecorded
 from oases.autotp.rewrites import (
     differentiable_copies,
     drop_asserts,
@@ -28,6 +29,7 @@ from oases.autotp.rewrites import (
     without_in_place,
 )
 from oases.errors import UsageError
+from oases.parallel.fsdp import COMPUTED_IN
 
 
 class UnsplittableError(Exception):
@@ -41,7 +43,8 @@ class Exported:
     parameters, buffers: names in the layer, by placeholder. constants: tensors that the layer creates. inputs: the
     placeholder of each leaf of (args, kwargs) that is a tensor, in the order of `leaves`; None for other leaves.
     outputs: a node or constant for each leaf of the result. ranges: bounds of the dynamic lengths; guards: further
-    conditions on them. layer: the traced module.
+    conditions on them. layer: the traced module. cached: placeholders of a key-value cache; keeps: whether the last
+    two outputs are keys and values to put into one.
     """
 
     graph: fx.Graph
@@ -54,6 +57,13 @@ class Exported:
     ranges: dict[Any, Any]
     guards: tuple[Any, ...]
     layer: nn.Module
+    cached: tuple[str, ...]
+    keeps: bool
+
+    @property
+    def own_results(self) -> int:
+        """Number of outputs that are the layer's own results."""
+        return len(self.outputs) - 2 * self.keeps
 
 
 def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -112,7 +122,7 @@ def take_dtypes(twin: nn.Module, module: nn.Module) -> None:
 
     Those that the module does not have, because another stage does, change as the others of their type.
     """
-    wanted = {name: parameter.dtype for name, parameter in module.named_parameters()}
+    wanted = {name: getattr(p, COMPUTED_IN, p.dtype) for name, p in module.named_parameters()}
     before = {name: parameter.dtype for name, parameter in twin.named_parameters()}
     others = {before[name]: dtype for name, dtype in wanted.items() if name in before}
     changed: dict[int, nn.Parameter] = {}
@@ -153,7 +163,7 @@ def export(
         )
     call, changed = _Call(layer), assigned_attributes(layer)
     try:
-        with quiet(), code_of_backward() as lost:
+        with quiet(), unrecorded(layer), code_of_backward() as lost:
             program = torch.export.export(
                 call,
                 (args, kwargs),
@@ -171,6 +181,16 @@ def export(
             f"{type(layer).__name__} calls {', '.join(lost())}, whose backward is not in a traced graph"
         )
     return _read(program, layer, (args, kwargs))
+
+
+def varying_shapes(tensor: Tensor) -> dict[int, Any]:
+    """Dynamic dimensions for `export`: all lengths but ones."""
+    return {dim: torch.export.Dim.AUTO for dim, length in enumerate(tensor.shape) if length > 1}
+
+
+def varying_lengths(tensor: Tensor) -> dict[int, Any]:
+    """Dynamic dimensions for `export` but the batch's, which some layers (BLOOM) merge with that of heads."""
+    return {dim: length for dim, length in varying_shapes(tensor).items() if dim}
 
 
 def _apart(value: Any) -> Any:
@@ -194,7 +214,7 @@ class _Call(nn.Module):
         self.layer = layer
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.layer(*args, **kwargs)
+        return call_layer(self.layer, args, kwargs)
 
 
 def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -> Exported:
@@ -237,7 +257,18 @@ def _read(program: torch.export.ExportedProgram, traced: nn.Module, call: Any) -
         dict(program.range_constraints),
         _guards(graph),
         traced,
+        _cached(call, inputs),
+        any(map(is_layer_cache, pytree.tree_leaves(call, is_leaf=is_layer_cache))),
     )
+
+
+def _cached(call: Any, inputs: tuple[str | None, ...]) -> tuple[str, ...]:
+    """Placeholders of the keys and values of a LayerCache, where it has any."""
+    names, found = iter(inputs), list[str]()
+    for part in pytree.tree_leaves(call, is_leaf=is_layer_cache):
+        mine = [next(names) for _ in pytree.tree_leaves(part)]
+        found += [name for name in mine if name is not None] if is_layer_cache(part) else []
+    return tuple(found)
 
 
 def _refuse_mutation(program: torch.export.ExportedProgram, layer: str) -> None:

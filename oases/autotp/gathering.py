@@ -193,9 +193,11 @@ class GatherBuffers:
 
 def _device_of(group: ProcessGroup) -> torch.device:
     """Device that a group's point-to-point messages are sent from."""
-    if "gloo" in dist.get_backend_config(group):
+    if any(name in dist.get_backend_config(group) for name in ("gloo", "staged")):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "a backend that sends no tensors of the CPU has an accelerator"
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def wire_device(tensor: Tensor, group: ProcessGroup) -> torch.device:

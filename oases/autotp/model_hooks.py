@@ -16,6 +16,7 @@ from oases.errors import UsageError
 from oases.execution.agreement import is_sampled, samples_of
 from oases.execution.failure import monitor_of
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
+from oases.execution.piece import default_generators
 
 _CAPTURED = ("output_attentions", "output_router_logits")
 """Outputs that transformers captures by hooks inside of layers, which the traced graphs bypass."""
@@ -36,7 +37,7 @@ class ModelHooks:
         """Seed of the draws; None before the first training call, which takes rank 0's initial seed."""
         self.calls = self._number = 0
         """Number of training calls, which selects the draws."""
-        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._before: list[list[tuple[torch.Generator, Tensor]]] = []
         self._filled = False
 
     def begin(self, model: nn.Module) -> None:
@@ -60,8 +61,8 @@ class ModelHooks:
         if self._caches and kwargs.get("use_cache") is None:
             kwargs = {**kwargs, "use_cache": False}
         if self._group and any(part.training for part in model.modules()):
-            cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-            self._before.append((torch.get_rng_state(), cuda))
+            generators = default_generators(next(model.parameters()).device)
+            self._before.append([(generator, generator.get_state()) for generator in generators])
             torch.manual_seed(self._next_seed())
         return args, kwargs
 
@@ -103,10 +104,8 @@ class ModelHooks:
 
     def _end(self, model: nn.Module, args: Any, result: Any) -> None:
         if self._before:
-            cpu, cuda = self._before.pop()
-            torch.set_rng_state(cpu)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda)
+            for generator, state in self._before.pop():
+                generator.set_state(state)
 
     def _next_seed(self) -> int:
         """Seed of this call, equal on all ranks: from rank 0's initial seed at the first training call, and a

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +24,33 @@ def inner_hooks(layer: nn.Module) -> str:
 
 
 def _hooked(part: nn.Module) -> bool:
-    """Whether there are hooks other than those by which transformers captures outputs, which `ModelHooks` refuses."""
+    """Whether there are hooks other than those by which transformers records outputs, which `ModelHooks` refuses."""
     if not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks):
         return False
-    hooks = (hook for each in _HOOKS for hook in getattr(part, each).values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
+    return any(not _records(hook) for each in _HOOKS for hook in getattr(part, each).values())
+
+
+def _records(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+def recorders(part: nn.Module) -> dict[int, Any]:
+    """Forward hooks by which transformers records hidden states and attentions, by their numbers."""
+    return {number: hook for number, hook in part._forward_hooks.items() if _records(hook)}
+
+
+@contextmanager
+def unrecorded(module: nn.Module) -> Iterator[None]:
+    """Context in which transformers does not record what a module and its submodules compute."""
+    found = [(part, recorders(part)) for part in module.modules() if part._forward_hooks]
+    for part, hooks in found:
+        for number in hooks:
+            del part._forward_hooks[number]
+    try:
+        yield
+    finally:
+        for part, hooks in found:
+            part._forward_hooks.update(hooks)
 
 
 class ModuleSnapshot:
@@ -119,3 +142,30 @@ def comparison_key(value: Any) -> Any:
     if isinstance(value, dict):
         return dict, tuple((repr(key), comparison_key(each)) for key, each in value.items())
     return id(value)
+
+
+def look_of(module: nn.Module, ignored: set[tuple[str, str]]) -> tuple[Any, ...]:
+    """Classes, attributes, shapes and shared weights of a module and its submodules."""
+    shared: dict[int, int] = {}
+    return tuple(
+        (
+            path,
+            type(part),
+            tuple((name, comparison_key(v)) for name, v in sorted(vars(part).items())
+                  if not name.startswith("_") and (path, name) not in ignored and name != "training"),
+            tuple((name, tuple(p.shape), p.dtype, p.requires_grad, shared.setdefault(id(p), len(shared)))
+                  for name, p in part._parameters.items() if p is not None),
+            tuple((name, tuple(b.shape), b.dtype) for name, b in part.named_buffers(recurse=False)),
+        )
+        for path, part in module.named_modules()
+    )  # fmt: skip
+
+
+def indices_in(modules: Sequence[nn.Module]) -> set[tuple[str, str]]:
+    """Attributes that hold the layer's index."""
+    counting: set[tuple[str, str]] | None = None
+    for at, module in enumerate(modules):
+        mine = {(path, name) for path, part in module.named_modules() for name, v in vars(part).items()
+                if type(v) is int and v == at}  # fmt: skip
+        counting = mine if counting is None else counting & mine
+    return counting or set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from oases.autotp.export import UnsplittableError
+from oases.autotp.layers import LayerList, first_leaf
+from oases.autotp.program import LayerSignature
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_size, resolve
 from oases.parallel.mesh import Mesh
 from oases.plans.check import check
-from oases.plans.plan import AUTO, Experts, Plan, Segment
+from oases.plans.layered import LayeredModel
+from oases.plans.plan import Experts, Plan, Segment
 from oases.schedule import Schedule, is_text
 
 _SAMPLED = 4096
@@ -98,12 +103,11 @@ def tensor_parallel_group(
 
     Raises UsageError for a mesh without a tensor-parallel dimension and a plan that does not fit it.
     """
-    known = ("sub_batches", "recompute", "wire_dtype", "require_overlap", "small_batch")
+    known = ("sub_batches", "recompute", "wire_dtype", "require_overlap", "small_batch", "sequence_parallel")
     strange = sorted(set(options) - set(known))
     if strange:
         raise UsageError(
             f"parallelize() does not take {', '.join(strange)}; options of its stacks are {', '.join(known)}"
-            + ("; traced blocks need whole sequences" if "sequence_parallel" in strange else "")
         )
     options = {"schedule": schedule, "small_batch": "whole", **options}
     if plan is not None:
@@ -135,10 +139,6 @@ def require_runnable(plan: Plan) -> None:
             "parallelize() runs plans of one degree: plan with one, by oases plan --tp"
         )
     remedies = {
-        "sequence_parallel": (
-            any(segment.sequence_parallel for segment in segments),
-            "leave it out; traced blocks need whole sequences",
-        ),
         "experts": (plan.experts, "leave them out; parallelize() keeps the model's own experts"),
         "num_blocks": (
             next((segment.num_blocks for segment in segments if plan.model.mixed and segment.num_blocks % 2), 0),
@@ -151,15 +151,70 @@ def require_runnable(plan: Plan) -> None:
             raise UsageError(f"plan: parallelize() does not do {name} {shown} for such a model; {remedy}")
 
 
+def require_planned(model: nn.Module, lists: Sequence[LayerList], plan: Plan) -> None:
+    """Raise UsageError, with both sizes, for a plan of a model whose layers are others than those in `lists`.
+
+    Compares their number, the features between them and, of a traced model, the parameters of each; those of
+    adapters, which are added to a planned model, do not count.
+    """
+    calls = [call for each in lists for call in each.calls]
+    planned, remedy = plan.model, f"plan for {type(model).__name__} by oases.plan(model, cluster, ...)"
+    if len(calls) != planned.layers:
+        raise UsageError(f"plan: it is for {planned.layers} layers, the model has {len(calls)} in lists; {remedy}")
+    paths = [path for each in lists for path in each.paths]
+    if paths == [""]:  # the whole model, as one layer
+        return
+    x = first_leaf(calls[0].result)
+    if isinstance(x, Tensor) and x.dim() == 3 and x.shape[-1] != planned.hidden:
+        width = x.shape[-1]
+        raise UsageError(f"plan: it is for layers of width {planned.hidden}, the model's have {width}; {remedy}")
+    if not isinstance(planned, LayeredModel) or getattr(model, "peft_config", None) is not None:
+        return
+    for layer, (path, call) in enumerate(zip(paths, calls, strict=True)):
+        kinds = planned.layer_kinds[planned.layer_order[layer]]
+        wanted = sum(planned.block_parameters(kind, 1) for kind in kinds)
+        found = sum(parameter.numel() for parameter in call.module.parameters())
+        if wanted != found:
+            raise UsageError(
+                f"plan: layer {layer} of {planned.name} has {wanted} parameters there, {path} has {found}; {remedy}"
+            )
+
+
+def require_token_wise(
+    segments: Sequence[tuple[LayerList, Sequence[LayerSignature | UnsplittableError], dict[str, Any]]], ranks: int
+) -> None:
+    """Raise UsageError, naming list and op, for layers that are to run on parts of a sequence and cannot."""
+    for found, signatures, options in segments:
+        if not options.get("sequence_parallel") or ranks == 1:
+            continue
+        where = found.name or "the model"
+        why = found.broken or next((str(each) for each in signatures if isinstance(each, UnsplittableError)), "")
+        if options["schedule"] == "layers":
+            why = "schedule='layers' runs each layer alone"
+        for signature, call, at in zip(signatures, found.calls, found.activations, strict=True) if not why else ():
+            assert isinstance(signature, LayerSignature)
+            program = signature.sample(call, at)
+            why = program.why_not_in_a_stack
+            if why:
+                break
+            _ = program.tokens
+        if why:
+            raise UsageError(
+                f"sequence_parallel: {where} does not run across its layers ({why}); leave sequence_parallel out, or "
+                "name the lists to shard in spec=ParallelSpec(layers=...)"
+            )
+
+
 def options_of(segment: Segment, wire: str = "none") -> dict[str, Any]:
     """Stack options for running all layers as the segment specifies. wire: the plan's."""
-    options: dict[str, Any] = {"recompute": segment.recomputed_layers}
+    options: dict[str, Any] = {
+        "recompute": segment.recomputed_layers, "sequence_parallel": segment.sequence_parallel
+    }  # fmt: skip
     if wire != "none":
-        options["wire_dtype"] = getattr(torch, wire)
+        options["wire_dtype"] = wire
     if is_text(segment.schedule):
         return options | {"schedule": segment.generated()}
-    sub_batches = AUTO if segment.schedule == AUTO else segment.sub_batches
-    return options | {"schedule": segment.schedule, "sub_batches": sub_batches}
+    return options | {"schedule": segment.schedule, "sub_batches": segment.sub_batches or None}
 
 
 def _mesh_of(plan: Plan) -> Mesh:

@@ -8,7 +8,7 @@ once; every trace must agree with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,17 +17,28 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from oases.autotp.cache import NO_CACHE, is_layer_cache
 from oases.autotp.cutting import BlockPieces, Piece, cut, other_results
-from oases.autotp.experts import replicate_experts
-from oases.autotp.export import Exported, UnsplittableError, export, leaves, take_dtypes, twin_of
-from oases.autotp.layers import LayerList, TracedCall
+from oases.autotp.experts import ExpertMlp, collections
+from oases.autotp.export import (
+    Exported,
+    UnsplittableError,
+    export,
+    leaves,
+    take_dtypes,
+    twin_of,
+    varying_lengths,
+    varying_shapes,
+    without_data,
+)
+from oases.autotp.layers import TracedCall
 from oases.autotp.lowering import GroupRank, block_dropout, block_linear, lower
-from oases.autotp.module_snapshot import comparison_key, inner_hooks, set_training_modes
+from oases.autotp.module_snapshot import set_training_modes, training_modes
 from oases.autotp.rules import is_linear, linear_operands
 from oases.autotp.shapes import Segments
-from oases.autotp.spec import ParallelSpec
-from oases.autotp.splitter import Splitter
+from oases.autotp.splitter import Split, Splitter
 from oases.autotp.structure import Structure, find
+from oases.autotp.tokens import TokenPieces, token_pieces
 from oases.errors import UsageError
 from oases.parallel.sharding import Cut
 
@@ -48,10 +59,7 @@ class CallSignature:
         """
         for leaf in found:
             if not isinstance(leaf, (Tensor, int, float, str, bool, torch.dtype, torch.device, type(None))):
-                what = type(leaf).__name__
-                if "Cache" in what:
-                    raise UnsplittableError(f"a {what} was passed; call the model with use_cache=False")
-                raise UnsplittableError(f"an argument of type {what} was passed")
+                raise UnsplittableError(f"an argument of type {type(leaf).__name__} was passed")
         return cls(
             str(tree),
             tuple("tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in found),
@@ -93,20 +101,42 @@ class Program:
         """Index among a call's leaves of each placeholder that represents one."""
         return {name: at for at, name in enumerate(self.exported.inputs) if name is not None}
 
-    def reading(self, number: int, name: str) -> tuple[Piece, list[tuple[int | None, str, str]]]:
-        """`partial` or `combine` of a block, and the sources of its further arguments.
+    @cached_property
+    def tokens(self) -> list[TokenPieces]:
+        """Graphs of the blocks under sequence parallelism. UsageError where what is not gathered relates tokens."""
+        assert self.blocks is not None
+        assert self.activation is not None
+        graph, name = self.walk.graph, self.exported.inputs[self.activation]
+        (x,) = (node for node in graph.nodes if node.op == "placeholder" and node.target == name)
+        try:
+            made = [token_pieces(graph, x, each.begin, each.sums, each.end) for each in self.blocks]
+        except UnsplittableError as error:
+            raise UsageError(
+                f"sequence_parallel: {type(self.exported.layer).__name__} cannot run on parts of a sequence: "
+                f"{error}; leave sequence_parallel out"
+            ) from error
+        for number, pieces in enumerate(made):  # now: a compiled block would be compiled anew for each entry
+            for name in ("prepare", "product", "combine"):
+                self._readings[number, f"part.{name}"] = self._with_sources(getattr(pieces, name))
+        return made
 
-        Each source is the index of a leaf of the call; or the name of a parameter of the block; or a placeholder.
+    def reading(self, number: int, name: str) -> tuple[Piece, list[tuple[int | None, str, str]]]:
+        """A graph of a block, and the sources of its further arguments.
+
+        name: of BlockPieces, or "part.NAME" of TokenPieces. Each source is the index of a leaf of the call; or the
+        name of a parameter of the block; or a placeholder.
         """
         if (number, name) not in self._readings:
             assert self.blocks is not None
-            piece: Piece = getattr(self.blocks[number], name)
-            parameters = self.exported.parameters
-            self._readings[number, name] = (
-                piece,
-                [(self.leaf_of.get(source), mangled(parameters.get(source, "")), source) for source in piece.reads],
-            )
+            if name.startswith("part."):
+                _ = self.tokens
+            else:
+                self._readings[number, name] = self._with_sources(getattr(self.blocks[number], name))
         return self._readings[number, name]
+
+    def _with_sources(self, piece: Piece) -> tuple[Piece, list[tuple[int | None, str, str]]]:
+        parameters = self.exported.parameters
+        return piece, [(self.leaf_of.get(each), mangled(parameters.get(each, "")), each) for each in piece.reads]
 
     def constant(self, source: str, device: torch.device) -> Tensor:
         """Tensor that the layer creates, copied to a device once."""
@@ -120,9 +150,15 @@ class Program:
         """Required lengths of each leaf; None for a leaf that is not a tensor."""
         nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
         return tuple(
-            None if name is None else tuple(self._length(want) for want in nodes[name].meta["val"].shape)
+            None if name is None else tuple(
+                self._length(
+                    want * cached.copies // self.tp.ranks if cached is not None and dim == cached.dim else want
+                )
+                for dim, want in enumerate(nodes[name].meta["val"].shape)
+            )
             for name in self.exported.inputs
-        )
+            for cached in [self.walk.cached.get(name or "")]
+        )  # fmt: skip
 
     def _length(self, want: Any) -> _Length:
         if isinstance(want, int):
@@ -195,18 +231,25 @@ class LayerSignature:
         CallSignature.of(*leaves(args, kwargs), ())
         exported = export(twin, args, kwargs)
         self.structure: Structure = find(exported, keep, tp.ranks)
+        self.sums = not self.structure.columns and not any(collections(twin))
+        if self.sums:  # norms over what would be sharded: rather more all-reduces than a layer on every rank
+            self.structure = find(exported, keep, tp.ranks, sums=True)
         self.columns: dict[str, Segments] = {
             _weight(exported, node): segments for node, segments in self.structure.columns.items()
         }
         self.rows = tuple(_weight(exported, node) for node in self.structure.rows)
-        walk = _walk(exported, self.columns, GroupRank())
+        walk = _walk(exported, self.columns, GroupRank(), self.sums)
         self.cuts: Mapping[str, Cut] = walk.cuts
+        self.balanced: Mapping[str, tuple[ExpertMlp, int]] = walk.balanced
         self.experts, self.refused = tuple(walk.experts), {**self.structure.refused, **walk.refused}
         if not self.cuts:
             raise UnsplittableError(
                 "; ".join(f"{k}: {v}" for k, v in self.structure.refused.items()) or "no pair of linears"
             )
         self.programs: dict[tuple[CallSignature, int | None], list[Program]] = {}
+        self._static: dict[tuple[CallSignature, int | None], int] = {}
+        self.kept: tuple[Split | None, ...] | None = None
+        """Sharding of the keys and values that a key-value cache keeps; None before it is known."""
 
     def program(
         self,
@@ -222,24 +265,21 @@ class LayerSignature:
         for program in programs:
             if program.accepts(found):
                 return program
-        args, kwargs = pytree.tree_unflatten(found, tree)
+        args, kwargs = pytree.tree_map(self._whole_cache, pytree.tree_unflatten(found, tree), is_leaf=is_layer_cache)
         if next(self.twin.parameters()).device != device:
             self.twin = twin_of(self.twin, device)
         take_dtypes(self.twin, layer)
         set_training_modes(self.twin, call_signature.modes)
         try:
-            exported = export(self.twin, args, kwargs, _varying)
-            walk = self._walked(exported)
-        except UnsplittableError:  # some layers cannot be traced with dynamic lengths: trace these alone
-            try:
-                exported = export(self.twin, args, kwargs)
-                walk = self._walked(exported)
-            except UnsplittableError as error:
-                raise UsageError(
-                    f"{error}, in a call with other arguments or modes than at parallelize(), which sharded this "
-                    "layer; call model.train() or model.eval() before it, as in most calls, and give such arguments "
-                    "as spec=ParallelSpec(inputs=...): layers that cannot be sharded with them then stay whole"
-                ) from error
+            exported, walk = self._traced(args, kwargs, (call_signature, activation))
+        except UnsplittableError as error:
+            if any(map(is_layer_cache, pytree.tree_leaves((args, kwargs), is_leaf=is_layer_cache))):
+                raise UsageError(f"{error}, with a key-value cache; {NO_CACHE}") from error
+            raise UsageError(
+                f"{error}, in a call with other arguments or modes than at parallelize(), which sharded this "
+                "layer; call model.train() or model.eval() before it, as in most calls, and give such arguments "
+                "as spec=ParallelSpec(inputs=...): layers that cannot be sharded with them then stay whole"
+            ) from error
         blocks, others, reason = None, list[Any](), ""
         try:
             name = None if activation is None or activation < 0 else exported.inputs[activation]
@@ -253,101 +293,70 @@ class LayerSignature:
         programs.append(Program(walk, activation, self.tp, blocks, others, reason, _accepted=accepted))
         return programs[-1]
 
+    def _traced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[CallSignature, int | None]
+    ) -> tuple[Exported, Splitter]:
+        """Graph of a call and its sharding, with as many dynamic lengths as it allows: all, all but the batch, none.
+
+        Later calls of the same key begin with those that the first one allowed. Raises UnsplittableError.
+        """
+        for tries, varying in enumerate((varying_shapes, varying_lengths)):
+            if tries < self._static.get(key, 0):
+                continue
+            try:
+                exported = export(self.twin, args, kwargs, varying)
+                return exported, self._walked(exported)
+            except UnsplittableError:  # trace more of these shapes alone
+                self._static[key] = tries + 1
+        exported = export(self.twin, args, kwargs)
+        return exported, self._walked(exported)
+
+    def sample(self, call: TracedCall, activation: int) -> Program:
+        """Program of a traced call."""
+        flat, tree = leaves(call.args, call.kwargs)
+        signature = CallSignature.of(flat, tree, training_modes(call.module))
+        return self.program(signature, flat, tree, activation, flat[activation].device, call.module)
+
+    def _whole_cache(self, held: Any) -> Any:
+        """A LayerCache of the unsharded layer, without data; anything else itself."""
+        if not is_layer_cache(held) or held.keys is None:
+            return held
+        whole = []
+        for tensor, split in zip((held.keys, held.values), self.kept or (None, None), strict=True):
+            shape = list(tensor.shape)
+            if split is not None:
+                shape[split.dim] = sum(split.segments) // split.copies
+            if self.kept is None or (split and sum(split.segments) != self.tp.ranks * tensor.shape[split.dim]):
+                raise UsageError(
+                    f"{type(self.twin).__name__} was given a key-value cache of another model, with the shape "
+                    f"{list(tensor.shape)}; give an empty one, or that of a call of this model"
+                )
+            whole.append(without_data(tensor.new_empty(1).expand(shape)))
+        return held._replace(keys=whole[0], values=whole[1])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSignature:
         """Return self: it has no weights, and a copied layer has the same signature."""
         return self
 
     def _walked(self, exported: Exported) -> Splitter:
-        walk = _walk(exported, self.columns, self.tp)
+        walk = _walk(exported, self.columns, self.tp, self.sums)
         if walk.cuts != self.cuts:
             raise UnsplittableError(
                 f"with these arguments other parameters would be sharded: {set(walk.cuts) ^ set(self.cuts)}"
             )
+        if exported.keeps:
+            self.kept = self.kept or tuple(walk.kept)
+            given = [walk.cached.get(name) for name in exported.cached]
+            if list(self.kept) != walk.kept or (given and given != walk.kept):
+                raise UnsplittableError("its key-value cache would be sharded in two ways")
         return walk
 
 
-def _walk(exported: Exported, columns: Mapping[str, Segments], tp: GroupRank) -> Splitter:
+def _walk(exported: Exported, columns: Mapping[str, Segments], tp: GroupRank, sums: bool) -> Splitter:
     nodes = {node: columns[_weight(exported, node)] for node in exported.graph.nodes
              if is_linear(node) and _weight(exported, node) in columns}  # fmt: skip
-    return Splitter(exported, nodes, block_linear, block_dropout, tp.rank, tp.ranks).run()
+    return Splitter(exported, nodes, block_linear, block_dropout, tp.rank, tp.ranks, sums).run()
 
 
 def _weight(exported: Exported, node: fx.Node) -> str:
     return exported.parameters.get(getattr(linear_operands(node)[1], "name", ""), "")
-
-
-def _varying(tensor: Tensor) -> dict[int, Any]:
-    return {dim: torch.export.Dim.AUTO for dim, length in enumerate(tensor.shape) if length > 1}
-
-
-def layer_signatures(
-    found: LayerList, model: nn.Module, spec: ParallelSpec, tp: GroupRank
-) -> list[LayerSignature | UnsplittableError]:
-    """Signature of each layer, one object for equal layers; the UnsplittableError for those that cannot be sharded.
-
-    model: the original, whose layers are checked for hooks, which the fake copies do not have.
-    """
-    groups: dict[Any, list[int]] = {}
-    indices = _indices([call.module for call in found.calls])
-    for at, (call, path) in enumerate(zip(found.calls, found.paths, strict=True)):
-        kept = frozenset(
-            name
-            for name, _ in call.module.named_parameters()
-            if name in found.outside_reads or spec.keeps_whole(f"{path}.{name}" if path else name)
-        )
-        refused = inner_hooks(model.get_submodule(path))
-        if path in found.assigned:
-            refused = f"{type(call.module).__name__} sets {', '.join(found.assigned[path])} in its forward"
-        groups.setdefault((_look(call.module, indices), _argument_types(call), call.ops, kept, refused), []).append(
-            at
-        )
-    signatures: dict[int, LayerSignature | UnsplittableError] = {}
-    for (*_, kept, refused), members in groups.items():
-        signatures.update(dict.fromkeys(members, _layer_signature(found.calls[members[0]], kept, refused, tp)))
-    return [signatures[at] for at in range(len(found.calls))]
-
-
-def _layer_signature(
-    call: TracedCall, kept: frozenset[str], refused: str, tp: GroupRank
-) -> LayerSignature | UnsplittableError:
-    if refused:
-        return UnsplittableError(refused)
-    replicate_experts(call.module, kept)
-    try:
-        return LayerSignature(call.module, call.args, call.kwargs, kept.__contains__, tp)
-    except UnsplittableError as error:
-        return error
-
-
-def _look(module: nn.Module, ignored: set[tuple[str, str]]) -> tuple[Any, ...]:
-    """Classes, attributes, shapes and shared weights of a module and its submodules."""
-    shared: dict[int, int] = {}
-    return tuple(
-        (
-            path,
-            type(part),
-            tuple((name, comparison_key(v)) for name, v in sorted(vars(part).items())
-                  if not name.startswith("_") and (path, name) not in ignored and name != "training"),
-            tuple((name, tuple(p.shape), p.dtype, p.requires_grad, shared.setdefault(id(p), len(shared)))
-                  for name, p in part._parameters.items() if p is not None),
-            tuple((name, tuple(b.shape), b.dtype) for name, b in part.named_buffers(recurse=False)),
-        )
-        for path, part in module.named_modules()
-    )  # fmt: skip
-
-
-def _indices(modules: Sequence[nn.Module]) -> set[tuple[str, str]]:
-    """Attributes that hold the layer's index."""
-    counting: set[tuple[str, str]] | None = None
-    for at, module in enumerate(modules):
-        mine = {(path, name) for path, part in module.named_modules() for name, v in vars(part).items()
-                if type(v) is int and v == at}  # fmt: skip
-        counting = mine if counting is None else counting & mine
-    return counting or set()
-
-
-def _argument_types(call: TracedCall) -> str:
-    """Names and types of a call's arguments."""
-    return repr(
-        [type(each).__name__ for each in call.args] + sorted((k, type(v).__name__) for k, v in call.kwargs.items())
-    )

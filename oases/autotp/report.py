@@ -14,6 +14,7 @@ from torch import nn
 
 from oases.autotp.program import LayerSignature
 from oases.autotp.runner import Runner
+from oases.autotp.shapes import copies_of
 
 
 @dataclass
@@ -21,8 +22,9 @@ class LayersReport:
     """Report of one list of layers. runs: "across layers", "inside layers" or "replicated"; reason: why not across
     layers.
 
-    experts: expert weights sharded over the ranks. runner: runs the layers where they run across layers; its stack's
-    schedule can be changed.
+    experts: expert weights sharded over the ranks. copied: replicated weights of fewer heads (keys) than ranks, of
+    which each rank computes some. runner: runs the layers where they run across layers; its stack's schedule can be
+    changed.
     """
 
     name: str
@@ -35,6 +37,7 @@ class LayersReport:
     row: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)
     replicated: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     degrees: list[int] = field(default_factory=list)
     runner: Runner | None = field(default=None, repr=False, compare=False)
@@ -43,7 +46,11 @@ class LayersReport:
         """Add the sharding of layers with these signatures."""
         fitting: set[int] | None = None
         for signature in signatures:
-            self.column = list(dict.fromkeys([*self.column, *signature.columns]))
+            cut = [name for name, segments in signature.columns.items() if copies_of(segments) == 1]
+            self.column = list(dict.fromkeys([*self.column, *cut]))
+            self.copied = list(
+                dict.fromkeys([*self.copied, *(each for each in signature.columns if each not in cut)])
+            )
             self.row = list(dict.fromkeys([*self.row, *signature.rows]))
             self.experts = list(dict.fromkeys([*self.experts, *signature.experts]))
             whole = [name for name, _ in signature.twin.named_parameters() if name not in signature.cuts]
@@ -96,6 +103,7 @@ class PartitionReport:
             lines.extend(_named("  row-parallel", each.row))
             lines.extend(_named("  expert-parallel", each.experts))
             lines.extend(_named("  replicated", each.replicated))
+            lines.extend(_named("  each rank computes some heads of", each.copied))
             lines.extend(f"  {name} is replicated: {why}" for name, why in each.refused.items())
         lines.extend(_named("vocabulary-parallel", self.vocabulary))
         lines.extend(_named("replicated elsewhere", self.replicated))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from oases.autotp.export import UnsplittableError
+from oases.autotp.shapes import copies_of
 from oases.autotp.splitter import Split, Splitter, Value, args_of, name_of, rule
 
 _SAME = ("neg", "contiguous", "clone", "alias", "detach", "to", "_to_copy", "type_as")
 """Linear functions of one tensor (type_as reads another's type)."""
 
 
-_ELEMENT_WISE = (
+ELEMENT_WISE = (
     *(
         "mul",
         "div",
@@ -33,7 +35,7 @@ _ELEMENT_WISE = (
 )
 """Ops besides those that torch tags as pointwise."""
 
-_OVER_DIMENSIONS = (
+OVER_DIMENSIONS = (
     *("sum", "mean", "amax", "amin", "var", "norm", "linalg_vector_norm", "argmax", "topk", "sort"),
     *("softmax", "_softmax", "log_softmax", "logsumexp", "cumsum"),
 )
@@ -44,7 +46,7 @@ def tensors(node: fx.Node) -> list[fx.Node]:
     return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
 
 
-@rule(*_ELEMENT_WISE)
+@rule(*ELEMENT_WISE)
 def element_wise(s: Splitter, node: fx.Node) -> Value:
     """Element-wise: sharded inputs must be sharded alike; replicated ones are sliced or broadcast."""
     found = tensors(node)
@@ -170,7 +172,9 @@ def _linear(s: Splitter, node: fx.Node, x: Any, weight: Any, bias: Any, *, trans
     last = len(s.shape(x)) - 1
     if node in s.columns:
         segments = s.columns[node]
-        given = s.cut(weight, outputs, segments), s.cut(bias, 0, segments)
+        # Of few keys the weights are whole, and each rank computes its heads.
+        cut = s.part if copies_of(segments) > 1 else s.cut
+        given = cut(weight, outputs, segments), None if bias is None else cut(bias, 0, segments)
         result = s.call(s.linear, (s.entered(x), *given, transposed), node)
         return s.split(result, last, segments, _named(s, weight))
     value = s.value(x)
@@ -221,9 +225,14 @@ def attention(s: Splitter, node: fx.Node) -> Value:
         raise UnsplittableError(f"attention with queries, keys and values sharded along {splits}")
     given = {query: s.value(query).node}
     for each in (key, value):  # replicated keys and values: take those of this rank's queries
-        if s.value(each).split is None and s.shape(each)[heads] != s.shape(query)[heads]:
+        if s.value(each).split is not None:
+            given[each] = s.value(each).node
+        elif s.shape(each)[heads] == s.shape(query)[heads]:
+            given[each] = s.as_split(each, first)
+        elif s.shape(each)[heads] == 1:  # all queries share it
+            given[each] = s.entered(each)
+        else:
             raise UnsplittableError("attention with fewer key heads than query heads and replicated keys")
-        given[each] = s.as_split(each, first) if s.value(each).split is None else s.value(each).node
     for mask in set(tensors(node)) - set(given):
         shape = s.shape(mask)
         if s.value(mask).split is None and (len(shape) < 3 or shape[-3] == 1):
@@ -247,7 +256,7 @@ def norm(s: Splitter, node: fx.Node) -> Value:
     return Value(s.copy(node, {**given, x: s.value(x).node}), split)
 
 
-@rule(*_OVER_DIMENSIONS)
+@rule(*OVER_DIMENSIONS)
 def over_dimensions(s: Splitter, node: fx.Node) -> Value:
     """Reduction along dimensions that must not be sharded."""
     x = args_of(node)[0]
@@ -260,6 +269,11 @@ def over_dimensions(s: Splitter, node: fx.Node) -> Value:
     if given is None or name_of(node) in ("topk", "sort"):
         raise UnsplittableError(f"{node.target} needs a replicated input")
     over = {d % dims for d in (given if isinstance(given, (list, tuple)) else [given])}
+    if split.dim in over and s.sums and name_of(node) in ("sum", "mean") and split.copies == 1:
+        total = s.copy(node, {x: s.value(x).node})
+        if name_of(node) == "mean":
+            total = s.call(torch.ops.aten.div.Scalar, (total, s.ranks), node)
+        return Value(total, None, True)
     if split.dim in over:
         raise UnsplittableError(f"{node.target} runs along the sharded dimension")
     gone = len([d for d in over if d < split.dim]) if len(s.shape(node)) < dims else 0

@@ -16,16 +16,19 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from oases.autotp.block import GraphBlock, LayerCall, value_of
+from oases.autotp.cache import cache_in
 from oases.autotp.cutting import Piece
 from oases.autotp.export import UnsplittableError, leaves
-from oases.autotp.module_snapshot import ModuleSnapshot
 from oases.autotp.program import CallSignature, LayerSignature, Program
 from oases.autotp.splitter import ABSENT
+from oases.autotp.standalone import StandaloneForward
 from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
+from oases.parallel.autotune import asked_for
 from oases.parallel.batch import BlockInputs
 from oases.parallel.stack import OverlappedStack
+from oases.plans.plan import AUTO
 from oases.schedule import Schedule
 
 
@@ -76,7 +79,8 @@ class Layer:
         self.signature = signature
         self.activation = activation
         self.path = path
-        self.snapshot = ModuleSnapshot(module, path)
+        self.alone = StandaloneForward(module, signature, path)
+        self.snapshot = self.alone.snapshot
 
     def deferred(self, found: list[Any], tree: pytree.TreeSpec, x: Tensor) -> DeferredCall:
         """Record a call by its leaves, with `x` as its activation."""
@@ -146,12 +150,15 @@ class Runner:
             for number, pieces in enumerate(program.blocks):
                 reads = [*pieces.partial.reads, *pieces.combine.reads]
                 names = {program.exported.parameters[each] for each in reads if each in program.exported.parameters}
-                blocks.append(GraphBlock(layer.module, number, names, dict(layer.signature.cuts), group))
+                cuts = dict(layer.signature.cuts)
+                blocks.append(GraphBlock(layer.module, number, names, cuts, group, layer.signature.balanced))
                 self.layer_of.append(index)
-        self._asked = (options.get("schedule", "oases"), options.get("sub_batches", 2))
+        self._asked = (options.get("schedule", "oases"), options.get("sub_batches"))
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
         self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
         """Function that runs the stack on its input and its blocks' inputs; benchmarks replace it."""
+        self.part: int | None = None
+        """Part of an interleaved pipeline that it is in; None for other models."""
         self.sharded = False
         """Whether the blocks' weights are sharded (FSDP), and gathered by the stack's schedule."""
         self.context: Context | None = None
@@ -159,6 +166,13 @@ class Runner:
         self._calls: list[DeferredCall] = []
         self._x: Tensor | None = None
         self._pending: Pending | None = None
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule; "auto" where it is chosen by measuring."""
+        schedule, sub_batches = self._asked
+        measured = not isinstance(schedule, Schedule) and AUTO in asked_for(schedule, sub_batches, "none")[:2]
+        return AUTO if measured else self.stack.schedule.name
 
     def recompute(self, layers: Literal["none", "full"] | int) -> None:
         """Change what later calls recompute. UsageError where the schedule was given op by op."""
@@ -179,6 +193,8 @@ class Runner:
         """Handle the model's call of layer `index`. RuntimeError unless its input is the previous layer's result."""
         found, tree = leaves(args, kwargs)
         layer = self.layers[index]
+        if cache_in(found) is not None:  # a few tokens: nothing to overlap
+            return layer.alone(*args, **kwargs)
         x = found[layer.activation] if layer.activation < len(found) else None
         if index == 0:
             self._calls, self._x, self._pending = [], x, None
@@ -233,8 +249,7 @@ class Runner:
         inputs = [of_layer[index] for index in self.layer_of]
         return self.run(x, inputs) if self.context is None else self.stack(x, inputs, context=self.context)
 
-    @staticmethod
-    def _inputs(layer: Layer, call: DeferredCall) -> BlockInputs:
+    def _inputs(self, layer: Layer, call: DeferredCall) -> BlockInputs:
         """Further inputs of a layer's blocks."""
 
         def programs(part: Tensor, rest: tuple[Any, ...]) -> Program:
@@ -246,4 +261,7 @@ class Runner:
             for at, leaf in enumerate(found)
         ]
         values = [None if at == layer.activation else leaf for at, leaf in enumerate(found)]
-        return BlockInputs((LayerCall(layer.module, programs), *values), (False, *flags))
+        parts = self.stack.tensor_parallel if self.stack.schedule.sequence_parallel else 1
+        if parts > 1:
+            _ = call.program.tokens  # outside of compiled blocks; UsageError where a program of this call cannot
+        return BlockInputs((LayerCall(layer.module, programs, parts), *values), (False, *flags))

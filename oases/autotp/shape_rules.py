@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import fx
 
 from oases.autotp.export import UnsplittableError
 from oases.autotp.rules import tensors
-from oases.autotp.shapes import pieces, viewed
+from oases.autotp.shapes import Copied, pieces, viewed
 from oases.autotp.splitter import RULES, Split, Splitter, Value, args_of, keyword, name_of, rule
 
 
@@ -24,6 +25,8 @@ def view(s: Splitter, node: fx.Node) -> Value:
         if before[-1] != after[-1] or any(len(shape_of_addend(each)) > 1 for each in value.addends):
             return Value(s.copy(node))
         return Value(_with_first(s, node, value.node), None, True, value.addends)
+    if value.split.copies > 1:
+        return _view_of_copies(s, node, value.node, value.split)
     found = viewed(before, after, value.split.dim, value.split.segments)
     if found is None:
         raise UnsplittableError(
@@ -40,6 +43,29 @@ def view(s: Splitter, node: fx.Node) -> Value:
         sizes[at] = _local(s, sizes[at])
     args = (value.node, sizes) if name_of(node) != "unflatten" else (value.node, args_of(node)[1], sizes)
     return s.split(s.emit(node, args), dim, segments)
+
+
+def _view_of_copies(s: Splitter, node: fx.Node, x: fx.Node, split: Split) -> Value:
+    """View of heads that are on several ranks each; of one that repeats keys, each rank takes its queries'."""
+    before, after, copies = list(s.shape(args_of(node)[0])), s.shape(node), split.copies
+    length, before[split.dim] = before[split.dim], before[split.dim] * copies
+    for dim, size in enumerate(after):
+        found = viewed(tuple(before), (*after[:dim], size * copies, *after[dim + 1 :]), split.dim, split.segments)
+        inside = size > 1 and prod(after[:dim]) == prod(before[: split.dim])  # there are several heads
+        if not inside or found is None or found[0] != dim or name_of(node) == "unflatten":
+            continue
+        if name_of(node) == "flatten":
+            made = _with_first(s, node, x)
+        else:
+            sizes = list(fx.map_arg(list(args_of(node)[1]), s.whole))
+            sizes[dim] = s.local(size * copies)
+            made = s.emit(node, (x, sizes))
+        segments = Copied(found[1], copies)
+        value = s.split(made, dim, segments)
+        return s.own(value.node, dim, segments) if size > length else value
+    raise UnsplittableError(
+        f"{node}: a view from {s.shape(args_of(node)[0])} to {after} mixes heads on several ranks"
+    )
 
 
 def shape_of_addend(addend: fx.Node) -> tuple[int, ...]:
@@ -106,7 +132,7 @@ def expanded(s: Splitter, node: fx.Node) -> Value:
         if sizes[at] != 1:
             raise UnsplittableError(f"{node.target} repeats the sharded dimension")
     elif sizes[at] != -1:
-        sizes[at] = _local(s, sizes[at])
+        sizes[at] = _local(s, sizes[at] if split.copies == 1 else sizes[at] * split.copies)
     return s.split(s.emit(node, (s.value(x).node, sizes)), at, split.segments)
 
 
@@ -122,6 +148,10 @@ def repeated(s: Splitter, node: fx.Node) -> Value:
         raise UnsplittableError(f"{node.target} of a sharded tensor")
     along = dim % len(s.shape(x)) == split.dim
     segments = tuple(length * times for length in split.segments) if along else split.segments
+    if along and split.copies > 1:
+        segments = Copied(segments, split.copies)
+        made = s.split(_with_first(s, node, s.value(x).node), split.dim, segments)
+        return s.own(made.node, split.dim, segments)
     return s.split(_with_first(s, node, s.value(x).node), split.dim, segments)
 
 
@@ -230,7 +260,7 @@ def joined(s: Splitter, node: fx.Node) -> Value:
     dim = int(args_of(node)[1] if len(args_of(node)) > 1 else keyword(node, "dim", 0)) % dims
     stacked = name_of(node) == "stack"
     if {each.dim for each in splits if each is not None} == {dim} and not stacked:
-        if any(s.value(each).split is None for each in found):
+        if any(s.value(each).split is None for each in found) or any(each.copies > 1 for each in splits if each):
             raise UnsplittableError(f"{node.target} joins sharded and replicated tensors")
         segments = tuple(n for each in given if (v := s.value(each)).split for n in v.split.segments)
         return s.split(s.copy(node, {each: s.value(each).node for each in found}), dim, segments)

@@ -8,6 +8,35 @@ Segments = tuple[int, ...]
 """Lengths along a dimension, each sharded evenly over the ranks."""
 
 
+class Copied(tuple[int, ...]):
+    """Segments of heads of which there are fewer than ranks, each on `copies` neighbouring ranks.
+
+    Lengths are those of all copies, side by side: copies times those of the tensor.
+    """
+
+    copies: int
+
+    def __new__(cls, lengths: Segments, copies: int) -> Copied:
+        """Segments of these lengths, copies included."""
+        made = super().__new__(cls, lengths)
+        made.copies = copies
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.copies == copies_of(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.copies))
+
+
+def copies_of(segments: object) -> int:
+    """Number of ranks that hold each part of a dimension."""
+    return segments.copies if isinstance(segments, Copied) else 1
+
+
 def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range, range]]:
     """Smallest groups of dimensions of both shapes that hold the same elements, in order."""
     found: list[tuple[range, range]] = []

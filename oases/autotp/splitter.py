@@ -17,16 +17,21 @@ import torch
 from torch import Tensor, fx
 
 from oases.autotp.export import Exported, UnsplittableError, shape_of
-from oases.autotp.shapes import Segments
+from oases.autotp.shapes import Copied, Segments, copies_of
 from oases.parallel.sharding import Cut
 
 
 @dataclass(frozen=True)
 class Split:
-    """Sharding along dimension `dim`, whose full length is the sum of the segments."""
+    """Sharding along dimension `dim`, whose full length is the sum of the segments, or of one copy of them."""
 
     dim: int
     segments: Segments
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold each part."""
+        return copies_of(self.segments)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,18 @@ def enter(whole: Tensor) -> Tensor:
 def take(whole: Tensor, dim: int, segments: Segments, rank: int, ranks: int) -> Tensor:
     """This rank's shard of a replicated value."""
     return Cut(dim, tuple(segments)).take(whole, rank, ranks)
+
+
+def take_copy(whole: Tensor, dim: int, copies: int, rank: int, ranks: int) -> Tensor:
+    """This rank's part of a replicated value of which each part is on `copies` ranks."""
+    length = whole.shape[dim] * copies // ranks
+    return whole.narrow(dim, rank // copies * length, length)
+
+
+def take_own(shard: Tensor, dim: int, copies: int, rank: int) -> Tensor:
+    """Part of a shard that is on `copies` ranks which this rank has where it is on one."""
+    length = shard.shape[dim] // copies
+    return shard.narrow(dim, rank % copies * length, length)
 
 
 ABSENT = "this result is sharded over the ranks"
@@ -100,7 +117,10 @@ class Splitter:
 
     ranks: 1 finds the structure and the `limits`, whose common divisors are the possible degrees; otherwise the graph
     of rank `rank` of `ranks` is written. linear, dropout: functions to call for them. experts: expert weights sharded
-    over the ranks; refused: expert modules that are replicated, and why.
+    over the ranks; refused: expert modules that are replicated, and why. balanced: expert modules that tokens are
+    sent to, by path; states: path of each placeholder of their state. sums: whether sums and means along a sharded
+    dimension are summed over the ranks, which adds an all-reduce to the layer. cached, kept: sharding of the keys and
+    values that are given by a key-value cache, and put into it.
     """
 
     exported: Exported
@@ -109,13 +129,18 @@ class Splitter:
     dropout: Callable[..., Any]
     rank: int = 0
     ranks: int = 1
+    sums: bool = False
     graph: fx.Graph = field(default_factory=fx.Graph)
     cuts: dict[str, Cut] = field(default_factory=dict)
     rows: list[fx.Node] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    balanced: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
     limits: dict[int, str] = field(default_factory=dict)
     outputs: tuple[Any, ...] = ()
+    cached: dict[str, Split] = field(default_factory=dict)
+    kept: list[Split | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._values: dict[fx.Node, Value | tuple[Value, ...]] = {}
@@ -144,8 +169,11 @@ class Splitter:
         """The first result must be replicated; sharded other results (attention weights) are absent."""
         if not isinstance(out, fx.Node):
             return out
-        split = place > 0 and self.value(out).split is not None
-        return ABSENT if split else self.whole(out)
+        split = self.value(out).split
+        if place >= self.exported.own_results:  # of a key-value cache, which keeps this rank's shards
+            self.kept.append(split)
+            return self.whole(out) if split is None else self.value(out).node
+        return ABSENT if place > 0 and split is not None else self.whole(out)
 
     def _called(self, node: fx.Node) -> Value | tuple[Value, ...]:
         name = name_of(node)
@@ -200,11 +228,17 @@ class Splitter:
 
     def part(self, node: Any, dim: int, segments: Segments) -> fx.Node:
         """This rank's shard of a replicated value."""
+        copies = copies_of(segments)
+        if copies > 1:
+            return self._made(take_copy, (self.entered(node), dim, copies, self.rank, self.ranks), node)
         return self._made(take, (self.entered(node), dim, segments, self.rank, self.ranks), node)
 
     def as_split(self, node: Any, split: Split) -> fx.Node:
         """Value sharded by `split`; a replicated one is sliced."""
         value = self.value(node)
+        if value.split is None and node.name in self.exported.cached:  # filled by this layer: a shard already
+            self.cached[node.name] = split
+            value = self._values[node] = Value(value.node, split)
         if value.split is None:
             return self.part(node, split.dim, split.segments)
         if value.split != split:
@@ -227,6 +261,12 @@ class Splitter:
             self.local(length)
         return Value(node, Split(dim, segments))
 
+    def own(self, node: fx.Node, dim: int, segments: Copied) -> Value:
+        """Value that is sharded over all ranks, of one of which each part is on several."""
+        made = self._made(take_own, (node, dim, segments.copies, self.rank), node.meta["like"])
+        made.meta["of"] = node.meta["of"]
+        return self.split(made, dim, tuple(length // segments.copies for length in segments))
+
     def local(self, length: int) -> int:
         """Length per rank."""
         if length % self.ranks:
@@ -242,6 +282,12 @@ class Splitter:
             raise UnsplittableError(f"{name} would be sharded in two ways")
         found: fx.Node = self.value(node).node
         return found
+
+    def state(self, path: str) -> fx.Node:
+        """Placeholder of the state of a module of the layer, which is an object and no tensor."""
+        name = f"state_{len(self.states)}"
+        self.states[name] = path
+        return self.graph.placeholder(name)
 
     def is_parameter(self, node: Any) -> bool:
         """Whether a node is a parameter of the layer."""

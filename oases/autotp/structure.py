@@ -19,7 +19,7 @@ import oases.autotp.expert_rules
 import oases.autotp.shape_rules  # noqa: F401  (both fill the table of rules)
 from oases.autotp.export import Exported, UnsplittableError, shape_of
 from oases.autotp.rules import is_linear, linear_operands
-from oases.autotp.shapes import Segments
+from oases.autotp.shapes import Copied, Segments
 from oases.autotp.splitter import Splitter, args_of, name_of
 
 
@@ -48,11 +48,13 @@ def plain(*_: Any) -> Any:
     raise AssertionError("a mark that was not replaced")
 
 
-def find(exported: Exported, keep: Callable[[str], bool] = lambda name: False, degree: int = 1) -> Structure:
+def find(
+    exported: Exported, keep: Callable[[str], bool] = lambda name: False, degree: int = 1, *, sums: bool = False
+) -> Structure:
     """Find the column- and row-parallel linears of a layer.
 
     keep: names of weights to replicate. degree: the requested one; where there are fewer key heads than that (grouped
-    queries), keys are replicated.
+    queries), each is on several ranks, or keys are replicated. sums: see `Splitter`.
     """
     found = Structure()
     linears = [node for node in exported.graph.nodes if is_linear(node) and _has_weight(exported, node)]
@@ -65,7 +67,7 @@ def find(exported: Exported, keep: Callable[[str], bool] = lambda name: False, d
         partners = [p for p in partners if p not in found.columns and p not in found.rows]
         if not partners or any(keep(_weight(exported, p)) for p in partners):
             continue
-        structure = _paired(exported, found, row, partners, degree)
+        structure = _paired(exported, found, row, partners, degree, sums)
         if isinstance(structure, Structure):
             found = structure
         else:
@@ -76,14 +78,14 @@ def find(exported: Exported, keep: Callable[[str], bool] = lambda name: False, d
 
 
 def _paired(
-    exported: Exported, found: Structure, row: fx.Node, partners: list[fx.Node], degree: int
+    exported: Exported, found: Structure, row: fx.Node, partners: list[fx.Node], degree: int, sums: bool
 ) -> Structure | str:
     """`found` with these partners of `row` as columns; the reason where nothing works."""
     reason, best = "", None
     for columns in _subsets(partners):
         for choice in _choices(exported, columns):
             try:
-                walk = Splitter(exported, {**found.columns, **choice}, plain, plain).run()
+                walk = Splitter(exported, {**found.columns, **choice}, plain, plain, sums=sums).run()
             except UnsplittableError as error:
                 reason = reason or str(error)
                 continue
@@ -94,7 +96,28 @@ def _paired(
                 best = Structure(dict(walk.columns), tuple(walk.rows), walk.limits, found.refused)
         if best is not None and gcd(*best.limits) % degree == 0:
             return best
+        copied = _with_copies(exported, found, row, columns, degree, sums)
+        if copied is not None:
+            return copied
     return best or reason
+
+
+def _with_copies(
+    exported: Exported, found: Structure, row: fx.Node, columns: list[fx.Node], degree: int, sums: bool
+) -> Structure | None:
+    """`found` with these partners of `row` as columns, the narrower ones' heads (keys) on several ranks each."""
+    widest = max(shape_of(node)[-1] for node in columns)
+    narrow = [node for node in columns if shape_of(node)[-1] < widest]
+    for copies in (n for n in range(2, degree) if narrow and degree % n == 0):
+        choice: dict[fx.Node, Segments] = {node: (shape_of(node)[-1],) for node in columns}
+        choice.update({node: Copied((shape_of(node)[-1] * copies,), copies) for node in narrow})
+        try:
+            walk = Splitter(exported, {**found.columns, **choice}, plain, plain, sums=sums).run()
+        except UnsplittableError:  # these are replicated then, and `_paired` has the reason
+            continue
+        if row in walk.rows and gcd(*walk.limits) % degree == 0:
+            return Structure(dict(walk.columns), tuple(walk.rows), walk.limits, found.refused)
+    return None
 
 
 def _subsets(partners: list[fx.Node]) -> list[list[fx.Node]]:

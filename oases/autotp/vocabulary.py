@@ -261,6 +261,22 @@ def _become(module: nn.Module, ours: type[_Sharded], plain: type[nn.Module]) -> 
     module.__class__ = ours if theirs is plain else _mixed(theirs, ours)
 
 
+def is_vocabulary_parallel(module: nn.Module) -> bool:
+    """Whether a module is one after `shard_embedding` or `shard_head`."""
+    return isinstance(module, _Sharded)
+
+
+def become_plain(module: nn.Module) -> None:
+    """Undo what `shard_embedding` and `shard_head` do to a module, but for its tensors."""
+    if isinstance(module, _Sharded):
+        plain: Any = next(
+            each for each in type(module).__mro__ if issubclass(each, nn.Module) and not issubclass(each, _Sharded)
+        )
+        module.__class__ = plain
+        for name in ("num_chunks", "_chunks"):
+            vars(module).pop(name, None)
+
+
 _mixtures: dict[tuple[type, type], type] = {}
 
 

@@ -12,23 +12,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oases.autotp.gathering import is_pretrained, materialize_buffers, wire_device
+from oases.autotp.gathering import base_of, is_adapted, is_pretrained, materialize_buffers, wire_device
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size, resolve
 from oases.parallel.shard_map import TensorShard, raise_together, shard_map
 from oases.safetensors_files import Index, Stored, configuration, stored_tensors
+
+_ADAPTED = "base_model.model."
+"""Prefix that a PeftModel of adapters gives to the names of its own model."""
 
 
 def named_as(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Return ({name in the model's state_dict: stored name}, [stored names without a place in the model]).
 
     For a transformers model old names are mapped, the prefix of its base model is added or removed, and names that it
-    ignores are left out. UsageError where tensors would have to be converted.
+    ignores are left out. Names of a PeftModel's own model are those without adapters. UsageError where tensors would
+    have to be converted.
     """
     state: dict[str, Any] = model.state_dict(keep_vars=True) | getattr(model, "oases_elsewhere", {})
+    names = list(stored)
+    if is_adapted(model) and not any(name in state for name in names):
+        places = {name.removeprefix(_ADAPTED).replace(".base_layer.", "."): name for name in state}
+        found, extra = _named(base_of(model), names, {plain: state[name] for plain, name in places.items()})
+        return {places[name]: theirs for name, theirs in found.items()}, extra
+    return _named(model, names, state)
+
+
+def _named(model: nn.Module, stored: list[str], state: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     if not is_pretrained(model):
-        names = list(stored)
-        return {name: name for name in names if name in state}, [name for name in names if name not in state]
+        return {name: name for name in stored if name in state}, [name for name in stored if name not in state]
     found: dict[str, str] = {}
     extra: dict[str, str] = {}
     for theirs, ours in _renamed(model, stored, state):
@@ -97,7 +109,8 @@ def load_weights(
     the names that were ignored. process_group: all ranks of the model; shards where a module names no group.
 
     UsageError on every rank, before anything is filled, for files that are missing, truncated, pickled or quantised,
-    and for tensors that are missing, unexpected, or of another shape or type.
+    and for tensors that are missing, unexpected, or of another shape or type. Adapters of a PeftModel that are not
+    stored keep their values.
     """
     group = resolve(process_group)
     with raise_together(group):
@@ -109,7 +122,7 @@ def load_weights(
     with raise_together(group):
         materialize_buffers(model, device)
         places = _places(model)
-        for shard in held:
+        for shard in (each for each in held if chosen[each.name]):
             _fill(shard, chosen[shard.name][0], _materialized(shard, places, device, dtype))
     return passed
 
@@ -145,6 +158,7 @@ def load_full_state_dict(
     with raise_together(group):
         materialize_buffers(model, device)
         places = _places(model)
+        held = [shard for shard in held if chosen[shard.name]]
         local = [_materialized(shard, places, device, None) for shard in held]
     for shard, part in zip(held, local, strict=True):
         _receive(shard, chosen[shard.name][0], part, group)
@@ -167,7 +181,12 @@ def _choose(
             f"{_where(stored)} is quantised: {_listed(marked)}; quantised weights are not trained here: give the "
             "model in float32, float16 or bfloat16"
         )
-    missing = [one.name for one in held if not chosen[one.name]]
+    adapters: set[str] = set(model.peft_config) if is_adapted(model) else set()  # type: ignore[arg-type]
+    missing = [
+        one.name
+        for one in held
+        if not chosen[one.name] and (one.tensor.is_meta or not adapters & set(one.name.split(".")))
+    ]
     if missing:
         raise UsageError(
             f"{_where(stored)} lacks {len(missing)} tensors that {kind} needs: {_listed(missing)}; give the weights "
@@ -200,11 +219,11 @@ def _require_fit(shard: TensorShard, found: Stored, kind: str) -> None:
 
 def _require_equal_ties(chosen: Mapping[str, list[Stored]], pieces: Mapping[str, list[Index]]) -> None:
     """Raise UsageError for a tied parameter with differing stored tensors. pieces: indices to compare."""
-    for name, (first, *others) in chosen.items():
-        for other in others:
-            if not all(torch.equal(first.read(piece), other.read(piece)) for piece in pieces[name]):
+    for name, found in chosen.items():
+        for other in found[1:]:
+            if not all(torch.equal(found[0].read(piece), other.read(piece)) for piece in pieces[name]):
                 raise UsageError(
-                    f"{first.where!r} holds {len(others) + 1} tensors for {name!r}, which is tied in the model, and "
+                    f"{found[0].where!r} holds {len(found)} tensors for {name!r}, which is tied in the model, and "
                     "they differ; build the model with tie_word_embeddings=False"
                 )
 

@@ -132,7 +132,7 @@ def _short(name: str) -> str:
 _OF_GRAPHS = ("stages", "balance", "html")
 _OF_PLANS = (
     "model", "hidden", "layers", "heads", "vocabulary", "global_batch", "memory", "degrees", "micro_batches",
-    "no_recompute", "no_zero", "no_fsdp", "no_sequence_parallel", "wire", "explain", "sweep",
+    "no_recompute", "no_zero", "no_fsdp", "no_sequence_parallel", "wire", "allow_lossy", "explain", "sweep",
 )  # fmt: skip
 
 

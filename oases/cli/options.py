@@ -155,8 +155,9 @@ def add_ranks(parser: argparse.ArgumentParser, link: str | None, tp: int | None 
     )  # fmt: skip
     parser.add_argument(
         "--backend", default="gloo", metavar="NAME",
-        help="gloo, nccl, or sim:alpha=TIME,bandwidth=RATE for a simulated link; with ,single_process appended, and "
-        "always on a GPU, one process represents all ranks (default: gloo)",
+        help="gloo; staged, through memory that ranks of one machine share; nccl; or sim:alpha=TIME,bandwidth=RATE "
+        "for a simulated link; with ,single_process appended, and always on a GPU, one process represents all ranks "
+        "(default: gloo)",
     )  # fmt: skip
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="X",
@@ -190,6 +191,8 @@ def enter_link(
     if rate is None:
         return f"over {options.backend}"
     testbed.link_bytes_per_second(rate)
+    if options.backend == "staged":
+        raise UsageError(f"--link {rate} slows sockets, and --backend staged uses none; leave out one of the two")
     if testbed.inside(rate, nodes):
         return f"over a link of {testbed.with_nodes(rate, nodes)}"
     asked = f"--link {rate}" + (f" --nodes {nodes}" if nodes != 1 else "")
@@ -235,6 +238,8 @@ def make_rank_options(options: argparse.Namespace, device: str, ranks: int | Non
     backend = Backend.parse(options.backend)
     if backend.name == "nccl" and device != "cuda":
         raise UsageError(f"backend nccl needs --device cuda, got --device {device}; use gloo on the CPU")
+    if backend.name == "staged" and device != "cpu":
+        raise UsageError(f"backend staged moves CPU tensors, got --device {device}; use nccl there")
     if backend.name == "sim" and device == "cuda" and "WORLD_SIZE" not in os.environ:
         backend = dataclasses.replace(backend, single_process=True)  # several ranks on one GPU would compete for it
     nodes = None if options.nodes == 1 else testbed.Nodes(options.nodes, options.link)

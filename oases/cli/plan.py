@@ -23,6 +23,7 @@ from oases.planner.sweep import Problem, as_data, sweep
 from oases.plans.check import require_trainable
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment
+from oases.plans.shape import LOSSY
 from oases.schedule.pipeline import name_of
 from oases.simulator.cluster import described
 from oases.simulator.hardware import Hardware
@@ -162,6 +163,8 @@ def space_of(options: argparse.Namespace, **more: Any) -> Space:
     """Search space of the options."""
     if options.pipelines is not None:
         more["pipelines"] = options.pipelines
+    if options.allow_lossy:
+        more["wire"] = ("none", *LOSSY)
     if options.wire is not None:
         more["wire"] = options.wire
     return Space(

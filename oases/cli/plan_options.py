@@ -10,7 +10,7 @@ from pathlib import Path
 
 from oases.errors import UsageError
 from oases.plans.layered import Model
-from oases.plans.shape import ELEMENT_BYTES, MODELS, WIRES, ModelShape, model_called
+from oases.plans.shape import ELEMENT_BYTES, LOSSY, MODELS, WIRES, ModelShape, model_called
 from oases.simulator.cluster import ONE_NODE, cluster_called, known_clusters, with_link
 from oases.simulator.hardware import Hardware
 from oases.simulator.hardware_file import read_hardware
@@ -83,6 +83,10 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wire", type=_parsed(names), metavar="NAME,NAME",
         help=f"dtypes of tensor-parallel sums to search: {', '.join(WIRES)} (default: none, the model's own)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-lossy", action="store_true",
+        help=f"also search sums sent with rounding errors: {', '.join(LOSSY)}; --wire names others",
     )  # fmt: skip
 
 

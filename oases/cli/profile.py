@@ -74,8 +74,10 @@ def _blocks_tables(hardware: Hardware) -> Iterator[Table]:
             if block.key[1:6] == shape:
                 half = by_key.get((*block.key[:-1], block.samples / 2))
                 halves = "-" if half is None else f"{2 * _step(half.times) / _step(block.times):.2f}"
-                rate = f"{_flops(block) / 1e9:.0f}"
-                table.add_row(block.kind, f"{block.samples:g}", *_milliseconds(block.times), rate, halves)
+                rate = f"{_flops(block) / 1e9:.0f}" if block.of_gpt else "-"
+                table.add_row(
+                    block.kind.partition(",")[0], f"{block.samples:g}", *_milliseconds(block.times), rate, halves
+                )
         if shape == shapes[-1]:
             table.caption = (
                 "F forward, C combine, R recompute without and with its last matmul, BC backward of C, B rest of the "

@@ -37,7 +37,16 @@ _READ = (
     "Ops are named BLOCK.SUB-BATCH, passes STAGE.MICRO-BATCH. Drag to zoom, hover for names and times."
 )
 _BY_HAND = ("tp", "stages", "schedule", "sub_batches", "recompute", "zero", "pipeline")
-_FOR_SEARCH = ("degrees", "pipelines", "no_recompute", "no_zero", "no_fsdp", "no_sequence_parallel", "wire")
+_FOR_SEARCH = (
+    "degrees",
+    "pipelines",
+    "no_recompute",
+    "no_zero",
+    "no_fsdp",
+    "no_sequence_parallel",
+    "wire",
+    "allow_lossy",
+)
 _OF_A_CLUSTER = ("plan", "cluster", "profile", "world", "ranks_per_node", "link", "memory")
 _OF_A_PLAN = (
     "model",

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oases.cli.options import (
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from oases.train.metrics import StepReport
     from oases.train.plan import Run
 
+_FOR_MODELS = ("transformers.modeling_utils", "torch.export._trace", "oases.autotp.parallelization")
+"""Modules that ranks of --model import besides: 2 s of CPU time on each, where the fork server has not."""
 _MOST_REPLICAS = 4096
 _NOT_OF_DEMO = (
     "schedule", "checkpoint", "checkpoint_every", "keep", "save_error", "resume", "step_log", "evaluate_every",
@@ -80,7 +83,7 @@ def add(commands: Any) -> None:
 
     export = command(commands, "export")
     export.add_argument("checkpoint", help="checkpoint, or a folder of checkpoints for the newest")
-    export.add_argument("file", help="file to write, e.g. model.safetensors")
+    export.add_argument("file", help="file to write, e.g. model.safetensors; with LoRA a folder that peft loads")
     export.set_defaults(run=_export)
 
 
@@ -122,7 +125,7 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> None:
     if options.write_config:
         _write_config(options)
         return
-    prepare_ranks(options, "oases.train.trainer")
+    prepare_ranks(options, "oases.train.trainer", *(_FOR_MODELS if getattr(options, "model", None) else ()))
     run, *fewer = _runs_of(options)
     config, plan = run.config, run.plan
     ranks = _restarting(options, make_rank_options(options, config.device, plan.world))
@@ -234,7 +237,8 @@ def _export(options: argparse.Namespace, given: Sequence[str]) -> None:
     from oases.terminal import console
     from oases.train.checkpoint.files import export
 
-    require_writable("file", options.file)
+    if not Path(options.file).is_dir():  # of an adapter
+        require_writable("file", options.file)
     shapes = export(options.checkpoint, options.file)
     console.print(f"{len(shapes)} tensors in {options.file}", soft_wrap=True)
     write_json(options.json, {"tensors": shapes})

@@ -190,7 +190,8 @@ class ScheduledCall:
 
 def _as_now(handlers: Handlers, kinds: Collection[str]) -> Handlers:
     """Handlers of which those of `kinds` run under the autocast of this moment, whatever is on around backward()."""
-    devices = ("cpu", "cuda")
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
     states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in devices]
 
     def wrapped(handler: Callable[[Step], None]) -> Callable[[Step], None]:

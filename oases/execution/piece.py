@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from oases.extension import Leaves, Piece, generator_mark
 
-__all__ = ["BlockParameters", "Leaves", "Piece", "RandomStates", "method_of", "recorded"]
+__all__ = ["BlockParameters", "Leaves", "Piece", "RandomStates", "default_generators", "method_of", "recorded"]
 
 # By block: its methods, compiled with the block's options.
 _compiled_methods: WeakKeyDictionary[nn.Module, dict[str, Callable[..., Tensor]]] = WeakKeyDictionary()
@@ -120,13 +120,20 @@ class BlockParameters:
         return [by_name.get(name, own) for name, own in zip(self.names, self.parameters, strict=True)]
 
 
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """Generators that ops on `device` draw from: the CPU's, and an accelerator's own."""
+    found = [torch.default_generator]
+    if device.type not in ("cpu", "meta"):
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        found.append(torch.get_device_module(device).default_generators[index])
+    return found
+
+
 class RandomStates:
     """Random states at the start of pieces, for recomputation; copied only after something has drawn."""
 
     def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._generators = default_generators(device)
         self._states: list[Tensor] = []
         self._marks: list[int] | None = None
 

@@ -1,24 +1,40 @@
-"""Collectives of a schedule's ops: layout and type of the tensors that are sent."""
+"""Collectives of a schedule's ops: layout and type of the tensors that are sent, also of quantised numbers.
+
+Quantised numbers have 8 or 4 bits each, and an fp32 scale per block of 128; all ranks decode the same sums. Their
+collectives run on a group of their own (csrc/quantized_backend.h), made by `add_wire`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from oases.errors import UsageError
+from oases.execution.failure import monitor_of
+from oases.execution.group import ProcessGroup, group_of, scheduler_of
+from oases.extension import QuantizedBackend
+from oases.plans.shape import CODES
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+WireType = torch.dtype | str
 
 
 class Scheduler(Protocol):
     """Collectives that a Wire uses; implemented by `oases._C.OverlapScheduler`."""
 
-    def all_reduce(self, tensor: Tensor, label: str = "") -> Any:
+    def all_reduce(self, tensor: Tensor, label: str = "", largest: bool = False, wire: str = "") -> Any:
         """Start to sum `tensor` over the ranks in place; return a ticket."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> Any:
+    def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "", wire: str = "") -> Any:
         """Start to sum `input` [ranks, ...] over the ranks, this rank's part into `output`; return a ticket."""
 
-    def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Any:
+    def all_gather(self, output: Tensor, input: Tensor, label: str = "", wire: str = "") -> Any:
         """Start to concatenate every rank's `input` in `output` [ranks, ...]; return a ticket."""
 
     def all_to_all(self, output: Tensor, input: Tensor, sent: list[int], received: list[int], label: str = "") -> Any:
@@ -38,14 +54,14 @@ class NullScheduler:
     def __init__(self, *, allocate_buffers: bool = False) -> None:
         self.allocate_buffers = allocate_buffers
 
-    def all_reduce(self, tensor: Tensor, label: str = "") -> None:
+    def all_reduce(self, tensor: Tensor, label: str = "", largest: bool = False, wire: str = "") -> None:
         """Leave `tensor` as it is."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> None:
+    def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "", wire: str = "") -> None:
         """Copy one part in place of the sum."""
         output.copy_(input[0])
 
-    def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> None:
+    def all_gather(self, output: Tensor, input: Tensor, label: str = "", wire: str = "") -> None:
         """Copy `input` in place of every rank's."""
         output.copy_(input.expand_as(output))
 
@@ -70,13 +86,14 @@ class PendingCollective(NamedTuple):
 class Wire:
     """Collectives of one call of a stack. The sequence is dimension 1, in `size` parts.
 
-    wire_dtype: type in which floating-point tensors are sent; None for their own.
+    wire_dtype: type in which floating-point tensors are sent, see `wire_type`; None for their own.
     """
 
-    def __init__(self, scheduler: Scheduler, size: int, wire_dtype: torch.dtype | None) -> None:
+    def __init__(self, scheduler: Scheduler, size: int, wire_dtype: WireType | None) -> None:
         self.scheduler = scheduler
         self._size = size
-        self._dtype = wire_dtype
+        self._dtype = None if isinstance(wire_dtype, str) else wire_dtype
+        self._wire: dict[str, Any] = {"wire": wire_dtype} if isinstance(wire_dtype, str) else {}
 
     def wait(self, flight: PendingCollective) -> Tensor:
         """Wait for a collective; return its result in the original type."""
@@ -87,7 +104,7 @@ class Wire:
         """Start to sum a tensor over the ranks, in place where possible."""
         whole = tensor.contiguous()
         if self._dtype is None or self._dtype == whole.dtype:
-            return PendingCollective(self.scheduler.all_reduce(whole, label), lambda: whole)
+            return PendingCollective(self.scheduler.all_reduce(whole, label, **self._wire), lambda: whole)
         sent = whole.to(self._dtype)
         return PendingCollective(self.scheduler.all_reduce(sent, label), lambda: whole.copy_(sent))
 
@@ -96,12 +113,103 @@ class Wire:
         parts = tensor.unflatten(1, (self._size, -1)).movedim(1, 0)
         sent = parts.to(self._dtype or tensor.dtype).contiguous()
         mine = torch.empty_like(sent[0])
-        ticket = self.scheduler.reduce_scatter(mine, sent, label)
+        ticket = self.scheduler.reduce_scatter(mine, sent, label, **self._wire)
         return PendingCollective(ticket, lambda: mine.to(tensor.dtype))
 
     def all_gather(self, part: Tensor, label: str) -> PendingCollective:
         """Start to concatenate the ranks' parts of a sequence."""
         sent = part.to(self._dtype or part.dtype).contiguous()
         parts = sent.new_empty((self._size, *sent.shape))
-        ticket = self.scheduler.all_gather(parts, sent, label)
+        ticket = self.scheduler.all_gather(parts, sent, label, **self._wire)
         return PendingCollective(ticket, lambda: parts.movedim(0, 1).flatten(1, 2).to(part.dtype))
+
+
+def wire_type(given: WireType | None) -> WireType | None:
+    """A wire_dtype as it is used: a floating-point torch.dtype, one of `CODES`, or None.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(given, str) and given in _DTYPES:
+        return _DTYPES[given]
+    if given is None or given in CODES or (isinstance(given, torch.dtype) and given.is_floating_point):
+        return given
+    raise ValueError(
+        f"wire_dtype must be a floating-point type such as torch.bfloat16, or one of "
+        f"{', '.join([*_DTYPES, *CODES])}, got {given!r}"
+    )
+
+
+def add_wire(group: ProcessGroup, code: str) -> str:
+    """Let the group's scheduler send numbers quantised by `code`; return the c10d name of the group that does it.
+
+    Collective over the group where it is new.
+
+    Raises UsageError for a group whose backend carries no CPU tensors.
+    """
+    scheduler = scheduler_of(group)
+    monitor_of(group, scheduler, torch.device("cpu"))  # first: a new monitor renews the scheduler, without its wires
+    if scheduler.has_wire(code) and _exists(scheduler.wire_group(code)):
+        return cast(str, scheduler.wire_group(code))
+    carrier, create = _carrier_of(group)
+    if create is None:
+        raise UsageError(f"wire_dtype {code!r} needs a group of the backend gloo, got {carrier}; leave it out")
+    name = f"oases_{code}_over_{carrier}"
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            name, lambda *arguments: QuantizedBackend(create(*arguments), code), devices=["cpu"]
+        )
+    ranks = dist.get_process_group_ranks(group)
+    scheduler.add_wire(code, dist.new_group(ranks, backend=name, use_local_synchronization=True).group_name)
+    return cast(str, scheduler.wire_group(code))
+
+
+def carries_codes(group: ProcessGroup) -> bool:
+    """Whether `add_wire` can let this group send quantised numbers."""
+    return _carrier_of(group)[1] is not None
+
+
+def _carrier_of(group: ProcessGroup) -> tuple[str, Callable[..., Any] | None]:
+    """Name of the group's backend, and what makes another one of its kind for bytes, if anything does."""
+    carrier = dist.get_backend(group)
+    return carrier, dist.ProcessGroupGloo if carrier == "gloo" else _created_by_plugin(carrier)
+
+
+def agreed_group(group_name: str, caller: str, code: str | None, device: str) -> str:
+    """Name of the group that runs a caller's collectives: the one named, or with a code its wire's; see `add_wire`.
+
+    Collective: the ranks compare the codes that they give for this caller before anything is sent. device: type of
+    the tensors. UsageError with both codes, on all ranks, where they differ.
+    """
+    group = group_of(group_name)
+    assert group is not None
+    monitor = monitor_of(group, scheduler_of(group), torch.device(device))
+    monitor.begin_call(caller, ("wire_dtype", code))
+    return group_name if code is None else add_wire(group, code)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def agreed_at_trace(group_name: str, caller: str, code: str | None, device: str) -> str:
+    """`agreed_group` for a compiled graph: the ranks compare once, when they first trace the caller."""
+    group = group_of(group_name)
+    known = _traced.setdefault(group, {})
+    if (caller, code) not in known:
+        known[caller, code] = agreed_group(group_name, caller, code, device)
+    return known[caller, code]
+
+
+_traced: WeakKeyDictionary[Any, dict[tuple[str, str | None], str]] = WeakKeyDictionary()
+"""Groups of wires that ranks agreed on, by group."""
+
+
+def _created_by_plugin(backend: str) -> Callable[..., Any] | None:
+    plugin = dist.Backend._plugins.get(backend.upper())
+    return None if plugin is None or plugin.extended_api else plugin.creator_fn
+
+
+def _exists(name: str) -> bool:
+    """Whether a wire's group exists: the name of a destroyed group may be another one's now, with its scheduler."""
+    try:
+        group_of(name)
+    except RuntimeError:
+        return False
+    return True

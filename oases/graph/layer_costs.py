@@ -39,6 +39,8 @@ _KEEP_OTHERS = ("aten.mul", "aten.mul_", "aten.div", "aten.div_", "aten.where")
 """Products: the gradient of an input reads the others."""
 _MASKED = ("aten.dropout", "aten.native_dropout", "aten.dropout_")
 
+_OVER_FEATURES = ("aten.mean", "aten.var", "aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm")
+
 Key = tuple[int, bool]
 """(units, optional) of a Share."""
 _WHOLE: Key = (1, False)
@@ -120,6 +122,11 @@ def blocks_of(reading: Reading, nodes: Sequence[Node], start: str) -> list[Block
         _Costs(reading, *part).block(f"block {number}", counted)
         for number, part in enumerate(_divided(reading, nodes, start))
     ]
+
+
+def is_token_wise(reading: Reading, nodes: Sequence[Node], start: str) -> bool:
+    """Whether a layer relates tokens between its column- and row-parallel matmuls alone; arguments of `blocks_of`."""
+    return all(_Costs(reading, *part).token_wise for part in _divided(reading, nodes, start))
 
 
 def _divided(reading: Reading, nodes: Sequence[Node], start: str) -> list[tuple[list[Node], str]]:
@@ -234,6 +241,21 @@ class _Costs:
             keys = {self._keys[each] for each in above}
             return next(iter(keys)) if len(keys) == 1 else self._keys[sorted(rows)[0]]
         return None if self._above[name] & self.rows and not self._below[name] else _WHOLE
+
+    @property
+    def token_wise(self) -> bool:
+        """Whether attention is sharded, so that the rest of the block can run on parts of the sequence.
+
+        It is not where a norm reads all features of a column-parallel matmul at once, which then stays whole.
+        """
+        for node in self.nodes:
+            if node.op in _ATTENTION and len(node.shapes[0]) == 4 and (self._key(node) or _WHOLE)[0] == 1:
+                return False
+            columns = self._above[node.name] & self.columns if self._below[node.name] & self.rows else set()
+            over = self._shape(node.inputs[0])[-1] if node.op in _OVER_FEATURES and node.inputs else 0
+            if any(self.matmuls[name].shapes[0][-1] == over for name in columns):
+                return False
+        return bool(self.rows)
 
     def block(self, name: str, counted: set[int]) -> Block:
         """The block with its costs. counted: identities of parameters that count elsewhere; the block's are added."""

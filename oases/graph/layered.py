@@ -7,7 +7,7 @@ from itertools import groupby
 from math import prod
 
 from oases.errors import UsageError
-from oases.graph.layer_costs import Reading, blocks_of, flops_of
+from oases.graph.layer_costs import Reading, blocks_of, flops_of, is_token_wise
 from oases.graph.layer_graph import LayerGraph, Node, layer_of
 from oases.graph.part import is_embedding, last_uses
 from oases.plans.layered import Block, LayeredModel, LayerKind, LayerList, Outside, Share
@@ -34,12 +34,14 @@ def layered_model(graph: LayerGraph, alike: Mapping[str, str] | None = None) -> 
     found: dict[str, int] = {}
     names: list[str] = []
     units: dict[str, tuple[int, ...]] = {}
+    token_wise = True
     for path in paths:
         of = alike.get(path, path)
         if of not in found:
             start = _entry(graph, nodes[of])
             blocks = tuple(blocks_of(reading, nodes[of], start))
             units[of] = _shape(graph, start)
+            token_wise = token_wise and len(units[of]) == 3 and is_token_wise(reading, nodes[of], start)
             found[of] = kinds.setdefault(blocks, len(kinds))
             if found[of] == len(names):
                 names.append(of)
@@ -63,6 +65,7 @@ def layered_model(graph: LayerGraph, alike: Mapping[str, str] | None = None) -> 
         order=tuple(found[path] for path in of_paths),
         outside=_outside(reading, set(paths), firsts, vocabulary),
         messages=_messages(reading, *([nodes[each] for each in names] for names in (paths, of_paths))),
+        token_wise=token_wise,
     )  # fmt: skip
 
 

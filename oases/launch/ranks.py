@@ -163,8 +163,10 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], options
     _progress = options.progress
     fork_server.die_with_parent()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    nccl = options.backend.name == "nccl"
+    os.environ |= (_CUDA if nccl else {}) | os.environ
     if options.nodes is None:
-        _take_core(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", options.size)))
+        _take_core(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", options.size)), alone=not nccl)
     else:
         _take_core(rank, options.size)  # all nodes share this machine's
     if options.backend.name in ("gloo", "sim") and os.environ.get("MASTER_ADDR") in (
@@ -298,13 +300,21 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _take_core(rank: int, size: int) -> None:
+_CUDA = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+"""Set before CUDA starts. A queue for each stream of a run: with 8, the default, two of its streams share one, and a
+collective that waits for its peers holds up another's. Kernels loaded at the start: loading one waits for the device,
+which a receive that is posted ahead keeps busy.
+"""
+
+
+def _take_core(rank: int, size: int, *, alone: bool = True) -> None:
     """Give a rank one core where cores are few, otherwise an equal share of the threads.
 
-    rank, size: among the ranks on this machine.
+    rank, size: among the ranks on this machine. alone: False where threads that work for the rank beside it, such as
+    NCCL's, would be held on that core too.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-    if cores and len(cores) <= size:
+    if alone and cores and len(cores) <= size:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         torch.set_num_threads(1)
     elif cores:

@@ -20,10 +20,11 @@ from oases.execution.executor import Context
 from oases.execution.group import HoldsGroup, ProcessGroup, group_size, resolve, shard_size
 from oases.limits import require_numbers
 from oases.parallel import OverlappedColumnLinear, OverlappedEmbedding, OverlappedRowLinear, parallel_cross_entropy
-from oases.parallel.fsdp import FsdpUnit, ShardedGradientAverager
+from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.mesh import Mesh
 from oases.parallel.planned_stack import BlockMaker, PlannedStack
 from oases.parallel.reshard import reshard
+from oases.parallel.sharded_gradients import ShardedGradientAverager
 from oases.plans.check import check
 from oases.plans.plan import Experts, ModelShape, Plan, Segment, Stage
 
@@ -177,9 +178,9 @@ class Decoder(HoldsGroup, nn.Module):
     """Decoder without its blocks: embedding, positions, norm, head and loss. `stack` runs the blocks.
 
     Embedding and head have the degree of the plan's first segment. With several stages the model is this rank's
-    part: the embedding on the first, norm and head on the last, the tied table on both. Names and weights are those
-    of the whole model. Inputs and loss are those of this rank's share of the samples (`mesh.replica(degree)`).
-    Raises UsageError for a plan of another model size.
+    part: the embedding with the first part, norm and head with the last, the tied table with both. Names and weights
+    are those of the whole model. Inputs and loss are those of this rank's share of the samples
+    (`mesh.replica(degree)`). Raises UsageError for a plan of another model size.
     """
 
     stack: PlannedStack
@@ -188,7 +189,8 @@ class Decoder(HoldsGroup, nn.Module):
         super().__init__()
         _require_sizes(config, plan)
         self.config, self.mesh = config, mesh
-        self.is_first, self.is_last = mesh.stage == 0, mesh.stage == mesh.num_stages - 1
+        self.is_first = stack.chunks[0].number == 0
+        self.is_last = stack.chunks[-1].number == len(plan.parts) - 1
         around = plan.stages[0 if self.is_first or self.is_last else mesh.stage]
         self.process_group = mesh.tensor(around.segments[0].tp)
         self.ends: FsdpUnit | None = None
@@ -224,7 +226,7 @@ class Decoder(HoldsGroup, nn.Module):
         if length > self.config.sequence:
             raise ValueError(f"a sequence of {length} tokens exceeds the model's {self.config.sequence}")
         if self.embedding is None or self.positions is None:
-            raise RuntimeError("this stage has no embedding; only the first one reads tokens")
+            raise RuntimeError("this stage has no embedding; only that of the first part reads tokens")
         with self._gathered():
             embedded: Tensor = self.embedding(tokens_BS) + self.positions[:length]
         return embedded
@@ -232,7 +234,7 @@ class Decoder(HoldsGroup, nn.Module):
     def head(self, x_BSH: Tensor) -> Tensor:
         """The last block's output -> logits, [B, S, V/t], for the samples of a replica of the head's degree."""
         if self.embedding is None or self.norm is None:
-            raise RuntimeError("this stage has no head; only the last one computes logits")
+            raise RuntimeError("this stage has no head; only that of the last part computes logits")
         x_BSH = reshard(x_BSH, self.stack.last_degree, self.tensor_parallel, self.mesh)
         with self._gathered():
             x_BSH = self.norm(x_BSH)
@@ -260,21 +262,25 @@ class Decoder(HoldsGroup, nn.Module):
         """The tied table if it is on two stages: its gradient is summed over both, its norm counts once."""
         return None if self.embedding is None or self.is_first == self.is_last else self.embedding.weight
 
-    def shard_weights(self) -> ShardedGradientAverager:
+    def shard_weights(
+        self, dtype: torch.dtype | None = None, *, keep: bool = False, gradient_wire: str = ""
+    ) -> ShardedGradientAverager:
         """Shard every weight over the data-parallel ranks of `parts` (`oases.parallel.fsdp`).
 
-        Call it after moving the model to its device. Embedding, norm and head stay gathered from their first use in
-        a step until their gradients are averaged, like the root module of FSDP2.
+        Call it after moving the model to its device. dtype, keep: see `FsdpUnit`. gradient_wire: see
+        `ShardedGradientAverager`. Embedding, norm and head stay gathered from their first use in a step until its
+        end, like the root module of FSDP2.
         """
-        mesh, units = self.mesh, self.stack.shard_weights()
+        mesh, units = self.mesh, self.stack.shard_weights(dtype, keep=keep)
         own = [*self.parameters(recurse=False), *([] if self.embedding is None else self.embedding.parameters())]
         data, weights = mesh.data(self.tensor_parallel), mesh.weights(self.tensor_parallel)
         if own and group_size(data) > 1:
             assert data is not None
             assert weights is not None
-            self.ends = FsdpUnit(self, data, weights, "embedding and head", others=set(self.stack.parameters()))
+            others = set(self.stack.parameters())
+            self.ends = FsdpUnit(self, data, weights, "embedding and head", others, dtype=dtype, keep=keep)
             units = [self.ends, *units]
-        return ShardedGradientAverager(units)
+        return ShardedGradientAverager(units, gradient_wire)
 
     def run_part(
         self, part: int, x_BSH: Tensor | None, tokens_BS: Tensor, targets_BS: Tensor, context: Context
@@ -324,7 +330,7 @@ class GPT(Decoder):
         if plan is None:
             degree = group_size(group)
             plan = plan_of_one_stage(config, degree, degree)
-            mesh, stack_options = Mesh([degree], process_group=group), {"schedule": "oases", **stack_options}
+            mesh = Mesh([degree], process_group=group)
         elif mesh is None:
             check(plan)
             mesh = Mesh.of(plan, process_group=group)

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,15 +25,21 @@ BYTES = 8 << 20
 """Bytes of the measured all-to-all per rank: more than the burst of a traffic shaper."""
 TIMES = 5
 
+Run = Callable[[torch.Tensor, list[int], ExpertWeights], torch.Tensor]
+
 
 @torch.no_grad()
-def measure_costs(weights: ExpertWeights, tokens: int, gated: bool, group: ProcessGroup, label: str) -> Costs:
+def measure_costs(
+    weights: ExpertWeights, tokens: int, run: bool | Run, group: ProcessGroup, label: str, hidden: int = 0
+) -> Costs:
     """Costs of a layer without overlap: medians of a few runs, averaged over the ranks, so equal on all.
 
-    weights: of the owned experts. tokens: per owned expert in a call of this rank.
+    weights: of the owned experts. tokens: per owned expert in a call of this rank. run: whether the experts are
+    gated, or their function, as `compute` with rows, counts and weights. hidden: length of a token; 0: as `up` tells.
     """
     like = weights.up
-    size, hidden = group_size(group), like.shape[2]
+    size, hidden = group_size(group), hidden or like.shape[2]
+    act = partial(compute, gated=run) if isinstance(run, bool) else run
     scheduler = scheduler_of(group)
     rows = like.new_ones((max(1, min(ROWS, tokens)), hidden))
     one = weights.like([weight[:1] for weight in weights.given])
@@ -52,7 +59,7 @@ def measure_costs(weights: ExpertWeights, tokens: int, gated: bool, group: Proce
         return lambda: scheduler.wait(scheduler.all_to_all(coming, going, *splits, f"measuring of {label}"))
 
     numbers = BYTES // like.element_size()
-    token = _seconds(lambda: compute(rows, [len(rows)], one, gated=gated), like.device) / len(rows)
+    token = _seconds(lambda: act(rows, [len(rows)], one), like.device) / len(rows)
     latency = _seconds(exchange(size), like.device)
     whole = _seconds(exchange(numbers), like.device)
     alone = _seconds(one_way(numbers // 2), like.device)

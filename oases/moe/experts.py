@@ -149,13 +149,16 @@ def compute(
     gated: bool,
     grouped: bool | None = None,
     activation: Callable[[Tensor], Tensor] | None = None,
+    middle: Callable[[Tensor], Tensor] | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """Run rows through their experts: [sum of counts, hidden] -> the same shape.
 
     counts: rows of each of the L experts, in order; may be 0. grouped: use one grouped matmul for all experts; None:
-    where this torch supports it (`can_group`), else a loop. activation: default as in `Experts`. Every expert's
-    weights get a gradient, zeros for one without rows. UsageError where counts do not have one entry per expert or do
-    not sum to the rows.
+    where this torch supports it (`can_group`), else a loop. activation: default as in `Experts`. middle: all that is
+    between the two matmuls, in place of gated and activation. transposed: up is [L, hidden, i or 2 i], down [L, i,
+    hidden]. Every expert's weights get a gradient, zeros for one without rows. UsageError where counts do not have
+    one entry per expert or do not sum to the rows.
     """
     counts = list(counts)
     if len(counts) != len(weights.up) or sum(counts) != len(rows):
@@ -168,30 +171,39 @@ def compute(
     if grouped is None:
         grouped = can_group(rows, weights)
     matmul = _grouped_matmul if grouped else _looped_matmul
-    middle = matmul(rows, counts, weights.up, weights.up_bias)
+    up, down = weights.up, weights.down
+    if not transposed:
+        up, down = up.transpose(-2, -1), down.transpose(-2, -1)
+    found = matmul(rows, counts, up, weights.up_bias)
     activation = activation or (F.silu if gated else F.gelu)
-    if gated:
-        gate, up = middle.chunk(2, dim=-1)
-        middle = activation(gate) * up
+    if middle is not None:
+        found = middle(found)
+    elif gated:
+        gate, up_rows = found.chunk(2, dim=-1)
+        found = activation(gate) * up_rows
     else:
-        middle = activation(middle)
-    return matmul(middle, counts, weights.down, weights.down_bias)
+        found = activation(found)
+    return matmul(found, counts, down, weights.down_bias)
 
 
 def can_group(rows: Tensor, weights: ExpertWeights) -> bool:
     """Whether torch has a grouped matmul for these tensors."""
     if not hasattr(F, "grouped_mm") or rows.dtype != weights.up.dtype:
         return False
-    # For other types torch loops on CUDA and waits for the device.
+    # For other types, and on GPUs of other generations than Hopper and Blackwell's data centre parts, torch loops and
+    # waits for the device.
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if rows.is_cpu else (torch.bfloat16,)
+    if rows.is_cuda and torch.cuda.get_device_capability(rows.device) not in ((9, 0), (10, 0)):
+        return False
     widths = (weights.up.shape[1], weights.up.shape[2], weights.down.shape[2])
     aligned = all(width * rows.element_size() % 16 == 0 for width in widths)  # rows must be multiples of 16 bytes
     return (rows.is_cpu or rows.is_cuda) and rows.dtype in dtypes and aligned
 
 
 def _grouped_matmul(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """weight: [L, in, out]."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
-    result = F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
+    result = F.grouped_mm(rows.contiguous(), weight, offs=ends)
     result = _DenseGradient.apply(result)
     if bias is None:
         return result
@@ -199,9 +211,10 @@ def _grouped_matmul(rows: Tensor, counts: list[int], weight: Tensor, bias: Tenso
 
 
 def _looped_matmul(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """weight: [L, in, out]."""
     biases = [None] * len(counts) if bias is None else bias.unbind(0)
     parts = zip(rows.split(counts), weight.unbind(0), biases, strict=True)
-    return torch.cat([F.linear(part, w, b) for part, w, b in parts])
+    return torch.cat([F.linear(part, w.t(), b) for part, w, b in parts])
 
 
 class _DenseGradient(torch.autograd.Function):

@@ -80,11 +80,11 @@ class PlacementState:
             self._check(placement)
         self._fixed = placement
 
-    def setting(self, router: Router) -> RoutingState:
+    def setting(self, router: Router | None) -> RoutingState:
         """Routing state of a pass that begins now; the same object until it changes."""
         placement = self._fixed or self._current
         # load_state_dict also changes the bias.
-        bias = router.bias
+        bias = None if router is None else router.bias
         version = (placement, None if bias is None else (id(bias), bias._version))
         if self._setting is None or self._version != version:
             self._setting = RoutingState(placement, None if bias is None else bias.clone())
@@ -101,11 +101,12 @@ class PlacementState:
             )
         return found
 
-    def begin(self, router: Router, load_group: ProcessGroup | None) -> None:
+    def begin(self, router: Router | None, load_group: ProcessGroup | None) -> None:
         """Update placement and bias at the start of a training pass, if no pass is open."""
         if self.passes.all_closed():
             self._current = self._next
-            router.update_bias(load_group)
+            if router is not None:
+                router.update_bias(load_group)
 
     def open(self, setting: RoutingState) -> ForwardPass:
         """Open a training pass, which all ranks do."""

@@ -117,7 +117,8 @@ class ExpertStack(HoldsGroup, nn.Module):
                     before = cast(ExpertBlock, block).before
                     if self._units:
                         self._units[number].gather()
-                    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+                    devices = [] if x.device.type == "cpu" else [x.device]
+                    with torch.random.fork_rng(devices, device_type=x.device.type):
                         seconds = mean_seconds(partial(before, x), x.device, group, layer.name)
                     if self._units:
                         self._units[number].release()

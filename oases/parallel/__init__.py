@@ -6,6 +6,7 @@ from oases.parallel.batch import BlockInputs
 from oases.parallel.dropout import ParallelDropout
 from oases.parallel.embedding import OverlappedEmbedding
 from oases.parallel.gradient_clipping import clip_grad_norm
+from oases.parallel.gradient_hook import quantized_hook
 from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.parallel.loss import parallel_cross_entropy
 from oases.parallel.optimizer import make_optimizer
@@ -29,6 +30,7 @@ __all__ = [
     "clip_grad_norm",
     "make_optimizer",
     "parallel_cross_entropy",
+    "quantized_hook",
     "report",
     "sharded_parameters",
 ]

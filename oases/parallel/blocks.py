@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from oases.execution.executor import Place, Program, Step
 from oases.execution.piece import Leaves, Piece, method_of, own_memory, recorded
-from oases.execution.weight_gradient import DeferredGradients, deferring
+from oases.execution.weight_gradient import CompiledDeferral, DeferredGradients, deferring, in_piece
 from oases.execution.wire import PendingCollective, Wire
 from oases.parallel.batch import CallInputs, SubBatches
 from oases.parallel.randomness import MethodName, Randomness, hash_of
@@ -82,18 +82,9 @@ class BlockWork:
     """
 
     def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        program: BlockProgram,
-        wire: Wire,
-        x: Tensor,
-        leaves: list[Leaves],
-        *,
-        differentiable: bool,
-        randomness: Randomness,
-        cut: SubBatches,
-        inputs: CallInputs,
-    ) -> None:
+        self, blocks: Sequence[nn.Module], program: BlockProgram, wire: Wire, x: Tensor, leaves: list[Leaves], *,
+        differentiable: bool, randomness: Randomness, cut: SubBatches, inputs: CallInputs,
+    ) -> None:  # fmt: skip
         self._program, self._wire, self._cut, self.inputs = program, wire, cut, inputs
         self._differentiable, self.randomness, self.device = differentiable, randomness, x.device
         self._last, self._joint = program.schedule.num_blocks - 1, program.schedule.joint
@@ -101,6 +92,8 @@ class BlockWork:
         """Whether gradients after an all-reduce are equal on all ranks; else each rank has its own tokens."""
         both = list(zip(blocks, program.halved, strict=True))
         self._partial = [method_of(block, "product" if halved else "partial") for block, halved in both]
+        self._traced = [block if hasattr(block, "_orig_mod") else None for block in blocks]
+        """By block, the block where it is compiled."""
         self._combine = [method_of(block, "combine") for block in blocks]
         self._prepare = [method_of(block, "prepare") if halved else None for block, halved in both]
         self.leaves = leaves
@@ -224,7 +217,8 @@ class BlockWork:
         again = place in self._program.recomputed
         deferred = None
         if self._differentiable:
-            deferred = self.deferred[place] = DeferredGradients(self.leaves[step.block])
+            kind = DeferredGradients if self._traced[step.block] is None else CompiledDeferral
+            deferred = self.deferred[place] = kind(self.leaves[step.block])
         y = self._run_partial(place, h, deferred, self.randomness.run, graph=deferred is not None and not again)
         if deferred is not None:
             # R records the graph again; it must know whether y is the result of a matmul without other readers.
@@ -248,13 +242,14 @@ class BlockWork:
         graph: bool, skip_last: bool = False,
     ) -> Tensor:  # fmt: skip
         block, s = place
-        method, values = self._partial[block], self.inputs.values(block, s)
+        method, values, traced = self._partial[block], self.inputs.values(block, s), self._traced[block]
+        name: MethodName = "partial" if self._prepare[block] is None else "product"
 
         def run() -> Tensor:
             if deferred is None:
                 return own_memory(method(h, *values), (h, *values))
             deferred.begin(skip_last)
-            token = deferring.set(deferred)
+            token, in_piece[0] = deferring.set(deferred), traced is not None
             try:
                 if not graph:
                     return own_memory(method(h, *values), (h, *values))
@@ -265,10 +260,15 @@ class BlockWork:
                 return y
             finally:
                 deferring.reset(token)
+                in_piece[0] = False
 
         extent = self._cut.whole_extent if block in self._joint else self._cut.extent
         with _NO_CHANGE if graph else torch.no_grad():
-            return draw("partial" if self._prepare[block] is None else "product", block, s, extent, run)
+            if skip_last and traced is not None and isinstance(deferred, CompiledDeferral):
+                deferred.leave_out(
+                    traced, name, lambda plain: draw(name, block, s, extent, lambda: plain(h, *values))
+                )
+            return draw(name, block, s, extent, run)
 
     def _take_parts(self, parts: dict[Place, Tensor], place: Place) -> Tensor:
         """The tensor at `place`; for a joint block, whose ops run once, of all sub-batches."""

@@ -35,7 +35,9 @@ class StackParameters(BlockParameters):
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)
         register_shards(block)
+        plain = getattr(block, "_orig_mod", block)
         cut = {id(parameter) for _, parameter, _ in sharded_parameters(block)}
+        cut |= {id(plain.get_parameter(name)) for name in getattr(plain, "local", ())}
         self.sharded = [number for number in self.trained if id(self.parameters[number]) in cut]
         self.replicated = [number for number in self.trained if id(self.parameters[number]) not in cut]
 
@@ -76,7 +78,8 @@ class StackCall(ScheduledCall):
         self._scheduler, self._units = options.scheduler, options.units
         tuning = options.tuning
         self._tuning = None if tuning is None or tuning.choice is not None else tuning
-        self._seconds = 0.0
+        self._turn = "" if tuning is None else tuning.turn
+        self._seconds, self._elements = 0.0, 1
         # Of the block finished last: gradients by parameter index, and the all-reduce of the replicated ones.
         self._shares: list[Tensor | None] = []
         self._whole: list[Tensor | None] = []
@@ -99,20 +102,15 @@ class StackCall(ScheduledCall):
 
     def forward(self) -> Tensor:
         """Run the forward pass, timed while a schedule is being chosen."""
-        if self._tuning is not None:
-            synchronize(self._blocks.device)
-            self._seconds -= time.perf_counter()
+        self._start_clock()
         output = super().forward()
-        if self._tuning is not None:
-            synchronize(self._blocks.device)
-            self._seconds += time.perf_counter()
+        self._stop_clock()
+        self._elements = max(1, output.numel())
         return output
 
     def begin(self, grad: Tensor) -> None:
         """Begin the backward pass. RuntimeError for a second one."""
-        if self._tuning is not None:
-            synchronize(grad.device)
-            self._seconds -= time.perf_counter()
+        self._start_clock()
         super().begin(grad)
 
     def finish_block(self, block: int) -> list[Tensor | None]:
@@ -140,12 +138,18 @@ class StackCall(ScheduledCall):
             self._guard.current_op = "the gradient of the input"
             grad = self._blocks.input_gradient()
             others = self._summed(0) + self._blocks.inputs.gradients(self._scheduler)
-        if self._tuning is not None:
-            synchronize(grad.device)
-            self._tuning.note(self._seconds + time.perf_counter())
+        self._stop_clock()
+        if not self._blocks.keep_deferred:
+            self._note()
         return grad, others
 
     # --- for a pipeline, which splits the backward pass ---
+
+    def recompute(self) -> None:
+        """Run the recomputation ops and their collectives now, timed while a schedule is being chosen."""
+        self._start_clock()
+        super().recompute()
+        self._stop_clock()
 
     def defer_weights(self) -> None:
         """Skip W in the backward pass; `compute_weights` runs it later."""
@@ -153,6 +157,7 @@ class StackCall(ScheduledCall):
 
     def compute_weights(self) -> None:
         """Accumulate the weight gradients of a backward pass without W into the parameters; their hooks run."""
+        self._start_clock()
         with self._guard:
             for block in reversed(range(self.num_blocks)):
                 self._guard.current_op = f"the weight gradients of block {block}"
@@ -165,8 +170,28 @@ class StackCall(ScheduledCall):
                 numbers = [number for number, gradient in enumerate(found) if gradient is not None]
                 if numbers:
                     torch.autograd.backward(self._chosen(block, numbers), [found[number] for number in numbers])
+                computed = self._units[block].computed if self._units else None
+                if computed is not None:
+                    computed()
+        self._stop_clock()
+        self._note()
 
     # --- inside ---
+
+    def _start_clock(self) -> None:
+        if self._tuning is not None:
+            synchronize(self._blocks.device)
+            self._seconds -= time.perf_counter()
+
+    def _stop_clock(self) -> None:
+        if self._tuning is not None:
+            synchronize(self._blocks.device)
+            self._seconds += time.perf_counter()
+
+    def _note(self) -> None:
+        """Report the seconds of the passes; per element, because shapes that share a choice differ in size."""
+        if self._tuning is not None:
+            self._tuning.note(self._turn, self._seconds / self._elements)
 
     def _summed(self, block: int) -> list[Tensor | None]:
         """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks."""

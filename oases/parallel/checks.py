@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import OverlapError
-from oases.execution.agreement import Form
+from oases.execution.agreement import Form, is_sampled
 from oases.execution.group import ProcessGroup, group_size
+from oases.execution.wire import WireType
 from oases.limits import require_numbers
+from oases.parallel.batch import BlockInputs
 from oases.parallel.linear import OverlappedColumnLinear, OverlappedRowLinear
 from oases.reporting import report
 from oases.schedule import Schedule
@@ -39,6 +42,23 @@ def require_sub_batches(sub_batches: int | str) -> None:
     require_numbers({"sub_batches": sub_batches})
 
 
+def require_options(small_batch: str, layer_of: Sequence[int] | None, name: str, num_blocks: int) -> None:
+    """Raise ValueError for options of a stack of so many blocks that are none."""
+    if small_batch not in ("refuse", "whole"):
+        raise ValueError(f"small_batch must be 'refuse' or 'whole', got {small_batch!r}")
+    if layer_of is not None and len(layer_of) != num_blocks:
+        raise ValueError(f"layer_of has {len(layer_of)} entries for {num_blocks} blocks; give one for each")
+    if not re.fullmatch(r"[\w .-]*", name):
+        raise ValueError(f"name must be of letters, digits, spaces and any of _.-, got {name!r}")
+
+
+def checked_inputs(inputs: Sequence[BlockInputs] | None, num_blocks: int) -> Sequence[BlockInputs]:
+    """The inputs of so many blocks; () where no block reads any. ValueError for another number of them."""
+    if inputs is not None and len(inputs) != num_blocks:
+        raise ValueError(f"{len(inputs)} BlockInputs were given to {num_blocks} blocks; give one for each")
+    return inputs if inputs is not None and any(each.values for each in inputs) else ()
+
+
 def require_activation(x: Any) -> None:
     """Raise TypeError or ValueError unless `x` is a tensor [batch, ...] of floating-point numbers."""
     if not isinstance(x, Tensor):
@@ -48,6 +68,24 @@ def require_activation(x: Any) -> None:
             f"an OverlappedStack was called with a tensor of shape {list(x.shape)} and type {x.dtype}; give an "
             "activation [batch, ...] of a floating-point type, such as an embedding of tokens"
         )
+
+
+def require_sequence(x: Tensor, schedule: Schedule, tensor_parallel: int, has_inputs: bool) -> None:
+    """Raise ValueError where `schedule` cuts the sequence, dimension 1, and `x` or further inputs cannot be cut."""
+    if schedule.sequence_parallel and (x.dim() < 3 or x.shape[1] % tensor_parallel):
+        raise ValueError(
+            f"an input of shape {tuple(x.shape)} cannot be cut along dimension 1, the sequence, over "
+            f"{tensor_parallel} ranks; pad it to a multiple, or leave out sequence_parallel"
+        )
+    if schedule.along == "sequence":
+        parts = schedule.num_sub_batches
+        if x.dim() < 3 or x.shape[1] < parts:
+            raise ValueError(f"an input of shape {tuple(x.shape)} cannot be cut into {parts} parts of a sequence")
+        if has_inputs:
+            raise ValueError(
+                f"schedule '{schedule.name}' splits the sequence, along which the blocks' inputs cannot be split; "
+                "use a schedule that splits the batch"
+            )
 
 
 def require_overlap(
@@ -67,7 +105,7 @@ def require_overlap(
             why += f"; the batch has fewer samples than the {too_small_for} sub-batches"
         elif measured:
             why += "; it was chosen as the fastest in measurements"
-    elif calls >= 4:
+    elif calls >= 4 and is_sampled(calls):  # not in each: the times of collectives on a device are waited for
         rows = [row for row in report(group).stacks if row.where == label]
         if rows and rows[0].hidden is not None and rows[0].hidden < 0.01:
             waited, busy = rows[0].blocked_seconds, rows[0].link_seconds
@@ -121,7 +159,13 @@ class BypassedHooks:
 
 
 def form_of(
-    x: Tensor, schedule: Schedule, order: int, wire_dtype: torch.dtype | None, *, training: bool, gradients: bool
+    x: Tensor,
+    schedule: Schedule,
+    order: int,
+    wire_dtype: WireType | None,
+    *,
+    training: bool,
+    gradients: bool,
 ) -> Form:
     """Form of a call, equal on all ranks. order: hash of the schedule's ops."""
     kind = x.device.type

@@ -77,7 +77,7 @@ class Chunks:
             # Compare only: a lookup by shape would specialise the graph.
             if self._last is not None and rows >= self._last[0]:
                 return self._last[1]
-        elif _is_real(x) and _is_real(weight):
+        elif is_real(x) and is_real(weight):
             key = (x.shape, x.dtype, x.device, weight.shape, group_name, sequence_parallel)
             if key not in self._known and rows >= 2 * _ROWS_PER_CHUNK and self._may_measure():
                 self._known[key] = self._choose(rows, x, weight, group_name, sequence_parallel)
@@ -87,7 +87,8 @@ class Chunks:
         return 2 if rows >= 2 * _ROWS_PER_CHUNK else 1
 
     def _may_measure(self) -> bool:
-        return torch.is_grad_enabled() and len(self._known) < MAX_CALIBRATIONS
+        fixed = torch.are_deterministic_algorithms_enabled()
+        return torch.is_grad_enabled() and not fixed and len(self._known) < MAX_CALIBRATIONS
 
     def _choose(self, rows: int, x: Tensor, weight: Tensor, group_name: str, sequence_parallel: bool) -> int:
         group = group_of(group_name)
@@ -129,7 +130,7 @@ def calibrate(tuning: Autotune[int], group: ProcessGroup, run: Callable[[int], N
     try:
         with torch.no_grad(), _disable_current_modes():
             while tuning.choice is None:
-                tuning.note(seconds(run, tuning.current, device))
+                tuning.note(tuning.turn, seconds(run, tuning.current, device))
     finally:
         scheduler.set_counting(True)
 
@@ -143,6 +144,6 @@ def seconds(run: Callable[[int], None], count: int, device: torch.device) -> flo
     return time.perf_counter() - start
 
 
-def _is_real(x: Tensor) -> bool:
+def is_real(x: Tensor) -> bool:
     """Whether a tensor has data: fake and functional tensors are subclasses."""
     return type(x) in (Tensor, nn.Parameter) and not x.is_meta

@@ -1,17 +1,17 @@
 """Fully sharded data parallelism: weights, gradients and optimizer state sharded over the data-parallel ranks.
 
+ZeRO is the same with weights that stay gathered until the end of a step: gradients and optimizer state are sharded.
+
 Weights use torch's FSDP2 (`fully_shard`): its parameters are DTensor shards for optimizer and checkpoint, and it
 gathers and frees the full weights. The stack's schedule decides when, not a module's forward(), which stacks never
 call: a block's weights are gathered ahead of its first op, overlapped with the previous block, and freed after its
-last op. Gradients use the group's OverlapScheduler, as in `gradient_averaging` and for the same reasons: they must
-not be reduced in every micro-batch, and on the CPU FSDP2 waits for each reduce-scatter at once.
+last op. `sharded_gradients` reduces the gradients.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,11 +23,16 @@ from oases.errors import UsageError
 from oases.execution.call import Put
 from oases.execution.executor import Handlers, Program, Step
 from oases.execution.group import ProcessGroup, group_name, group_of, scheduler_of
+from oases.parallel.precision import is_low
 from oases.schedule import Op
 
 if TYPE_CHECKING:  # FSDP2 and DTensor take as long to import as all the rest, and most runs do not need them
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+
+
+COMPUTED_IN = "oases_computed_in"
+"""Attribute of a shard with the type of its gathered weight, where that is another one."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -73,7 +78,9 @@ class FsdpUnit:
 
     group: data-parallel ranks, over which gradients are averaged. gathering: a separate group of the same ranks for
     the weights, so that they do not queue behind gradients. Parameters are sharded along their first dimension, as by
-    torch.chunk. Create it on every rank, once the module is on its device.
+    torch.chunk. dtype: of the full weights, whose shards keep their own type; None: the same. keep: keep the full
+    weights after their use, until `free` (ZeRO). part: of the model, in an interleaved pipeline; None: any. Create it
+    on every rank, once the module is on its device.
     """
 
     def __init__(
@@ -83,10 +90,17 @@ class FsdpUnit:
         gathering: ProcessGroup,
         label: str,
         others: Collection[nn.Parameter] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        keep: bool = False,
+        part: int | None = None,
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        self.keep, self.part = keep, part
+        self.computed: Callable[[], None] | None = None
+        """Called when all gradients of a pass are there, where hooks cannot tell."""
         self.names = [name for name, parameter in module.named_parameters() if parameter not in set(others)]
         self.label = label
         self._group_name = group_name(group)
@@ -94,12 +108,15 @@ class FsdpUnit:
         # Named after the group: torch identifies meshes by ranks and names, and may use the group of an earlier equal
         # mesh, which may be destroyed by then.
         mesh = DeviceMesh.from_group(gathering, device, mesh_dim_names=(group_name(gathering),))
-        fully_shard(module, mesh=mesh, ignored_params=set(others))
+        precision = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
+        fully_shard(module, mesh=mesh, mp_policy=precision, ignored_params=set(others))
         self._module = cast("FSDPModule", module)
         self._module.set_custom_all_gather(cast(Any, _AllGather(label)))
         self._handle: Any = None
         self._whole: dict[str, nn.Parameter] = {}
         self.is_whole = False
+        for name in self.names if dtype is not None else ():
+            setattr(self._named(name), COMPUTED_IN, dtype)
 
     @property
     def group(self) -> ProcessGroup:
@@ -113,7 +130,7 @@ class FsdpUnit:
         """Full parameters by name, the same objects in every step. They have memory while `is_whole`."""
         if not self._whole:
             self.gather()
-            self.release()
+            self.free()
         return self._whole
 
     @property
@@ -137,8 +154,16 @@ class FsdpUnit:
         self._handle, self.is_whole = None, True
         if not self._whole:
             self._whole = {name: self._named(name) for name in self.names}
+            for parameter in self._whole.values():
+                if is_low(parameter.dtype):
+                    parameter.grad_dtype = torch.float32  # of sums over sub-batches
 
     def release(self) -> None:
+        """Free the full weights and restore the shards, unless they are to be kept."""
+        if not self.keep:
+            self.free()
+
+    def free(self) -> None:
         """Free the full weights and restore the shards."""
         if self.is_whole:
             self._module.reshard()
@@ -202,115 +227,6 @@ class UnitGatherer:
             self._order.remove(block)
             for following in self._order[:1]:
                 self._units[following].gather_ahead()
-
-
-class _Bucket:
-    """Gradients of a unit, and the collective under way."""
-
-    def __init__(self, unit: FsdpUnit) -> None:
-        self.unit = unit
-        self.trained = {name: p for name, p in unit.parameters.items() if p.requires_grad}
-        self.missing: set[str] = set()
-        self.sent: tuple[Any, Tensor, list[int]] | None = None
-
-    def send(self) -> None:
-        """Start the reduce-scatter of the full gradients. Zeros for a parameter that was not used here."""
-        ranks = self.unit.group.size()
-        rows = []
-        for parameter in self.trained.values():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = None
-            missing = -gradient.shape[0] % ranks
-            if missing:
-                gradient = torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
-            rows.append(gradient.reshape(ranks, -1))
-        flat = torch.cat(rows, dim=1)
-        mine = torch.empty_like(flat[0])
-        ticket = scheduler_of(self.unit.group).reduce_scatter(mine, flat, f"{self.unit.label}, sharded gradients")
-        self.sent = (ticket, mine, [row.shape[1] for row in rows])
-
-    def receive(self) -> None:
-        """Wait for the sums, and set each shard's gradient to its average."""
-        from torch.distributed.tensor import DTensor
-
-        assert self.sent is not None
-        ticket, mine, sizes = self.sent
-        self.sent = None
-        scheduler_of(self.unit.group).wait(ticket)
-        shards = self.unit.shards
-        for name, part in zip(self.trained, mine.div_(self.unit.group.size()).split(sizes), strict=True):
-            shard = cast(DTensor, shards[name])
-            held = shard.to_local()
-            gradient = DTensor.from_local(
-                part[: held.numel()].view_as(held), shard.device_mesh, shard.placements, run_check=False,
-                shape=shard.shape, stride=shard.stride(),
-            )  # fmt: skip
-            before = shards[name].grad  # of earlier steps without zero_grad()
-            shards[name].grad = gradient if before is None else before + gradient
-
-
-class ShardedGradientAverager:
-    """`GradientAverager` for FSDP units: each rank gets a shard of the averages.
-
-    units: in the order of the forward pass. Until the last micro-batch gradients accumulate in full parameters;
-    weights outside of stacks also stay gathered until then.
-    """
-
-    def __init__(self, units: Iterable[FsdpUnit]) -> None:
-        self._units = list(units)
-        self._buckets: list[_Bucket] = []
-        self._active = False
-        self._next: dict[str, int] = {}
-        self._lanes: dict[str, list[_Bucket]] = {}
-
-    @contextmanager
-    def overlapped(self) -> Iterator[None]:
-        """Context of the last backward pass of an optimizer step; afterwards shards have averaged gradients."""
-        self._begin()
-        self._active = True
-        try:
-            yield
-        finally:
-            self._active = False
-        for name in self._lanes:
-            self._send(name, flush=True)
-        for bucket in self._buckets:
-            bucket.unit.release()
-            bucket.receive()
-
-    def _begin(self) -> None:
-        if not self._buckets:
-            self._make()
-        self._next = dict.fromkeys(self._lanes, 0)
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.trained)
-
-    def _make(self) -> None:
-        """Create the buckets at the first step, when the model is on its device."""
-        self._buckets = [_Bucket(unit) for unit in reversed(self._units)]
-        for bucket in self._buckets:
-            lane = group_name(bucket.unit.group)
-            self._lanes.setdefault(lane, []).append(bucket)
-            for name, parameter in bucket.trained.items():
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, name, lane))
-
-    def _hook(self, bucket: _Bucket, name: str, lane: str) -> Any:
-        def note(_: Tensor) -> None:
-            if self._active:
-                bucket.missing.discard(name)
-                self._send(lane)
-
-        return note
-
-    def _send(self, name: str, *, flush: bool = False) -> None:
-        """Start complete buckets in their order, the same on every rank."""
-        lane = self._lanes[name]
-        while self._next[name] < len(lane):
-            bucket = lane[self._next[name]]
-            if bucket.missing and not flush:
-                return
-            bucket.send()
-            self._next[name] += 1
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
+from oases.execution.wire import add_wire
 from oases.plans.plan import BUCKET_BYTES
 
 
@@ -28,6 +29,8 @@ class _Bucket:
         self.label = label
         self.missing = {id(parameter) for parameter in parameters}
         self.sent: tuple[Any, Tensor] | None = None
+        self.residual: Tensor | None = None
+        """Rounding errors of earlier quantised sums on this rank; added to the next one."""
 
     def reset(self) -> None:
         self.missing = {id(parameter) for parameter in self.parameters}
@@ -46,10 +49,13 @@ class _Bucket:
 class _Lane:
     """Buckets of one group. They start in their order, whichever is complete first, the same on every rank."""
 
-    def __init__(self, group: ProcessGroup, buckets: list[_Bucket]) -> None:
+    def __init__(self, group: ProcessGroup, buckets: list[_Bucket], wire: str) -> None:
         self._group_name = group_name(group)
         self.buckets = buckets
         self._next = 0
+        self._wire = wire
+        if wire:
+            add_wire(group, wire)
 
     @property
     def _scheduler(self) -> Any:
@@ -69,8 +75,15 @@ class _Lane:
             if bucket.missing and not flush:
                 return
             flat = torch.cat([gradient.flatten() for gradient in bucket.gradients()])
-            bucket.sent = (self._scheduler.all_reduce(flat, bucket.label), flat)
+            bucket.sent = (self._start(bucket, flat), flat)
             self._next += 1
+
+    def _start(self, bucket: _Bucket, flat: Tensor) -> Any:
+        if not self._wire:
+            return self._scheduler.all_reduce(flat, bucket.label)
+        if bucket.residual is None:
+            bucket.residual = torch.zeros_like(flat, dtype=torch.float32)
+        return self._scheduler.all_reduce(flat, bucket.label, wire=self._wire, residual=bucket.residual)
 
     def receive(self) -> None:
         """Wait for all sums and replace the gradients by the averages."""
@@ -95,18 +108,23 @@ class GradientAverager:
 
     parts: (parameters, group) of each part of the model, in the order of its forward pass; parts of one group are
     reduced together, those without a group or with a group of one not at all. Create it once the model is on its
-    device: it registers hooks on the parameters. bucket_bytes: bytes per collective.
+    device: it registers hooks on the parameters. bucket_bytes: bytes per collective. wire: int8, fp8 or int4 to send
+    quantised gradients, with error feedback: what rounding loses is added to the next step's gradients, and costs 4
+    bytes per parameter; "" for their own type.
     """
 
     def __init__(
-        self, parts: Iterable[tuple[Iterable[nn.Parameter], ProcessGroup | None]], bucket_bytes: int = BUCKET_BYTES
+        self,
+        parts: Iterable[tuple[Iterable[nn.Parameter], ProcessGroup | None]],
+        bucket_bytes: int = BUCKET_BYTES,
+        wire: str = "",
     ) -> None:
         by_group: dict[str, tuple[ProcessGroup, list[nn.Parameter]]] = {}
         for parameters, group in parts:
             if group is not None and group_size(group) > 1:
                 found = by_group.setdefault(group_name(group), (group, []))[1]
                 found.extend(parameter for parameter in parameters if parameter.requires_grad)
-        self._lanes = [_Lane(group, _buckets(found, bucket_bytes, group)) for group, found in by_group.values()]
+        self._lanes = [_Lane(group, _buckets(found, bucket_bytes, group), wire) for group, found in by_group.values()]
         self._active = False
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(lane, bucket))
@@ -146,6 +164,16 @@ class GradientAverager:
             lane.send(flush=True)
         for lane in self._lanes:
             lane.receive()
+
+    def begin_pass(self, part: int | None) -> None:
+        """Do nothing: gradients of a pass accumulate."""
+
+    def end_pass(self) -> None:
+        """Do nothing: gradients of a pass accumulate."""
+
+    def forget(self) -> None:
+        """Send nothing more in a step that failed."""
+        self._active = False
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -2,9 +2,10 @@
 
 torch does not know what a plain parameter is a part of. DistributedDataParallel over tensor-parallel ranks would
 overwrite every rank's shards with the first rank's, FSDP would mix the shards of all; `clip_grad_norm_` would compute
-another norm on each rank. Modules with sharded parameters are registered here. DistributedDataParallel and FSDP1 are
-refused when such a module is registered in them, by torch's hook for that; FSDP2 when it takes a parameter, by a
-wrapper. torch's total norm is replaced by one over all ranks, and clipping of shards by another norm refused.
+another norm on each rank; an optimizer made before would go on with the replaced parameters. Modules with sharded
+parameters are registered here. DistributedDataParallel and FSDP1 are refused when such a module is registered in
+them, by torch's hook for that; FSDP2 when it takes a parameter, by a wrapper. torch's total norm is replaced by one
+over all ranks, and clipping of shards by another norm refused.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import oases.parallel.state_shards as state_shards
 from oases.errors import UsageError
@@ -41,6 +43,12 @@ _AVERAGED = (
 _holders: WeakSet[nn.Module] = WeakSet()
 _stages: WeakSet[nn.Module] = WeakSet()
 """Models of which this rank has one stage of a pipeline."""
+_seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers without replaced parameters."""
+_replaced: Any = None
+"""Handle of the hook before steps of optimizers."""
+_SHARDED = "_oases_sharded"
+"""Attribute of a parameter that a shard replaced."""
 _clips_whole = clip_grad._clip_grads_with_norm_
 
 
@@ -55,8 +63,29 @@ def register_shards(module: nn.Module) -> None:
             _guard_fsdp2()
 
 
+def register_replaced(parameter: nn.Parameter) -> None:
+    """Refuse steps of optimizers with this parameter, in whose place a shard is now: they would change nothing."""
+    global _replaced
+    parameter.__dict__[_SHARDED] = True
+    if _replaced is None:
+        _replaced = register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if optimizer in _seen:
+        return
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    old = [each for each in held if _SHARDED in getattr(each, "__dict__", {})]
+    if old:
+        raise UsageError(
+            f"{type(optimizer).__name__} was made before parallelize(), which put shards in the place of {len(old)} "
+            f"of its {len(held)} parameters, such as one of shape {list(old[0].shape)}; make it afterwards"
+        )
+    _seen.add(optimizer)
+
+
 def register_stage(model: nn.Module) -> None:
-    """Refuse torch's gradient clipping for a stage of a pipeline from now on."""
+    """Refuse torch's gradient clipping and wrappers for a stage of a pipeline from now on."""
     _stages.add(model)
     _replace_clipping()
 
@@ -166,6 +195,11 @@ def _refuse_replication(wrapper: nn.Module, name: str, module: nn.Module | None)
     if _WRAPPED.get(kind) != name or module is None:
         return
     ddp = kind == "DistributedDataParallel"
+    if module in _stages:
+        raise UsageError(
+            f"{kind} around {type(module).__name__}, of which this rank has one stage: its replicas average their "
+            "gradients in model.train_step(**batch); call that, without a wrapper"
+        )
     if replicas_of(module) is not None:
         raise UsageError(_AVERAGED.format(kind))
     ranks = set(dist.get_process_group_ranks(cast(Any, wrapper).process_group))

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
 from oases.execution.weight_gradient import linear
-from oases.parallel.chunks import Chunks, Kind, NumChunks
+from oases.execution.wire import agreed_at_trace, agreed_group
+from oases.parallel.chunks import Chunks, Kind, NumChunks, is_real
 from oases.parallel.collectives import gather, scatter
 from oases.parallel.guards import register_shards
+from oases.plans.shape import CODES
 
 
 class _OverlappedLinear(HoldsGroup, nn.Module):
@@ -39,13 +41,17 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
         sequence_parallel: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        wire_dtype: str | None,
     ) -> None:
         super().__init__()
+        if wire_dtype is not None and wire_dtype not in CODES:
+            raise ValueError(f"wire_dtype of a linear must be one of {', '.join(CODES)}, or None, got {wire_dtype!r}")
         if num_chunks != "auto" and num_chunks < 1:
             raise ValueError(f"num_chunks must be 'auto' or at least 1, got {num_chunks}")
         self.in_features = in_features
         self.out_features = out_features
         self.process_group = process_group
+        self.wire_dtype = wire_dtype
         self.num_chunks = num_chunks
         self._chunks = Chunks(self.kind)
         self.sequence_parallel = sequence_parallel
@@ -95,7 +101,18 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
 
     def _chunked_linear(self, x: Tensor) -> Tensor:
         x, weight, bias = under_autocast(x, self.weight, self.bias)
-        return self._chunks.linear(self.num_chunks, x, weight, bias, self._group_name, self.sequence_parallel)
+        return self._chunks.linear(self.num_chunks, x, weight, bias, self._sending_group(x), self.sequence_parallel)
+
+    def _sending_group(self, x: Tensor) -> str:
+        """Name of the group that sends what this pass over `x` sends; see `agreed_group`."""
+        if not (self.kind == "row" or self.sequence_parallel or torch.is_grad_enabled()):
+            return self._group_name  # the forward pass of a column-parallel linear sends nothing
+        caller = f"the {self.kind}-parallel linear of {self.in_features} -> {self.out_features} features"
+        if torch.compiler.is_dynamo_compiling():
+            return agreed_at_trace(self._group_name, caller, self.wire_dtype, x.device.type)
+        if is_real(x):
+            return agreed_group(self._group_name, caller, self.wire_dtype, x.device.type)
+        return self._group_name  # of a fake tensor nothing is sent
 
     def extra_repr(self) -> str:
         """Full sizes, then the sharding."""
@@ -130,7 +147,8 @@ class OverlappedColumnLinear(_OverlappedLinear):
     Input [..., in_features], replicated (with sequence_parallel: sharded along dim -2). Output [..., out_features /
     t], or [..., out_features] with gather_output. The all-reduce of the input gradient overlaps, chunk by chunk, with
     the weight gradient. With a group of 1: `nn.Linear` exactly. num_chunks: chunks of the matmul; "auto" measures 1,
-    2 and 4 on the first call with gradients and keeps the fastest (see `oases.parallel.chunks`).
+    2 and 4 on the first call with gradients and keeps the fastest (see `oases.parallel.chunks`). wire_dtype: int8,
+    fp8 or int4 quantises what these collectives send (not gather_output's), with an error of the sums.
     """
 
     kind = "column"
@@ -148,12 +166,13 @@ class OverlappedColumnLinear(_OverlappedLinear):
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        wire_dtype: str | None = None,
     ) -> None:
         group = resolve(process_group)
         part = shard_size("out_features", out_features, group)
         super().__init__(
             in_features, out_features, (part, in_features), part if bias else None,
-            group, num_chunks, sequence_parallel, device, dtype,
+            group, num_chunks, sequence_parallel, device, dtype, wire_dtype,
         )  # fmt: skip
         self.gather_output = gather_output
 
@@ -174,7 +193,7 @@ class OverlappedRowLinear(_OverlappedLinear):
 
     Input [..., in_features / t] (replicated with input_is_parallel=False). Output [..., out_features], all-reduced
     chunk by chunk while the next chunk is computed; with sequence_parallel it is scattered along dim -2 instead. The
-    bias is replicated and added once. With a group of 1: `nn.Linear` exactly. num_chunks: as in
+    bias is replicated and added once. With a group of 1: `nn.Linear` exactly. num_chunks, wire_dtype: as in
     `OverlappedColumnLinear`.
     """
 
@@ -193,12 +212,13 @@ class OverlappedRowLinear(_OverlappedLinear):
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        wire_dtype: str | None = None,
     ) -> None:
         group = resolve(process_group)
         part = shard_size("in_features", in_features, group)
         super().__init__(
             in_features, out_features, (out_features, part), out_features if bias else None,
-            group, num_chunks, sequence_parallel, device, dtype,
+            group, num_chunks, sequence_parallel, device, dtype, wire_dtype,
         )  # fmt: skip
         self.input_is_parallel = input_is_parallel
 

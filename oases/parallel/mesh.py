@@ -10,6 +10,7 @@ peers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -73,24 +74,22 @@ class Mesh:
         self._stage: dict[Layout, str] = {}
         if self.degrees == (group_size(run),) and order is None and not separate_groups:
             self._tensor[self._replicas(self.ranks)] = self._run_name
-        options = self.group_options()
         if separate_groups and num_stages > 1:
-            self._make(self._stage, self._replicas(self.ranks), options)
+            self._make(self._stage, self._replicas(self.ranks))
         for degree in self.degrees:
-            self._make_groups(degree, options, fsdp)
-        if run is not None and "nccl" not in dist.get_backend_config(run):
-            dist.barrier(run)  # a rank that destroyed a group of gloo at once would fail those still connecting
+            self._make_groups(degree, fsdp)
+        self.meet()
 
-    def _make_groups(self, degree: int, options: dict[str, Any], fsdp: bool) -> None:
-        self._make(self._tensor, self._replicas(degree), options)
+    def _make_groups(self, degree: int, fsdp: bool) -> None:
+        self._make(self._tensor, self._replicas(degree))
         # Separate groups even for the ranks of a tensor-parallel group: all-reduces that a block waits for must not
         # queue behind gradient buckets.
-        self._make(self._data, self._strided(self.ranks, degree), options, of_one=False)
+        self._make(self._data, self._strided(self.ranks, degree), of_one=False)
         if fsdp:  # weights that a block waits for must not queue behind them either
-            self._make(self._weights, self._strided(self.ranks, degree), options, of_one=False)
+            self._make(self._weights, self._strided(self.ranks, degree), of_one=False)
         for smaller in self.degrees:
             if smaller < degree:
-                self._make(self._tensor, self._strided(degree, smaller), options)
+                self._make(self._tensor, self._strided(degree, smaller))
 
     @classmethod
     def of(
@@ -113,10 +112,10 @@ class Mesh:
             )
         mine = cls.of_stages(
             [degrees_of(plan, stage) for stage in range(len(plan.stages))], process_group=run, timeout=timeout,
-            order=order, fsdp=plan.fsdp, separate_groups=plan.experts is not None,
+            order=order, fsdp=plan.fsdp or plan.zero, separate_groups=plan.experts is not None,
         )  # fmt: skip
-        if mine.num_stages > 1:
-            mine.peers((0, mine.num_stages - 1))
+        if len(plan.end_stages) > 1:
+            mine.peers(plan.end_stages)
         return mine
 
     @classmethod
@@ -125,9 +124,21 @@ class Mesh:
         made = [cls(each, stage=stage, num_stages=len(degrees), **options) for stage, each in enumerate(degrees)]
         return next(mesh for mesh in made if 0 <= mesh.rank < mesh.ranks)
 
-    def group_options(self) -> dict[str, Any]:
-        """Options of the groups of this run."""
-        return {"timeout": self.timeout, "pg_options": _options(group_of(self._run_name))}
+    def meet(self) -> None:
+        """Wait for all ranks of the run, with gloo: one that destroyed a group would fail those still connecting."""
+        run = group_of(self._run_name)
+        if run is not None and "nccl" not in dist.get_backend_config(run):
+            dist.barrier(run)
+
+    def group_options(self, max_ctas: int = 8) -> dict[str, Any]:
+        """Options of one group of this run; max_ctas: of NCCL's."""
+        run = group_of(self._run_name)
+        if run is None or "nccl" not in dist.get_backend_config(run):
+            return {"timeout": self.timeout, "pg_options": None}
+        options = nccl_options(max_ctas)
+        if self.timeout is not None:
+            options._timeout = self.timeout  # torch takes that of the options, and warns where the other differs
+        return {"timeout": self.timeout, "pg_options": options}
 
     def members_of(self, stage: int) -> list[int]:
         """Ranks of a stage, by their numbers in the default group."""
@@ -136,6 +147,18 @@ class Mesh:
     def peer(self, stage: int) -> int:
         """This rank's peer in another stage, by its number in the default group."""
         return self.members_of(stage)[self.rank]
+
+    def on_one_node(self, degree: int) -> bool:
+        """Whether each tensor-parallel group of this degree, of all stages, has its ranks on one node.
+
+        Nodes are as torchrun numbers ranks: LOCAL_WORLD_SIZE on each, and one node where that is not set. On nodes of
+        different sizes only single ranks are known to be.
+        """
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", len(self._everyone)))
+        if len(self._everyone) % local:
+            return degree == 1
+        nodes = [rank // local for rank in self._everyone]
+        return all(len(set(nodes[at : at + degree])) == 1 for at in range(0, len(nodes), degree))
 
     @property
     def embedding_group(self) -> ProcessGroup | None:
@@ -155,9 +178,8 @@ class Mesh:
         key = tuple(stages)
         if key not in self._peers:
             self._peers[key] = ""
-            options = self.group_options()
             for members in zip(*(self.members_of(stage) for stage in key), strict=True):
-                group = dist.new_group(sorted(members), **options)
+                group = dist.new_group(sorted(members), **self.group_options())
                 if dist.get_rank() in members:
                     self._peers[key] = group_name(group)
         return self._peers[key]
@@ -227,9 +249,7 @@ class Mesh:
             for place in range(stride)
         )
 
-    def _make(
-        self, names: dict[Layout, str], layout: Layout, options: dict[str, Any], *, of_one: bool = True
-    ) -> None:
+    def _make(self, names: dict[Layout, str], layout: Layout, *, of_one: bool = True) -> None:
         """Create the groups of a layout. of_one: also groups of one rank, for layers, to which None is the default
         group.
         """
@@ -243,14 +263,16 @@ class Mesh:
                 members = [self._members[rank] for rank in ranks]
                 if members != sorted(members):  # torch would sort them, which would swap shares of the batch
                     raise UsageError(f"order must rise within each group, got {members}")
-                group = dist.new_group(members, **options)
+                # Options of its own: torch writes the group's name and ranks into them.
+                group = dist.new_group(members, **self.group_options())
                 if self.rank in ranks:
                     names[layout] = group_name(group)
 
 
 def mesh_of(model: Any) -> Mesh | None:
-    """Mesh that `parallelize` trains a model over; None where it knows its tensor-parallel group alone."""
-    found: Mesh | None = getattr(model, "oases_mesh", None)
+    """Mesh of a model that `parallelize` divided into stages; None for any other."""
+    training = getattr(model, "oases_pipeline", None)
+    found: Mesh | None = None if training is None else training.mesh
     return found
 
 
@@ -258,7 +280,3 @@ def run_of(model: Any, process_group: ProcessGroup | None) -> ProcessGroup | Non
     """All ranks that train a model: process_group, else those of its mesh, else the default group."""
     mesh = mesh_of(model)
     return resolve(process_group) if process_group is not None or mesh is None else mesh.run
-
-
-def _options(run: ProcessGroup | None) -> Any:
-    return nccl_options() if run is not None and "nccl" in dist.get_backend_config(run) else None

@@ -3,7 +3,7 @@
 Every pair of neighbours has a lane for each of the two, a process group of its own, so no message queues behind one
 of another kind or another neighbour. Receives are posted in advance, and a send is never waited for before the
 receiver has confirmed it by a later message. What is sent is replicated over the tensor-parallel ranks of a stage, so
-each sends its part to its peer, and the receiving stage gathers the parts over its own, faster links.
+each sends its part to its peer, and the receiving stage gathers the parts where its own links are faster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from oases.schedule import Op, Schedule, validate
 from oases.schedule.ops import crossing
 
 AHEAD = 2
-"""Receives posted per lane: one in flight while the previous one is read."""
+"""Receives posted per lane on the CPU: one in flight while the previous one is read. On an accelerator one, because a
+posted receive occupies a part of the device until its message has come.
+"""
+_LANE_CTAS = 1
+"""Multiprocessors of an NCCL lane, for the same reason."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 96
 """Numbers of the header of a lane's first message: number of tensors, and of each its type, dimensions and sizes."""
@@ -52,7 +56,7 @@ def sends_confirmed_by(pipeline: Schedule, stage: int) -> dict[Op, list[Op]]:
     for other in range(pipeline.num_stages):
         read: list[Op] = []
         for op in pipeline.stages[other]:
-            if op.kind not in ("send", "receive") or crossing(op).block % pipeline.num_stages != stage:
+            if op.kind not in ("send", "receive") or pipeline.stage_of(crossing(op).block) != stage:
                 continue
             if op.kind == "receive":
                 read.append(crossing(op))
@@ -84,7 +88,8 @@ class StageMessages:
 
     mesh: of the rank's stage. degrees: tensor-parallel degree at each border between two parts of the model, in
     order. device: of the tensors. split: whether each tensor-parallel rank sends its part alone; otherwise each sends
-    the full tensor. All messages of a lane have the shape and type of its first, which is announced in a header.
+    the full tensor. None: where the parts are joined inside a node (`Mesh.on_one_node`). All messages of a lane have
+    the shape and type of its first, which is announced in a header.
     Raises ScheduleError for an invalid pipeline, ValueError for degrees that do not fit it.
     """
 
@@ -95,7 +100,7 @@ class StageMessages:
         degrees: Sequence[int],
         *,
         device: torch.device | str = "cpu",
-        split: bool = True,
+        split: bool | None = None,
     ) -> None:
         if mesh.num_stages != pipeline.num_stages or len(degrees) != pipeline.num_stages * pipeline.chunks - 1:
             raise ValueError(
@@ -103,20 +108,23 @@ class StageMessages:
                 f"{mesh.num_stages} stages and {len(degrees)} degrees; give those of its plan"
             )
         validate(pipeline, "stage")
-        self._mesh, self._split = mesh, split
+        self._mesh = mesh
+        self._split = {each: mesh.on_one_node(each) if split is None else split for each in set(degrees)}
         self.waiting_for = ""
         """The message that this rank is waiting for, or ""."""
         _in_use.add(self)
         self._device = torch.device(device)
         self._clock = Clock(self._device)
         self._waits: list[tuple[Row, Any, Any]] = []  # rows and marks that are not in them yet
-        self._stages = pipeline.num_stages
+        self._stage_of = pipeline.stage_of
         self._known = sends_confirmed_by(pipeline, mesh.stage)
         self._sent: dict[Op, tuple[Any, Tensor]] = {}
         self._headers: list[tuple[Any, Tensor, Op]] = []
         self._lanes: dict[tuple[int, int, str], _Lane] = {}
         for border, degree in enumerate(degrees):
-            here, there = border % self._stages, (border + 1) % self._stages
+            here, there = self._stage_of(border), self._stage_of(border + 1)
+            if here == there:
+                continue
             for source, target, of in ((here, there, "F"), (there, here, "B")):
                 known = self._lanes.setdefault((source, target, of), _Lane(source, target, of, degree))
                 if known.degree != degree:
@@ -126,6 +134,7 @@ class StageMessages:
                     )
         for lane in self._lanes.values():
             self._join(lane)
+        mesh.meet()
 
     @property
     def rows(self) -> list[Row]:
@@ -156,9 +165,6 @@ class StageMessages:
         if lane.form is None and lane.of == "F":
             lane.form = form
             self._announce(lane, op)
-            back = self._lanes[lane.target, lane.source, "B"]
-            back.form = form  # a gradient has the shape of its tensor
-            self._post(back)
         if lane.form != form:
             raise ValueError(
                 f"{self._named(op)}: a message of {_text(form)} on a lane of {_text(lane.form or ())}; give all "
@@ -172,6 +178,11 @@ class StageMessages:
             part = part.narrow(0, self._mesh.rank % lane.degree * size, size)
             part = part.clone()  # so that the rest can be freed
         self._sent[op] = self._started(lane, op, part), part
+        if lane.of == "F":
+            back = self._lanes[lane.target, lane.source, "B"]
+            if back.form is None:
+                back.form = form  # a gradient has the shape of its tensor
+                self._post(back)  # after the send: the first receive may hold the host until its message is sent
         lane.row.collectives += 1
         lane.row.bytes += part.numel() * part.element_size()
 
@@ -233,13 +244,22 @@ class StageMessages:
     def _lane(self, op: Op) -> _Lane:
         source, target = (op, crossing(op)) if op.kind == "send" else (crossing(op), op)
         assert op.of is not None
-        return self._lanes[source.block % self._stages, target.block % self._stages, op.of]
+        return self._lanes[self._stage_of(source.block), self._stage_of(target.block), op.of]
 
     def _join(self, lane: _Lane) -> None:
         ranks = sorted(self._mesh.members_of(lane.source) + self._mesh.members_of(lane.target))
-        group = dist.new_group(ranks, **self._mesh.group_options())
-        if self._mesh.stage in (lane.source, lane.target):
-            lane.name = group_name(group)
+        group = dist.new_group(ranks, **self._mesh.group_options(_LANE_CTAS))
+        if self._mesh.stage not in (lane.source, lane.target):
+            return
+        lane.name = group_name(group)
+        # NCCL connects two ranks at their first message, which holds the host of each until the other comes: here,
+        # where all ranks come in one order.
+        first = torch.zeros(1, device=self._device)
+        if self._mesh.stage == lane.source:
+            dist.send(first, self._mesh.peer(lane.target), group)
+        else:
+            dist.recv(first, self._mesh.peer(lane.source), group)
+        self._clock.synchronize()
 
     def _group(self, lane: _Lane) -> ProcessGroup:
         if not lane.name:
@@ -251,14 +271,14 @@ class StageMessages:
         return group
 
     def _parts(self, lane: _Lane) -> int:
-        return lane.degree if self._split else 1
+        return lane.degree if self._split[lane.degree] else 1
 
     def _post(self, lane: _Lane) -> None:
         """Post the next receives of a lane whose shape is known."""
         if lane.form is None or lane.target != self._mesh.stage:
             return
         size, dtype = _part_form(lane.form, self._parts(lane))
-        while lane.upcoming and len(lane.posted) < AHEAD:
+        while lane.upcoming and len(lane.posted) < (AHEAD if self._device.type == "cpu" else 1):
             op = lane.upcoming.popleft()
             part = torch.empty(size, dtype=dtype, device=self._device)
             lane.posted.append((op, part, dist.irecv(part, self._mesh.peer(lane.source), self._group(lane))))
@@ -275,7 +295,9 @@ class StageMessages:
                 f"{self._named(op)}: cannot send {len(lane.form)} tensors, whose shapes take {len(numbers)} numbers "
                 f"of a header of {_HEADER}; divide the model where fewer values pass"
             )
-        header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=self._device)
+        header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)))
+        if self._device.type != "cpu":  # a copy from pageable memory would wait for the stream
+            header = header.pin_memory().to(self._device, non_blocking=True)
         self._headers.append((self._started(lane, op, header), header, op))
 
     def _announced(self, lane: _Lane, op: Op) -> Form:
@@ -314,7 +336,7 @@ class StageMessages:
 
     def _named(self, op: Op) -> str:
         where = "to" if op.kind == "send" else "from"
-        other = crossing(op).block % self._stages
+        other = self._stage_of(crossing(op).block)
         rank = self._mesh.peer(other)
         return f"{op} on stage {self._mesh.stage}, {where} stage {other} (rank {rank})"
 

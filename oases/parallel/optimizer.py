@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_rank, group_size
+from oases.parallel.expert_groups import averaging_group
 from oases.parallel.mesh import mesh_of
+from oases.parallel.precision import Originals, heed, is_low, master_of, needs_of, state_now
 from oases.parallel.replicas import replicas_of
 from oases.parallel.sharding import holders
 from oases.plans.plan import BUCKET_BYTES
@@ -31,10 +33,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     of the optimizer that updates them. data_parallel: by parameter, the ranks over which its state is sharded; None:
     every rank has all state. master_weights: keep float32 copies of parameters of lower precision; their gradients
     are accumulated in float32. dtype: convert the parameters to it, after the master weights have been copied; None
-    keeps each type. Create it on every rank, with the model on its device, before anything depends on dtypes.
+    keeps each type. originals: see `Needs`. Create it on every rank, with the model on its device, before anything
+    depends on dtypes. Shards of FSDP stay as they are.
 
     State and master weight of a parameter are on one rank of its group, which updates it and broadcasts it in the
-    parameter's type. Gradients must be averages over the group. Learning rates are those of `param_groups`.
+    parameter's type. Gradients must be averages over the group. Learning rates are those of `param_groups`. Where
+    parameters have changed since, by load_state_dict of the model, say, the next step begins from their new values.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         data_parallel: DataParallel | None = None,
         master_weights: bool = False,
         dtype: torch.dtype | None = None,
+        originals: Originals | None = None,
         **options: Any,
     ) -> None:
         super().__init__(params, {})
@@ -58,24 +63,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group = group if group_size(group) > 1 else None
             by_group.setdefault(group_name(group), (group, []))[1].append(parameter)
         self._updated: dict[nn.Parameter, nn.Parameter] = {}
+        self._copied: dict[nn.Parameter, tuple[int, int]] = {}  # state of each parameter after its last update
         for name, (group, held) in by_group.items():
             mine = held
             if group is not None:
                 self._owned[name] = _distribute(held, group_size(group))
                 mine = self._owned[name][group_rank(group)]
             for one in mine:
-                rounded = master_weights and _is_low(dtype or one.dtype)
-                self._updated[one] = nn.Parameter(one.detach().float().clone()) if rounded else one
+                rounded = master_weights and is_low(dtype or one.dtype) and not hasattr(one, "to_local")
+                self._updated[one] = nn.Parameter(master_of(one, originals or {})) if rounded else one
         for parameter in parameters:
-            if dtype is not None:
+            if dtype is not None and not hasattr(parameter, "to_local"):
                 parameter.data = parameter.data.to(dtype)
-            if master_weights and _is_low(parameter.dtype):
+            if master_weights and is_low(parameter.dtype):
                 parameter.grad_dtype = torch.float32
         groups = [each | {"params": self._here(each["params"])} for each in self.param_groups]
         for each in groups:
             each.pop("param_names", None)
         self.inner = optimizer_class(groups, **options)
         """The optimizer of this rank's share: of master weights, and of parameters without."""
+        heed(self)
+        heed(self.inner)
+        self._note_copies()
         self.defaults = self.inner.defaults
         for each, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             each.update({name: value for name, value in inner.items() if name != "params"})
@@ -97,6 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._set_options()
+        self._take_changes()
         masters = [(parameter, master) for parameter, master in self._updated.items() if master is not parameter]
         for parameter, master in masters:
             master.grad = parameter.grad
@@ -106,11 +116,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.copy_masters_to_model()
         for name, owned in self._owned.items():
             _broadcast(owned, group_of(name))
+        self._note_copies()
         self._link()
         return result
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what is updated for a parameter: its master weight, or itself; None where another rank has that."""
+        self._take_changes()
         return self._updated.get(parameter) if parameter in self._known else parameter
 
     @torch.no_grad()
@@ -119,9 +131,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         pairs = [(parameter, master) for parameter, master in self._updated.items() if master is not parameter]
         if pairs:
             torch._foreach_copy_([parameter for parameter, _ in pairs], [master.detach() for _, master in pairs])
+        self._note_copies()
+
+    def _note_copies(self) -> None:
+        """Note that parameters are their masters, rounded."""
+        self._copied = {one: state_now(one) for one, master in self._updated.items() if master is not one}
+
+    @torch.no_grad()
+    def _take_changes(self) -> None:
+        """Set the masters of parameters that were changed by others. Masters that round to them stay."""
+        for one, state in self._copied.items():
+            now = state_now(one)
+            if now != state:
+                master = self._updated[one]
+                master.copy_(torch.where(master.to(one.dtype) == one, master, one.float()))
+                self._copied[one] = now
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's share, in the form of torch, with "master_weights" by number of the parameter."""
+        self._take_changes()
         self._link()
         numbers = self._numbers()
         masters = {numbers[one]: m.detach() for one, m in self._updated.items() if m is not one}
@@ -198,8 +226,8 @@ def make_optimizer(
     optimizer_class: type[torch.optim.Optimizer],
     *,
     params: Any = None,
-    zero: bool = False,
-    master_weights: bool = False,
+    zero: bool | None = None,
+    master_weights: bool | None = None,
     data_parallel: ProcessGroup | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
@@ -208,8 +236,9 @@ def make_optimizer(
     params: parameters or parameter groups of the model; None: all that require gradients. zero: shard the state over
     the data-parallel ranks (ZeRO-1). master_weights: keep float32 copies of parameters of lower precision and
     accumulate their gradients in float32. data_parallel: the ranks that hold the same weights and train on other
-    samples; None: those of the model's mesh. options: of the class, such as lr. Without zero and master_weights it is
-    `optimizer_class(params, **options)`.
+    samples; None: those of the model's mesh. options: of the class, such as lr. zero, master_weights None: as the
+    model needs them, by the zero and dtype that it was parallelized with. Without both it is
+    `optimizer_class(params, **options)`, also where the parameters themselves are sharded (FSDP, ZeRO with stages).
 
     UsageError for parameters that are not the model's, for zero without a data-parallel group, and for master_weights
     where all weights are float32.
@@ -218,7 +247,14 @@ def make_optimizer(
     given = [parameter for parameter in held if parameter.requires_grad] if params is None else list(params)
     flat = [one for each in given for one in (each["params"] if isinstance(each, dict) else [each])]
     require_parameters_of(model, flat)
-    if master_weights and not any(_is_low(parameter.dtype) for parameter in flat):
+    needs = needs_of(model)
+    originals = {} if needs is None else needs.originals
+    if needs is not None:
+        zero = needs.zero if zero is None else zero
+        master_weights = any(is_low(one.dtype) for one in flat) if master_weights is None else master_weights
+    if all(hasattr(one, "to_local") for one in flat) and not any(is_low(one.dtype) for one in flat):
+        return optimizer_class(given, **options)  # shards of FSDP2: with their state, and their own masters
+    if master_weights and not any(is_low(parameter.dtype) for parameter in flat):
         raise UsageError(
             "master_weights: all parameters are float32 already; leave it out, or build the model in bfloat16 before "
             "parallelize"
@@ -226,7 +262,16 @@ def make_optimizer(
     if not (zero or master_weights):
         return optimizer_class(given, **options)
     groups = _data_parallel(model, data_parallel) if zero else None
-    return ShardedOptimizer(given, optimizer_class, data_parallel=groups, master_weights=master_weights, **options)
+    made = ShardedOptimizer(
+        given,
+        optimizer_class,
+        data_parallel=groups,
+        master_weights=bool(master_weights),
+        originals=originals,
+        **options,
+    )
+    originals.clear()
+    return made
 
 
 def require_parameters_of(model: nn.Module, parameters: Iterable[Any]) -> None:
@@ -246,19 +291,21 @@ def _data_parallel(model: nn.Module, given: ProcessGroup | None) -> DataParallel
         return lambda parameter: given
     replicas = replicas_of(model)
     if mesh is None and replicas is not None:
-        return lambda parameter: replicas.group
+        return lambda parameter: averaging_group(model, parameter, replicas.group)
     if mesh is None:
         raise UsageError(
             "zero: the data-parallel ranks are unknown; parallelize the model over a mesh with the dimension 'dp', "
             "or give data_parallel=mesh.get_group('dp')"
         )
     most = max(mesh.degrees)
-    return lambda parameter: mesh.data(getattr(shards.get(id(parameter)), "tensor_parallel", most))
 
+    def group(parameter: nn.Parameter) -> ProcessGroup | None:
+        degree = getattr(shards.get(id(parameter)), "tensor_parallel", most)
+        # Experts have a degree of their own.
+        data = mesh.data(degree if degree in mesh.degrees else most)
+        return averaging_group(model, parameter, data)
 
-def _is_low(dtype: torch.dtype) -> bool:
-    """Whether a type is a floating-point one below float32."""
-    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    return group
 
 
 def _distribute(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:

@@ -10,11 +10,11 @@ nor in the errors of a hanging rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ Forward = Callable[[int, int, Sequence[Tensor], Context], Sequence[Tensor]]
 """(part of the model, micro-batch, what the part before it passed on, the context of its stacks' calls) -> tensors
 for the next part. The first part is given none and knows its input; the last part's output is the loss of the
 micro-batch, its share of the step's."""
+
+
+class Averaging(Protocol):
+    """Averages gradients over replicas: `GradientAverager` or `ShardedGradientAverager`."""
+
+    def overlapped(self) -> AbstractContextManager[Any]:
+        """Context of the last backward pass of a step, left once all messages of the stage have been sent."""
+
+    def begin_pass(self, part: int | None) -> None:
+        """Begin a pass of a part of the model that computes weight gradients: W, or B where there is no W."""
+
+    def end_pass(self) -> None:
+        """End a pass."""
+
+    def forget(self) -> None:
+        """Drop the gradients of a step that failed."""
 
 
 @dataclass
@@ -57,36 +73,41 @@ class StageRunner:
         inside = {op for op, after in itertools.pairwise(ops) if op.kind == "R" and after == op._replace(kind="B")}
         self._steps = tuple(Step(op, str(op)) for op in ops if op not in inside)
         self._forward_steps = tuple(step for step in self._steps if "F" in (step.op.kind, step.op.of))
+        parts = {op.block for op in ops}
         self._last_part = pipeline.num_blocks - 1
+        # Where a part and the one after it are on one stage, what passes between them stays here.
+        self._behind = {part: part + 1 for part in parts if part + 1 in parts}
+        self._before = {behind: part for part, behind in self._behind.items()}
         kinds = [step.op.kind for step in self._steps]
         self._last_backward = max((at for at, kind in enumerate(kinds) if kind in ("B", "W")), default=0)
         self._splits_weights = "W" in kinds
+        self._average: Averaging | None = None
         self._flights: dict[Place, _InFlight] = {}
         self._weights: dict[Place, StackHandles] = {}  # deferred weight gradients, until their W
         self._arrived: dict[Place, list[Tensor]] = {}
         self._leaving: dict[Place, list[Tensor]] = {}
 
     def run(
-        self, forward: Forward, around_last: AbstractContextManager[Any] | None = None, *,
+        self, forward: Forward, average: Averaging | None = None, *,
         spans: list[tuple[str, float, float]] | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """Run all forward and backward passes of a step; return the losses, by micro-batch, on the last stage.
+        """Run all forward and backward passes of a step; return the losses, by micro-batch, where the last part is.
 
-        around_last: context entered before the stage's last B, or its last W where there are any, and left when all
-        its messages have been sent (`GradientAverager.overlapped()`). Gradients accumulate in the parameters. spans:
-        list to append (op, start, end) of every op to, in seconds of time.perf_counter().
+        average: of the gradients over replicas; None: they accumulate in the parameters alone. spans: list to append
+        (op, start, end) of every op to, in seconds of time.perf_counter().
         """
         losses: list[Tensor] = []
+        self._average = average
         with self._executor(forward, losses, spans) as executor, ExitStack() as stack:
             executor.run(self._steps[: self._last_backward])
-            if around_last is not None:
-                stack.enter_context(around_last)
+            if average is not None:
+                stack.enter_context(average.overlapped())
             executor.run(self._steps[self._last_backward :])
         return losses
 
     @torch.no_grad()
     def evaluate(self, forward: Forward) -> list[Tensor]:
-        """Run the forward passes alone; return the losses, by micro-batch, on the last stage."""
+        """Run the forward passes alone; return the losses, by micro-batch, where the last part is."""
         losses: list[Tensor] = []
         with self._executor(forward, losses, keep=False) as executor:
             executor.run(self._forward_steps)
@@ -114,6 +135,8 @@ class StageRunner:
                 self.messages.end()
         except BaseException:
             self._forget()
+            if self._average is not None and keep:
+                self._average.forget()
             if self.messages is not None:
                 self.messages.close()
             raise
@@ -149,7 +172,7 @@ class StageRunner:
         if is_loss:
             losses.append(results[0])
         else:
-            self._leaving[place] = results
+            self._pass_on(step, results, self._behind)
 
     def _do_R(self, step: Step) -> None:  # noqa: N802
         self._flights[step.place].handles.recompute()
@@ -161,13 +184,32 @@ class StageRunner:
         if self._splits_weights:
             flight.handles.defer_weights()
             self._weights[place] = flight.handles
-        found = flight.piece.backward(gradients)
+        with nullcontext() if self._splits_weights else self._pass_of(step):
+            found = flight.piece.backward(gradients)
         if flight.inputs:
             device = gradients[0].device
-            self._leaving[place] = [
+            made = [
                 torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
                 for gradient, (shape, dtype) in zip(found, flight.inputs, strict=True)
             ]
+            self._pass_on(step, made, self._before)
+
+    def _pass_on(self, step: Step, results: list[Tensor], here: Mapping[int, int]) -> None:
+        """Keep results for their send, or for the next part if it is on this stage. here: the next part by part."""
+        if step.block in here:
+            self._arrived[here[step.block], step.op.sub_batch] = results
+        else:
+            self._leaving[step.place] = results
 
     def _do_W(self, step: Step) -> None:  # noqa: N802
-        self._weights.pop(step.place).compute_weights()
+        with self._pass_of(step):
+            self._weights.pop(step.place).compute_weights()
+
+    @contextmanager
+    def _pass_of(self, step: Step) -> Iterator[None]:
+        """Context of a pass that computes weight gradients."""
+        if self._average is not None:
+            self._average.begin_pass(step.place[0])
+        yield
+        if self._average is not None:
+            self._average.end_pass()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from oases.execution.executor import Context
@@ -144,15 +145,29 @@ class PlannedStack(nn.Module):
                 if unshared:
                     yield unshared, None
 
-    def shard_weights(self) -> list[FsdpUnit]:
-        """Shard every weight over the ranks of `parts`; return a unit for each block that has replicas."""
+    def shard_weights(self, dtype: torch.dtype | None = None, *, keep: bool = False) -> list[FsdpUnit]:
+        """Shard every weight over the ranks of `parts`; return a unit for each block that has replicas.
+
+        dtype, keep: see `FsdpUnit`.
+        """
         found: list[FsdpUnit] = []
-        for segment, numbers, stack in itertools.chain.from_iterable(self._placed):
+        several = len(self.chunks) > 1
+        placed = [(part.number, each) for part, of in zip(self.chunks, self._placed, strict=True) for each in of]
+        for part, (segment, numbers, stack) in placed:
             group, gathering = self.mesh.data(segment.tp), self.mesh.weights(segment.tp)
             if group is not None and gathering is not None and group_size(group) > 1:
                 blocks = {number: self.blocks[number] for number in numbers}
                 units = [
-                    FsdpUnit(block, group, gathering, f"block {number}", others=self._unshared(block))
+                    FsdpUnit(
+                        block,
+                        group,
+                        gathering,
+                        f"block {number}",
+                        self._unshared(block),
+                        dtype=dtype,
+                        keep=keep,
+                        part=part if several else None,
+                    )
                     for number, block in blocks.items()
                 ]
                 stack.shard(units)
@@ -179,6 +194,6 @@ def _options_of(segment: Segment) -> dict[str, Any]:
     again = segment.recomputed_layers
     every = 2 * again >= segment.num_blocks
     return {
-        "schedule": AUTO, "sub_batches": AUTO, "recompute": again if again > 0 and not every else "full" if again
-        else "none", "sequence_parallel": segment.sequence_parallel,
+        "schedule": AUTO, "sub_batches": segment.sub_batches or None, "recompute": again if again > 0 and not every
+        else "full" if again else "none", "sequence_parallel": segment.sequence_parallel,
     }  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from oases.execution.piece import default_generators
 from oases.extension import generator_mark
 
 MethodName = Literal["partial", "prepare", "product", "combine"]
@@ -80,9 +81,7 @@ class Randomness:
         self._first_block, self._first_sample = first_block, first_sample
         self._rank, self._size = rank, size
         # Not torch.manual_seed: it seeds every device, which costs more than small ops.
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._generators = default_generators(device)
         self.active = active
         self._draws = draws
         self._before: list[Tensor] = []

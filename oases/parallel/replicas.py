@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from oases.execution.group import ProcessGroup, group_name, group_of
+from oases.parallel.expert_groups import averaged_parts
 from oases.parallel.gradient_averaging import GradientAverager
+
+DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard")
+"""Names of a DeviceMesh's data-parallel dimensions: oases' own, and accelerate's."""
 
 _averaged: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
 """Replicas of each module that averages its gradients."""
@@ -27,11 +31,11 @@ class Replicas:
     """Averages the gradients of a module over a data-parallel group in every backward pass but those in `no_sync`.
 
     The trainable parameters are read in each forward pass, so that they may be moved, frozen or replaced between
-    passes. A copy of the module gets a copy of this, with buckets of its own.
+    passes. A copy of the module gets a copy of this, with buckets of its own. wire: see `GradientAverager`.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group_name(group)
+    def __init__(self, group: ProcessGroup | None, wire: str) -> None:
+        self._group, self._wire = group_name(group), wire
         self._sync = True
         self._average: GradientAverager | None = None
         self._known: tuple[Any, ...] = ()
@@ -42,15 +46,15 @@ class Replicas:
         """Replicas of a copied module; it finds its parameters in its first forward pass."""
         made = Replicas.__new__(Replicas)
         memo[id(self)] = made
-        made.__dict__.update(_group=self._group, _sync=True, _average=None, _known=(), _handles=[], _task=-1)
+        made.__dict__.update(
+            _group=self._group, _wire=self._wire, _sync=True, _average=None, _known=(), _handles=[], _task=-1
+        )
         return made
 
     @property
-    def group(self) -> ProcessGroup:
-        """Data-parallel ranks."""
-        group = group_of(self._group)
-        assert group is not None
-        return group
+    def group(self) -> ProcessGroup | None:
+        """Data-parallel ranks; None where the gradients of experts alone are averaged."""
+        return group_of(self._group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -82,7 +86,7 @@ class Replicas:
         self._known = known
         # The hook that begins is registered before those that note a gradient.
         self._handles = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in trained]
-        self._average = GradientAverager([(trained, self.group)])
+        self._average = GradientAverager(averaged_parts(module, self.group), wire=self._wire)
 
     def _accumulated(self, parameter: Tensor) -> None:
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
@@ -93,15 +97,16 @@ class Replicas:
         torch.autograd.Variable._execution_engine.queue_callback(self._average.finish)  # type: ignore[attr-defined]
 
 
-def average_replicas(module: nn.Module, mesh: object) -> None:
+def average_replicas(module: nn.Module, mesh: object, wire: str = "") -> None:
     """Have a module, which is equal on all replicas, average its gradients in each backward pass.
 
-    mesh: see `data_parallel_group`; without such a group the module stays as it is. The module gets `no_sync()`.
+    mesh: see `data_parallel_group`; without such a group, and without replicated experts (`ExpertGroups.data`), the
+    module stays as it is. The module gets `no_sync()`. wire: see `GradientAverager`.
     """
     group = data_parallel_group(mesh)
-    if group is None:
+    if all(each is None for _, each in averaged_parts(module, group)):
         return
-    replicas = Replicas(group)
+    replicas = Replicas(group, wire)
     module.register_forward_pre_hook(replicas.called)
     _averaged[module] = replicas
     object.__setattr__(module, "no_sync", replicas.no_sync)
@@ -114,8 +119,9 @@ def data_parallel_group(mesh: object) -> ProcessGroup | None:
     """
     if not isinstance(mesh, DeviceMesh) or "pp" in (mesh.mesh_dim_names or ()):
         return None
-    names = ("dp", "dp_replicate", "dp_shard")
-    found = [name for at, name in enumerate(mesh.mesh_dim_names or ()) if name in names and mesh.size(at) > 1]
+    found = [
+        name for at, name in enumerate(mesh.mesh_dim_names or ()) if name in DATA_DIMENSIONS and mesh.size(at) > 1
+    ]
     if not found:
         return None
     if len(found) == 1:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 from weakref import ref
 
@@ -16,25 +15,29 @@ from oases.execution.agreement import is_sampled, samples_of
 from oases.execution.call import apply_call
 from oases.execution.executor import Context
 from oases.execution.failure import FailureMonitor, monitor_of
-from oases.execution.group import HoldsGroup, ProcessGroup, refuse_capture, resolve
-from oases.execution.wire import NullScheduler, Scheduler, Wire
+from oases.execution.group import HoldsGroup, ProcessGroup, group_of, refuse_capture, resolve
+from oases.execution.wire import NullScheduler, Scheduler, Wire, WireType, add_wire, wire_type
 from oases.extension import OverlapScheduler
-from oases.parallel.autotune import Tuning, cache_key, candidates, labelled
+from oases.parallel.autotune import AUTO, Asked, SubBatchCount, Tuning, Tunings, asked_for
 from oases.parallel.batch import BlockInputs, CallInputs, SequenceShard, SubBatches, differentiable, refuse_mixing
 from oases.parallel.blocks import BlockProgram, BlockWork
 from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_seed, leaves_of
 from oases.parallel.checks import (
     BlockList,
     BypassedHooks,
+    checked_inputs,
     form_of,
     require_activation,
     require_blocks,
+    require_options,
     require_overlap,
+    require_sequence,
     require_sub_batches,
 )
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.randomness import MethodName, Randomness
+from oases.plans.shape import AUTO_LOSSY
 from oases.reporting import WHOLE_BATCH
 from oases.schedule import (
     Recompute,
@@ -60,13 +63,17 @@ class OverlappedStack(HoldsGroup, nn.Module):
         `combine(x, y_reduced) -> next x`. Blocks must treat samples (dimension 0) independently.
     process_group: the tensor-parallel group; None for the default group. schedule: name of a generator in
         `oases.schedule`, or a Schedule for len(blocks) blocks. sub_batches: number of parts of the batch ("sync" does
-        not split it). "auto" for either measures the candidates in the first steps, "off" among them, and keeps the
-        fastest. recompute: "full" keeps block inputs alone and recomputes the rest; a number does so for the first
-        so many layers.
-    wire_dtype: type in which sums are sent. sequence_parallel: between blocks each rank holds its part of the
-        sequence (dimension 1), and a reduce-scatter and an all-gather replace each all-reduce; they overlap best with
-        three or more sub-batches. A block with the two halves of partial, prepare(x) -> h (its norm) and
-        product(h) -> y, runs the first on that part. combine and prepare must treat tokens independently.
+        not split it); None: 2 of a named schedule. "auto" for either measures the candidates in the first steps,
+        "off" among them unless overlap is required, and keeps the fastest; $OASES_SCHEDULE (oases@2) replaces the
+        schedule "auto". recompute: "full" keeps block inputs alone and recomputes the rest; a number does so for the
+        first so many layers.
+    wire_dtype: type in which sums are sent: a floating-point torch.dtype or its name, or "int8", "fp8" or "int4",
+        which send a byte or half of one per number, with rounding errors of the sums (see `oases.execution.wire`).
+        "auto:lossy" measures bfloat16 and int8 beside the sums' own type in the first steps, with each schedule.
+    sequence_parallel: between blocks each rank holds its part of the sequence (dimension 1), and a reduce-scatter and
+        an all-gather replace each all-reduce; they overlap best with three or more sub-batches. A block with the two
+        halves of partial, prepare(x) -> h (its norm) and product(h) -> y, runs the first on that part. combine and
+        prepare must treat tokens independently.
     small_batch: a batch smaller than sub_batches is split along the sequence in blocks with token_wise = True (an
         MLP), whose matmuls hide their own and their neighbours' all-reduces. Otherwise "refuse" raises, and "whole"
         runs it by the schedule sync with the same recomputation; its collectives have a row of their own, "stack 0,
@@ -88,9 +95,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
         *,
         process_group: ProcessGroup | None = None,
         schedule: str | Schedule = "oases",
-        sub_batches: int | Literal["auto"] = 2,
+        sub_batches: SubBatchCount | None = None,
         recompute: Recompute = "none",
-        wire_dtype: torch.dtype | None = None,
+        wire_dtype: WireType | None = None,
         sequence_parallel: bool = False,
         small_batch: Literal["refuse", "whole"] = "refuse",
         require_overlap: bool = False,
@@ -101,28 +108,23 @@ class OverlappedStack(HoldsGroup, nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        require_sub_batches(sub_batches)
-        if small_batch not in ("refuse", "whole"):
-            raise ValueError(f"small_batch must be 'refuse' or 'whole', got {small_batch!r}")
-        if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
-            raise ValueError(f"wire_dtype must be a floating-point type such as torch.bfloat16, got {wire_dtype!r}")
-        if layer_of is not None and len(layer_of) != len(self.blocks):
-            raise ValueError(f"layer_of has {len(layer_of)} entries for {len(self.blocks)} blocks; give one for each")
-        if not re.fullmatch(r"[\w .-]*", name):
-            raise ValueError(f"name must be of letters, digits, spaces and any of _.-, got {name!r}")
+        require_sub_batches(2 if sub_batches is None else sub_batches)
+        require_options(small_batch, layer_of, name, len(self.blocks))
         self.layer_of = None if layer_of is None else tuple(layer_of)
-        self.name = name
-        self.process_group = resolve(process_group)
+        self.name, self.process_group = name, resolve(process_group)
         self._adopt_blocks()
-        self.sequence_parallel = sequence_parallel
-        self.wire_dtype = wire_dtype
-        self.small_batch = small_batch
+        self.sequence_parallel, self.small_batch = sequence_parallel, small_batch
+        self._lossy = wire_dtype == AUTO_LOSSY
+        self.wire_dtype = None if self._lossy else wire_type(wire_dtype)
+        self.tuned_over = ""
+        """Name of a wider group that agrees on choices of "auto", where blocks run its collectives; "": the own."""
         self.require_overlap = require_overlap or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
         self.number = next(_numbers)
         """Number of this stack in the process, for errors and statistics."""
         self.first_block, self._replica = first_block, replica
         self._units: list[FsdpUnit] = []  # by block, where weights are sharded
         self._compiled: list[nn.Module] = []
+        self._tunings: Tunings | None = None
         self.seed: int | None = None
         """Seed of the random streams; rank 0's initial seed from the first forward pass on."""
         self._agreed = -1  # failures of the group before the ranks agreed on seed and calls
@@ -159,26 +161,18 @@ class OverlappedStack(HoldsGroup, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave caches of this process's groups, parameters and schedules out of copies and pickles."""
         caches: dict[str, Any] = {
-            "_monitor": _nothing,
-            "_block_parameters": [],
-            "_hooks": [],
-            "_programs": {},
-            "_by_tokens": {},
-            "_whole": {},
-        }
+            "_monitor": _nothing, "_block_parameters": [], "_hooks": [], "_programs": {}, "_by_tokens": {},
+            "_whole": {}, "_tunings": None if self._tunings is None else self._tunings.copied(),
+        }  # fmt: skip
         return {**self.__dict__, **caches, "_agreed": -1}
 
     def run_as(
-        self,
-        schedule: str | Schedule,
-        sub_batches: int | Literal["auto"] = 2,
-        recompute: Recompute = "none",
+        self, schedule: str | Schedule, sub_batches: SubBatchCount | None = None, recompute: Recompute = "none"
     ) -> None:
         """Change the schedule of later calls."""
-        self._tunings: dict[str, Tuning] | None = None
+        resumed, self._tunings = self.choices, None
         self._programs = {}
-        # Replacements of a schedule for batches too small for it.
-        self._by_tokens: dict[int, Schedule] = {}  # by the id of the schedule
+        self._by_tokens: dict[int, Schedule] = {}  # by the id of the schedule, for batches too small for it
         self._whole: dict[int, Schedule] = {}
         if isinstance(schedule, Schedule):
             validate(schedule, "block")
@@ -187,12 +181,17 @@ class OverlappedStack(HoldsGroup, nn.Module):
                     f"schedule '{schedule.name}' is for {schedule.num_blocks} blocks, the stack has "
                     f"{len(self.blocks)}"
                 )
-            self.schedule = self._laid_out(schedule)
-        elif "auto" in (schedule, sub_batches):
-            self._tunings, self._asked = {}, (schedule, sub_batches, recompute)
-            self.schedule = self._laid_out(candidates(len(self.blocks), 2, *self._asked, layer_of=self.layer_of)[-1])
+            asked: Asked = (str(schedule), schedule.num_sub_batches, recompute)
+            only: Schedule | None = schedule
         else:
-            self.schedule = self._laid_out(self._generated(schedule, int(sub_batches), recompute))
+            asked = asked_for(schedule, sub_batches, recompute)
+            only = None if AUTO in asked[:2] else self._generated(asked[0], int(asked[1]), recompute)
+        tunings = Tunings(
+            asked, len(self.blocks), self.layer_of, may_be_off=not self.require_overlap, lossy=self._lossy, only=only
+        )
+        if only is None or self._lossy:
+            self._tunings, tunings.resumed = tunings, resumed
+        self.schedule = self._laid_out(tunings.candidates(2)[-1])
 
     def _generated(self, name: str, sub_batches: int, recompute: Recompute) -> Schedule:
         return generate(name, len(self.blocks), sub_batches, recompute, self.layer_of)
@@ -216,36 +215,51 @@ class OverlappedStack(HoldsGroup, nn.Module):
         require_activation(x)
         if x.is_cuda:
             refuse_capture(x)
-        given = self._checked(inputs)
-        tuning = self._tuning(x, given) if self._tunings is not None else None
-        if tuning is not None:
-            self.schedule = tuning.current
+        given = checked_inputs(inputs, len(self.blocks))
         scheduler: Scheduler = NullScheduler()
         if self.tensor_parallel > 1:
             scheduler = OverlapScheduler.of(self._group_name)
+        tuning = self._tuning(x, given, scheduler) if self._tunings is not None else None
+        measured = tuning is not None and tuning.choice is None and self._with_gradients(x, given)
+        if tuning is not None:
+            self.schedule, wire = tuning.current if measured else tuning.settled
+            self.wire_dtype = wire if self._lossy else self.wire_dtype
         if self.require_overlap and (tuning is None or tuning.choice is not None):
             asked, run = self.schedule.num_sub_batches, self._schedule_for(x, given)
             small = asked if any(run is whole for whole in self._whole.values()) else 0
             require_overlap(run, self.process_group, self.label, self.calls, small, tuning is not None)
-        return self.run(x, scheduler, tuning, given, context)
+        return self.run(x, scheduler, tuning if measured else None, given, context)
 
-    def _checked(self, inputs: Sequence[BlockInputs] | None) -> Sequence[BlockInputs]:
-        """The inputs; () where no block reads any."""
-        if inputs is not None and len(inputs) != len(self.blocks):
-            raise ValueError(f"{len(inputs)} BlockInputs were given to {len(self.blocks)} blocks; give one for each")
-        return inputs if inputs is not None and any(each.values for each in inputs) else ()
-
-    def _tuning(self, x: Tensor, inputs: Sequence[BlockInputs]) -> Tuning:
+    def _tuning(self, x: Tensor, inputs: Sequence[BlockInputs], scheduler: Scheduler) -> Tuning:
         assert self._tunings is not None
+        if isinstance(scheduler, OverlapScheduler) and self._agreed not in (-1, scheduler.failures):
+            self._tunings.begin_again()
         joint = self.joint_blocks if self._can_cut_tokens(x, 4, inputs) else None
-        sizes = [tuple(parameter.shape) for parameter in self.parameters()]
-        asked = repr((self._asked, len(self.blocks), sizes, self.sequence_parallel, joint))
-        key = cache_key(asked, x.shape, x.dtype, self.process_group)
-        if key not in self._tunings:
-            schedules = candidates(len(self.blocks), x.shape[0], *self._asked, joint, self.layer_of)
-            among = labelled([self._laid_out(schedule) for schedule in schedules])
-            self._tunings[key] = Tuning(among, self.process_group, key, has_off=not schedules[0].overlaps)
-        return self._tunings[key]
+
+        def agree() -> None:
+            if isinstance(scheduler, OverlapScheduler):
+                form = ("shape of the input", x.shape, "type of the input", x.dtype)  # as `form_of` begins
+                self._checked_monitor(scheduler, x.device).begin_call(self.label, form)
+
+        group = group_of(self.tuned_over if self.tensor_parallel > 1 else "") or self.process_group
+        return self._tunings.of(x, joint, self.parameters, self._laid_out, group, agree)
+
+    def _with_gradients(self, x: Tensor, inputs: Sequence[BlockInputs]) -> bool:
+        return torch.is_grad_enabled() and (
+            x.requires_grad
+            or any(each.trained for each in self._parameters_of(self._current_blocks()))
+            or bool(differentiable(inputs))
+        )
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Choices of "auto" by configuration of blocks and input; set by a run that resumes another."""
+        return {} if self._tunings is None else self._tunings.choices
+
+    @choices.setter
+    def choices(self, found: Mapping[str, str]) -> None:
+        if self._tunings is not None:
+            self._tunings.resumed = dict(found)
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile the methods of every block; options: of torch.compile. Parameter names stay."""
@@ -271,26 +285,16 @@ class OverlappedStack(HoldsGroup, nn.Module):
         `x` and `inputs` cannot be split.
         """
         schedule, parts = self.schedule, self.schedule.num_sub_batches
-        if schedule.sequence_parallel and (x.dim() < 3 or x.shape[1] % self.tensor_parallel):
-            raise ValueError(
-                f"an input of shape {tuple(x.shape)} cannot be cut along dimension 1, the sequence, over "
-                f"{self.tensor_parallel} ranks; pad it to a multiple, or leave out sequence_parallel"
-            )
+        require_sequence(x, schedule, self.tensor_parallel, bool(inputs))
         if schedule.along == "sequence":
-            if x.dim() < 3 or x.shape[1] < parts:
-                raise ValueError(f"an input of shape {tuple(x.shape)} cannot be cut into {parts} parts of a sequence")
-            if inputs:
-                raise ValueError(
-                    f"schedule '{schedule.name}' splits the sequence, along which the blocks' inputs cannot be "
-                    "split; use a schedule that splits the batch"
-                )
             return schedule
         if x.shape[0] >= parts:
             return schedule
         if schedule.name != "oases" or not self._can_cut_tokens(x, parts, inputs):
             if self.small_batch == "whole" and x.shape[0] > 0:
                 if id(schedule) not in self._whole:
-                    whole = self._generated("sync", 1, self._recomputed_layers(schedule))
+                    again = self._recomputed_layers(schedule)
+                    whole = generate("sync", len(self.blocks), 1, again, self.layer_of)
                     self._whole[id(schedule)] = self._laid_out(whole)
                 return self._whole[id(schedule)]
             raise ValueError(
@@ -303,13 +307,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
         return self._by_tokens[id(schedule)]
 
     def run(
-        self,
-        x: Tensor,
-        scheduler: Scheduler,
-        tuning: Tuning | None = None,
-        inputs: Sequence[BlockInputs] = (),
+        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, inputs: Sequence[BlockInputs] = (),
         context: Context | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Run the forward pass with collectives by `scheduler`; `NullScheduler()` measures the compute alone.
 
         tuning: receives the seconds of this call's forward and backward pass. inputs, context: as for `forward`.
@@ -317,9 +317,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         schedule = self._schedule_for(x, inputs)
         blocks = self._current_blocks()
         parameters = self._parameters_of(blocks)
-        with_gradients = torch.is_grad_enabled() and (
-            x.requires_grad or any(each.trained for each in parameters) or bool(differentiable(inputs))
-        )
+        with_gradients = self._with_gradients(x, inputs)
         program = self._program_of(schedule, blocks)
         rank, size = self._group_rank, self.tensor_parallel
         cut = SubBatches(
@@ -333,6 +331,8 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 x, schedule, program.order, self.wire_dtype, training=self.training, gradients=with_gradients
             )
             monitor.begin_call(self.label, form, samples_of([x]) if is_sampled(self.calls + 1) else None)
+            if isinstance(self.wire_dtype, str):
+                add_wire(cast(ProcessGroup, self.process_group), self.wire_dtype)
         failures = 0 if monitor is None else monitor.scheduler.failures
         if self._agreed != failures:
             seed, self.calls = agree_on_seed(self.process_group, self.calls)

@@ -176,14 +176,14 @@ class StackTimings:
         return seconds * (1 + SEQUENCE_GAIN) if timing.way.sequence_parallel else seconds
 
     def ways(self, tp: int, samples: float) -> list[Way]:
-        """Ways in which such a stack can run. Traced blocks need whole sequences."""
+        """Ways in which such a stack can run."""
         if tp == 1:
             return [Way("fine_grained", 1)]  # nothing is sent, so nothing is cut
         whole = [Way(name, 1) for name in self.space.schedules if name in WHOLE]
         counts = [count for count in self.space.sub_batches if count <= samples]
         cut = [Way(name, s) for name in self.space.schedules if name not in WHOLE for s in counts]
         found = whole + cut or [Way("fine_grained", 1)]  # a batch that cannot be cut runs whole
-        if not self.model.mixed or self.model.sequence % tp:
+        if not self.model.token_wise or self.model.sequence % tp:
             return found
         return [way._replace(sequence_parallel=along) for along in self.space.sequence_parallel for way in found]
 

@@ -12,9 +12,9 @@ import numpy as np
 from oases.planner.balance import StageLoad, least_load
 from oases.planner.block_chain import StackTiming, StackTimings, Way
 from oases.planner.ends import ends_seconds
-from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes
+from oases.planner.memory import head_bytes, in_flight_bytes, kept_bytes, sharding_bytes
 from oases.planner.space import Setting
-from oases.plans.shape import AnyKind
+from oases.plans.shape import GRADIENT_BYTES, AnyKind
 
 State: TypeAlias = tuple[int, bool]
 """(degree, whether the block is recomputed)."""
@@ -84,10 +84,15 @@ class BlockCosts:
     def _node_seconds_of(self, kind: AnyKind, state: State, gradients: float) -> float:
         tp, _ = state
         replicas = self.setting.stage_ranks // tp
-        num_bytes = self.model.block_parameters(kind, tp) * self.model.element_bytes
-        if self.setting.fsdp:  # gathered twice per micro-batch
+        count = self.model.block_parameters(kind, tp)
+        num_bytes = count * self.model.element_bytes
+        if (
+            self.setting.fsdp or self.setting.zero
+        ):  # gathered twice per micro-batch, or once; gradients reduced in each
             summed = self.hardware.collective_seconds("all_gather", replicas, num_bytes, tp)
-            summed *= 2 * self.setting.micro_batches + 1
+            summed *= 2 * self.setting.micro_batches if self.setting.fsdp else 1
+            reduced = self.hardware.collective_seconds("reduce_scatter", replicas, count * GRADIENT_BYTES, tp)
+            summed += self.setting.micro_batches * reduced
         else:
             summed = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
         return self.setting.micro_batches * self._seconds(kind, state) + gradients * summed
@@ -122,8 +127,8 @@ class BlockCosts:
         kept = kept_bytes(self.model, kind, tp, samples, recomputed=recomputed)
         whole = kept_bytes(self.model, kind, tp, samples, recomputed=False)
         # A micro-batch in flight on a model part holds that part's share of the stage's blocks.
-        held = self.setting.in_flight(stage) / self.setting.chunks * kept
-        held += (whole - kept) * self.setting.recomputes_early(stage) + whole * self.setting.weights_waiting(stage)
+        most = max(flying * kept + waiting * whole for flying, waiting in self.setting.held(stage))
+        held = most / self.setting.chunks + (whole - kept) * self.setting.recomputes_early(stage)
         return self.model.state_bytes(parameters, replicas, zero=self.setting.zero, fsdp=self.setting.fsdp) + held
 
     def _once(self, state: State, stage: int) -> int:
@@ -131,13 +136,14 @@ class BlockCosts:
         tp, _ = state
         samples = self.setting.samples(tp)
         in_flight = in_flight_bytes(self.model, tp, samples, self.timing_of(state).way.sub_batches)
-        held, last = in_flight, self.setting.stages - 1
+        held, last = in_flight, self.setting.last_stage
         if stage in (0, last):
             layers = self.model.layers
             ends = (0, layers) if last == 0 else (0, 1) if stage == 0 else (layers - 1, layers)
             parameters, replicas = self.model.end_parameters(*ends, tp), self.setting.stage_ranks // tp
             held += self.model.state_bytes(parameters, replicas, zero=self.setting.zero, fsdp=self.setting.fsdp)
-            held += parameters * self.model.element_bytes * self.setting.fsdp  # gathered
+            if replicas > 1 and (self.setting.zero or self.setting.fsdp):
+                held += sharding_bytes(self.model, tp, parameters, fsdp=self.setting.fsdp)
         if stage == last:
             # The head's logits are freed before a block is recomputed.
             held += max(0, head_bytes(self.model, tp, samples) - in_flight)
@@ -161,7 +167,7 @@ class BlockCosts:
         numbers = [(kind, many / len(order)) for kind, many in Counter(order).items()]
         for tp in degrees:
             ends = ends_seconds(self.hardware, self.model, tp, self.setting.samples(tp))
-            fixed = ends[0] * (stage == 0) + ends[1] * (stage == self.setting.stages - 1)
+            fixed = ends[0] * (stage == 0) + ends[1] * (stage == self.setting.last_stage)
             keeping, recomputed = (
                 sum(many * self.timing_of((tp, each)).by_kind[kind] for kind, many in numbers)
                 for each in (False, True)

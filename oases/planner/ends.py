@@ -1,4 +1,4 @@
-"""Embedding, head and loss: the work of the first and last stage besides their blocks.
+"""Embedding, head and loss: the work of the first and the last model part besides their blocks.
 
 They have the tensor-parallel degree of the plan's first segment.
 """
@@ -26,8 +26,10 @@ def embedding(
     """Forward pass of what lies before layers [first, last) on one of `tp` ranks: embeddings. None: all layers."""
     first, last = layers or (0, model.layers)
     if isinstance(model, LayeredModel):
+        measured = _measured(hardware, model, tp, samples, (first, last))
+        yield from (Compute(f"{prefix}embedding before layer {at}", times[0]) for at, times in measured.items())
         for each in model.outside_of(first, last):
-            if each.before == model.layers:
+            if each.before == model.layers or each.before in measured:
                 continue
             name = f"{prefix}embedding" + (f" before layer {each.before}" if each.before else "")
             moved = sum(share.moved / share.ranks(tp) for share in each.shares)
@@ -46,6 +48,38 @@ def embedding(
     yield from exposed(f"{prefix}embedding", hardware.link_of(tp), seconds)
 
 
+def embedding_backward(
+    hardware: Hardware, model: Model, tp: int, samples: float, prefix: str, layers: tuple[int, int]
+) -> Iterator[Instruction]:
+    """Backward pass of `embedding`: the gradients of tables are zeroed, and those of its results added to them."""
+    rate = hardware.device.bytes_per_second
+    if isinstance(model, LayeredModel):
+        measured = _measured(hardware, model, tp, samples, layers)
+        seconds = sum(backward for _, backward in measured.values())
+        for each in model.outside_of(*layers):
+            if each.before != model.layers and each.before not in measured:
+                shares = [(share, share.ranks(tp)) for share in each.shares]
+                tables = sum(share.parameters / ranks for share, ranks in shares) * model.element_bytes
+                moved = samples * sum(share.moved / ranks for share, ranks in shares)
+                flops = samples * sum(share.column / ranks for share, ranks in shares)
+                seconds += (tables + moved) / rate + 2 * flops / _rate(hardware, model)
+    else:
+        table = model.end_parameters(0, 1, tp) * model.element_bytes
+        seconds = 0.0 if layers[0] else (table + 3 * model.unit_bytes(samples)) / rate
+    if seconds:
+        yield Compute(f"{prefix}embedding backward", seconds)
+
+
+def _measured(
+    hardware: Hardware, model: LayeredModel, tp: int, samples: float, layers: tuple[int, int]
+) -> dict[int, tuple[float, float]]:
+    """Measured seconds of both passes of what lies before each list of layers that begins in layers [first, last)."""
+    found = {
+        at: hardware.end_times(model, at, tp, samples) for at in model.borders[:-1] if layers[0] <= at < layers[1]
+    }
+    return {at: times for at, times in found.items() if times is not None}
+
+
 def _rate(hardware: Hardware, model: Model) -> float:
     return hardware.device.rate(model.dtype)
 
@@ -57,6 +91,10 @@ def head(
     name = f"{prefix}head {'backward' if backward else 'forward'}"
     flops = model.head_flops(samples, tp)
     held = head_bytes(model, tp, samples)
+    measured = hardware.end_times(model, model.layers, tp, samples) if isinstance(model, LayeredModel) else None
+    if measured is not None:
+        yield Compute(name, measured[backward], *((0, held) if backward else (held, 0)))
+        return
     matmuls = 2 if backward else 1
     seconds = matmuls * flops / _rate(hardware, model) + held / hardware.device.bytes_per_second
     yield Compute(name, seconds, *((0, held) if backward else (held, 0)))
@@ -66,7 +104,7 @@ def head(
 
 
 def ends_seconds(hardware: Hardware, model: Model, tp: int, samples: float) -> tuple[float, float]:
-    """Seconds of a micro-batch outside the blocks: on the first stage, and on the last."""
+    """Seconds of a micro-batch outside the blocks: with the first model part, and with the last."""
     last = [op for late in (False, True) for op in head(hardware, model, tp, samples, "", backward=late)]
     return _seconds(embedding(hardware, model, tp, samples, "")), _seconds(last)
 

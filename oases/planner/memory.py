@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oases.plans.layered import Model
 from oases.plans.plan import Plan, Segment
-from oases.plans.shape import AnyKind
+from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS, AnyKind, ModelShape
 from oases.simulator.hardware import Hardware
 
 USABLE = 0.92
@@ -44,8 +44,30 @@ def stage_parameters(plan: Plan, number: int) -> list[tuple[int, int]]:
 def end_parameters(plan: Plan, number: int) -> int:
     """Parameters per rank of a stage outside of its layers: embeddings, last norm and head."""
     tp = embedding_segment(plan).tp
-    layers = (plan.layers_of(part) for part in plan.parts_of(number))
-    return sum(plan.model.end_parameters(each.start, each.stop, tp) for each in layers)
+    parts = plan.parts_of(number)
+    found = sum(plan.model.end_parameters(each.start, each.stop, tp) for each in map(plan.layers_of, parts))
+    both = parts[0].number == 0 and len(parts) > 1 and parts[-1].number == len(plan.parts) - 1
+    return found - _counted_twice(plan.model, tp) * both
+
+
+def shared_parameters(plan: Plan, number: int) -> int:
+    """Parameters per rank of a table of tokens that the stages of the first and the last part have, on either.
+
+    Their gradients are summed over both. 0 on other stages, and where one stage has both parts.
+    """
+    if number not in plan.end_stages or len(plan.end_stages) == 1:
+        return 0
+    model, tp = plan.model, embedding_segment(plan).tp
+    if isinstance(model, ModelShape):
+        return model.vocabulary // tp * model.hidden if model.tied else 0
+    return _counted_twice(model, tp)
+
+
+def _counted_twice(model: Model, tp: int) -> int:
+    """Parameters per rank outside of the layers that count with the first layer and with the last one."""
+    ends = [(0, 1), (1, model.layers - 1), (model.layers - 1, model.layers)]
+    apart = sum(model.end_parameters(first, last, tp) for first, last in ends if first < last)
+    return apart - model.end_parameters(0, model.layers, tp)
 
 
 def embedding_segment(plan: Plan) -> Segment:
@@ -54,17 +76,26 @@ def embedding_segment(plan: Plan) -> Segment:
 
 
 def stage_state_bytes(plan: Plan, number: int) -> int:
-    """Bytes that a rank of a stage always holds; with fsdp also the gathered weights in use.
-
-    Those are the weights of two blocks, one of them prefetched, and the embedding.
-    """
+    """Bytes that a rank of a stage holds during a step: its state, and with fsdp or zero what is whole meanwhile."""
     sizes = stage_parameters(plan, number)
     states = sum(plan.model.state_bytes(count, replicas, zero=plan.zero, fsdp=plan.fsdp) for count, replicas in sizes)
-    if not plan.fsdp:
-        return states
     smallest = min(segment.tp for segment in plan.stages[number].segments)
-    layers = (sum(plan.model.block_parameters(kind, smallest) for kind in kinds) for kinds in plan.model.layer_kinds)
-    return states + (max(layers) + end_parameters(plan, number)) * plan.model.element_bytes
+    if plan.stage_ranks == smallest or not (plan.zero or plan.fsdp):
+        return states
+    return states + sharding_bytes(plan.model, smallest, end_parameters(plan, number), fsdp=plan.fsdp)
+
+
+def sharding_bytes(model: Model, tp: int, ends: int, *, fsdp: bool) -> int:
+    """Bytes of weights and gradients that are whole for a while where replicas share state.
+
+    ends: parameters of the stage outside of layers. With fsdp the weights of two blocks, one of them prefetched,
+    and of the ends are whole. Gradients, in float32, are copied and sent block by block, those of the ends last,
+    after those of all blocks.
+    """
+    blocks = [model.block_parameters(kind, tp) for kinds in model.layer_kinds for kind in kinds]
+    layers = (sum(model.block_parameters(kind, tp) for kind in kinds) for kinds in model.layer_kinds)
+    copies = max((REDUCED_UNITS + 2) * max(blocks) + ends, REDUCED_UNITS * max(blocks) + 2 * ends)
+    return copies * GRADIENT_BYTES + fsdp * (max(layers) + ends) * model.element_bytes
 
 
 def usable_bytes(hardware: Hardware, budget: int | None = None) -> int:

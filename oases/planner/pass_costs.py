@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from oases.schedule.pipeline import passes, read_stage
+from oases.schedule.pipeline import parts_on, passes, placement_of, read_stage
+from oases.schedule.schedule import Lane, lane_of
 from oases.simulator.engine import run
 from oases.simulator.program import Compute, Contention, Instruction, Program, Start, Wait
 from oases.simulator.timeline import Timeline
@@ -18,6 +20,7 @@ SENT = "sent"
 """Name of the mark in the last pass at which its input gradient is sent."""
 OPTIMIZER = "optimizer"
 """Prefix of the names of the optimizer's instructions."""
+_SENT: tuple[Literal["F", "B"], ...] = ("F", "B")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class PartCosts:
     """Costs of the passes of one model part (chunk) of a stage.
 
     recompute: recomputation ahead of the backward pass. backward_after: the backward pass after it.
-    message_seconds: transfer time of an activation or a gradient to the neighbouring stage.
+    message_seconds: transfer time of an activation to the next part; gradient_seconds: of a gradient to the part
+    before.
     """
 
     forward: PassCost
@@ -73,6 +77,7 @@ class PartCosts:
     backward_after: PassCost = field(default_factory=PassCost)
     weights: PassCost = field(default_factory=PassCost)
     message_seconds: float = 0.0
+    gradient_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,9 +146,11 @@ class _StageTiming:
         self._passes = passes(name, count, num_micro_batches, number)
         self._next = next(self._passes, None)
         self._early = read_stage(name, count, num_micro_batches, number).early
-        self._costs = {count * chunk + number: costs for chunk, costs in enumerate(stage.parts)}
+        parts, placement = parts_on(name, count, number), placement_of(name)
+        self._costs = dict(zip(parts, stage.parts, strict=True))
+        self._lanes = {kind: {part: lane_of(part, kind, count, placement) for part in parts} for kind in _SENT}
         self._last = stage.last
-        self._sent_forward = self._sent_backward = 0.0  # when each outgoing link becomes idle
+        self._idle = dict.fromkeys(get_args(Lane), 0.0)  # when each outgoing lane becomes idle
         self._held = self.peak = stage.held
         self.now = 0.0
         self.waited = 0.0
@@ -160,6 +167,7 @@ class _StageTiming:
         """
         ahead, parts = self._passes, len(activations)
         now, waited, exposed, held, peak = self.now, self.waited, self.exposed, self._held, self.peak
+        lanes, idle = self._lanes, self._idle
         following = self._next
         while following is not None:
             kind, part, m = following
@@ -186,10 +194,10 @@ class _StageTiming:
             sent = now + cost.until_sent
             now += cost.seconds
             if kind == "F" and part + 1 < parts:
-                self._sent_forward = max(sent, self._sent_forward) + costs.message_seconds
-                activations[part + 1][m] = self._sent_forward
+                lane = lanes["F"][part]
+                idle[lane] = activations[part + 1][m] = max(sent, idle[lane]) + costs.message_seconds
             elif kind == "B" and part:
-                self._sent_backward = max(sent, self._sent_backward) + costs.message_seconds
-                gradients[part - 1][m] = self._sent_backward
+                lane = lanes["B"][part]
+                idle[lane] = gradients[part - 1][m] = max(sent, idle[lane]) + costs.gradient_seconds
         self._next = following
         self.now, self.waited, self.exposed, self._held, self.peak = now, waited, exposed, held, peak

@@ -8,138 +8,46 @@ pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
 from oases.errors import UsageError
-from oases.planner.ends import embedding, exposed, head
-from oases.planner.memory import embedding_segment, end_parameters, stage_parameters, stage_state_bytes
+from oases.planner.ends import embedding, embedding_backward, exposed, head
+from oases.planner.gradients import AT_THE_END, Gradients, GradientSums
+from oases.planner.lowered import Lowered, Tagged
+from oases.planner.memory import (
+    embedding_segment,
+    end_parameters,
+    shared_parameters,
+    stage_parameters,
+    stage_state_bytes,
+)
 from oases.planner.pass_costs import OPTIMIZER, SENT, PartCosts, PassCost, StageCosts
-from oases.plans.layered import Model
-from oases.plans.plan import BUCKET_BYTES, Part, Plan, Segment
+from oases.plans.plan import Part, Plan
 from oases.plans.shape import GRADIENT_BYTES
-from oases.schedule import Op
 from oases.schedule.pipeline import read_stage
-from oases.simulator.hardware import Hardware, stack_costs
-from oases.simulator.lowering import StagePasses, lower
+from oases.simulator.hardware import Hardware
+from oases.simulator.lowering import StagePasses
 from oases.simulator.program import Compute, Contention, Instruction, Start, Wait
 
 _ADAM_BYTES = 28
 """Bytes moved per fp32 parameter by Adam: reads weight, gradient and two moments, writes all but the gradient."""
 _ROUNDING_BYTES = 6
 """Additional bytes moved per 16-bit parameter: reads and writes its fp32 master weight."""
-_AT_THE_END = (-1, -1)
-"""Key for buckets that start after the whole backward pass, in place of a (segment, block)."""
-
-GradientSums = Mapping[tuple[int, int], Sequence[Instruction]]
-"""Instructions that start the all-reduces of gradient buckets, by the (segment, block) that fills the bucket."""
-Tagged = tuple[tuple[Instruction, Op | None], ...]
-"""Instructions, each with the op it comes from, or None."""
-
-
-def _buckets(lane: Sequence[tuple[tuple[int, int], int]]) -> Iterator[tuple[tuple[int, int], int]]:
-    """(place, bytes) of each part -> (place that fills it, bytes) of each bucket."""
-    used, last = 0, lane[0][0]
-    for place, num_bytes in lane:
-        if used and used + num_bytes > BUCKET_BYTES:
-            yield last, used
-            used = 0
-        used, last = used + num_bytes, place
-    yield last, used
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """Instructions of a segment's passes.
-
-    recompute: the part of the backward pass that can run early. backward: all of it except `weights`, the W ops of
-    the segment's schedule if they are passes of their own; without W, the backward pass computes them.
-    """
-
-    forward: tuple[Instruction, ...]
-    backward: Tagged
-    weights: Tagged
-
-    @staticmethod
-    def of(
-        hardware: Hardware, model: Model, segment: Segment, first: int, samples: float, prefix: str,
-        weights_apart: bool, wire: str = "none", replicas: int = 1,
-    ) -> Lowered:  # fmt: skip
-        """Lower a segment. first: number of its first block, which determines the kinds of its blocks.
-
-        replicas: number of ranks over which its weights are sharded, 1 for whole weights.
-        """
-        schedule = segment.generated(model.layer_numbers(first, segment.num_blocks))
-        kinds = [model.kind_of(first + b) for b in range(segment.num_blocks)]
-        costs = stack_costs(hardware, model, kinds, segment.tp, samples, schedule, wire)
-        (steps,) = lower(schedule, costs, prefix)
-        forward = [(step.instruction, step.op) for step in steps if not step.backward]
-        rest: list[tuple[Instruction, Op | None]] = []
-        weights: list[tuple[Instruction, Op | None]] = []
-        for step in steps[len(forward) :]:
-            late = weights_apart and step.op is not None and step.op.kind == "W"
-            (weights if late else rest).append((step.instruction, step.op))
-        if replicas > 1:
-            sizes = [model.block_parameters(kind, segment.tp) * model.element_bytes for kind in kinds]
-            seconds = [hardware.collective_seconds("all_gather", replicas, size, segment.tp) for size in sizes]
-            link = hardware.link_of(replicas, segment.tp)
-            forward = _gathered(forward, seconds, link, prefix, "forward")
-            rest = _gathered(rest, seconds, link, prefix, "backward")
-        return Lowered(tuple(instruction for instruction, _ in forward), tuple(rest), tuple(weights))
-
-    @cached_property
-    def recompute(self) -> tuple[Instruction, ...]:
-        """Ops R and RC, with the collectives that carry them."""
-        return tuple(instruction for instruction, op in self.backward if _recomputes(op))
-
-    @cached_property
-    def backward_after(self) -> Tagged:
-        """The backward pass after `recompute`."""
-        return tuple(each for each in self.backward if not _recomputes(each[1]))
-
-
-def _gathered(
-    ops: Sequence[tuple[Instruction, Op | None]], seconds: Sequence[float], link: str, prefix: str, which: str
-) -> list[tuple[Instruction, Op | None]]:
-    """A pass with the all-gather of each block's sharded weights, under the ops of the block before (FSDP)."""
-    first: dict[int, int] = {}
-    for at, (_, op) in enumerate(ops):
-        if op is not None and op.kind in ("F", "R", "B"):
-            first.setdefault(op.block, at)
-    order = sorted(first, key=lambda block: first[block])
-    starts = {first[block]: following for block, following in pairwise(order)}
-    found: list[tuple[Instruction, Op | None]] = []
-
-    def name(block: int) -> str:
-        return f"{prefix}weights of block {block} {which}"
-
-    for at, each in enumerate(ops):
-        if at == first[order[0]]:
-            found.append((Start(name(order[0]), link, seconds[order[0]]), None))
-        if each[1] is not None and first.get(each[1].block) == at:
-            found.append((Wait(name(each[1].block)), None))
-        if at in starts:
-            found.append((Start(name(starts[at]), link, seconds[starts[at]]), None))
-        found.append(each)
-    return found
-
-
-def _recomputes(op: Op | None) -> bool:
-    return op is not None and (op.of or op.kind) in ("R", "RC")
+_AVERAGE_COPIES = 4
+"""Times that a bucket's gradients are read or written to divide their sums and copy them back."""
 
 
 class StageModel:
     """Instructions of one stage of a plan.
 
     lowered: `Lowered.of` on the hardware, cached. with_ends: include embedding, head and optimizer. distinct_names:
-    put the micro-batch into instruction names.
+    put the micro-batch into instruction names. split: ranks of a tensor-parallel group send a part of each message.
     """
 
     def __init__(
         self, plan: Plan, number: int, hardware: Hardware, lowered: Callable[..., Lowered], *, with_ends: bool = True,
-        distinct_names: bool = True,
+        distinct_names: bool = True, split: bool = True,
     ) -> None:  # fmt: skip
         if plan.experts is not None:
             raise UsageError(
@@ -149,9 +57,10 @@ class StageModel:
         self.number = number
         self.hardware = hardware
         self.model = plan.model
-        self.with_ends = with_ends
+        self.with_ends, self.split = with_ends, split
         self.distinct_names = distinct_names and plan.micro_batches > 1
         self.parts = plan.parts_of(number)
+        self._gradients = Gradients(plan, number, hardware, with_ends=with_ends)
         self._lowered_of = lowered
         count, many = len(plan.stages), plan.micro_batches
         reading = read_stage(plan.pipeline, count, many, number)
@@ -162,22 +71,23 @@ class StageModel:
         """Cache key: everything that the stage's passes depend on."""
         plan, several = self.plan, len(self.plan.stages) > 1
         kind, part, m = self.last
-        ends = self.number == 0, self.number == len(plan.stages) - 1
+        ends = self.parts[0].number == 0, self.parts[-1].number == len(plan.parts) - 1
         return (
             self.model, plan.stages[self.number].segments,
             tuple(self.model.alike(first, segment.num_blocks) for first, segment in plan.placed(self.number)), ends,
-            end_parameters(plan, self.number), tuple(map(self._message_bytes, self.parts)), plan.wire,
+            end_parameters(plan, self.number), tuple(self._messages(part) for part in self.parts), plan.wire,
+            plan.micro_batches, shared_parameters(plan, self.number),
             several, plan.stage_ranks, plan.global_batch / plan.micro_batches, plan.zero, plan.fsdp,
             embedding_segment(plan).tp, kind, bool(self.early), (part, m) in self.early,
         )  # fmt: skip
 
     def passes(self, part: Part, costs: StageCosts | None = None) -> StagePasses:
         """Passes of one model part. costs: lower each pass to one instruction, except the stage's last pass."""
-        seconds = self._message_seconds(part)
+        seconds = self._messages(part)
         if costs is None:
             return StagePasses(
                 lambda m: self.forward(part, m), lambda m: self.backward(part, m), lambda m: self.recompute(part, m),
-                lambda m: self.weights(part, m), seconds,
+                lambda m: self.weights(part, m), *seconds,
             )  # fmt: skip
         found = costs.parts[self.parts.index(part)]
 
@@ -192,7 +102,7 @@ class StageModel:
             return cost.instructions(f"{kind} {part.number}.{m}")
 
         return StagePasses(
-            lambda m: of("F", m), lambda m: of("B", m), lambda m: of("R", m), lambda m: of("W", m), seconds,
+            lambda m: of("F", m), lambda m: of("B", m), lambda m: of("R", m), lambda m: of("W", m), *seconds,
         )  # fmt: skip
 
     def stage_costs(self, contention: Mapping[str, Contention]) -> StageCosts:
@@ -225,19 +135,26 @@ class StageModel:
         if self.weights_apart:
             weights = PassCost.of(contention, self._weights(part, 0, gradients=False), forward + backward)
         first, then = PassCost.of(contention, forward), PassCost.of(contention, backward, forward)
-        return PartCosts(first, then, recompute, backward_after, weights, self._message_seconds(part))
+        return PartCosts(first, then, recompute, backward_after, weights, *self._messages(part))
 
-    def _message_bytes(self, part: Part) -> int:
-        """Bytes that a part sends to the next one."""
-        following = self.plan.layers_of(part).stop
-        samples = self.plan.samples(part.last_degree)
-        return self.model.message_bytes(following, samples) if following < self.model.layers else 0
+    def _messages(self, part: Part) -> tuple[float, float]:
+        """Seconds of an activation to the part behind and of a gradient to the part before; 0 where there is none."""
+        return self._message_seconds(part.number, part.number + 1), self._message_seconds(
+            part.number, part.number - 1
+        )
 
-    def _message_seconds(self, part: Part) -> float:
-        num_bytes = self._message_bytes(part) or self.model.unit_bytes(self.plan.samples(part.last_degree))
-        stride = self.plan.stage_ranks
-        # All ranks of a tensor-parallel group hold the same activations, and any of them could send all of them.
-        return self.hardware.collective_seconds("send", 2, num_bytes, stride) if len(self.plan.stages) > 1 else 0.0
+    def _message_seconds(self, part: int, other: int) -> float:
+        """Seconds of what crosses the border between two parts: each rank sends its share, and joins all shares."""
+        plan = self.plan
+        if not 0 <= other < len(plan.parts) or plan.stage_of(part) == plan.stage_of(other):
+            return 0.0
+        before, behind = sorted((part, other))
+        tp = plan.parts[before].last_degree
+        num_bytes = self.model.message_bytes(plan.layers_of(plan.parts[behind]).start, plan.samples(tp))
+        first, last = (plan.stage_of(number) * plan.stage_ranks for number in (part, other))
+        shares = tp if self.split else 1
+        seconds = self.hardware.message_seconds(num_bytes / shares, first, last, plan.stage_ranks)
+        return seconds + self.hardware.collective_seconds("all_gather", shares, num_bytes)
 
     def _lowered(self, part: Part, index: int, m: int) -> Lowered:
         segment = part.segments[index]
@@ -293,8 +210,8 @@ class StageModel:
         return [each for index in order for each in self._lowered(part, index, m).recompute]
 
     def _backward(self, part: Part, m: int, *, after: bool, gradients: bool) -> list[Instruction]:
-        """Backward pass. after: recomputation has been done."""
-        starts = self._gradient_starts() if gradients else {}
+        """Backward pass. after: recomputation has been done. gradients: it starts their all-reduces."""
+        starts = self._gradient_starts_of(part, m, gradients, not self.weights_apart)
         ops: list[Instruction] = list(self._of_others(part, starts))
         prefix = self._prefix(m)
         if self._is_last(part):
@@ -307,33 +224,67 @@ class StageModel:
             if index:
                 degrees = part.segments[index].tp, part.segments[index - 1].tp
                 ops += self._resharded(f"{prefix}backward {part.first_segment + index}", *degrees)
-        return ops
+        if self.with_ends:
+            layers, own = self.plan.layers_of(part), embedding_segment(self.plan).tp
+            samples = self.plan.samples(own)
+            ops += embedding_backward(self.hardware, self.model, own, samples, prefix, (layers.start, layers.stop))
+            if not self.weights_apart:
+                ops += self._accumulated(part, prefix)
+        return [*ops, *(starts.get(AT_THE_END, ()) if self._shares else ())]
 
     def _weights(self, part: Part, m: int, *, gradients: bool) -> list[Instruction]:
-        starts = self._gradient_starts() if gradients else {}
+        starts = self._gradient_starts_of(part, m, gradients, True)
         ops: list[Instruction] = list(self._of_others(part, starts))
         for index in reversed(range(len(part.segments))):
             ops += self._with_gradients(part, index, self._lowered(part, index, m).weights, starts)
-        return ops
+        if self.with_ends:
+            ops += self._accumulated(part, self._prefix(m))
+        return [*ops, *(starts.get(AT_THE_END, ()) if self._shares else ())]
+
+    def _accumulated(self, part: Part, prefix: str) -> Iterator[Instruction]:
+        """Addition of a micro-batch's weight gradients to those of earlier ones; the first one's stay as they are."""
+        many, own = self.plan.micro_batches, embedding_segment(self.plan).tp
+        if many == 1:
+            return
+        layers, block, parameters = self.plan.layers_of(part), part.first_block, 0
+        for segment in part.segments:
+            numbers = range(block, block := block + segment.num_blocks)
+            parameters += sum(self.model.block_parameters(self.model.kind_of(b), segment.tp) for b in numbers)
+        parameters += self.model.end_parameters(layers.start, layers.stop, own)
+        moved = parameters * (2 * GRADIENT_BYTES + self.model.element_bytes) * (many - 1) / many
+        if self._shares:  # of this rank's share
+            moved /= self.plan.stage_ranks // own
+        yield Compute(f"{prefix}accumulated gradients", moved / self.hardware.device.bytes_per_second)
 
     def finish(self) -> Iterator[Instruction]:
         """Instructions after the last micro-batch: remaining gradient all-reduces and the optimizer."""
-        starts = self._gradient_starts()
-        yield from starts.get(_AT_THE_END, ())
+        starts = {} if self._shares else self._gradients.starts()
+        yield from starts.get(AT_THE_END, ())
+        device = self.hardware.device
         for copied, start in (pair for lane in starts.values() for pair in pairwise(lane)):
             if isinstance(copied, Compute) and isinstance(start, Start):
                 yield Wait(start.name, copied.allocates)
+                if self.with_ends:
+                    seconds = _AVERAGE_COPIES * copied.allocates / device.bytes_per_second
+                    yield Compute(start.name.replace("gradients", "average of gradients"), seconds)
         if not self.with_ends:
             return
+        if shared := shared_parameters(self.plan, self.number):
+            inside, per_node = self.plan.world <= self.hardware.ranks_per_node, self.hardware.ranks_per_node
+            link, sharing = ("node", 1) if inside else ("cluster", min(self.plan.stage_ranks, per_node))
+            seconds = self.hardware.link(link).seconds("all_reduce", 2, shared * GRADIENT_BYTES, sharing)
+            yield from exposed("gradients of shared parameters", link, seconds)
         for part, (parameters, replicas) in enumerate(stage_parameters(self.plan, self.number)):
-            rate = self.hardware.device.bytes_per_second
-            mine = parameters // replicas if self.plan.zero or self.plan.fsdp else parameters
-            moved = _ADAM_BYTES + _ROUNDING_BYTES * (self.model.element_bytes < GRADIENT_BYTES)
-            yield Compute(f"{OPTIMIZER} {part}", moved * mine / rate)
+            mine = parameters // replicas if self._shares else parameters
+            rounded = _ROUNDING_BYTES * (self.model.element_bytes < GRADIENT_BYTES) / device.bytes_per_second
+            update = device.update_seconds or _ADAM_BYTES / device.bytes_per_second
+            yield Compute(f"{OPTIMIZER} {part}", (update + rounded) * mine)
             if self.plan.zero and replicas > 1:
                 num_bytes, stride = parameters * self.model.element_bytes, self.plan.stage_ranks // replicas
-                seconds = self.hardware.collective_seconds("all_gather", replicas, num_bytes, stride)
+                # Each rank's share in turn, copied to a flat tensor and from it.
+                seconds = self.hardware.collective_seconds("broadcast", replicas, num_bytes, stride)
                 yield from exposed(f"parameters {part}", self.hardware.link_of(replicas, stride), seconds)
+                yield Compute(f"copy of parameters {part}", 4 * num_bytes / device.bytes_per_second)
 
     def _of_others(self, part: Part, starts: GradientSums) -> Iterator[Instruction]:
         """All-reduces of gradients that were complete before the stage's last pass."""
@@ -356,38 +307,16 @@ class StageModel:
             yield instruction
             yield from starts.get((part.first_segment + index, behind.get(at, -1)), ())
 
-    def _gradient_starts(self) -> dict[tuple[int, int], list[Instruction]]:
-        """All-reduces of gradients in buckets, by the (segment, block) that fills each.
+    @property
+    def _shares(self) -> bool:
+        """Whether replicas share gradients and optimizer state: gradients are reduced in every pass then."""
+        return self.plan.zero or self.plan.fsdp
 
-        Segments of one degree share buckets, from the last block to the first, followed by the embedding of that
-        degree. A bucket is a copy of its gradients, held until `finish`; with fsdp it replaces them.
-        """
-        lanes: dict[int, list[tuple[tuple[int, int], int]]] = {}
-        for part in reversed(self.parts):
-            for index in reversed(range(len(part.segments))):
-                segment = part.segments[index]
-                first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
-                for block in reversed(range(segment.num_blocks)):
-                    size = self.model.block_parameters(self.model.kind_of(first + block), segment.tp)
-                    place = (part.first_segment + index, block)
-                    lanes.setdefault(segment.tp, []).append((place, size * GRADIENT_BYTES))
-        outside = end_parameters(self.plan, self.number)
-        if self.with_ends and outside:
-            tp, size = embedding_segment(self.plan).tp, outside * GRADIENT_BYTES
-            lanes.setdefault(tp, []).append((_AT_THE_END, size))
-        starts: dict[tuple[int, int], list[Instruction]] = {}
-        for tp, lane in lanes.items():
-            replicas = self.plan.stage_ranks // tp
-            if replicas == 1:
-                continue
-            link = self.hardware.link_of(replicas, tp)
-            for number, (place, num_bytes) in enumerate(_buckets(lane)):
-                how = "reduce_scatter" if self.plan.fsdp else "all_reduce"
-                seconds = self.hardware.collective_seconds(how, replicas, num_bytes, tp)
-                name = f"gradients tp {tp} bucket {number}"
-                copied = Compute(f"copy of {name}", 0.0, 0 if self.plan.fsdp else num_bytes)
-                starts.setdefault(place, []).extend((copied, Start(name, link, seconds)))
-        return starts
+    def _gradient_starts_of(self, part: Part, m: int, last: bool, computed: bool) -> GradientSums:
+        """Collectives that a pass of a micro-batch starts. last: of the stage. computed: it has weight gradients."""
+        if self._shares:
+            return self._gradients.reduced(part, self._prefix(m)) if computed else {}
+        return self._gradients.starts() if last else {}
 
     def _resharded(self, name: str, before: int, after: int) -> Iterator[Instruction]:
         """All-gather of samples over replicas that are joined if the degree grows; otherwise ranks keep a part."""

@@ -24,11 +24,14 @@ MAX_STAGES = 4_096
 
 
 class Predictor:
-    """Predicts plans on one cluster. stack_only: without embedding, head and optimizer."""
+    """Predicts plans on one cluster. stack_only: without embedding, head and optimizer, and copies of gradients.
 
-    def __init__(self, hardware: Hardware, *, stack_only: bool = False) -> None:
+    split: the ranks of a tensor-parallel group send a part of each message between stages.
+    """
+
+    def __init__(self, hardware: Hardware, *, stack_only: bool = False, split: bool = True) -> None:
         self.hardware = hardware
-        self.stack_only = stack_only
+        self.stack_only, self.split = stack_only, split
         # Cached: plans that a search compares differ in few segments.
         self.lowered = lru_cache(maxsize=512)(partial(Lowered.of, hardware))
         self.contention = {name: hardware.link(name).contention for name in ("node", "cluster")}
@@ -70,8 +73,9 @@ class Predictor:
 
     def _stage(self, plan: Plan, number: int, *, distinct_names: bool) -> StageModel:
         return StageModel(
-            plan, number, self.hardware, self.lowered, with_ends=not self.stack_only, distinct_names=distinct_names
-        )
+            plan, number, self.hardware, self.lowered, with_ends=not self.stack_only,
+            distinct_names=distinct_names, split=self.split,
+        )  # fmt: skip
 
     def with_prediction(self, plan: Plan) -> Plan:
         """The plan with its prediction filled in."""
@@ -94,10 +98,8 @@ class Predictor:
         merged = plan.micro_batches > 1 and not every_op and ops > LARGEST_PROGRAM
         stages = [self._stage(plan, number, distinct_names=not merged) for number in range(len(plan.stages))]
         passes = [
-            stages[part.number % len(stages)].passes(
-                part, self.stage_costs(plan, part.number % len(stages)) if merged else None
-            )
-            for part in plan.parts
+            stages[number].passes(part, self.stage_costs(plan, number) if merged else None)
+            for number, part in ((plan.stage_of(part.number), part) for part in plan.parts)
         ]
         ranks = lower(pipeline, passes)
         return Program(

@@ -12,7 +12,7 @@ from oases.errors import UsageError
 from oases.plans.layered import Model
 from oases.plans.shape import WIRES
 from oases.schedule import PIPELINES
-from oases.schedule.pipeline import chunks_of, enough, in_flight, passes, read_stage
+from oases.schedule.pipeline import chunks_of, enough, in_flight, parts_on, passes, read_stage
 from oases.schedule.schedule import Pass, StageReading
 from oases.simulator.hardware import Hardware
 
@@ -20,7 +20,7 @@ MAX_STAGES = 64
 """Maximum number of pipeline stages in the search."""
 
 BEST_PIPELINES = (
-    "one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1",
+    "one_f_one_b", "last_no_recompute", "shifted_critical_path", "interleaved", "zb_h1", "zb_v",
 )  # fmt: skip
 """Pipelines that can win: gpipe and pre_recompute use as much memory as one of these and are not faster."""
 MOST_MICRO_BATCHES = 4096
@@ -32,8 +32,8 @@ class Space:
     """Search space. degrees, micro_batches: empty for all that fit. recompute: whether layers may be recomputed.
 
     pipelines: pipeline schedules, for up to `max_stages` stages. fsdp and sequence_parallel are searched where a run
-    can execute them: of built-in models, fsdp in float32; of others, no sequence parallelism. wire: dtypes in which
-    sums are sent; one that rounds them is used only if it is named.
+    can execute them: of models other than built-in ones, sequence parallelism where attention is sharded. wire:
+    dtypes in which sums are sent; one that rounds them is used only if it is named.
     """
 
     degrees: tuple[int, ...] = ()
@@ -112,18 +112,25 @@ class Setting:
             and hardware.has_block(model, tp)
         ]
 
-    def in_flight(self, stage: int) -> int:
-        """Micro-batches in flight on a stage, over all its model parts."""
-        return in_flight(self.pipeline, self.stages, self.micro_batches, stage)
+    def held(self, stage: int) -> tuple[tuple[int, int], ...]:
+        """Micro-batches in flight on a stage and with deferred weight gradients, over all its model parts.
+
+        Pairs of both at a time, of which any may take most memory.
+        """
+        if self.has_weights:
+            return self._reading(stage).held
+        return ((in_flight(self.pipeline, self.stages, self.micro_batches, stage), 0),)
 
     @property
     def chunks(self) -> int:
         """Model parts per stage."""
         return chunks_of(self.pipeline)
 
-    def weights_waiting(self, stage: int) -> int:
-        """Micro-batches with deferred weight gradients on a stage."""
-        return self._reading(stage).weights_waiting
+    @property
+    def last_stage(self) -> int:
+        """Stage of the last model part, which has the head."""
+        last = self.stages * self.chunks - 1
+        return next(stage for stage in range(self.stages) if last in parts_on(self.pipeline, self.stages, stage))
 
     @property
     def has_weights(self) -> bool:
@@ -166,7 +173,7 @@ def settings(model: Model, hardware: Hardware, world: int, global_batch: int, sp
         for micro in space.micro_batches or _micro_batches(global_batch):
             if stages > 1 and micro < stages:
                 continue
-            shared = product(_pipelines(model, stages, micro, space), _sharding(model, space), space.wire)
+            shared = product(_pipelines(model, stages, micro, space), _sharding(space), space.wire)
             for pipeline, (zero, fsdp), wire in shared:
                 setting = Setting(world, global_batch, stages, micro, zero, pipeline, fsdp, wire)
                 degrees = setting.degrees(model, hardware, space)
@@ -187,13 +194,10 @@ def settings(model: Model, hardware: Hardware, world: int, global_batch: int, sp
         )
 
 
-def _sharding(model: Model, space: Space) -> list[tuple[bool, bool]]:
-    """(zero, fsdp) to search: what a run can execute, least sharded first."""
+def _sharding(space: Space) -> list[tuple[bool, bool]]:
+    """(zero, fsdp) to search, least sharded first."""
     found = [(zero, False) for zero in space.zero] if False in space.fsdp else []
-    found += [(False, True)] * (True in space.fsdp and (not model.mixed or model.dtype == "float32"))
-    if not found:
-        raise UsageError(f"fsdp: {model.name} in {model.dtype} trains without it, in float32 with it; leave it out")
-    return found
+    return found + [(False, True)] * (True in space.fsdp)
 
 
 def _pipelines(model: Model, stages: int, micro_batches: int, space: Space) -> Iterator[str]:
@@ -203,8 +207,10 @@ def _pipelines(model: Model, stages: int, micro_batches: int, space: Space) -> I
         return
     for name in space.pipelines:
         chunks = chunks_of(name)
-        if chunks > 1 and (micro_batches % stages or model.layers < chunks * stages or len(model.layer_kinds) > 1):
+        if chunks > 1 and (model.layers < chunks * stages or len(model.layer_kinds) > 1):
             continue  # a stage's parts are of equal layers
+        if name == "interleaved" and micro_batches % stages:
+            continue
         if only_earlier(name) and not space.recompute:
             continue
         if _too_much_in_flight(name, stages):

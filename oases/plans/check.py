@@ -31,9 +31,9 @@ def pipeline_of(plan: Plan) -> Schedule:
 
 
 def degrees_of(plan: Plan, stage: int) -> set[int]:
-    """Tensor-parallel degrees on a stage; on the last stage with that of the head, which is the first segment's."""
+    """Tensor-parallel degrees on a stage; where the head is with its own, which is the first segment's."""
     found = {segment.tp for segment in plan.stages[stage].segments}
-    return found | {plan.stages[0].segments[0].tp} if stage == len(plan.stages) - 1 else found
+    return found | {plan.stages[0].segments[0].tp} if stage in plan.end_stages else found
 
 
 def check(plan: Plan) -> None:
@@ -55,10 +55,6 @@ def check(plan: Plan) -> None:
         for first, segment in plan.placed(number):
             if segment.schedule != AUTO:
                 segment.generated(plan.model.layer_numbers(first, segment.num_blocks))
-            elif stages > 1:
-                raise UsageError(
-                    "plan: schedule 'auto' measures whole passes and does not work with a pipeline; name a schedule"
-                )
     for before, after in itertools.pairwise(plan.parts):
         if stages > 1 and before.last_degree != after.first_degree:
             raise UsageError(

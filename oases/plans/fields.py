@@ -16,7 +16,8 @@ _T = TypeVar("_T")
 
 def layered_model(data: Any) -> LayeredModel:
     """Parse a model of a plan file. Raises UsageError naming the field that is missing, unknown or wrong."""
-    body = _object(data, LayeredModel, "model")
+    older = {"token_wise": False}  # files of before it was searched
+    body = _object(older | data if isinstance(data, dict) else data, LayeredModel, "model")
     kinds = [_object(each, LayerKind, f"model: kind {n}") for n, each in enumerate(_list(body, "kinds", "model"))]
     names = ("sequence", "hidden", "unit", "vocabulary", "num_parameters")
     sizes: dict[str, Any] = {name: _count(body[name], f"model: {name}") for name in names}
@@ -32,6 +33,7 @@ def layered_model(data: Any) -> LayeredModel:
         order=tuple(_count(each, "model: order") for each in _list(body, "order", "model")),
         outside=tuple(_outside(each) for each in _list(body, "outside", "model")),
         messages=tuple(_count(each, "model: messages") for each in _list(body, "messages", "model")),
+        token_wise=_flag(body["token_wise"], "model: token_wise"),
     )
 
 

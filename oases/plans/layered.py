@@ -7,6 +7,7 @@ bytes of every block, and how each part of it is sharded.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
@@ -107,7 +108,9 @@ class LayeredModel:
     sequence: tokens per sample (patches or frames where there are no tokens). hidden: features of an activation
     between layers, `unit` its elements per sample. vocabulary: rows of the table of tokens, 0 without one. lists: its
     lists of layers in call order. order: kind of each layer. messages: bytes per sample with gradients that cross the
-    border before each layer. Mixed degrees in one plan are not possible: `mixed` is False.
+    border before each layer. token_wise: whether the layers compute all that relates tokens between a column- and a
+    row-parallel matmul, which sequence parallelism needs. Mixed degrees in one plan are not possible: `mixed` is
+    False.
     """
 
     name: str
@@ -122,6 +125,7 @@ class LayeredModel:
     order: tuple[int, ...]
     outside: tuple[Outside, ...]
     messages: tuple[int, ...]
+    token_wise: bool = False
 
     mixed: ClassVar[bool] = False
     is_gpt: ClassVar[bool] = False
@@ -217,6 +221,20 @@ class LayeredModel:
     def block(self, kind: Kind) -> Block:
         """The block of this kind."""
         return self.kinds[kind[0]].blocks[kind[1]]
+
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """First layer of each list, and the number of layers."""
+        return tuple(accumulate((each.layers for each in self.lists), initial=0))
+
+    def block_name(self, kind: Kind) -> str:
+        """Name of a block's measurements, which blocks of equal work have in common."""
+        return f"{self.name} block, {_work_of(self.block(kind).shares)}"
+
+    def end_name(self, before: int) -> str:
+        """Name of measurements of what is computed right before layer `before`, or after the last."""
+        shares = [share for each in self.outside if each.before == before for share in each.shares]
+        return f"{self.name} {'head' if before == self.layers else 'embedding'}, {_work_of(shares)}"
 
     @property
     def element_bytes(self) -> int:
@@ -334,6 +352,12 @@ class LayeredModel:
 
 Model = ModelShape | LayeredModel
 """Model to plan for: a shape with formulas, or a traced model."""
+
+
+def _work_of(shares: Iterable[Share]) -> str:
+    each = [(share.column + share.core + share.row, share.moved, share.parameters) for share in shares]
+    flops, moved, parameters = (sum(numbers) for numbers in zip(*each, strict=True)) if each else (0, 0, 0)
+    return f"{flops} FLOPs, {moved} bytes, {parameters} parameters"
 
 
 @lru_cache(maxsize=4096)

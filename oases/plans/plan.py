@@ -2,8 +2,9 @@
 
 Ranks are numbered along tensor parallelism first, then data parallelism, then pipeline stages. In a stage of R
 ranks a segment of degree t runs R / t replicas, each on its share of the samples.
-With the pipeline `interleaved` a stage has two model parts: stage s of p has parts s and s + p. Its segments are
-those of the first part, followed by as many of the second. In any other pipeline a stage is one part.
+With the pipelines `interleaved` and `zb_v` a stage has two model parts: stage s of p has parts s and s + p, or with
+`zb_v` s and 2 p - 1 - s. Its segments are those of the first part, followed by as many of the second. In any other
+pipeline a stage is one part.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from oases.plans.layered import Model
 from oases.plans.segment import AUTO, Segment, Stage, generated
 from oases.plans.shape import WIRES, Experts, ModelShape
 from oases.schedule import GENERATORS, PIPELINES, ScheduleError, is_text
-from oases.schedule.pipeline import chunks_of, name_of, require_sizes
+from oases.schedule.pipeline import chunks_of, name_of, placement_of, require_sizes
+from oases.schedule.schedule import stage_of
 
 __all__ = [
     "AUTO", "BUCKET_BYTES", "PLANNED", "Experts", "ModelShape", "Part", "Plan", "Prediction", "Segment", "Stage",
@@ -208,7 +210,7 @@ class Plan:
                 f"{where}: sequence {self.model.sequence} does not divide over tp {segment.tp}; leave out "
                 "sequence_parallel there"
             )
-        if segment.sub_batches < 1:
+        if segment.sub_batches < (0 if segment.schedule == AUTO else 1):
             raise UsageError(f"{where}: sub_batches must be at least 1, got {segment.sub_batches}")
         samples = self.samples(segment.tp)
         if samples < 1 or samples != int(samples):
@@ -230,12 +232,12 @@ class Plan:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Model parts in order; stage s of p has the parts s, s + p, ..."""
+        """Model parts in order, see `stage_of`."""
         count, chunks = len(self.stages), chunks_of(self.pipeline)
         found: list[Part] = []
         block = 0
         for number in range(count * chunks):
-            segments = self.stages[number % count].segments
+            segments = self.stages[self.stage_of(number)].segments
             each = len(segments) // chunks
             first = number // count * each
             found.append(Part(number, block, segments[first : first + each], first))
@@ -264,7 +266,16 @@ class Plan:
 
     def parts_of(self, stage: int) -> tuple[Part, ...]:
         """Model parts of a stage."""
-        return self.parts[stage :: len(self.stages)]
+        return tuple(part for part in self.parts if self.stage_of(part.number) == stage)
+
+    def stage_of(self, part: int) -> int:
+        """Stage that has a model part."""
+        return stage_of(part, len(self.stages), placement_of(self.pipeline))
+
+    @property
+    def end_stages(self) -> tuple[int, ...]:
+        """Stages of the first and of the last part, which have embedding and head: two, or one that has both."""
+        return tuple(sorted({self.stage_of(0), self.stage_of(len(self.parts) - 1)}))
 
     @property
     def hands_on(self) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from oases.schedule import WHOLE, Schedule, ScheduleError, from_text, generate, is_text, sequence_parallel
 
-AUTO = "auto"
-"""Schedule of a segment that is chosen by measuring several on the first steps."""
+AUTO: Final = "auto"
+"""Schedule that is chosen by measuring several on the first steps."""
 
 generated = lru_cache(maxsize=512)(generate)
 """Cached `generate`: a search asks for the same lists many times."""
@@ -19,9 +20,9 @@ _cut_along_sequence = lru_cache(maxsize=64)(sequence_parallel)
 class Segment:
     """Consecutive blocks of one tensor-parallel degree, run as one stack.
 
-    schedule: name of a generator, text of a list for as many blocks, or "auto". recomputed_layers: layers of the
-    segment, from its first, that the backward pass recomputes; a text states its own. sequence_parallel: each of
-    the tp ranks holds a shard of the sequence between blocks.
+    schedule: name of a generator, text of a list for as many blocks, or "auto". sub_batches: 0 has "auto" choose
+    them, too. recomputed_layers: layers of the segment, from its first, that the backward pass recomputes; a text
+    states its own. sequence_parallel: each of the tp ranks holds a shard of the sequence between blocks.
     """
 
     num_blocks: int
@@ -37,7 +38,7 @@ class Segment:
         if is_text(self.schedule):
             made = from_text(self.schedule, "block")
             return made.num_sub_batches if made.along == "batch" else 1
-        return 1 if self.schedule in (AUTO, *WHOLE) else self.sub_batches
+        return 1 if self.schedule in WHOLE else self.sub_batches or 1
 
     @property
     def name(self) -> str:

@@ -14,10 +14,20 @@ KINDS: tuple[BlockKind, BlockKind] = ("attention", "mlp")
 AnyKind: TypeAlias = Any
 """Kind of a block of any model: a BlockKind, or the Kind of a LayeredModel."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-WIRES = ("none", "bfloat16", "float16")
+CODES = ("int8", "fp8", "int4")
+"""Codes of quantised numbers; fp8 is e4m3."""
+WIRE_BYTES = {"bfloat16": 2.0, "float16": 2.0, "int8": 1 + 1 / 32, "fp8": 1 + 1 / 32, "int4": 0.5 + 1 / 32}
+"""Bytes per number that is sent; quantised ones with their part of a block's scale."""
+WIRES = ("none", *WIRE_BYTES)
+AUTO_LOSSY = "auto:lossy"
+"""wire_dtype of a stack that measures its own type and `LOSSY` in its first steps."""
+LOSSY = ("bfloat16", "int8")
+"""Wires that a search which may round sums tries; fp8 has int8's bytes and larger errors, int4 has to be named."""
 """Dtypes in which activations may be summed over tensor-parallel ranks; none: the model's own."""
 GRADIENT_BYTES = 4
 """Bytes of a parameter's gradient, whatever the parameter's dtype: gradients accumulate in float32."""
+REDUCED_UNITS = 2
+"""Blocks whose whole gradients are being reduced at a time, with fsdp or zero; another one waits for the first."""
 
 LARGEST = 2**31 - 1
 """Upper bound of any size or count; anything larger is a typing error."""
@@ -26,13 +36,13 @@ LARGEST = 2**31 - 1
 def state_bytes(element: int, parameters: int, replicas: int, *, zero: bool = False, fsdp: bool = False) -> int:
     """Bytes of parameters, gradients and Adam state on a rank. element: bytes of a parameter.
 
-    Gradients are float32. 16-bit weights have float32 masters beside the two moments: 18 bytes per parameter in
-    all, against 16 in float32. zero: masters and moments are sharded over `replicas`. fsdp: parameters too;
-    gradients count whole, because they accumulate until the last micro-batch's backward pass.
+    Gradients are float32. 16-bit weights have float32 masters beside the two moments: 18 bytes per parameter in all,
+    against 16 in float32. zero, fsdp: `replicas` share float32 weights, gradients and moments; with zero each has
+    whole weights besides. Not in it: what is whole for a while, see `planner.memory.sharding_bytes`.
     """
-    optimizer = 8 if element == GRADIENT_BYTES else 12
-    weights = parameters // (replicas if fsdp else 1) * element
-    return weights + parameters * GRADIENT_BYTES + parameters * optimizer // (replicas if zero or fsdp else 1)
+    if replicas > 1 and (zero or fsdp):
+        return parameters * (GRADIENT_BYTES + 12) // replicas + parameters * element * zero
+    return parameters * (element + GRADIENT_BYTES + (8 if element == GRADIENT_BYTES else 12))
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class ModelShape:
     tied: bool = True
 
     mixed: ClassVar[bool] = True
+    token_wise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "sequence", "vocabulary"):

@@ -20,14 +20,14 @@ from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
 from oases.plans.shape import KINDS
 from oases.profile.config import DTYPES, ProfileConfig
-from oases.profile.links import slowest, slowest_of
+from oases.profile.links import median_of_slowest, slowest, slowest_of
 from oases.schedule import Op, Schedule, generate, validate
 from oases.simulator.cost import BlockTimes
 from oases.simulator.hardware import MeasuredBlock, MeasuredOverhead
 
 OVERHEAD_SUB_BATCHES = (1, 2, 4)
 """Numbers of sub-batches with which passes are timed outside their ops."""
-_LEAST = 1e-9
+LEAST = 1e-9
 """Lower bound of an op's time in seconds."""
 
 
@@ -47,11 +47,11 @@ class BlockBench:
 
     def __init__(self, config: ProfileConfig, group: ProcessGroup) -> None:
         self.config = config
-        self.tp = group.size()
+        self.tp, self._group = group.size(), group
         device, dtype = torch.device(config.device), DTYPES[config.dtype]
         self.clock = Clock(device)
         blocks = transformer_blocks(config.gpt(config.seed), group)
-        self.stack = OverlappedStack(blocks, process_group=group).to(device, dtype)
+        self.stack = OverlappedStack(blocks, process_group=group, schedule="oases").to(device, dtype)
         torch.manual_seed(config.seed)
         shape = (config.batch, config.sequence, config.hidden)
         self.x, self.grad = torch.randn(2, *shape, device=device, dtype=dtype)
@@ -68,8 +68,8 @@ class BlockBench:
                     self._sort(schedule, spans, times)
         names = [item.name for item in fields(BlockTimes)]
         keys = [(kind, name) for kind in KINDS for name in names]
-        slowest = slowest_of([max(_LEAST, median(times[key])) for key in keys])
-        by_key = dict(zip(keys, slowest, strict=True))
+        medians = [max(LEAST, median_of_slowest(times[key], self._group)) for key in keys]
+        by_key = dict(zip(keys, slowest_of(medians), strict=True))
         c = self.config
         return [
             MeasuredBlock(
@@ -104,7 +104,7 @@ class BlockBench:
 
         On an accelerator it is 1: there the host may be idle.
         """
-        return 1.0 if self.x.is_cuda else -slowest(-self._own / self._wall)
+        return 1.0 if self.x.device.type != "cpu" else -slowest(-self._own / self._wall)
 
     def step(self, schedule: Schedule, samples: int) -> tuple[list[tuple[Op, Any, Any]], float, float]:
         """Run one forward and backward pass; returns the marks of each op, and the seconds of both passes."""
@@ -124,7 +124,7 @@ class BlockBench:
         self.clock.synchronize()
         self._wall += time.perf_counter() - wall
         self._own += time.thread_time() - own
-        named = [(_op(text), start, end) for text, start, end in spans]
+        named = [(op_of(text), start, end) for text, start, end in spans]
         return named, self.clock.seconds(*marks[:2]), self.clock.seconds(*marks[1:])
 
     def _mark(self) -> Any:
@@ -149,12 +149,12 @@ class BlockBench:
     ) -> None:
         layers = range(1, self.config.layers - 1) or range(self.config.layers)  # the first and last layer do less
         for op, start, end in spans:
-            name = _name_of(op, schedule)
+            name = time_of(op, schedule)
             if name is not None and op.block // 2 in layers:
                 times.setdefault((KINDS[op.block % 2], name), []).append(self.clock.seconds(start, end))
 
 
-def _op(text: str) -> Op:
+def op_of(text: str) -> Op:
     """Parse an op."""
     head, _, place = text.rpartition(" ")
     kind, _, of = head.partition(" ")
@@ -162,7 +162,7 @@ def _op(text: str) -> Op:
     return Op(kind, int(block), int(sub_batch), of or None)  # type: ignore[arg-type]
 
 
-def _name_of(op: Op, schedule: Schedule) -> str | None:
+def time_of(op: Op, schedule: Schedule) -> str | None:
     """Field of BlockTimes for the op's time; None for an op that no single field describes."""
     place = (op.block, op.sub_batch)
     if op.kind == "F":

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from oases.errors import UsageError
+from oases.execution.wire import WireType
 from oases.schedule import LayerOf, Schedule, sequence_parallel
 from oases.train.config import WIRE_DTYPES, option, require_device
 from oases.train.model_options import ModelOptions, require_memory
@@ -40,6 +41,9 @@ class ProfileConfig(StackOptions):
 
     layers: int = option(3, "transformer layers of the measured stack; with 3, the middle one is timed")
     batch: int = option(8, "largest sub-batch in samples; 1, 2, 4, ... up to it are measured")
+    model: str | None = option(
+        None, "config.json of a transformers model, or a folder with one: measure its own blocks, not a GPT's"
+    )
     degrees: str = option("", "comma-separated tensor-parallel degrees of the blocks, e.g. 1,2,4 (default: --tp)")
 
     def tensor_parallel(self, ranks: int) -> tuple[int, ...]:
@@ -85,7 +89,7 @@ class OverlapConfig(StackOptions):
     schedules: str = option(
         "sync,oases",
         "comma-separated schedules to compare, by name (oases@4: four sub-batches; oases:bfloat16: all-reduces in "
-        "bfloat16; oases:sequence: sequence-parallel; auto: chosen by measuring) or path",
+        "bfloat16, or int8, fp8, int4; oases:sequence: sequence-parallel; auto: chosen by measuring) or path",
     )
     iterations: int = option(7, "interleaved repetitions; medians are reported")
 
@@ -95,13 +99,14 @@ class OverlapConfig(StackOptions):
         names = [name.strip() for name in self.schedules.split(",") if name.strip()]
         return names if "sync" in names else ["sync", *names]
 
-    def contestant(self, name: str, layer_of: LayerOf = None) -> tuple[Schedule, torch.dtype | None]:
-        """Schedule named NAME[@N][:sequence][:bfloat16] or by path, and the dtype of its all-reduces.
+    def contestant(self, name: str, layer_of: LayerOf = None) -> tuple[Schedule, WireType | None]:
+        """Schedule named NAME[@N][:sequence][:bfloat16] or by path, and the type of its all-reduces.
 
         layer_of: each block's layer; None if a layer is two blocks.
         """
         plain, *suffixes = [name] if Path(name).is_file() else name.split(":")
-        resolved, dtype = self.schedule_or_auto(plain, layer_of), None
+        dtype: WireType | None = None
+        resolved = self.schedule_or_auto(plain, layer_of)
         if resolved == "auto":
             raise UsageError(f"unknown schedule {name!r}; auto takes no suffix")
         schedule = resolved

@@ -40,7 +40,7 @@ class ContentionBench:
         # Zeros stay zeros however often they are summed, so few buffers suffice for a train of any length.
         elements = max(bench.x.numel(), _LEAST_BYTES // bench.x.itemsize)
         self._buffers = [bench.x.new_zeros(elements) for _ in range(_BUFFERS)]
-        self._aside: Any = torch.cuda.Stream() if bench.x.is_cuda else None
+        self._aside: Any = None if bench.x.device.type == "cpu" else torch.Stream(bench.x.device)
 
     def measure(self) -> Contention:
         """Slowdown factors from the slowest rank's medians. Collective: every rank must call this."""
@@ -111,7 +111,7 @@ class ContentionBench:
             for ticket in tickets:
                 self._scheduler.wait(ticket)
             return max(ticket.record.finished for ticket in tickets)
-        with torch.cuda.stream(self._aside):  # the compute's own stream must not wait
+        with self._aside:  # the compute's own stream must not wait
             for ticket in tickets:
                 self._scheduler.wait(ticket)
             return self._clock.mark()

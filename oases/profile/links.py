@@ -87,6 +87,17 @@ def slowest_of(seconds: Sequence[float]) -> list[float]:
     return [float(value) for value in together]
 
 
+def median_of_slowest(seconds: Sequence[float], group: ProcessGroup) -> float:
+    """Median over repetitions, each of the slowest rank of the group, for which the others wait.
+
+    It is above the slowest rank's median where ranks are slow by turns.
+    """
+    together = torch.tensor(seconds, dtype=torch.float64)
+    if group.size() > 1:
+        dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+    return median(together.tolist())
+
+
 def slowest(seconds: float) -> float:
     """Maximum over all ranks."""
     return slowest_of([seconds])[0]
@@ -200,6 +211,8 @@ class LinkBench:
         part = whole.new_zeros(elements // probe.ranks)
         if collective == "send":
             return lambda: _send(whole, group)
+        if collective == "broadcast":
+            return lambda: dist.broadcast(whole, group=group, group_src=0)
         scheduler = scheduler_of(group)
         tensors = {"all_reduce": (whole,), "reduce_scatter": (part, whole), "all_gather": (whole, part)}[collective]
         return lambda: scheduler.wait(getattr(scheduler, collective)(*tensors, "profile"))

@@ -20,7 +20,8 @@ from oases.schedule import Schedule
 
 _FORMULA_UNITS = {"sync": 1, "fine_grained": 4, "cross_pass": 3, "oases": 4}
 _MARK = "oases: the forward pass has ended"
-_CUDA_BLOCK = 512
+_ALLOCATED = 512
+"""Bytes of which an accelerator's allocator gives multiples."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,20 @@ def measure_memory(
 
     Both must do their work in the calling thread. Raises RuntimeError if the profiler recorded nothing.
     """
-    return (_measure_cuda if device.type == "cuda" else _measure_cpu)(forward, backward, device)
+    return (_measure_cpu if device.type == "cpu" else _measure_accelerator)(forward, backward, device)
 
 
-def _measure_cuda(
+def _measure_accelerator(
     forward: Callable[[], Tensor], backward: Callable[[Tensor], None], device: torch.device
 ) -> StepMemory:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    torch.accelerator.synchronize(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
     output = forward()
-    own = -(-output.untyped_storage().nbytes() // _CUDA_BLOCK) * _CUDA_BLOCK
-    kept = torch.cuda.memory_allocated(device) - before - own
+    own = -(-output.untyped_storage().nbytes() // _ALLOCATED) * _ALLOCATED
+    kept = torch.accelerator.memory_allocated(device) - before - own
     backward(output)
-    return StepMemory(kept, torch.cuda.max_memory_allocated(device) - before)
+    return StepMemory(kept, torch.accelerator.max_memory_allocated(device) - before)
 
 
 def _measure_cpu(

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from oases.execution.clock import synchronize
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, scheduler_of
 from oases.execution.wire import NullScheduler, Scheduler
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
-from oases.parallel.autotune import Tuning, candidates, label, labelled
+from oases.parallel.autotune import Tuning, candidates, label, labelled, waves_of
 from oases.profile.config import DTYPES, OverlapConfig
 from oases.profile.memory import StepMemory, formula_units, measure_memory
 from oases.reporting import names_op
@@ -69,7 +70,7 @@ class BuiltInLayers:
 
     def __init__(self, config: OverlapConfig, group: ProcessGroup) -> None:
         blocks = transformer_blocks(config.gpt(config.seed), group)
-        self.stack = OverlappedStack(blocks, process_group=group).to(
+        self.stack = OverlappedStack(blocks, process_group=group, schedule="oases").to(
             torch.device(config.device), DTYPES[config.dtype]
         )
         self.number = config.layers
@@ -111,10 +112,11 @@ class OverlapBench:
             joint = self.stack.joint_blocks
             among = candidates(len(self.stack.blocks), config.batch, "auto", "auto", recompute, joint, layer_of)
             # A choice kept from an earlier run would not be a measurement of this one.
-            self.tuning = Tuning(labelled(among), group, "", has_off=True, keep=False)
+            self.tuning = Tuning(labelled(among), group, "", has_off=True, keep=False, waves=waves_of(among))
         named = {name: config.contestant(name, layer_of) for name in config.names if name != "auto"}
         self.schedules = {
-            name: self.tuning.current if self.tuning and name == "auto" else named[name][0] for name in config.names
+            name: self.tuning.current.schedule if self.tuning and name == "auto" else named[name][0]
+            for name in config.names
         }
         """Schedules by name. "auto" is a candidate until `choose` has been called."""
         self.wire_dtypes = {name: dtype for name, (_, dtype) in named.items()}
@@ -135,12 +137,12 @@ class OverlapBench:
             return
         done = 0
         while self.tuning.choice is None:
-            self.schedules["auto"] = self.tuning.current
+            self.schedules["auto"] = self.tuning.current.schedule
             self.step("auto", self.scheduler, self.tuning)
             done += 1
             if on_step is not None:
                 on_step(done)
-        self.schedules["auto"] = self.tuning.choice
+        self.schedules["auto"] = self.tuning.choice.schedule
 
     def step(
         self, name: str, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
@@ -183,15 +185,11 @@ class OverlapBench:
         return passes
 
     def _timed(self, work: Callable[[], Any]) -> float:
-        self._synchronize()
+        synchronize(self.x.device)
         start = time.perf_counter()
         self._output = work()
-        self._synchronize()
+        synchronize(self.x.device)
         return time.perf_counter() - start
-
-    def _synchronize(self) -> None:
-        if self.x.is_cuda:
-            torch.cuda.synchronize()
 
     def gradients(self, name: str) -> list[Tensor]:
         """Gradients of the input and of every parameter under a schedule."""
@@ -257,6 +255,10 @@ class OverlapBench:
         dist.all_gather_object(everyone, (spans, records), group=self.group)
         return from_measurements(name, everyone)
 
+    def alone(self, name: str) -> Callable[[], Passes]:
+        """Step of "compute alone", "compute alone, cut" or "communication alone"."""
+        return self.communicate if name not in self._alone else lambda: self.step(name, NullScheduler())
+
     def contestants(self) -> dict[str, Callable[[], Passes]]:
         """Contestants by name, to run interleaved. First makes the choice of "auto" and determines the `facts`."""
         self.choose()
@@ -268,11 +270,7 @@ class OverlapBench:
             name: Facts(schedule, errors[name], counts[name], memory[name], self.x.nbytes)
             for name, schedule in self.schedules.items()
         }
-        found: dict[str, Callable[[], Passes]] = {
-            "compute alone": lambda: self.step("compute alone", NullScheduler()),
-            "compute alone, cut": lambda: self.step("compute alone, cut", NullScheduler()),
-            "communication alone": self.communicate,
-        }
+        found = {name: self.alone(name) for name in (*self._alone, "communication alone")}
         for name in self.schedules:
             found[name] = lambda name=name: self.step(name, self.scheduler)  # type: ignore[misc]
         for name in self.peers:

@@ -6,7 +6,7 @@ import datetime
 import os
 import platform
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,14 @@ import torch.distributed as dist
 
 from oases.errors import UsageError
 from oases.execution.clock import Clock
+from oases.execution.group import ProcessGroup
+from oases.graph.trace import trace_layers
+from oases.graph.trace.configuration import configured_model, read_configuration, sample_inputs, with_layers
 from oases.launch.ranks import require_agreement
 from oases.profile.compute import OVERHEAD_SUB_BATCHES, BlockBench
 from oases.profile.config import DTYPES, ProfileConfig
 from oases.profile.contention import ContentionBench
+from oases.profile.layers import LayerBench, update_seconds
 from oases.profile.links import (
     LinkBench,
     Probe,
@@ -75,9 +79,11 @@ def measure_device(config: ProfileConfig) -> Device:
     moved = 2 * source.nbytes / _seconds(clock, lambda: target.copy_(source), config.iterations)
     small = torch.zeros(1, device=device)
     launch = _seconds(clock, lambda: [small.add_(1) for _ in range(1000)], config.iterations) / 1000
+    weights = [torch.nn.Parameter(torch.zeros(size * size, device=device)) for _ in range(2)]
     return Device(
-        device_name(config.device), memory_bytes(config.device, ranks_here), {config.dtype: flops}, moved, launch
-    )
+        device_name(config.device), memory_bytes(config.device, ranks_here), {config.dtype: flops}, moved, launch,
+        update_seconds(weights, clock, config.iterations),
+    )  # fmt: skip
 
 
 def _seconds(clock: Clock, work: Callable[[], Any], iterations: int) -> float:
@@ -91,6 +97,35 @@ def _seconds(clock: Clock, work: Callable[[], Any], iterations: int) -> float:
         clock.synchronize()
         times.append(slowest(clock.seconds(start, end)))
     return median(times[1:])
+
+
+def layer_bench(config: ProfileConfig, group: ProcessGroup) -> LayerBench:
+    """Bench of the model in `config.model`, with `config.layers` layers and random weights."""
+    data = with_layers(read_configuration(Path(str(config.model)), "--model"), config.layers)
+    layered = trace_layers(configured_model(data, config.dtype), sequence=config.sequence)
+    torch.manual_seed(config.seed)
+    model = configured_model(data, config.dtype, device="cpu").to(config.device)
+    return LayerBench(
+        model, layered, sample_batch(model, config.batch, config.sequence, config.seed), group, config.iterations
+    )
+
+
+def sample_batch(model: torch.nn.Module, samples: int, sequence: int, seed: int) -> dict[str, Any]:
+    """Random arguments of a training step of a model that takes tokens, with labels."""
+    generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
+    words = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    found = {
+        name: torch.randint(words, each.shape, generator=generator).to(device)
+        if isinstance(each, torch.Tensor)
+        else each
+        for name, each in sample_inputs(model, samples, sequence).items()
+    }
+    if "input_ids" not in found:
+        raise UsageError(
+            f"--model: {type(model).__name__} takes no tokens, so its loss is unknown; profile a GPT of "
+            "its width instead"
+        )
+    return found | {"labels": found.get("decoder_input_ids", found["input_ids"])}
 
 
 _BUSY = 0.85
@@ -170,8 +205,13 @@ class _Profile:
         device = measure_device(self._config)
         self._part("device")
         benches = self._benches()
-        contention = self._contention(benches[max(self._degrees)])
+        largest = max(self._degrees)
+        of_largest = benches[largest]
+        beside = of_largest if isinstance(of_largest, BlockBench) else BlockBench(self._config, self._groups[largest])
+        contention = self._contention(beside)
         blocks, overheads = self._blocks(benches)
+        if isinstance(of_largest, LayerBench):
+            device = replace(device, update_seconds=of_largest.update_seconds())
         models = {scope: replace(link, contention=contention[scope]) for scope, link in links.items()}
         # A scope that does not exist takes the other one's link.
         cluster = models.get("cluster") or models["node"]
@@ -180,19 +220,26 @@ class _Profile:
             blocks, self._about(set(models), min(bench.core_share() for bench in benches.values())), date, overheads,
         )  # fmt: skip
 
-    def _benches(self) -> dict[int, BlockBench]:
-        return {degree: BlockBench(self._config, group) for degree, group in self._groups.items()}
+    def _benches(self) -> Mapping[int, BlockBench | LayerBench]:
+        if self._config.model is None:
+            return {degree: BlockBench(self._config, group) for degree, group in self._groups.items()}
+        return {degree: layer_bench(self._config, group) for degree, group in self._groups.items()}
 
     def _blocks(
-        self, benches: dict[int, BlockBench]
+        self, benches: Mapping[int, BlockBench | LayerBench]
     ) -> tuple[tuple[MeasuredBlock, ...], tuple[MeasuredOverhead, ...]]:
         blocks, overheads = [], []
         for bench in benches.values():
             for samples in self._config.sub_batch_sizes:
                 blocks += bench.blocks(samples)
+                if isinstance(bench, LayerBench):
+                    blocks += bench.passes(samples, 1)[0]
                 self._part(f"blocks of tp {bench.tp}, {samples} samples")
             for cut in self._cuts:
-                overheads.append(bench.overhead(cut))
+                if isinstance(bench, LayerBench):
+                    overheads += bench.passes(self._config.batch, cut)[1]
+                else:
+                    overheads.append(bench.overhead(cut))
                 self._part(f"passes of tp {bench.tp}, {cut} sub-batches")
         return tuple(blocks), tuple(overheads)
 

@@ -3,19 +3,22 @@
 Generators are pure functions of the number of stages and micro-batches. An op's `block` is its model part (the
 stage, unless a stage has several), its `sub_batch` the micro-batch. R is an op of its own: before a receive it
 fills the time until the gradient arrives.
-Source: Merak (arXiv 2206.04959, section 5); interleaved: arXiv 2104.04473; ZB-H1: arXiv 2401.10241.
+Source: Merak (arXiv 2206.04959, section 5); interleaved: arXiv 2104.04473; ZB-H1: arXiv 2401.10241; ZB-V:
+arXiv 2405.15362.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain, repeat
 from typing import Literal
 
 from oases.limits import MOST_PLACES
 from oases.schedule.ops import Op, ScheduleError
-from oases.schedule.schedule import Pass, Schedule, StageReading, passes_of
+from oases.schedule.schedule import Pass, Placement, Schedule, StageReading, passes_of, stage_of
 from oases.schedule.text import from_text, is_text
 
 Turn = tuple[Literal["F", "R", "B", "W"], int]
@@ -119,6 +122,25 @@ def _zero_bubble(num_stages: int, num_micro_batches: int, stage: int, chunks: in
     return ((kind, stage, m) for kind, m in _zb_h1(num_stages - 1 - stage, num_micro_batches, stage))
 
 
+def _zb_v(num_stages: int, num_micro_batches: int, stage: int, chunks: int) -> Iterator[Pass]:
+    """Stage s has part s, on the way down, and part 2 p - 1 - s, on the way up.
+
+    Fewer micro-batches than fill the pipeline have the list of as many as do, without the others.
+    """
+    many, after = max(num_micro_batches, 2 * num_stages - 1), num_stages - stage
+    parts, made = {"v": stage, "^": 2 * num_stages - 1 - stage}, Counter[str]()
+    ahead = many - num_stages - after + 1  # turns of the steady state that begin with a forward pass
+    turns = chain(
+        repeat("Fv", 2 * after - 1), repeat("F^ Fv", stage), repeat("F^ B^ W^", after),
+        repeat("Fv Bv Wv F^ B^ W^", ahead), repeat("Bv Wv F^ B^ W^", many - num_stages - ahead),
+        repeat("Bv B^", stage), repeat("Bv Wv", after), repeat("W^", stage), repeat("Wv", stage),
+    )  # fmt: skip
+    for turn in chain.from_iterable(each.split() for each in turns):
+        if made[turn] < num_micro_batches:
+            yield turn[0], parts[turn[1]], made[turn]  # type: ignore[misc]
+        made[turn] += 1
+
+
 _PASSES: dict[str, Callable[[int, int, int, int], Iterator[Pass]]] = {
     "gpipe": _of_part(_gpipe),
     "one_f_one_b": _of_part(_one_f_one_b),
@@ -127,6 +149,7 @@ _PASSES: dict[str, Callable[[int, int, int, int], Iterator[Pass]]] = {
     "shifted_critical_path": _of_part(_shifted_critical_path),
     "zb_h1": _zero_bubble,
     "interleaved": _interleaved,
+    "zb_v": _zb_v,
 }
 """Generators of a stage's passes, by (stages, micro-batches, stage, chunks)."""
 
@@ -135,12 +158,17 @@ _PASSES: dict[str, Callable[[int, int, int, int], Iterator[Pass]]] = {
 
 
 def _listed(
-    name: str, num_stages: int, num_micro_batches: int, recompute: bool, *, chunks: int = 1, keeps_last: bool = False
-) -> Schedule:
+    name: str, num_stages: int, num_micro_batches: int, recompute: bool, *, chunks: int = 1, keeps_last: bool = False,
+    placement: Placement = "loop",
+) -> Schedule:  # fmt: skip
     """Build the schedule. keeps_last: the last stage never recomputes."""
     require_sizes(name, num_stages, num_micro_batches, chunks)
     parts = num_stages * chunks
     require_places(name, parts, num_micro_batches)
+
+    def is_sent(part: int, other: int) -> bool:
+        """Whether a message goes between two parts."""
+        return 0 <= other < parts and len({stage_of(each, num_stages, placement) for each in (part, other)}) == 2
 
     def ops(stage: int) -> Iterator[Op]:
         recomputed = recompute and not (keeps_last and stage == num_stages - 1)
@@ -153,17 +181,17 @@ def _listed(
             elif kind == "W":
                 yield Op("W", part, m)
             else:
-                first, last = (0, parts - 1) if kind == "F" else (parts - 1, 0)
-                if part != first:
+                towards = 1 if kind == "F" else -1
+                if is_sent(part, part - towards):
                     yield Op("receive", part, m, kind)
                 if kind == "B" and recomputed and (part, m) not in early:
                     yield Op("R", part, m)
                 yield Op(kind, part, m)
-                if part != last:
+                if is_sent(part, part + towards):
                     yield Op("send", part, m, kind)
 
     found = tuple(op for stage in range(num_stages) for op in ops(stage))
-    made = Schedule(name, parts, num_micro_batches, found, unit="stage", num_stages=num_stages)
+    made = Schedule(name, parts, num_micro_batches, found, unit="stage", num_stages=num_stages, placement=placement)
     return replace(made, recompute=made.extent) if recompute else made
 
 
@@ -210,10 +238,20 @@ def interleaved(num_stages: int, num_micro_batches: int, recompute: bool = True,
     return _listed("interleaved", num_stages, num_micro_batches, recompute, chunks=chunks)
 
 
+def zb_v(num_stages: int, num_micro_batches: int, recompute: bool = True) -> Schedule:
+    """ZB-V: two model parts per stage, the first on the way down and the second on the way back up, with weight
+    gradients as passes of their own.
+
+    With passes of equal length the bubble is half that of `zb_h1` at the memory of its first stage, on every stage.
+    The loss is on the first stage.
+    """
+    return _listed("zb_v", num_stages, num_micro_batches, recompute, chunks=2, placement="v")
+
+
 PIPELINES: dict[str, Callable[..., Schedule]] = {
     function.__name__: function
     for function in (
-        gpipe, one_f_one_b, pre_recompute, last_no_recompute, shifted_critical_path, interleaved, zb_h1,
+        gpipe, one_f_one_b, pre_recompute, last_no_recompute, shifted_critical_path, interleaved, zb_h1, zb_v,
     )
 }  # fmt: skip
 
@@ -288,6 +326,20 @@ def resolve_pipeline(pipeline: str, num_stages: int, num_micro_batches: int, rec
 def chunks_of(pipeline: str) -> int:
     """Model parts per stage of a pipeline given by name or in its text form."""
     return _parsed(pipeline).chunks if is_text(pipeline) else generate_pipeline(pipeline, 2, 2).chunks
+
+
+@lru_cache(maxsize=64)
+def placement_of(pipeline: str) -> Placement:
+    """Placement of the model parts of a pipeline given by name or in its text form."""
+    return _parsed(pipeline).placement if is_text(pipeline) else generate_pipeline(pipeline, 2, 2).placement
+
+
+@lru_cache(maxsize=1024)
+def parts_on(pipeline: str, num_stages: int, stage: int) -> tuple[int, ...]:
+    """Model parts of a stage, in order."""
+    placement = placement_of(pipeline)
+    parts = range(num_stages * chunks_of(pipeline))
+    return tuple(part for part in parts if stage_of(part, num_stages, placement) == stage)
 
 
 def passes(pipeline: str, num_stages: int, num_micro_batches: int, stage: int) -> Iterator[Pass]:

@@ -13,7 +13,30 @@ from oases.schedule.ops import STARTS, TRANSFERS, Op, Unit
 Place = tuple[int, int]
 """(block, sub-batch); in a pipeline (model part, micro-batch)."""
 Extent = Literal["none", "some", "full"]
+Placement = Literal["loop", "v"]
+"""Placement of model parts on pipeline stages, see `stage_of`."""
+Lane = Literal["to the next stage", "to the stage before", ""]
+"""Lane of messages between stages; "" for none."""
 _AGAIN = ("R", "RC", "RN", "RE")
+
+
+def stage_of(part: int, num_stages: int, placement: Placement) -> int:
+    """Pipeline stage that has a model part: every placement of parts is defined here.
+
+    loop: after the last stage parts go on with the first one. v: they turn around, so that two parts with nothing
+    between them are on one stage, and with two parts a stage the first and the last part are on stage 0.
+    """
+    turn, place = divmod(part, num_stages)
+    return num_stages - 1 - place if placement == "v" and turn % 2 else place
+
+
+def lane_of(part: int, of: Literal["F", "B"], num_stages: int, placement: Placement) -> Lane:
+    """Lane that carries a part's activation (F) or gradient (B); "" where the part that reads it is on its stage."""
+    reader = part + 1 if of == "F" else part - 1
+    if stage_of(part, num_stages, placement) == stage_of(reader, num_stages, placement):
+        return ""
+    back = placement == "v" and part // num_stages % 2 == 1
+    return "to the stage before" if (of == "B") != back else "to the next stage"
 
 
 @dataclass(frozen=True)
@@ -26,8 +49,8 @@ class Schedule:
                     batch is too small). In the latter case the blocks in `joint` need every token at once:
                     their F, R, B and W run once, as sub-batch 0, for all sub-batches.
         experts     blocks of experts and the layers between them: N 0, E 0, N 1, ..., N n
-        stage       a pipeline: `num_blocks` model parts, of which stage s has s, s + num_stages, ...; sub-batches are
-                    micro-batches. Ops are sorted by stage.
+        stage       a pipeline: `num_blocks` model parts, each on the stage that `placement` says; sub-batches are
+                    micro-batches. Ops are sorted by stage. Between parts of one stage there are no messages.
     recompute: blocks that the backward pass recomputes: "none", "some" or "full".
     """
 
@@ -40,6 +63,7 @@ class Schedule:
     joint: frozenset[int] = frozenset()
     unit: Unit = "block"
     num_stages: int = 1
+    placement: Placement = "loop"
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops)
@@ -159,12 +183,16 @@ class Schedule:
         """Model parts per stage."""
         return self.num_blocks // self.num_stages
 
+    def stage_of(self, part: int) -> int:
+        """Stage that has a model part."""
+        return stage_of(part, self.num_stages, self.placement)
+
     @cached_property
     def stages(self) -> tuple[tuple[Op, ...], ...]:
         """Ops of each stage; every rank of a stage runs the same."""
         found: list[list[Op]] = [[] for _ in range(self.num_stages)]
         for op in self.ops:
-            found[op.block % self.num_stages].append(op)
+            found[self.stage_of(op.block)].append(op)
         return tuple(map(tuple, found))
 
     @cached_property
@@ -198,14 +226,15 @@ class StageReading:
     """Properties of one pipeline stage, read off its passes by the planner.
 
     early: (part, micro-batch) pairs recomputed before their gradient arrives. in_flight: maximum number of
-    micro-batches between forward and backward pass. weights_waiting: maximum number of micro-batches with deferred
-    weight gradients when another pass begins. has_weights: whether weight gradients are passes of their own. last:
-    the stage's last pass, after which no gradient is accumulated.
+    micro-batches between forward and backward pass. held: (those in flight, those with deferred weight gradients) at
+    a time, when another pass than their W begins, without pairs of which another one has as many of both.
+    has_weights: whether weight gradients are passes of their own. last: the stage's last pass, after which no
+    gradient is accumulated.
     """
 
     early: frozenset[Place]
     in_flight: int
-    weights_waiting: int
+    held: tuple[tuple[int, int], ...]
     has_weights: bool
     last: Pass
 
@@ -218,22 +247,26 @@ class StageReading:
     def of_passes(passes: Iterator[Pass]) -> StageReading:
         """Read the passes of a stage, at least one."""
         early: set[Place] = set()
-        flying = most = backward = weights = waiting = 0
+        flying = backward = weights = 0
+        most: dict[int, int] = {}  # in flight, by the number of deferred weight gradients
         last: Pass | None = None
         for last in passes:
             kind = last[0]
-            if kind == "F":
-                flying += 1
-                if flying > most:
-                    most = flying
-            elif kind == "B":
-                flying -= 1
-            elif kind == "R":
-                early.add(last[1:])
             if kind == "W":
                 weights += 1
-            else:
-                waiting = max(waiting, backward - weights)
-                backward += kind == "B"
+                continue
+            flying += kind == "F"
+            if kind == "R":
+                early.add(last[1:])
+            if flying > most.get(backward - weights, 0):
+                most[backward - weights] = flying
+            if kind == "B":
+                flying, backward = flying - 1, backward + 1
         assert last is not None, "a stage has passes"
-        return StageReading(frozenset(early), most, waiting if weights else 0, weights > 0, last)
+        held = [(max(most.values()), 0)]
+        if weights:
+            held = []
+            for waiting in sorted(most, reverse=True):
+                if not held or most[waiting] > held[-1][0]:
+                    held.append((most[waiting], waiting))
+        return StageReading(frozenset(early), max(most.values()), tuple(held), weights > 0, last)

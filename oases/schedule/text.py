@@ -42,10 +42,11 @@ _HEADERS: dict[Unit, tuple[str, re.Pattern[str]]] = {
         re.compile(rf"experts\s+{_NAME}\s+blocks=(?P<blocks>\d{{1,6}})(\s+recompute=(?P<recompute>none|full))?$"),
     ),
     "stage": (
-        "pipeline NAME stages=N micro_batches=N [chunks=N]",
+        "pipeline NAME stages=N micro_batches=N [chunks=N] [placement=loop|v]",
         re.compile(
             rf"pipeline\s+{_NAME}\s+stages=(?P<stages>\d{{1,6}})\s+micro_batches=(?P<sub_batches>\d{{1,6}})"
-            r"(\s+chunks=(?P<chunks>\d{1,6}))?$"
+            r"(\s+chunks=(?P<chunks>\d{1,6}))?"
+            r"(\s+placement=(?P<placement>loop|v))?$"
         ),
     ),
 }
@@ -72,6 +73,7 @@ def format_schedule(schedule: Schedule) -> str:
     if schedule.unit == "stage":
         header = f"pipeline {schedule.name} stages={schedule.num_stages} micro_batches={schedule.num_sub_batches}"
         header += f" chunks={schedule.chunks}" if schedule.chunks > 1 else ""
+        header += f" placement={schedule.placement}" if schedule.placement != "loop" else ""
     elif schedule.unit == "experts":
         header = f"experts {schedule.name} blocks={schedule.num_blocks} recompute={schedule.recompute}"
     else:
@@ -127,6 +129,7 @@ def parse_schedule(text: str) -> Schedule:
         joint=frozenset(int(block) for block in (header.get("joint") or "").split(",") if block),
         unit=unit,
         num_stages=stages,
+        placement=cast(Any, header.get("placement") or "loop"),
     )
     return replace(schedule, recompute=schedule.extent) if unit == "stage" else schedule
 

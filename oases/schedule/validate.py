@@ -49,7 +49,10 @@ def needs(op: Op, schedule: Schedule) -> list[Op]:
             found.append(Op("C" if source == "RC|C" else source, b + read.block, s))  # type: ignore[arg-type]
         elif 0 <= b + read.block < _count(read.kind, schedule):
             if schedule.unit == "stage":
-                found.append(Op("receive", b, s, read.kind))  # type: ignore[arg-type]
+                sender = b + read.block
+                together = schedule.stage_of(sender) == schedule.stage_of(b)
+                made = Op(read.kind, sender, s) if together else Op("receive", b, s, read.kind)  # type: ignore[arg-type]
+                found.append(made)
                 continue
             at_once = b in schedule.joint and kind in _ONCE
             for each in range(schedule.num_sub_batches) if at_once else (s,):
@@ -282,7 +285,7 @@ def _lanes(schedule: Schedule) -> dict[tuple[int, int, str], tuple[list[Op], lis
     found: dict[tuple[int, int, str], tuple[list[Op], list[Op]]] = {}
     for op in schedule.ops:
         if op.kind in ("send", "receive"):
-            here, there = op.block % schedule.num_stages, crossing(op).block % schedule.num_stages
+            here, there = schedule.stage_of(op.block), schedule.stage_of(crossing(op).block)
             ends = (here, there) if op.kind == "send" else (there, here)
             assert op.of is not None
             found.setdefault((*ends, op.of), ([], []))[op.kind == "receive"].append(op)
@@ -294,7 +297,7 @@ def _require_messages(schedule: Schedule) -> None:
     lines, last = schedule.lines, schedule.num_blocks - 1
     before = 0
     for line, op in enumerate(schedule.ops, start=1):
-        stage = op.block % schedule.num_stages
+        stage = schedule.stage_of(op.block)
         if stage < before:
             raise ScheduleError(
                 f"op {line} ({op}): it is of stage {stage}, after ops of stage {before}; sort ops by stage",
@@ -308,6 +311,12 @@ def _require_messages(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"op {line} ({op}): the model has {schedule.num_blocks} parts, so it has no part {other.block} to "
                 f"{'send to' if op.kind == 'send' else 'receive from'}",
+                line,
+            )
+        if schedule.stage_of(other.block) == stage:
+            raise ScheduleError(
+                f"op {line} ({op}): parts {op.block} and {other.block} are both on stage {stage}, which needs no "
+                "message between them; leave it out",
                 line,
             )
         if other not in lines:
@@ -345,7 +354,7 @@ def _require_progress(schedule: Schedule) -> None:
     for stage, ops in enumerate(schedule.stages):
         if at[stage] < len(ops):
             op = ops[at[stage]]
-            line, other = schedule.lines[op], crossing(op).block % schedule.num_stages
+            line, other = schedule.lines[op], schedule.stage_of(crossing(op).block)
             stuck = schedule.stages[other][at[other]]
             raise ScheduleError(
                 f"op {line} ({op}): stage {stage} waits for it forever, because stage {other}, which sends it, "

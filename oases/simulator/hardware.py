@@ -10,7 +10,7 @@ from math import log
 
 from oases.errors import UsageError
 from oases.plans.layered import LayeredModel, Model, Work
-from oases.plans.shape import ELEMENT_BYTES, AnyKind, BlockKind, ModelShape
+from oases.plans.shape import CODES, KINDS, WIRE_BYTES, AnyKind, ModelShape
 from oases.schedule import Schedule
 from oases.simulator.cost import BlockBytes, BlockTimes, StackCosts
 from oases.simulator.links import LinkModel
@@ -18,13 +18,17 @@ from oases.simulator.links import LinkModel
 
 @dataclass(frozen=True)
 class Device:
-    """Accelerator, or one rank's share of a CPU. flops_per_second: achieved by large matmuls, by dtype."""
+    """Accelerator, or one rank's share of a CPU. flops_per_second: achieved by large matmuls, by dtype.
+
+    update_seconds: of torch's AdamW for a float32 parameter; 0: unknown.
+    """
 
     name: str
     memory_bytes: int
     flops_per_second: Mapping[str, float]
     bytes_per_second: float
     launch_seconds: float = 0.0
+    update_seconds: float = 0.0
 
     def rate(self, dtype: str) -> float:
         """FLOP/s in this dtype. Raises UsageError if it is unknown."""
@@ -38,9 +42,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBlock:
-    """Times of one block on one rank, for a sub-batch of `samples`."""
+    """Times of one block on one rank, for a sub-batch of `samples`.
 
-    kind: BlockKind
+    kind: a BlockKind of a GPT, or the name of a traced model's block or end (`LayeredModel.block_name`, `end_name`).
+    """
+
+    kind: str
     hidden: int
     heads: int
     sequence: int
@@ -48,6 +55,11 @@ class MeasuredBlock:
     tp: int
     samples: float
     times: BlockTimes
+
+    @property
+    def of_gpt(self) -> bool:
+        """Whether it is a block of the built-in GPT."""
+        return self.kind in KINDS
 
     @property
     def key(self) -> tuple[str, int, int, int, str, int, float]:
@@ -112,16 +124,31 @@ class Hardware:
             return self.node.seconds(collective, ranks, num_bytes)
         return self.cluster.seconds(collective, ranks, num_bytes, sharing=min(stride, self.ranks_per_node))
 
+    def message_seconds(self, num_bytes: float, source: int, target: int, ranks: int) -> float:
+        """Seconds of messages of `num_bytes` from `ranks` ranks, `source` the first, to as many from `target` on.
+
+        Those between nodes share the node's link.
+        """
+        per_node = self.ranks_per_node
+        crossing = sum((source + rank) // per_node != (target + rank) // per_node for rank in range(ranks))
+        if not crossing:
+            return self.node.seconds("send", 2, num_bytes)
+        return self.cluster.seconds("send", 2, num_bytes, sharing=min(crossing, per_node))
+
     def block_times(self, model: Model, kind: AnyKind, tp: int, samples: float) -> BlockTimes:
         """Times of one block's ops for a sub-batch of `samples`.
 
-        Measured for GPTs that the profile holds. For other models: from the device's rates, scaled as the measured
-        block with the nearest number of FLOPs differs from them.
+        Measured for models that the profile holds. For others: from the device's rates, scaled as the measured block
+        with the nearest number of FLOPs differs from them.
         """
+        if isinstance(model, LayeredModel):
+            own = self._measured.get(_shape(model, model.block_name(kind), tp))
+            if own is not None:
+                return _between(own, samples)
         if not model.is_gpt:
             times = self._by_rates(model, kind, tp, samples)
             return (
-                times.scaled(self._correction(sum(model.matmul_flops(kind, tp, samples)))) if self.blocks else times
+                times.scaled(self._correction(sum(model.matmul_flops(kind, tp, samples)))) if self._ratios else times
             )
         assert isinstance(model, ModelShape)
         measured = self._measured.get((kind, model.hidden, model.heads, model.sequence, model.dtype, tp))
@@ -135,6 +162,18 @@ class Hardware:
             )
         return self._by_rates(model, kind, tp, samples)
 
+    def end_times(self, model: LayeredModel, before: int, tp: int, samples: float) -> tuple[float, float] | None:
+        """Seconds of the forward and the backward pass of what a model computes between lists of layers.
+
+        before: the layer behind it, or the number of layers for what follows the last. None where it was not
+        measured.
+        """
+        measured = self._measured.get(_shape(model, model.end_name(before), tp))
+        if measured is None:
+            return None
+        times = _between(measured, samples)
+        return times.forward, times.backward
+
     def _correction(self, flops: float) -> float:
         """Measured over predicted time of the measured block with the nearest number of FLOPs."""
         _, ratio = min(self._ratios, key=lambda each: abs(each[0] - log(max(1.0, flops))))
@@ -145,6 +184,8 @@ class Hardware:
         """(log of FLOPs, measured over predicted seconds of both passes) of each measured block."""
         found = []
         for block in self.blocks:
+            if not block.of_gpt:
+                continue
             model = ModelShape(block.hidden, 1, block.heads, block.sequence, dtype=block.dtype)
             predicted = self._by_rates(model, block.kind, block.tp, block.samples).both_passes
             flops = sum(model.matmul_flops(block.kind, block.tp, block.samples))
@@ -172,7 +213,11 @@ class Hardware:
 
     def has_block(self, model: Model, tp: int) -> bool:
         """Whether block times of this model at degree `tp` are available."""
-        if not self.blocks or not isinstance(model, ModelShape) or not model.is_gpt:
+        if isinstance(model, LayeredModel):
+            name = model.block_name(model.kind_of(0))
+            degrees = {block.tp for block in self.blocks if block.kind == name}
+            return not degrees or tp in degrees
+        if not self.blocks or not model.is_gpt:
             return True
         key = (model.hidden, model.heads, model.sequence, model.dtype, tp)
         return all((kind, *key) in self._measured for kind in ("attention", "mlp"))
@@ -244,6 +289,10 @@ def merge(first: Hardware, second: Hardware) -> Hardware:
     )
 
 
+def _shape(model: LayeredModel, name: str, tp: int) -> tuple[str, int, int, int, str, int]:
+    return name, model.hidden, model.heads, model.sequence, model.dtype, tp
+
+
 def _between(points: Sequence[MeasuredBlock], samples: float) -> BlockTimes:
     """Times at `samples`: interpolated between measurements, extrapolated from the nearest two beyond them.
 
@@ -269,14 +318,17 @@ def stack_costs(
 ) -> StackCosts:  # fmt: skip
     """Costs of each op of `schedule` on a stack of these blocks at degree `tp`, for `samples` samples.
 
-    wire: dtype in which sums are sent; a smaller one than the model's is cast to before and from after each. Under
+    wire: dtype in which sums are sent; a smaller one than the model's is cast to before and from after each.
+    Quantised numbers are made and summed by the thread that sends them, so that is a part of the collective. Under
     sequence parallelism the ops between reduce-scatter and all-gather work on a part of the sequence.
     """
     part = samples / schedule.num_sub_batches
     times = {kind: hardware.block_times(model, kind, tp, part) for kind in set(kinds)}
     unit = model.unit_bytes(part)
-    sent = unit if wire == "none" else unit * ELEMENT_BYTES[wire] // model.element_bytes
-    if sent != unit and tp > 1:
+    sent = unit if wire == "none" else int(unit * WIRE_BYTES[wire] // model.element_bytes)
+    # Reads and writes of two quantisations, of a part each, and of the numbers that come out of them.
+    packing = 2 * (unit + sent) / hardware.device.bytes_per_second if wire in CODES and tp > 1 else 0.0
+    if sent != unit and tp > 1 and not packing:
         cast = (unit + sent) / hardware.device.bytes_per_second + hardware.device.launch_seconds
         times = {kind: each.with_casts(cast) for kind, each in times.items()}
     if schedule.sequence_parallel:
@@ -289,7 +341,7 @@ def stack_costs(
     names = ("all_reduce", "reduce_scatter", "all_gather")
     return StackCosts(
         times=tuple(times[kind] for kind in kinds),
-        collectives={name: hardware.collective_seconds(name, tp, sent) for name in names},
+        collectives={name: hardware.collective_seconds(name, tp, sent) + packing for name in names},
         sizes=tuple(sizes[kind] for kind in kinds),
         link=link,
         contention=hardware.link(link).contention,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -144,6 +145,15 @@ def _flops(value: Any, where: str) -> dict[str, float]:
 # --- objects ---
 
 _DTYPE = _one_of(*ELEMENT_BYTES)
+_TRACED = re.compile(r"\S+ (block|embedding|head), \d+ FLOPs, \d+ bytes, \d+ parameters")
+
+
+def _kind(value: Any, where: str) -> str:
+    """Kind of a GPT's block, or the name of a traced model's block or end."""
+    traced = isinstance(value, str) and _TRACED.fullmatch(value) is not None
+    return str(value) if traced else _one_of(*KINDS)(value, where)
+
+
 _BYTES_PER_SECOND = _rate("bytes per second", 1e3, "not GB/s or Gbit/s")
 _SHAPE = {
     "hidden": _Field(_whole(), _REQUIRED),
@@ -156,7 +166,7 @@ _SHAPE = {
 _SOMETIMES_NOTHING = ("combine", "combine_backward", "weight_gradient")
 """Times that may be zero: published figures do not separate them."""
 _BLOCK = {
-    "kind": _Field(_one_of(*KINDS), _REQUIRED),
+    "kind": _Field(_kind, _REQUIRED),
     **_SHAPE,
     **{
         f"{item.name}_seconds": _Field(_seconds(above_zero=item.name not in _SOMETIMES_NOTHING), _REQUIRED)
@@ -222,6 +232,8 @@ def _overhead(value: Any, where: str) -> MeasuredOverhead:
 
 
 def _require_cut(block: Mapping[str, Any], where: str) -> None:
+    if block["kind"] not in KINDS:
+        return  # of a traced model, whose heads need not divide its width
     if block["hidden"] % block["heads"] or block["heads"] % block["tp"]:
         raise UsageError(
             f"{where}: hidden {block['hidden']} in {block['heads']} heads over tp {block['tp']} does not divide; one "
@@ -262,6 +274,7 @@ def _device(value: Any, where: str) -> Device:
         "flops_per_second": _Field(_flops, _REQUIRED),
         "bytes_per_second": _Field(_BYTES_PER_SECOND, _REQUIRED),
         "launch_seconds": _Field(_seconds(above_zero=False), 0.0),
+        "update_seconds": _Field(_seconds(above_zero=False), 0.0),
     }
     return Device(**_object(value, where, known))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from oases.schedule import Op, Schedule
 from oases.schedule.ops import STARTS
+from oases.schedule.schedule import lane_of
 from oases.simulator.cost import ExpertCosts, StackCosts
 from oases.simulator.program import Compute, Instruction, Program, Receive, Send, Start, Wait
 
@@ -24,8 +25,8 @@ class Step(NamedTuple):
 class StagePasses:
     """Instructions of one model part's passes on a pipeline stage, as functions of the micro-batch.
 
-    recompute, weights: of ops R and W. message_seconds: transfer time of an activation or gradient to the next
-    stage.
+    recompute, weights: of ops R and W. message_seconds: transfer time of the activation to the next part;
+    gradient_seconds: of the gradient to the part before.
     """
 
     forward: Callable[[int], Sequence[Instruction]]
@@ -33,6 +34,7 @@ class StagePasses:
     recompute: Callable[[int], Sequence[Instruction]] = lambda m: ()
     weights: Callable[[int], Sequence[Instruction]] = lambda m: ()
     message_seconds: float = 0.0
+    gradient_seconds: float = 0.0
 
     @staticmethod
     def by_kind(part: int, seconds: Mapping[str, float]) -> StagePasses:
@@ -41,7 +43,8 @@ class StagePasses:
         def compute(kind: str) -> Callable[[int], Sequence[Instruction]]:
             return lambda m: (Compute(f"{kind} {part}.{m}", seconds.get(kind, 0.0)),)
 
-        return StagePasses(compute("F"), compute("B"), compute("R"), compute("W"), seconds.get("send", 0.0))
+        sent = seconds.get("send", 0.0)
+        return StagePasses(compute("F"), compute("B"), compute("R"), compute("W"), sent, sent)
 
 
 Costs = StackCosts | ExpertCosts | Sequence[StagePasses]
@@ -62,7 +65,7 @@ def lower(schedule: Schedule, costs: Costs, prefix: str = "") -> tuple[tuple[Ste
         return (tuple(Step(_of_experts(op, schedule, costs, prefix), op, op.in_backward) for op in schedule),)
     _require("stage", len(costs), schedule)
     return tuple(
-        tuple(Step(each, op, op.in_backward) for op in ops for each in _of_stage(op, costs[op.block]))
+        tuple(Step(each, op, op.in_backward) for op in ops for each in _of_stage(op, costs[op.block], schedule))
         for ops in schedule.stages
     )
 
@@ -81,13 +84,14 @@ def _require(unit: str, blocks: int, schedule: Schedule) -> None:
         )
 
 
-def _of_stage(op: Op, part: StagePasses) -> Sequence[Instruction]:
+def _of_stage(op: Op, part: StagePasses, schedule: Schedule) -> Sequence[Instruction]:
     if op.kind == "receive":
         sender = op.block - 1 if op.of == "F" else op.block + 1
         return (Receive(f"{op.of} {sender}.{op.sub_batch}"),)
     if op.kind == "send":
-        link = "to the next stage" if op.of == "F" else "to the stage before"
-        return (Send(str(op.carried), part.message_seconds, link),)
+        of: Literal["F", "B"] = "F" if op.of == "F" else "B"
+        seconds = part.message_seconds if of == "F" else part.gradient_seconds
+        return (Send(str(op.carried), seconds, lane_of(op.block, of, schedule.num_stages, schedule.placement)),)
     passes = {"F": part.forward, "B": part.backward, "R": part.recompute, "W": part.weights}
     return passes[op.kind](op.sub_batch)
 

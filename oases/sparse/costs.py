@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from oases.execution.clock import synchronize
 from oases.kernels.sparse import bitmap_pack
 from oases.sparse.gradient import DenseRows
 from oases.sparse.sketch import Sketch
@@ -113,10 +114,8 @@ def _work(device: torch.device, sketch_rows: int) -> list[float]:
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start

@@ -8,6 +8,7 @@ buckets alone, so it is equal on every rank.
 import queue
 import threading
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,9 +88,9 @@ def s2_hook(state: S2Reducer, bucket: dist.GradBucket) -> torch.futures.Future[T
         sparse.append((buffer, state.memory_of(bucket.parameters()[0])))
     else:
         sparse, others = _parted(state, buffer, bucket.parameters(), bucket.gradients())
-    on_gpu = buffer.is_cuda
-    future: Any = torch.futures.Future(devices=[buffer.device]) if on_gpu else torch.futures.Future()
-    event = torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
+    on_device = buffer.device.type != "cpu"
+    future: Any = torch.futures.Future(devices=[buffer.device]) if on_device else torch.futures.Future()
+    event = torch.accelerator.current_stream(buffer.device).record_event() if on_device else None
     if state.jobs is None:
         state.jobs = _thread(state)
     # In the first pass of static_graph=True, DDP numbers every bucket 0 and marks none as last: none may wait.
@@ -140,8 +141,8 @@ def _serve(jobs: queue.SimpleQueue[_Bucket | None]) -> None:
     failed: Exception | None = None
     while (bucket := jobs.get()) is not None:
         if bucket.event is not None and stream is None:
-            torch.cuda.set_device(bucket.buffer.device)
-            stream = torch.cuda.Stream(bucket.buffer.device)
+            torch.accelerator.set_device_index(bucket.buffer.device)
+            stream = torch.Stream(bucket.buffer.device)
         if failed is not None:
             # Other ranks may still be in the failed bucket: a new collective would pair with the wrong one.
             bucket.future.set_exception(failed)
@@ -149,7 +150,7 @@ def _serve(jobs: queue.SimpleQueue[_Bucket | None]) -> None:
             del bucket
             continue
         try:
-            with torch.no_grad(), torch.cuda.stream(stream):
+            with torch.no_grad(), stream or nullcontext():
                 if bucket.event is not None:
                     stream.wait_event(bucket.event)
                 bucket.start()

@@ -88,8 +88,8 @@ class S2Reducer:
         for _ in range(2):
             next(steps)
         mean = self.end(steps, exchange)
-        if gradient.is_cuda:
-            torch.cuda.current_stream(gradient.device).synchronize()
+        if gradient.device.type != "cpu":
+            torch.accelerator.current_stream(gradient.device).synchronize()
         return mean
 
     def prepare(self, device: torch.device) -> None:

@@ -149,7 +149,7 @@ class Wire:
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.world, self.ranks = len(ranks), tuple(ranks)
         if self.world > 1:
-            self._knows_or = dist.get_backend(group) == "gloo"
+            self._knows_or = dist.get_backend(group) in ("gloo", "staged")
             # torch names a subgroup by a rank's number of groups, which may differ between ranks.
             alone = len(ranks) < dist.get_world_size()
             self.group = dist.new_group(ranks, use_local_synchronization=alone)

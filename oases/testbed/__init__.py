@@ -9,6 +9,7 @@ from oases.testbed.link import (
     inside,
     link_bytes_per_second,
     relaunch,
+    set_rate,
     why_impossible,
     with_nodes,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "inside",
     "link_bytes_per_second",
     "relaunch",
+    "set_rate",
     "why_impossible",
     "with_nodes",
 ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oases.errors import UsageError
+from oases.limits import short
 from oases.testbed.link import UNITS
 
 
@@ -28,29 +29,32 @@ class Backend:
 
     @staticmethod
     def parse(text: str) -> Backend:
-        """Parse "gloo", "nccl" or "sim:alpha=20us,bandwidth=12GB/s[,single_process]". Raises UsageError.
+        """Parse "gloo", "staged", "nccl" or "sim:alpha=20us,bandwidth=12GB/s[,single_process]". Raises UsageError.
 
         "alone" is the name of `single_process` in 0.1.0.
         """
         name, _, options = text.partition(":")
-        if name in ("gloo", "nccl") and not options:
+        if name in ("gloo", "staged", "nccl") and not options:
             return Backend(name)
         if name != "sim":
             raise UsageError(
-                f"unknown backend {text!r}; known are gloo, nccl and sim:alpha=TIME,bandwidth=RATE, "
+                f"unknown backend {short(text)}; known are gloo, staged, nccl and sim:alpha=TIME,bandwidth=RATE, "
                 "e.g. sim:alpha=20us,bandwidth=12GB/s"
             )
         items = [item for item in options.split(",") if item]
         flags = {"single_process", "alone"}.intersection(items)
         given = dict(item.partition("=")[::2] for item in items if item not in flags)
         if set(given) != {"alpha", "bandwidth"}:
-            raise UsageError(f"backend {text!r}: sim needs alpha and bandwidth, got {', '.join(given) or 'none'}")
+            names = short(", ".join(given)) if given else "none"
+            raise UsageError(f"backend {short(text)}: sim needs alpha and bandwidth, got {names}")
         return Backend("sim", _seconds(given["alpha"]), _rate(given["bandwidth"]), bool(flags))
 
     def activate(self) -> str:
         """Register the backend with torch.distributed; return the name for init_process_group."""
         if self.name == "sim":
             _register_sim(self)
+        if self.name == "staged":
+            import oases.extension  # noqa: F401  (registers it)
         # NCCL does not take CPU tensors, in which ranks exchange times and settings.
         return "cpu:gloo,cuda:nccl" if self.name == "nccl" else self.name
 
@@ -58,17 +62,17 @@ class Backend:
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ns|us|ms|s)", text)
     if match is None:
-        raise UsageError(f"alpha {text!r} is not a time; give a number and ns, us, ms or s, e.g. 20us")
+        raise UsageError(f"alpha {short(text)} is not a time; give a number and ns, us, ms or s, e.g. 20us")
     seconds = float(match[1]) / {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}[match[2]]
     if seconds > 60:
-        raise UsageError(f"alpha {text!r} is out of range; a collective's start-up is at most 60s here")
+        raise UsageError(f"alpha {short(text)} is out of range; a collective's start-up is at most 60s here")
     return seconds
 
 
 def _rate(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit|[kmg]b/s)", text.lower())
     if match is None or float(match[1]) == 0:
-        raise UsageError(f"bandwidth {text!r} is not a rate; give e.g. 12GB/s or 1gbit")
+        raise UsageError(f"bandwidth {short(text)} is not a rate; give e.g. 12GB/s or 1gbit")
     return float(match[1]) * UNITS[match[2].removesuffix("/s")]
 
 

@@ -56,6 +56,20 @@ def inside(rate: str, nodes: int = 1) -> bool:
     return os.environ.get(INSIDE) == with_nodes(rate, nodes)
 
 
+def set_rate(bits_per_second: float) -> str:
+    """Change the rate of the shaped loopback of this process's namespace; return it, e.g. "812.5mbit".
+
+    Raises UsageError for a rate out of range, RuntimeError where no loopback is shaped.
+    """
+    rate = f"{bits_per_second / 1e6:.6g}mbit"
+    link_bytes_per_second(rate)
+    command = ["sh", "-c", f"tc qdisc change dev lo {SHAPED}", "sh", rate]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{done.stderr.strip()} (tc qdisc change to {rate}, outside of oases.testbed.relaunch?)")
+    return rate
+
+
 def _environment() -> dict[str, str]:
     # ip and tc are outside a regular user's PATH.
     return os.environ | {"PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin"}

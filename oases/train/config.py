@@ -11,29 +11,33 @@ from typing import Any
 import torch
 
 from oases.errors import UsageError, make_folder
+from oases.execution.wire import CODES, WireType, wire_type
 from oases.launch.ranks import restart_count
 from oases.plans.plan import Plan, read_plan
-from oases.plans.shape import ModelShape
+from oases.plans.shape import AUTO_LOSSY, ModelShape
 from oases.schedule import GENERATORS, PIPELINES, read_schedule
+from oases.train.adapters import ALL_LINEAR, lora_config, require_adapters
 from oases.train.checkpoint.resume import AUTO, require_resumable
 from oases.train.checkpoint.retention import require_folder
 from oases.train.config_file import config_text, read_values
 from oases.train.data import Corpus
-from oases.train.expert_options import ExpertOptions
+from oases.train.expert_options import AUTO_SCHEDULE, ExpertOptions
 from oases.train.instructions import Instructions
 from oases.train.learning_rate import SCHEDULES, RateSchedule, rate_factor
 from oases.train.load_balance import require_new_trace
 from oases.train.logs import last_logged_step, require_tensorboard
 from oases.train.model_options import Degrees, option, require_known, require_types
-from oases.train.model_stage import causal_configuration
+from oases.train.model_stage import causal_configuration, weights_of
 from oases.train.optimizer import PRECISIONS
 from oases.train.step_check import POLICIES
-from oases.train.tokenizer import load_tokenizer
+from oases.train.tokenizer import load_tokenizer, require_rows
 from oases.train.tokens import open_corpus
 
 ROWS_MULTIPLE = 64
 """Padding of the vocabulary, so that common tensor-parallel degrees divide it."""
-WIRE_DTYPES: dict[str, torch.dtype | None] = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WIRE_DTYPES: dict[str, WireType | None] = {
+    "none": None, **{name: wire_type(name) for name in ("bfloat16", "float16", *CODES)},
+}  # fmt: skip
 SAVE_ERRORS = ("warn", "stop")
 _SET_BY_PLAN = (
     "schedule", "sub_batches", "recompute", "sequence_parallel", "degrees", "pipeline_schedule", "micro_batches",
@@ -69,6 +73,10 @@ class TrainConfig(ExpertOptions):
     vocabulary: int = option(
         0, "vocabulary size (rows of the embedding); 0 = the tokenizer's, padded to a multiple of 64"
     )
+    lora_rank: int = option(0, "with --model, train LoRA adapters of this rank alone (peft); 0 = all weights")
+    lora_targets: str = option(
+        ALL_LINEAR, f"linears that get adapters: names with commas between, or {ALL_LINEAR}", metavar="NAMES"
+    )
     precision: str = option(
         "float32", "dtype of weights and activations; bfloat16 keeps float32 master weights", PRECISIONS
     )
@@ -94,7 +102,16 @@ class TrainConfig(ExpertOptions):
         metavar="NAME|FILE",
     )
     wire_dtype: str = option(
-        "none", "dtype of activations in all-reduces; none = the dtype they are computed in", WIRE_DTYPES
+        "none",
+        "type of activations in all-reduces: none = the dtype they are computed in; int8, fp8, int4 = quantised, "
+        "with rounding errors; auto:lossy = none, bfloat16 or int8, by measuring",
+        (*WIRE_DTYPES, AUTO_LOSSY),
+    )
+    gradient_wire: str = option(
+        "none",
+        "data-parallel averages of gradients: none = in their own dtype; int8, fp8, int4 = quantised, with error "
+        "feedback",
+        ("none", *CODES),
     )
     sequence_parallel: bool = option(
         False, "sequence parallelism: shard activations between blocks along the sequence"
@@ -150,6 +167,8 @@ class TrainConfig(ExpertOptions):
         require_types(self)  # before a schedule file is read
         if self.model is not None:
             self._take_sizes(self.model)
+        weights = None if self.model is None else weights_of(self.model)
+        require_adapters(self.lora_rank, self.lora_targets, self.model, weights)
         self._sort_list()
         super().__post_init__()
         require_known(self, {"pipeline_schedule": PIPELINES}, or_file=True)
@@ -162,6 +181,11 @@ class TrainConfig(ExpertOptions):
         require_device(self.device)
         require_compiler(self.compile)
         self._require_survival()
+
+    @property
+    def lora(self) -> Any:
+        """LoraConfig of the adapters that are trained; None without."""
+        return lora_config(self.lora_rank, self.lora_targets) if self.lora_rank else None
 
     def _sort_list(self) -> None:
         """Move a pipeline or expert schedule file from `schedule` to its field. ScheduleError if invalid."""
@@ -188,9 +212,10 @@ class TrainConfig(ExpertOptions):
                     "or change the model's config.json"
                 )
             object.__setattr__(self, name, size)
-        for name in ("experts", "sequence_parallel"):
-            if getattr(self, name) != usual[name]:
-                raise UsageError(f"{_option(name)} is for the built-in GPT; leave it out with --model")
+        remedy = "give the model's own as --tokenizer, or one whose embedding was resized to them as --model"
+        require_rows(load_tokenizer(self.tokenizer), found.vocab_size, f"--model {path!r}: its vocabulary of", remedy)
+        if self.experts != usual["experts"]:
+            raise UsageError(f"{_option('experts')} is for the built-in GPT; leave it out with --model")
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> TrainConfig:
@@ -231,7 +256,9 @@ class TrainConfig(ExpertOptions):
 
     @property
     def default_sub_batches(self) -> int:
-        """Default sub-batches for the micro-batch size of a replica; 1 without tensor parallelism."""
+        """Default sub-batches for the micro-batch size of a replica; 1 without tensor parallelism, 0 to measure."""
+        if self.schedule == AUTO_SCHEDULE:
+            return 0
         if not self.beyond_tensor_parallel:
             return super().default_sub_batches
         samples = self.batch // (self.degrees.data * max(1, self.micro_batches))
@@ -240,12 +267,11 @@ class TrainConfig(ExpertOptions):
     @property
     def rows(self) -> int:
         """Vocabulary size, padded. UsageError for an unavailable tokenizer, or one with more tokens."""
-        tokens = load_tokenizer(self.tokenizer).size
-        if 0 < self.vocabulary < tokens:
-            raise UsageError(
-                f"vocabulary {self.vocabulary} is too small; {self.tokenizer or 'bytes'} has {tokens} tokens"
-            )
-        return self.vocabulary or -(-tokens // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        tokenizer = load_tokenizer(self.tokenizer)
+        if self.vocabulary:
+            remedy = "leave out --vocabulary, or give a smaller tokenizer"
+            require_rows(tokenizer, self.vocabulary, "vocabulary", remedy)
+        return self.vocabulary or -(-tokenizer.size // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
@@ -337,17 +363,8 @@ def require_fit(config: TrainConfig, plan: Plan) -> None:
             f"plan: its model computes in {plan.model.dtype}, training here in {config.precision}; leave out "
             "--precision, or plan for that"
         )
-    if plan.fsdp and config.precision != "float32":
-        raise UsageError(
-            f"fsdp does not support precision {config.precision} (float32 master weights are not sharded); use zero, "
-            "or float32"
-        )
-    tokenizer = load_tokenizer(config.tokenizer)
-    if plan.model.vocabulary < tokenizer.size:
-        raise UsageError(
-            f"plan: a vocabulary of {plan.model.vocabulary} is too small; {tokenizer.name} has {tokenizer.size} "
-            "tokens"
-        )
+    remedy = "plan for its tokens by --vocabulary, or give a smaller tokenizer"
+    require_rows(load_tokenizer(config.tokenizer), plan.model.vocabulary, "plan: a vocabulary of", remedy)
 
 
 def _sizes(plan: Plan) -> dict[str, Any]:

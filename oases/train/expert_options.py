@@ -16,8 +16,10 @@ from oases.train.model_options import ModelOptions, option, require_known
 
 AUTO_SCHEDULE = "auto"
 """Value of `expert_schedule` that selects the schedule by the placement."""
-_NOT_WITH_EXPERTS: dict[str, Any] = {"sequence_parallel": False, "schedule": "oases", "wire_dtype": "none"}
-"""Options that must keep their defaults in a mixture-of-experts model."""
+_WITH_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "sequence_parallel": (False,), "schedule": ("oases", AUTO_SCHEDULE), "wire_dtype": ("none",)
+}  # fmt: skip
+"""Values of options for dense blocks in a mixture-of-experts model: their defaults, of older versions too."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,8 @@ class ExpertOptions(ModelOptions):
             return
         require_known(self, {"expert_schedule": (AUTO_SCHEDULE, *EXPERT_SCHEDULES)}, or_file=True)
         assert self.plan_experts is not None  # raises for an invalid value
-        for name, usual in _NOT_WITH_EXPERTS.items():
-            if getattr(self, name, usual) != usual:
+        for name, usual in _WITH_EXPERTS.items():
+            if getattr(self, name, usual[0]) not in usual:
                 raise UsageError(
                     f"{name} {getattr(self, name)!r} and experts {self.experts} cannot be combined; leave out one"
                 )

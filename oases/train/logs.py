@@ -130,7 +130,12 @@ class Scalars:
         )
 
     def write(self, *, step: int, **values: Any) -> None:
-        """Add the numeric values of a step; others are left out."""
+        """Add the numeric values of a step, and its overlap by stack, layer, collective and pass; others are left
+        out.
+        """
+        for where, seconds in (values.get("overlap") or {}).items():
+            for name, value in seconds.items():
+                self._writer.add_scalar(f"overlap/{where}/{name}", value, step)  # type: ignore[no-untyped-call]
         for name, value in values.items():
             if isinstance(value, (int, float)):
                 tag = TAGS.get(name, f"train/{name}")

@@ -143,7 +143,10 @@ class Meter:
     def _host_group(self) -> tuple[ProcessGroup, torch.device]:
         """Group and device for gathering host values."""
         assert self.process_group is not None
-        if self.device.type == "cpu" or dist.get_backend(self.process_group) != "nccl":
+        backends = dist.get_backend_config(self.process_group)
+        if self.device.type == "cpu" or "cpu:gloo" in backends:
+            return self.process_group, torch.device("cpu")
+        if "nccl" not in backends:
             return self.process_group, self.device
         if self._gloo_group is None:
             # Over NCCL the all-gather would queue behind the optimizer update, and reading it would wait for that.
@@ -168,6 +171,6 @@ class Meter:
 
 def peak_bytes(device: torch.device) -> int:
     """Peak memory so far: allocated by torch on the GPU, or the resident set of this process, bytes."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

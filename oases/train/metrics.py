@@ -17,9 +17,10 @@ import torch
 from rich.table import Table
 
 from oases.execution.clock import synchronize
-from oases.execution.group import ProcessGroup, group_size
+from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.parallel.collectives import all_reduce
 from oases.plans.plan import Plan, Prediction
+from oases.reporting import Seconds, StepOverlap
 from oases.simulator.peaks import peak_flops
 from oases.simulator.quantities import rate_text, seconds_text
 from oases.terminal import table
@@ -43,7 +44,8 @@ class StepReport:
     step: counted from 1. loss: nats per token. seconds: of the slowest rank. flops_per_second: model FLOP/s of all
     ranks; utilisation: MFU, see the module. memory_bytes: peak of the rank with most: allocated by torch on its GPU,
     or the process's resident set. exposed, bubble: fractions of the step, means over ranks. skipped: the weights were
-    not updated. validation_loss: of an evaluation after this step. balance: of a model with experts.
+    not updated. validation_loss: of an evaluation after this step. balance: of a model with experts. overlap: of the
+    rank that writes logs, exposed and hidden seconds by stack, layer, collective and pass.
     """
 
     step: int
@@ -60,6 +62,7 @@ class StepReport:
     skipped: bool
     validation_loss: float | None = None
     balance: StepLoadBalance | None = None
+    overlap: dict[str, Seconds] | None = None
 
     def values(self) -> dict[str, Any]:
         """Values by name for logs, those of the balance included."""
@@ -198,6 +201,8 @@ class Reporter:
         self.flops = trainer.plan.model.step_flops(config.batch) + self.tokens * config.extra_flops_per_token
         """Model FLOPs per step."""
         self.peak = Peak.of(trainer.device, next(trainer.model.parameters()).dtype, trainer.group, config.peak_flops)
+        logs = group_rank(trainer.group) == 0 and (config.step_log is not None or config.tensorboard is not None)
+        self._overlap = StepOverlap(trainer.overlap) if logs else None
         trainer.meter.reset()
 
     def report(self, loss: float) -> StepReport | None:
@@ -222,6 +227,7 @@ class Reporter:
             skipped=step - 1 in trainer.step_check.skipped,
             validation_loss=trainer.evaluations.get(step),
             balance=None if trainer.balance is None else trainer.balance.last,
+            overlap=None if self._overlap is None else self._overlap.take(),
         )
 
     def summary(self) -> dict[str, Any]:

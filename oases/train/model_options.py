@@ -31,7 +31,9 @@ class ModelOptions:
     sequence: int = option(128, "sequence length, tokens per sample")
     batch: int = option(8, "global batch size, samples per optimizer step")
     sub_batches: int = option(
-        0, "sub-batches per micro-batch of an overlapping schedule; 0 = 4, or 2 for fewer than 4 samples"
+        0,
+        "sub-batches per micro-batch of an overlapping schedule; 0 = chosen by measuring with schedule auto, else 4, "
+        "or 2 for fewer than 4 samples",
     )
     recompute: str = option(
         "none", "activation recomputation in the backward pass; full = keep only block inputs", ("none", "full")
@@ -44,7 +46,7 @@ class ModelOptions:
             object.__setattr__(self, "heads", self.default_heads)
         if self.sub_batches == 0:
             object.__setattr__(self, "sub_batches", self.default_sub_batches)
-        for name in ("hidden", "layers", "heads", "sequence", "batch", "sub_batches"):
+        for name in ("hidden", "layers", "heads", "sequence", "batch"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.hidden % self.heads:

@@ -16,6 +16,7 @@ from oases.graph.trace.configuration import configuration, configured_model, rea
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import StageMessages
 from oases.plans.plan import Plan
+from oases.train.adapters import add_adapters
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of transformers' classes that predict the next token."""
@@ -36,17 +37,28 @@ def causal_configuration(path: str) -> Any:
     return found
 
 
-def build_model(path: str, seed: int, plan: Plan, mesh: Mesh, **options: Any) -> nn.Module:
+def build_model(
+    path: str, seed: int, plan: Plan, mesh: Mesh, *, lora: Any = None, device: torch.device, **options: Any
+) -> nn.Module:
     """Model of a run on its ranks: with the weights of the folder where it has any, else with random ones.
 
-    Random weights depend on the seed alone. options: of `parallelize`. Collective over all ranks.
+    Random weights depend on the seed alone. lora: LoraConfig of adapters, which alone are trained then; None for
+    none. options: of `parallelize`. Collective over all ranks.
     """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    weights = str(folder) if any(folder.glob("*.safetensors")) else None
+    weights = weights_of(path)
     torch.manual_seed(seed)
     data = read_configuration(Path(path), "--model")
     model = configured_model(data, device="cpu" if weights is None else "meta").train()
-    return parallelize(model, mesh=mesh, plan=plan, micro_batches=plan.micro_batches, weights=weights, **options)
+    if lora is not None:
+        model = add_adapters(model, lora, device)
+    options |= {"weights": weights, "device": device, "micro_batches": plan.micro_batches}
+    return parallelize(model, mesh=mesh, plan=plan, **options)
+
+
+def weights_of(path: str) -> str | None:
+    """Folder of the safetensors beside a model's configuration; None where there are none."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    return str(folder) if any(folder.glob("*.safetensors")) else None
 
 
 class ModelStage:
@@ -66,12 +78,12 @@ class ModelStage:
         return found
 
     def parts(self) -> Iterable[tuple[list[nn.Parameter], ProcessGroup | None]]:
-        """All parameters with their data-parallel group."""
-        return [(list(self._model.parameters()), self._training.mesh.data(self.tensor_parallel))]
+        """All trained parameters with their data-parallel group."""
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return [(trained, self._training.mesh.data(self.tensor_parallel))]
 
-    def prepare(self, *, fsdp: bool) -> None:
-        """Do nothing: the model averages its gradients itself."""
-        assert fsdp == bool(self._training.units), "as the plan says"
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Do nothing: the model shards its weights and averages its gradients itself."""
 
     def begin(self, number: int) -> None:
         """Set the number of the next pass in the whole training, from which random numbers are derived."""

@@ -16,11 +16,13 @@ from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup, group_size
 from oases.models.gpt import Decoder
 from oases.parallel.collectives import all_reduce
-from oases.parallel.fsdp import ShardedGradientAverager, local
+from oases.parallel.fsdp import local
 from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.mesh import Mesh
 from oases.parallel.messages import StageMessages
 from oases.parallel.pipeline import Forward, StageRunner
+from oases.parallel.precision import is_low
+from oases.parallel.sharded_gradients import ShardedGradientAverager
 from oases.plans.check import pipeline_of
 from oases.plans.plan import Plan
 
@@ -46,8 +48,8 @@ class Stage(Protocol):
     def parts(self) -> Iterable[tuple[list[nn.Parameter], ProcessGroup | None]]:
         """Parameters with the data-parallel group of each, in order of the forward pass."""
 
-    def prepare(self, *, fsdp: bool) -> None:
-        """Prepare to average gradients. fsdp: shard the weights, before the optimizer is made."""
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Shard the weights if the plan does, before the optimizer is made. dtype: of the weights in passes."""
 
     def begin(self, number: int) -> None:
         """Set the number of the next pass in the whole training, from which random numbers are derived."""
@@ -70,8 +72,15 @@ class GPTStage:
     """
 
     def __init__(
-        self, model: Decoder, plan: Plan, mesh: Mesh, group: ProcessGroup | None, after_forward: Callable[[int], None]
+        self,
+        model: Decoder,
+        plan: Plan,
+        mesh: Mesh,
+        group: ProcessGroup | None,
+        after_forward: Callable[[int], None],
+        gradient_wire: str = "",
     ) -> None:
+        self._gradient_wire = gradient_wire
         self.model, self.mesh, self.group, self._after_forward = model, mesh, group, after_forward
         pipeline = pipeline_of(plan)
         self.messages: StageMessages | None = None
@@ -81,6 +90,7 @@ class GPTStage:
             self.messages = StageMessages(pipeline, mesh, degrees, device=next(model.parameters()).device)
         self.run = StageRunner(pipeline, mesh.stage, self.messages)
         self.tensor_parallel = model.tensor_parallel
+        self._sharding = "fsdp" if plan.fsdp else "zero" if plan.zero else None
         self._average: GradientAverager | ShardedGradientAverager | None = None
 
     @property
@@ -92,9 +102,13 @@ class GPTStage:
         """Parameters with the data-parallel group of each, in order of the forward pass."""
         return self.model.parts()
 
-    def prepare(self, *, fsdp: bool) -> None:
-        """Shard the weights with `fsdp`. Gradients are averaged from the first backward pass on."""
-        self._average = self.model.shard_weights() if fsdp else None
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Shard the weights if the plan does. Gradients are averaged from the first backward pass on."""
+        if self._sharding is not None:
+            low = dtype if is_low(dtype) else None
+            self._average = self.model.shard_weights(
+                low, keep=self._sharding == "zero", gradient_wire=self._gradient_wire
+            )
 
     def begin(self, number: int) -> None:
         """Set the number of the next pass in the whole training, from which random numbers are derived."""
@@ -103,8 +117,8 @@ class GPTStage:
     def backward(self, samples: MicroBatches) -> float:
         """Run a step's forward and backward passes; returns the loss. Gradients are of the whole batch."""
         if self._average is None:  # once the optimizer has set the gradients' types
-            self._average = GradientAverager(self.model.parts())
-        losses = self.run.run(self._forward(samples, len(samples)), self._average.overlapped())
+            self._average = GradientAverager(self.model.parts(), wire=self._gradient_wire)
+        losses = self.run.run(self._forward(samples, len(samples)), self._average)
         tied = self.model.tied
         if tied is not None and tied.grad is not None:  # after averaging: first and last stage sum averaged gradients
             all_reduce(local(tied.grad), self.mesh.embedding_group, "tied embeddings")
@@ -114,11 +128,15 @@ class GPTStage:
 
     def evaluate(self, batches: Sequence[MicroBatches]) -> float:
         """Run forward passes only; returns the mean loss of the batches."""
-        if self.mesh.num_stages == 1:
-            losses = [loss for batch in batches for loss in self.run.evaluate(self._forward(batch, 1))]
-            return self._over_replicas(torch.stack(losses).mean())
-        found = [self._on_all_stages(self.run.evaluate(self._forward(batch, len(batch)))) for batch in batches]
-        return sum(found) / len(batches)
+        try:
+            if self.mesh.num_stages == 1:
+                losses = [loss for batch in batches for loss in self.run.evaluate(self._forward(batch, 1))]
+                return self._over_replicas(torch.stack(losses).mean())
+            found = [self._on_all_stages(self.run.evaluate(self._forward(batch, len(batch)))) for batch in batches]
+            return sum(found) / len(batches)
+        finally:
+            if isinstance(self._average, ShardedGradientAverager):
+                self._average.free()
 
     def close(self) -> None:
         """Close the messages."""
@@ -142,7 +160,7 @@ class GPTStage:
         return float(all_reduce(loss.reshape(1), group, "loss")) / group_size(group)
 
     def _on_all_stages(self, losses: list[Tensor]) -> float:
-        """Sum of the last stage's losses, averaged over replicas, on every rank."""
+        """Sum of the last part's losses, averaged over replicas, on every rank."""
         parameter = next(self.model.parameters())
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         total = torch.zeros(1, dtype=dtype, device=parameter.device)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from oases.errors import UsageError
 from oases.graph.stages import balanced
 from oases.graph.trace import trace_configuration
+from oases.graph.trace.configuration import configured_model, read_configuration
 from oases.moe.placement_data import owner_ranks
 from oases.plans.check import check
 from oases.plans.layered import LayeredModel, Model
 from oases.plans.plan import AUTO, Plan, Segment, Stage, read_plan
-from oases.plans.shape import ModelShape
+from oases.plans.shape import AUTO_LOSSY, WIRES, ModelShape
 from oases.schedule import GENERATORS, PIPELINES, WHOLE, format_schedule, read_schedule, recomputed_layers
-from oases.schedule.pipeline import chunks_of
+from oases.schedule.pipeline import chunks_of, parts_on
 from oases.train.config import TrainConfig, require_fit
 from oases.train.data import Corpus
 from oases.train.instructions import Instructions
@@ -40,6 +42,12 @@ class Run:
     def __post_init__(self) -> None:
         require_fit(self.config, self.plan)
         check(self.plan)
+        if self.config.model is not None and self.config.plan is not None:
+            _require_planned(self.config.model, self.plan)
+        if self.config.wire_dtype == AUTO_LOSSY:
+            _require_whole_steps(self.plan)
+        if self.config.gradient_wire != "none":
+            _require_averages(self.config, self.plan)
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> Run:
@@ -99,7 +107,7 @@ def resolve_degrees(config: TrainConfig, ranks: int) -> Degrees:
 def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
     """Build a plan from the configuration's degrees, without a profile: equal stages, one schedule for all layers.
 
-    If the layers do not divide evenly, the last stage, which has the head, gets fewer. UsageError where the degrees
+    If the layers do not divide evenly, the last part, which has the head, gets fewer. UsageError where the degrees
     do not match the ranks, for more stages than layers, indivisible batch or experts, and an unknown schedule.
     """
     degrees, model = resolve_degrees(config, ranks), _model_of(config)
@@ -159,7 +167,10 @@ def plan_from_degrees(config: TrainConfig, ranks: int) -> Plan:
         ranks_per_node=ranks,
         global_batch=config.batch,
         micro_batches=config.micro_batches,
-        stages=tuple(Stage(tuple(segments[stage :: degrees.pipeline])) for stage in range(degrees.pipeline)),
+        stages=tuple(
+            Stage(tuple(segments[part] for part in parts_on(pipeline, degrees.pipeline, stage)))
+            for stage in range(degrees.pipeline)
+        ),
         zero=config.zero,
         fsdp=config.fsdp,
         pipeline=pipeline,
@@ -174,6 +185,17 @@ def _model_of(config: TrainConfig) -> Model:
     return ModelShape(
         config.hidden, config.layers, config.heads, config.sequence, config.rows, dtype=config.precision
     )
+
+
+def _require_planned(path: str, plan: Plan) -> None:
+    """Raise UsageError, before ranks start, for a plan whose traced model has other parameters than `path`'s."""
+    made = configured_model(read_configuration(Path(path), "--model"))
+    found = sum(parameter.numel() for parameter in made.parameters())
+    if isinstance(plan.model, LayeredModel) and found != plan.model.num_parameters:
+        raise UsageError(
+            f"plan: its model {plan.model.name} has {plan.model.num_parameters} parameters, --model {path!r} has "
+            f"{found}; make a plan for this one by oases plan --model {path}"
+        )
 
 
 def _layer_flops(model: LayeredModel) -> list[float]:
@@ -191,18 +213,13 @@ def _segment(config: TrainConfig, layers: int, blocks: int, tensor: int) -> Segm
     name, _, count = config.schedule.partition("@")
     if config.experts:  # experts have a schedule of their own
         return Segment(blocks, tensor, "sync", 1, again)
-    if config.schedule == AUTO and config.beyond_tensor_parallel:
-        raise UsageError(
-            f"schedule 'auto' is not for a run of several stages, replicas or micro-batches; give one of "
-            f"{', '.join(sorted(GENERATORS))}, or the path of a schedule file"
-        )
     if name in GENERATORS and (not count or count.isdecimal()):
         sub_batches = 1 if name in WHOLE else int(count[:9]) if count else config.sub_batches
         config.require_batch(sub_batches)
         return Segment(blocks, tensor, name, sub_batches, again, config.sequence_parallel)
     made = config.schedule_or_auto(config.schedule, num_blocks=blocks)
     if isinstance(made, str):
-        return Segment(blocks, tensor, AUTO, 1, again, config.sequence_parallel)
+        return Segment(blocks, tensor, AUTO, config.sub_batches, again, config.sequence_parallel)
     again = recomputed_layers(made.recomputed_blocks, blocks)
     text = format_schedule(made)
     return Segment(blocks, tensor, text, made.num_sub_batches, again, config.sequence_parallel)
@@ -233,7 +250,7 @@ def least_bytes(plan: Plan) -> dict[str, int]:
     table = model.state_bytes(
         model.end_parameters(0, model.layers, tp), plan.stage_ranks // tp, zero=plan.zero, fsdp=plan.fsdp
     )
-    first_and_last = min(2, len(plan.stages))  # both have the embedding, which is the head
+    first_and_last = len(plan.end_stages)  # both have the embedding, which is the head
     tokens = plan.global_batch * model.sequence // plan.micro_batches
     return {
         "blocks (--hidden, --layers)": blocks,
@@ -242,3 +259,26 @@ def least_bytes(plan: Plan) -> dict[str, int]:
         # Of the loss's numbers in float32, with the logits that they are computed from.
         "logits (--batch, --sequence, --vocabulary)": tokens * model.vocabulary * (model.element_bytes + 4),
     }
+
+
+def _require_whole_steps(plan: Plan) -> None:
+    """Raise UsageError for a plan whose stacks cannot choose a wire by measuring, or a schedule."""
+    replicas = any(segment.tp != plan.stage_ranks for stage in plan.stages for segment in stage.segments)
+    if len(plan.stages) > 1 or plan.micro_batches > 1 or replicas:
+        raise UsageError(
+            f"wire_dtype {AUTO_LOSSY!r} is not for a run of several stages, replicas or micro-batches; give one of "
+            f"{', '.join(WIRES)}"
+        )
+
+
+def _require_averages(config: TrainConfig, plan: Plan) -> None:
+    """Raise UsageError unless gradients are averaged over data-parallel ranks, and by collectives that quantise."""
+    if plan.experts is not None:
+        raise UsageError(
+            f"gradient_wire {config.gradient_wire!r} is not for the built-in GPT with experts; leave out "
+            "--gradient-wire, or --experts"
+        )
+    if all(segment.tp == plan.stage_ranks for stage in plan.stages for segment in stage.segments):
+        raise UsageError(
+            f"gradient_wire {config.gradient_wire!r}: there are no data-parallel ranks; give --dp, or leave it out"
+        )

@@ -89,6 +89,12 @@ def load_tokenizer(name: str | None) -> AnyTokenizer:
     return _of_hub(name)
 
 
+def require_rows(tokenizer: AnyTokenizer, rows: int, what: str, remedy: str) -> None:
+    """Raise UsageError for a tokenizer with more tokens than an embedding has rows. what: opens the message."""
+    if tokenizer.size > rows:
+        raise UsageError(f"{what} {rows} is too small; {tokenizer.name} has {tokenizer.size} tokens; {remedy}")
+
+
 def require_package(name: str, what: str, command: str) -> Any:
     """Import the module `name`. UsageError with the pip command where it is not installed. what: needs it."""
     try:

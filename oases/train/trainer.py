@@ -22,6 +22,7 @@ from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan
 from oases.reporting import Report, report
 from oases.train.callbacks import TrainingCallbacks
+from oases.train.checkpoint.contents import choices_of, set_choices
 from oases.train.checkpoint.files import load, save
 from oases.train.checkpoint.lock import lock_folder
 from oases.train.checkpoint.memory import StateMemory
@@ -37,7 +38,7 @@ from oases.train.meter import Meter
 from oases.train.metrics import Reporter, StepReport
 from oases.train.model_options import sizes_of
 from oases.train.model_stage import ModelStage, build_model
-from oases.train.optimizer import adamw
+from oases.train.optimizer import PRECISIONS, adamw
 from oases.train.pipeline_stage import GPTStage, Samples, Stage
 from oases.train.plan import Run
 from oases.train.step_check import Policy, StepCheck
@@ -76,25 +77,28 @@ class Trainer:
         backend = None if config.compile == "none" else config.compile
         if config.model is not None:
             self.model = build_model(
-                config.model, config.seed, plan, self.mesh, device=self.device, compile=backend,
-                wire_dtype=WIRE_DTYPES[config.wire_dtype],
+                config.model, config.seed, plan, self.mesh, lora=config.lora, device=self.device, compile=backend,
+                wire_dtype=WIRE_DTYPES.get(config.wire_dtype, config.wire_dtype), dtype=PRECISIONS[config.precision],
+                gradient_wire=None if config.gradient_wire == "none" else config.gradient_wire,
             )  # fmt: skip
             self.stage = ModelStage(self.model, plan)
         else:
             gpt = _model_of(config, plan, self.mesh, self.group).to(self.device)
-            self.model, self.stage = gpt, GPTStage(gpt, plan, self.mesh, self.group, self._after_forward)
+            self.model, self.stage = gpt, GPTStage(
+                gpt, plan, self.mesh, self.group, self._after_forward,
+                "" if config.gradient_wire == "none" else config.gradient_wire,
+            )  # fmt: skip
             if backend is not None:
                 gpt.stack.compile_blocks(backend=backend, fullgraph=True)  # an error, not an eager fallback
         self.failure_notifier = FailureNotifier([self.group, *self.mesh.groups], self.device)
         self._updating = False
         """Set during the optimizer update; still set if that failed."""
-        self.stage.prepare(fsdp=plan.fsdp)
+        self.stage.prepare(PRECISIONS[config.precision])
         self.optimizer = adamw(
-            self.stage.parts(),
+            self.model,
             config.precision,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
-            sharded=plan.zero,
         )
         self.steps_done = 0
         self.updates = 0
@@ -118,6 +122,7 @@ class Trainer:
             record = self.memory.restore(held)
             self.steps_done, self.updates = held, record["updates"]
             self.step_check.recent.extend(record["losses"])
+            set_choices(self.model, record["choices"], None)
         if self.memory is not None:
             self.memory.forget(but=held if self.resumed is None else 0)
         if isinstance(self.model, MoEGPT):
@@ -128,6 +133,7 @@ class Trainer:
         record = load(path, self.model, self.optimizer, self.group, sizes=self.sizes, verify=False)
         self.steps_done, self.updates = record.step, record.updates
         self.step_check.recent.extend(record.losses)
+        set_choices(self.model, record.choices, self.group)
         other = record.data_differences(self._data())
         if other and group_rank(self.group) == 0:
             warnings.warn(f"checkpoint {str(path)!r} resumes with different batches: {other}", stacklevel=3)
@@ -155,7 +161,8 @@ class Trainer:
         """Copy the state to memory. All ranks call it after the same step."""
         if self.memory is not None:
             self.settle()
-            record = {"updates": self.updates, "losses": list(self.step_check.recent)}
+            choices = choices_of(self.model, None)  # of this rank, whose memory it is
+            record = {"updates": self.updates, "losses": list(self.step_check.recent), "choices": choices}
             self.memory.save(self.steps_done, record)
 
     def _data(self) -> dict[str, Any]:
@@ -175,6 +182,7 @@ class Trainer:
             ranks=group_size(self.group),
             random=random_streams(self.model),
             losses=list(self.step_check.recent),
+            choices=choices_of(self.model, self.group),
             config=settings(self.config),
             plan=json.loads(self.plan.to_json()),
         )
@@ -303,7 +311,7 @@ class Trainer:
             **reporter.summary(),
             "validation_loss": self._last_validation(),
             "validation_losses": self.evaluations,
-            "overlap": self.overlap(),
+            "overlap": self.overlap().json(),
             "resumed": None if self.resumed is None else str(self.resumed),
             "skipped_steps": self.step_check.skipped,
             "checkpoints": callbacks.summary(),
@@ -334,14 +342,16 @@ class Trainer:
         if self._owns_mesh:
             self.mesh.destroy()
 
-    def overlap(self) -> dict[str, Any]:
-        """Overlap so far, as plain data of `oases.report()`."""
+    def overlap(self) -> Report:
+        """Overlap so far in the groups of this run, as of `oases.report()`."""
         reports, messages = [report(group) for group in self._groups()], self.stage.messages
         return Report(
             [row for one in reports for row in one.stacks],
             [row for one in reports for row in one.layers],
             [row for one in reports for row in one.others] + ([] if messages is None else messages.rows),
-        ).json()
+            passes=[row for one in reports for row in one.passes],
+            collectives=[row for one in reports for row in one.collectives],
+        )
 
 
 def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup | None) -> GPT | MoEGPT:
@@ -352,7 +362,7 @@ def _model_of(config: TrainConfig, plan: Plan, mesh: Mesh, group: ProcessGroup |
         return MoEGPT(mixture, process_group=group, plan=plan, mesh=mesh)
     sizes = dataclasses.replace(config.gpt(config.seed), vocabulary=rows)
     wire = plan.wire if config.wire_dtype == "none" else config.wire_dtype
-    return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES[wire])
+    return GPT(sizes, plan=plan, mesh=mesh, wire_dtype=WIRE_DTYPES.get(wire, wire))
 
 
 def _ended(step: int) -> RuntimeError:

@@ -12,7 +12,7 @@ from unittest import mock
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from oases.autotp import module_snapshot, program
+from oases.autotp import module_snapshot, signatures
 
 _sharing = contextlib.ExitStack()
 
@@ -30,26 +30,29 @@ def stop_sharing() -> None:
 
 @contextlib.contextmanager
 def _shared_signatures() -> Iterator[None]:
-    made, known = program._layer_signature, {}
+    made, known = signatures._layer_signature, {}
 
     def shared(call: Any, kept: frozenset[str], refused: str, tp: Any) -> Any:
-        with mock.patch.object(program, "comparison_key", _by_value):
-            look = program._look(call.module, set())
+        with mock.patch.object(module_snapshot, "comparison_key", _by_value):
+            look = module_snapshot.look_of(call.module, set())
         modes = tuple(part.training for part in call.module.modules())
         key = look, modes, _arguments(call), call.ops, kept, refused, repr(tp)
         if key not in known:  # the call keeps alive what the key holds by identity
             known[key] = made(call, kept, refused, tp), call
         return known[key][0]
 
-    with mock.patch.object(program, "_layer_signature", shared):
+    with mock.patch.object(signatures, "_layer_signature", shared):
         yield
+
+
+_comparison_key = module_snapshot.comparison_key
 
 
 def _by_value(value: Any) -> Any:
     """Compare configurations of transformers, of which each model has its own, by value."""
     if hasattr(value, "to_diff_dict"):
         return repr((value.to_dict(), value._attn_implementation))
-    return module_snapshot.comparison_key(value)
+    return _comparison_key(value)
 
 
 def _arguments(call: Any) -> str:

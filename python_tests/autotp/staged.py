@@ -35,7 +35,8 @@ def trained_in_stages(name, shape, options, layers=4, steps=3, dtype=torch.float
     whole = sum(parameter.numel() for parameter in model.parameters())
     how = options if "plan" in options else {"mesh": mesh_of(*shape), "micro_batches": 2, **options}
     oases.parallelize(model, **how)
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, plain))
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    ours = oases.make_optimizer(model, torch.optim.AdamW, lr=1e-3)
     pairs = []
     for step in range(steps):
         data = batch(name, samples=8, seed=step, dtype=dtype)

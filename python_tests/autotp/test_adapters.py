@@ -1,31 +1,43 @@
 """Models with adapters of peft (LoRA), parallelized on two ranks, against themselves in one process."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
-from autotp.comparison import ACROSS, gradients_apart
+from autotp.comparison import ACROSS, gradients_apart, said
 from autotp.zoo import batch, build
 
 import oases
-from oases.errors import UsageError
+from oases.parallel.sharding import cuts
 
 peft = pytest.importorskip("peft")
 
 TARGETS = {"all": "all-linear", "queries and values": ["q_proj", "v_proj"]}
 
 
-def adapted(targets, **options):
+def adapted(targets, model=None, name="llama", **options):
     """Model with LoRA pairs of which the second, which is zero at first, has values, too."""
-    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=4, target_modules=TARGETS[targets], **options))
+    model = build(name) if model is None else model
     torch.manual_seed(2)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS[targets], **options))
+    torch.manual_seed(2)
+    known = cuts(model)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter.detach(), std=0.1)
+            cut = known.get(id(parameter))
+            whole = torch.randn([cut.size if cut and at == cut.dim else n for at, n in enumerate(parameter.shape)])
+            parameter.detach().copy_(0.1 * (whole if cut is None else cut.take(whole, dist.get_rank(), 2)))
     return model
 
 
-def check(targets, folder):
-    plain, parallel, data = adapted(targets), oases.parallelize(adapted(targets)), batch("llama")
+def check(targets, folder, after=False):
+    plain, data = adapted(targets), batch("llama")
+    parallel = oases.parallelize(build("llama") if after else adapted(targets))
+    if after:
+        parallel(**data).loss.backward()  # as many things may have happened before
+        parallel.zero_grad()
+        parallel = adapted(targets, parallel)
     (layers,) = parallel.oases_partition.layers
     assert layers.runs == ACROSS, layers
     expected, got = plain(**data).loss, parallel(**data).loss
@@ -45,9 +57,10 @@ def check(targets, folder):
     dist.barrier()
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before parallelize", "after it"])
 @pytest.mark.parametrize("targets", TARGETS)
-def test_adapters_are_cut_as_the_linears_that_they_are_added_to(two_ranks, targets, tmp_path):
-    two_ranks.run(check, targets, str(tmp_path / "adapter"), timeout_seconds=100)
+def test_adapters_are_cut_as_the_linears_that_they_are_added_to(two_ranks, targets, after, tmp_path):
+    two_ranks.run(check, targets, str(tmp_path / "adapter"), after, timeout_seconds=100)
 
 
 def dropped(alone):
@@ -61,13 +74,39 @@ def test_dropout_of_adapters_does_not_depend_on_the_degree(two_ranks):
     assert two_ranks.run(dropped, False) == [pytest.approx(two_ranks.run(dropped, True)[0], rel=1e-5)] * 2
 
 
-def check_refused():
+def check_fused():
+    """Queries, keys and values in one matrix, whose shards peft would take for the whole."""
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False)
+    plain, parallel, data = build("gpt2").double(), oases.parallelize(build("gpt2").double()), batch("gpt2")
+    for model in (plain, parallel):
+        torch.manual_seed(2)
+        peft.get_peft_model(model, config)
+        model(**data).loss.backward()
+    assert [each.runs for each in parallel.oases_partition.layers] == [ACROSS]
+    worst, name = gradients_apart(plain, parallel)
+    assert worst < 1e-6, (worst, name)  # the loss is in single precision
+
+
+def test_adapters_of_fused_linears_after_parallelize(two_ranks):
+    two_ranks.run(check_fused)
+
+
+def refused(seeds, options):
+    """Error of an adapter that is added to a parallelized model."""
     model = oases.parallelize(build("llama"))
-    with pytest.raises(
-        UsageError, match=r"LoraModel would put adapters .* get_peft_model\(model, config\), then oases"
-    ):
-        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    torch.manual_seed(dist.get_rank() if seeds else 0)
+    return said(lambda: peft.get_peft_model(model, peft.LoraConfig(**{"target_modules": ["q_proj"]} | options)))
 
 
-def test_adapters_come_before_parallelize(two_ranks):
-    two_ranks.run(check_refused)
+REFUSED = {
+    "DoRA": ({"use_dora": True}, r"by LoraConfig\(use_dora=True\), .*whole weights; add adapters before"),
+    "the head": ({"target_modules": ["lm_head"]}, "lm_head, which holds rows of the vocabulary; add adapters before"),
+    "other values on each rank": ({}, "is not the same on all ranks: .*lora_A.* torch.manual_seed"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_adapters_that_are_refused_after_parallelize(two_ranks, what):
+    options, expected = REFUSED[what]
+    for text in two_ranks.run(refused, not options, options):
+        assert re.search(expected, text), text

@@ -1,4 +1,4 @@
-"""Statements of docs/models.md on a parallelized model: hooks, results of layers, caches, dropout, replicas."""
+"""Statements of docs/models.md on a parallelized model: hooks, results of layers, dropout, replicas."""
 
 import functools
 
@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oases
 from oases.autotp import ParallelSpec
-from oases.autotp.export import UnsplittableError
 from oases.parallel.sharding import cuts
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -58,25 +57,6 @@ def test_hidden_states_are_there_where_layers_run_by_themselves(two_ranks):
         assert "schedule='layers'" in read
     for read in two_ranks.run(results_of_layers, "layers"):
         assert read == [(4, 10, 32)] * 3
-
-
-def generated():
-    model = oases.parallelize(build("llama")).eval()
-    start = DATA["input_ids"][:1, :4]
-    options = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
-    try:
-        model.generate(start, **options)
-    except UnsplittableError as error:
-        refused = str(error)
-    return refused, model.generate(start, use_cache=False, **options)
-
-
-def test_no_cache_of_keys_and_values(two_ranks):
-    plain = build("llama").eval()
-    expected = plain.generate(DATA["input_ids"][:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
-    for refused, found in two_ranks.run(generated):
-        assert "use_cache=False" in refused
-        assert torch.equal(found, expected)
 
 
 @functools.cache

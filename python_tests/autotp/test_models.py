@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("shared_traces")
 
 ALIKE = ("qwen3", "mistral", "gpt_neox", "opt")
 """Models whose layers compute nothing that those of llama, gemma3, phi and gpt2 do not."""
-SOME = ("gptj", "bloom", "falcon", "albert")
+SOME = ("gptj", "bloom", "bitnet", "falcon", "albert")
 
 
 def slow_unless(condition, name):

@@ -115,6 +115,49 @@ def test_state_of_a_rank_goes_on_equal_to_the_bit():
     assert trained(model, optimizer, DATA) == expected
 
 
+def with_needs(zero, dtype):
+    """Losses and norms of a model that tells its optimizer what it needs, over (dp, tp) = (2, 2)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = oases.parallelize(build("llama"), mesh=mesh, zero=zero, dtype=dtype)
+    half = {key: value[mesh.get_local_rank("dp") :: 2] for key, value in DATA.items()}
+    kind, given = CLASSES["adamw"]
+    with pytest.raises(UsageError, match=r"does not know of .*make it by oases\.make_optimizer\(model"):
+        trained(model, kind(model.parameters(), **given), half, 1)
+    optimizer = oases.make_optimizer(model, kind, params=groups_of(model), **given)
+    found = trained(model, optimizer, half)
+    masters = [weight_of(optimizer, parameter) for parameter in model.parameters()]
+    return found, sum(master is not None for master in masters) / len(masters), {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize(("zero", "dtype"), [(True, None), (True, torch.bfloat16), (False, torch.bfloat16)])
+def test_the_model_tells_its_optimizer(four_ranks, zero, dtype):
+    results = four_ranks.run(with_needs, zero, dtype)
+    assert mean_of_replicas(results) == pytest.approx(alone("adamw"), rel=1e-4 if dtype is None else 2e-2)
+    for _, share, types in results:
+        assert (share < 1) == zero
+        assert types == {dtype or torch.float32}
+
+
+def test_masters_follow_weights_that_are_loaded():
+    """Masters begin with the float32 weights, and again with weights that are loaded; rounded ones lose nothing."""
+    model, other = build("llama"), build("llama", 1).bfloat16()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    oases.parallelize(model, dtype=torch.bfloat16)
+    optimizer = oases.make_optimizer(model, torch.optim.AdamW, lr=1e-4)
+    for parameter, weight in zip(model.parameters(), before, strict=True):
+        assert torch.equal(weight_of(optimizer, parameter), weight)
+    model.load_state_dict(model.state_dict())  # the same again
+    assert torch.equal(weight_of(optimizer, next(model.parameters())), before[0])
+    model.load_state_dict(other.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros(parameter.shape)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    optimizer.step()
+    for parameter, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, wanted)
+        assert torch.equal(weight_of(optimizer, parameter).bfloat16(), wanted)
+
+
 def test_bad_uses_are_refused():
     model, other = build("llama"), build("llama")
     with pytest.raises(UsageError, match=r"1 parameters of the optimizer are not among .* make the optimizer after"):
@@ -123,6 +166,8 @@ def test_bad_uses_are_refused():
         oases.make_optimizer(model, torch.optim.SGD, zero=True, lr=1)
     with pytest.raises(UsageError, match="all parameters are float32 already"):
         oases.make_optimizer(model, torch.optim.SGD, master_weights=True, lr=1)
+    with pytest.raises(UsageError, match="float16 would need its loss scaled"):
+        oases.parallelize(build("llama"), dtype=torch.float16)
     plain = oases.make_optimizer(model, torch.optim.SGD, lr=1)
     assert type(plain) is torch.optim.SGD
     sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1)

@@ -66,6 +66,15 @@ def test_nothing_is_kept_that_the_author_s_layers_do_not_keep():
     assert kept <= 1.01 * alone
 
 
+def moved_without_weights():
+    model = oases.parallelize(build("llama"), device="meta")
+    return [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if not tensor.is_meta]
+
+
+def test_a_model_without_weights_to_read_is_moved_to_the_device(two_ranks):
+    assert two_ranks.run(moved_without_weights) == [[], []]
+
+
 def saved_by_its_own_method(folder):
     model = oases.parallelize(build("llama"))
     with pytest.raises(oases.errors.UsageError, match="does not take push_to_hub"):
@@ -100,7 +109,6 @@ def test_a_plan_says_schedule_and_recomputation(two_ranks):
     [
         ({"fsdp": True, "world": 4}, "fsdp needs train_step"),
         ({"experts": Experts(4)}, "does not do experts 4 .*leave them out"),
-        ({"sequence_parallel": True}, "does not do sequence_parallel True .*leave it out"),
         ({"degrees": (1, 2)}, r"segments have the tensor-parallel degrees \[1, 2\]"),
         ({"blocks": (1, 3)}, "does not do num_blocks 1 for such a model; give segments of whole layers"),
         ({"world": 4}, r"it has 2 replicas, whose gradients .*Mesh.of\(plan\), and average them over mesh.data\(2\)"),
@@ -109,8 +117,7 @@ def test_a_plan_says_schedule_and_recomputation(two_ranks):
 def test_what_a_plan_says_and_nobody_would_do_is_refused(changes, told):
     values = {"model": ModelShape(hidden=32, layers=2, heads=4, sequence=10, vocabulary=90), "world": 2} | changes
     degrees, blocks = values.pop("degrees", (2, 2)), values.pop("blocks", (2, 2))
-    sequence = values.pop("sequence_parallel", False)
-    segments = tuple(Segment(many, tp, "sync", 1, 0, sequence) for many, tp in zip(blocks, degrees, strict=True))
+    segments = tuple(Segment(many, tp, "sync", 1) for many, tp in zip(blocks, degrees, strict=True))
     plan = Plan(**{"ranks_per_node": 2, "global_batch": 8, "micro_batches": 1, **values}, stages=(Stage(segments),))
     with pytest.raises(oases.errors.UsageError, match=told):
         oases.parallelize(build("llama"), plan=plan)
@@ -128,5 +135,5 @@ def test_one_process_runs_as_before():
 
 
 def test_options_that_stacks_of_unedited_models_do_not_have():
-    with pytest.raises(oases.errors.UsageError, match="does not take sequence_parallel; options of its stacks are"):
-        oases.parallelize(build("gpt2"), sequence_parallel=True)
+    with pytest.raises(oases.errors.UsageError, match="does not take layer_of; options of its stacks are"):
+        oases.parallelize(build("gpt2"), layer_of=(0, 0))

@@ -47,6 +47,7 @@ OTHERS = {
     "mpt": ("MptForCausalLM", dict(d_model=32, n_layers=2, n_heads=4, vocab_size=90)),
     "falcon": ("FalconForCausalLM", SIZES),
     "olmo2": ("Olmo2ForCausalLM", dict(**SIZES, intermediate_size=64)),
+    "bitnet": ("BitNetForCausalLM", dict(**GATED, bos_token_id=0, eos_token_id=0)),
     "cohere": ("CohereForCausalLM", GATED),
     "glm4": ("Glm4ForCausalLM", dict(**GATED, head_dim=8, pad_token_id=0)),
     "modernbert": ("ModernBertForMaskedLM", dict(**SIZES, intermediate_size=64, pad_token_id=0)),
@@ -82,7 +83,23 @@ MIXTURES = {
 }  # fmt: skip
 """Models with mixtures of experts."""
 
-ALL = {**MODELS, **OTHERS, **MIXTURES}
+LATER_MIXTURES = {
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        dict(**SIZES, num_key_value_heads=4, intermediate_size=64, moe_intermediate_size=16, n_routed_experts=8,
+             num_experts_per_tok=3, n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
+             q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8),
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        dict(**GATED, head_dim=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=6, pad_token_id=0),
+    ),
+    "granitemoe": ("GraniteMoeForCausalLM", dict(**GATED, num_local_experts=8, num_experts_per_tok=2)),
+    "phimoe": ("PhimoeForCausalLM", dict(**GATED, num_local_experts=8, num_experts_per_tok=2)),
+}  # fmt: skip
+"""Models with mixtures of experts that are tested with balanced experts alone."""
+
+ALL = {**MODELS, **OTHERS, **MIXTURES, **LATER_MIXTURES}
 
 DROPOUTS = (
     *(

@@ -22,8 +22,8 @@ def rows_of(report):
     return tables.rows(report)
 
 
-def trained_beside_itself(name, options, dtype=torch.float32, steps=3):
-    model, parallel = build(name).to(dtype), build(name).to(dtype)
+def trained_beside_itself(name, options, dtype=torch.float32, steps=3, changes=None):
+    model, parallel = (build(name, **(changes or {})).to(dtype) for _ in range(2))
     oases.parallelize(parallel, **options)
     report = parallel.oases_partition
     data = batch(name, dtype=dtype)

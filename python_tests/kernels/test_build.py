@@ -17,7 +17,7 @@ from oases.extension import build_info, build_text, check_torch
 @pytest.fixture(autouse=True)
 def _tree(monkeypatch, tmp_path):
     """A source tree with one kernel."""
-    for name in ("NVCC", "OASES_CUDA", "OASES_CUDA_ARCHS"):
+    for name in ("NVCC", "OASES_CUDA", "OASES_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST", "CUOBJDUMP"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "one.cu").write_text("// a kernel\n")
@@ -86,6 +86,30 @@ def test_an_architecture_that_nvcc_does_not_know(nvcc, monkeypatch):
         cuda_build.find_toolkit()
 
 
+def test_architectures_asked_of_torch_are_honoured(nvcc, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    assert cuda_build.find_toolkit().architectures == ("80", "90")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert cuda_build.find_toolkit().architectures == ("90",)
+    monkeypatch.setenv("OASES_CUDA_ARCHS", "80")
+    assert cuda_build.find_toolkit().architectures == ("80",), "the project's own goes before torch's"
+    monkeypatch.delenv("OASES_CUDA_ARCHS")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(cuda_build.NoCudaError, match=r"TORCH_CUDA_ARCH_LIST names 'Hopper'.* knows 70, 80, 90"):
+        cuda_build.find_toolkit()
+
+
+def test_nvcc_of_the_wheel_is_found(nvcc, monkeypatch):
+    folder = nvcc / "site" / "nvidia" / "cu13" / "bin"
+    folder.mkdir(parents=True)
+    (nvcc / "nvcc").rename(folder / "nvcc")
+    monkeypatch.delenv("NVCC")
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.syspath_prepend(str(nvcc / "site"))
+    if not os.access("/usr/local/cuda/bin/nvcc", os.X_OK):
+        assert cuda_build.find_toolkit().nvcc == str(folder / "nvcc")
+
+
 def test_without_nvcc_one_line_says_why(monkeypatch, capsys):
     monkeypatch.setenv("NVCC", "/nowhere/nvcc")
     message = "/nowhere/nvcc was not found; install the CUDA toolkit or set NVCC"
@@ -144,13 +168,46 @@ def test_usage_is_read_from_the_log():
 
 def test_a_norm_kernel_that_spills_fails_the_check(nvcc, capsys, monkeypatch):
     monkeypatch.setattr(objects.Unit, "compile", lambda unit: unit.log.write_text(LOG))
+    monkeypatch.setattr(cuda_build, "narrow_kernels", lambda sass: ([], 0))
     (nvcc / "build" / "cuda" / "80-90").mkdir(parents=True)
+    (nvcc / "cuobjdump").write_text("#!/bin/sh\n")
+    (nvcc / "cuobjdump").chmod(0o755)
     for before, stem, status in (("one", "sort", 0), ("sort", "norm", 1)):
         (nvcc / "csrc" / f"{before}.cu").rename(nvcc / "csrc" / f"{stem}.cu")
         assert cuda_build.check() == status
     output = capsys.readouterr()
     assert output.out.splitlines()[1].split() == ["sort.cu", "sm_80", "2", "32", "16", "12"]
     assert "registers spill to memory in norm.cu on sm_80" in output.err
+
+
+SASS = """
+arch = sm_80
+\t\tFunction : _ZN5oases4cuda14forward_kernelI13__nv_bfloat16Li8ELi2EEEv
+   LDG.E.128 R4, [R2.64] ;
+   STG.E.128.STRONG.SM [R2.64], R4 ;
+\t\tFunction : _ZN5oases4cuda14forward_kernelI13__nv_bfloat16Li1ELi0EEEv
+   STG.E.U16 [R2.64], R4 ;
+\t\tFunction : _ZN5oases4cuda4packI5uint4EEv
+   LDG.E.128.CONSTANT R4, [R2.64] ;
+   STG.E.U8 [R2.64], R4 ;
+arch = sm_90
+\t\tFunction : _ZN5oases4cuda14forward_kernelI13__nv_bfloat16Li8ELi2EEEv
+   LDG.E.128 R4, [R2.64] ;
+   STG.E.U16 [R2.64], R4 ;
+"""
+
+
+def test_a_wide_kernel_with_narrow_stores_fails_the_check(nvcc, capsys):
+    narrow = "_ZN5oases4cuda14forward_kernelI13__nv_bfloat16Li8ELi2EEEv on sm_90"
+    assert cuda_build.narrow_kernels(SASS) == ([narrow], 3)
+    assert cuda_build.narrow_kernels(SASS.replace("STG.E.128.STRONG.SM", "STG.E.U16"))[0][0].endswith("sm_80")
+    tool = nvcc / "cuobjdump"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{SASS}END\n")
+    tool.chmod(0o755)
+    assert cuda_build.check() == 1
+    output = capsys.readouterr()
+    assert "2 of 3 wide kernels load and store 16 bytes at a time" in output.out
+    assert f"no access of 16 bytes in {narrow}" in output.err
 
 
 def test_a_build_says_what_it_is(capsys):

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from oases.execution.executor import Context
 from oases.execution.failure import FailedRankError
 from oases.moe.stack import ExpertStack
-from oases.parallel.fsdp import FsdpUnit, ShardedGradientAverager
+from oases.parallel.fsdp import FsdpUnit
+from oases.parallel.sharded_gradients import ShardedGradientAverager
 
 
 def sample(seed=0):

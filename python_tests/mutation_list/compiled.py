@@ -3,6 +3,7 @@
 from mutation_list.mutation import Mutation
 
 OVERLAP = "parallel/test_overlap_is_real.py"
+VIRTUAL = "virtual_device/test_virtual_stack.py"
 
 COMPILED = (
     Mutation(
@@ -16,14 +17,14 @@ COMPILED = (
     Mutation(
         "scheduler_drops_wait",
         "csrc/scheduler.cpp",
-        "        wait_on_host(*ticket->work_);\n",
-        "        (void)ticket;\n",
+        "on_cpu ? wait_on_host(*ticket->work_) : ",
+        "on_cpu ? static_cast<void>(0) : ",
         (OVERLAP,),
         "The C++ scheduler does not wait for a collective on the CPU.",
     ),
     Mutation(
         "scheduler_totals_of_last_ticket",
-        "csrc/scheduler.cpp",
+        "csrc/totals.cpp",
         "  totals.bytes += record.bytes;\n",
         "  totals.bytes = record.bytes;\n",
         ("execution/test_scheduler.py",),
@@ -31,9 +32,9 @@ COMPILED = (
     ),
     Mutation(
         "scheduler_link_time_counted_twice",
-        "csrc/scheduler.cpp",
-        "std::max(0.0, record.finished - std::max(record.issued, link_free_from_))",
-        "record.finished - record.issued",
+        "csrc/totals.cpp",
+        "std::max(0.0, finished - std::max(issued, link_free_from))",
+        "finished - issued",
         ("execution/test_scheduler.py",),
         "Time of two collectives in flight counts twice.",
     ),
@@ -52,6 +53,46 @@ COMPILED = (
         "",
         ("execution/test_scheduler.py",),
         "A collective from before a failure can be waited for after it.",
+    ),
+    Mutation(
+        "large_errors_judged_by_one_rank",
+        "csrc/quantized_backend.cpp",
+        "  inner_->allreduce(both)->wait();\n  const double squares",
+        "  const double squares",
+        ("execution/test_quantized.py",),
+        "Each rank decides by its own rounding errors whether a layer is sent in bfloat16.",
+    ),
+    Mutation(
+        "drain_asks_for_success",
+        "csrc/halt.cpp",
+        "if (work->exception()) return",
+        "if (!work->isSuccess()) return",
+        (VIRTUAL,),
+        "No accelerator's group survives a failed op: NCCL's works throw there.",
+    ),
+    Mutation(
+        "fill_with_zeros_on_accelerators",
+        "csrc/halt.cpp",
+        "if (!whole.is_cpu() && at::isFloatingType(whole.scalar_type())) {",
+        "if (false) {",
+        (VIRTUAL,),
+        "A rank whose host has gone on gets sums with zeros for those of the rank that failed.",
+    ),
+    Mutation(
+        "accelerator_events_gather",
+        "csrc/scheduler.cpp",
+        "while (!unsettled_.empty() && unsettled_.front()->after_wait_->query()",
+        "while (false && unsettled_.front()->after_wait_->query()",
+        (VIRTUAL,),
+        "Events of collectives are kept until somebody asks for totals.",
+    ),
+    Mutation(
+        "accelerator_link_ends_with_the_wait",
+        "csrc/totals.cpp",
+        "ticket->at_issue_->elapsedTime(*ticket->end_)",
+        "ticket->at_issue_->elapsedTime(*ticket->after_wait_)",
+        (VIRTUAL,),
+        "A collective is on the link until the compute waits for it.",
     ),
     Mutation(
         "linear_bias_on_every_rank",
@@ -101,5 +142,13 @@ COMPILED = (
         "std::sqrt(squares / e.n)",
         ("kernels/test_norm.py",),
         "The fused norm on the CPU ignores eps.",
+    ),
+    Mutation(
+        "staged_compares_nothing",
+        "csrc/staged_collectives.cpp",
+        "    if (!compared_) compare();\n",
+        "",
+        ("test_staged.py",),
+        "Ranks that call collectives of different sizes over shared memory get numbers, and no error.",
     ),
 )

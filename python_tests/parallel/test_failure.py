@@ -212,18 +212,20 @@ def test_two_ranks_that_fail_each_say_why(two_ranks):
 
 
 def check_outside():
-    """One rank fails in a stack, the other has left its own call of it and waits in a layer."""
+    """One rank fails in a stack after the other has left its own call of it; that one waits in a layer."""
     stack = make_stack(plain_blocks(2), dist.group.WORLD, Fragile)
     layer = OverlappedRowLinear(WIDTH, WIDTH, process_group=dist.group.WORLD, dtype=torch.float64, num_chunks=4)
-    x = torch.ones(4, 3, WIDTH // 2, dtype=torch.float64)
+    x, left = torch.ones(4, 3, WIDTH // 2, dtype=torch.float64), dist.new_group()
     with torch.no_grad():
         expected = layer(x)
         if dist.get_rank() == 1:
             stack.blocks[1].plan = ["combine", 2, out_of_memory()]
+            stack.blocks[1].meeting = left
             with pytest.raises(FailedRankMemoryError):
                 stack(torch.ones(4, 3, WIDTH, dtype=torch.float64))
         else:
             stack(torch.ones(4, 3, WIDTH, dtype=torch.float64))
+            dist.barrier(left)
             with pytest.raises(
                 torch.OutOfMemoryError, match=r"rank 0 stopped at all_reduce of .*: rank 1 ran out of"
             ):

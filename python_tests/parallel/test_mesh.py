@@ -48,6 +48,19 @@ def test_a_degree_that_all_ranks_share_has_the_group_of_the_run(two_ranks):
     assert two_ranks.run(groups_of_one_degree) == [(True, [], 1)] * 2
 
 
+def on_one_node(per_node, order):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+        return [Mesh.of_stages([[2], [2]], order=order).on_one_node(degree) for degree in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("per_node", "order", "whole"), [(4, None, True), (2, None, True), (2, [0, 2, 1, 3], False), (1, None, False)]
+)
+def test_nodes_are_as_torchrun_numbers_ranks(four_ranks, per_node, order, whole):
+    assert four_ranks.run(on_one_node, per_node, order) == [[True, whole]] * 4
+
+
 def test_one_process_has_no_groups():
     mesh = Mesh([1])
     assert mesh.tensor(1) is None

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from block_examples import WIDTH, Mlp, Passing, make_stack, plain_blocks
 from torch import nn
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import oases
-from oases import OverlappedColumnLinear, OverlappedEmbedding, OverlappedMoE, OverlappedStack
+from oases import OverlappedColumnLinear, OverlappedEmbedding, OverlappedMoE, OverlappedRowLinear, OverlappedStack
 from oases.errors import UsageError
 from oases.moe.stack import ExpertStack
 from oases.parallel import BlockInputs
@@ -238,6 +239,35 @@ def with_other_wire_types():
     started(wire_dtype=torch.float32 if is_first() else None)(example())
 
 
+def with_other_wires_of_a_column_parallel_linear():
+    layer = OverlappedColumnLinear(4, 4, wire_dtype="int8" if is_first() else None)
+    layer(torch.ones(3, 4, requires_grad=True)).sum().backward()
+
+
+def with_other_wires_of_a_row_parallel_linear():
+    layer = OverlappedRowLinear(4, 4, wire_dtype="fp8" if is_first() else "int4")
+    layer(torch.ones(3, 2))
+
+
+def with_other_wires_of_a_linear_later():
+    layer = OverlappedRowLinear(4, 4)
+    for _ in range(3):
+        layer(torch.ones(3, 2))
+    other = OverlappedRowLinear(4, 4, wire_dtype=None if is_first() else "int8")
+    other(torch.ones(3, 2))
+
+
+def with_other_wires_of_a_compiled_linear():
+    layer = OverlappedRowLinear(4, 8, wire_dtype="int8" if is_first() else None)
+    torch.compile(layer, backend="eager", fullgraph=True)(torch.ones(3, 2))
+
+
+def with_other_wires_of_gradients():
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    model.register_comm_hook("int8" if is_first() else "int4", oases.quantized_hook)
+    model(torch.ones(2, 4)).sum().backward()
+
+
 def with_other_types_of_experts():
     dtype = torch.float32 if is_first() else torch.float64
     layer = OverlappedMoE(WIDTH, 8, 4, placement="none", name="experts of another type", dtype=dtype)
@@ -255,7 +285,7 @@ class Misuse(NamedTuple):
 CASES = (
     Misuse(without_blocks, ValueError, "was given no blocks; give at least one"),
     Misuse(with_a_named_group, TypeError, r"a process group was expected, got 'tp'; give .*mesh\.get_group"),
-    Misuse(with_a_named_wire_type, ValueError, r"wire_dtype must be .*torch\.bfloat16, got 'bf16'"),
+    Misuse(with_a_named_wire_type, ValueError, r"wire_dtype must be .*torch\.bfloat16, .* got 'bf16'"),
     Misuse(of_nothing, TypeError, r"called with None; give a tensor \[batch, ...\]"),
     Misuse(of_a_scalar, ValueError, r"shape \[\] .*give an activation"),
     Misuse(of_tokens, ValueError, r"torch\.int64; give an activation .*embedding of tokens"),
@@ -286,6 +316,23 @@ CASES = (
     Misuse(with_other_types_of_experts, UsageError, "type of the input differs .*float32 on rank 0, torch.float64"),
     Misuse(with_other_schedules, UsageError, "the schedule differs .*oases on rank 0, sync on rank 1"),
     Misuse(with_other_wire_types, UsageError, "the wire_dtype differs .*float32 on rank 0, None on rank 1"),
+    Misuse(
+        with_other_wires_of_a_column_parallel_linear,
+        UsageError,
+        "column-parallel linear of 4 -> 4 features: the wire_dtype differs .* int8 on rank 0, None on rank 1",
+    ),
+    Misuse(
+        with_other_wires_of_a_row_parallel_linear,
+        UsageError,
+        "row-parallel linear of 4 -> 4 features: the wire_dtype differs .* fp8 on rank 0, int4 on rank 1",
+    ),
+    Misuse(
+        with_other_wires_of_a_linear_later,
+        RuntimeError,
+        "the wire_dtype differs .* None on rank 0, int8 on rank 1",
+    ),
+    Misuse(with_other_wires_of_a_compiled_linear, InternalTorchDynamoError, "differs .*int8 on rank 0, None on"),
+    Misuse(with_other_wires_of_gradients, UsageError, "hook: the wire_dtype differs .* int8 on rank 0, int4 on rank"),
 )
 
 

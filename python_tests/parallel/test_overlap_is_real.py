@@ -9,6 +9,8 @@ from logged_group import logged_group
 from torch import nn
 
 from oases import OverlappedColumnLinear, OverlappedRowLinear, OverlappedStack
+from oases.schedule import GENERATORS, generate
+from oases.simulator import simulate
 
 WIDTH, BLOCKS = 8, 4
 
@@ -59,6 +61,27 @@ def test_cross_pass_exposes_the_last_all_reduce_of_each_pass(group, recompute):
     total = step(group, schedule="cross_pass", recompute=recompute)
     assert total == (2 if recompute == "none" else 3) * PASS
     assert group.exposed() == [PASS - 1, total - 1]
+
+
+@pytest.mark.parametrize("sub_batches", [2, 4])
+@pytest.mark.parametrize("recompute", ["none", "full", 1])
+@pytest.mark.parametrize("name", GENERATORS)
+def test_as_many_are_exposed_as_the_simulator_says(group, name, recompute, sub_batches):
+    total = step(group, schedule=name, sub_batches=sub_batches, recompute=recompute)
+    schedule, seconds = generate(name, BLOCKS, sub_batches, recompute), 2**-10  # of a sum, less than any op's
+    timeline = simulate(schedule, dict.fromkeys(("F", "R", "B", "W"), 1.0) | {"all_reduce": seconds})
+    assert total == sum(span.lane == "link" for span in timeline.spans)
+    assert len(group.exposed()) * seconds == timeline.exposed(0)
+
+
+def test_required_overlap_adds_nothing_to_a_step(group, monkeypatch):
+    """It is decided from the list and the shapes."""
+    step(group)
+    expected = [*group.log]
+    for name in ("oases.parallel.call.synchronize", "oases.execution.clock.synchronize"):
+        monkeypatch.setattr(name, lambda device: pytest.fail("a device was waited for"))
+    step(group, require_overlap=True)
+    assert group.log == expected
 
 
 def test_sync_exposes_every_all_reduce(group):

@@ -16,7 +16,7 @@ from oases.parallel.messages import StageMessages, crossing, sends_confirmed_by,
 from oases.parallel.pipeline import StageRunner
 from oases.parallel.sharding import sharded_parameters
 from oases.schedule import Op, ScheduleError
-from oases.schedule.pipeline import PIPELINES, generate_pipeline
+from oases.schedule.pipeline import PIPELINES, chunks_of, generate_pipeline
 
 RUN = sorted(PIPELINES)
 
@@ -50,7 +50,8 @@ def check_run(name, micro_batches, ends, tp, schedule, recompute, split):
     expected, blocks = whole_model(micro_batches, ends)
     mesh = mesh_of(stages, tp)
     starts = [0, *ends[:-1]]
-    mine = {part: plain_blocks(ends[-1])[starts[part] : ends[part]] for part in range(mesh.stage, len(ends), stages)}
+    parts = [part for part in range(len(ends)) if pipeline.stage_of(part) == mesh.stage]
+    mine = {part: plain_blocks(ends[-1])[starts[part] : ends[part]] for part in parts}
     stacks = {
         part: make_stack(some, mesh.tensor(tp), schedule=schedule, recompute=recompute) for part, some in mine.items()
     }
@@ -66,7 +67,7 @@ def check_run(name, micro_batches, ends, tp, schedule, recompute, split):
             stack.zero_grad()
         losses = run.run(forward)
     validation = run.evaluate(forward)
-    if mesh.stage == stages - 1:
+    if parts[-1] == len(ends) - 1:
         torch.testing.assert_close(torch.stack(losses), expected, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(torch.stack(validation), expected, rtol=1e-12, atol=1e-14)
     else:
@@ -86,7 +87,7 @@ def check_run(name, micro_batches, ends, tp, schedule, recompute, split):
 
 
 def ends_of(name, stages, uneven):
-    parts = stages * (2 if name == "interleaved" else 1)
+    parts = stages * chunks_of(name or "one_f_one_b")
     sizes = [3, 1, 2, 1, 1, 2, 1, 1] if uneven else [2] * 8
     return list(itertools.accumulate(sizes[:parts]))
 
@@ -108,6 +109,9 @@ COVER = [
     ("zb_h1", 3, 2, "sync", "none"),
     ("interleaved", 8, 1, "oases", 1),
     ("interleaved", 4, 2, "sync", "full"),
+    ("zb_v", 8, 1, "oases", 1),
+    ("zb_v", 4, 2, "sync", "full"),
+    ("zb_v", 4, 1, "sync", "none"),
 ]
 
 

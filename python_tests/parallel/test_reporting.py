@@ -1,16 +1,22 @@
 """oases.report(): counts, bytes and shares against what was sent and waited for."""
 
+import math
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from block_examples import WIDTH, make_stack, plain_blocks
+from torch.distributed.device_mesh import init_device_mesh
 
 import oases
 from oases import OverlappedRowLinear
 from oases.execution.group import scheduler_of
-from oases.reporting import Report, Row, names_op
+from oases.extension import OverlapScheduler
+from oases.launch.ranks import RankOptions, run_ranks
+from oases.reporting import Report, Row, StepOverlap, names_op
+from oases.testbed.backend import Backend
 
 
 def check_report():
@@ -25,6 +31,8 @@ def check_report():
     assert row.bytes == row.collectives * 2 * 3 * WIDTH * 8
     assert [layer.collectives for layer in found.layers] == [8, 8]
     assert found.layers[1].where == f"  stack {stack.number} layer 1"
+    assert [(each.where.split()[-1], each.collectives) for each in found.passes] == [("forward", 8), ("backward", 8)]
+    assert sum(each.blocked_seconds for each in found.passes) == pytest.approx(row.blocked_seconds)
     assert {other.where: other.collectives for other in found.others}["row forward"] == 2
     assert 0 <= row.hidden <= 1
     assert f"stack {stack.number}" in str(found)
@@ -56,6 +64,74 @@ def test_hidden_share(two_ranks):
         for hidden, by_record in of_rank:
             assert 0 <= hidden <= 1
             assert hidden == pytest.approx(max(0.0, by_record), abs=1e-6)
+
+
+DELAY = 0.25
+"""Time of each collective on the simulated link, seconds."""
+
+
+def over_sim():
+    """Reports of a pass that is waited for at once and of one under compute, with the times of their records."""
+    scheduler = scheduler_of(dist.group.WORLD)
+    scheduler.set_recording(True)
+    step = StepOverlap(oases.report)
+    whole, part = torch.ones(2, 4), torch.ones(4)
+    for (scattered, gathered), compute in ((("F", "C"), False), (("B", "BC"), True)):
+        for start in (
+            partial(scheduler.reduce_scatter, part, whole, f"{scattered} 2.0 (stack 7 top, layer 1, line 2 of x)"),
+            partial(scheduler.all_gather, whole, part, f"{gathered} 3.0 (stack 7 top, layer 1, line 3 of x)"),
+        ):
+            ticket = start()
+            while compute and not ticket.record.finished:
+                time.sleep(0.01)
+            scheduler.wait(ticket)
+    times = [(each.blocked_for, each.finished - each.issued) for each in scheduler.take_records()]
+    return oases.report(), step.take(), step.take(), times
+
+
+def test_exposed_and_hidden_seconds_of_a_known_link():
+    link = RankOptions(2, Backend("sim", DELAY, math.inf, single_process=True))
+    found, step, after, times = run_ranks(over_sim, (), link)
+    sent = [f"{name} {which}" for which in ("forward", "backward") for name in ("all_gather", "reduce_scatter")]
+    assert [row.where for row in found.passes] == [f"  stack 7 top {name}" for name in sent]
+    assert [row.where for row in found.collectives] == [f"  stack 7 top layer 1 {name}" for name in sent]
+    in_order = [times[at] for at in (1, 0, 3, 2)]  # by name
+    for rows in (found.passes, found.collectives):
+        for row, (blocked, took) in zip(rows, in_order, strict=True):
+            assert row.link_seconds == pytest.approx(took)
+            assert took >= DELAY
+            assert row.blocked_seconds == blocked
+            assert row.hidden_seconds == pytest.approx(max(0.0, took - blocked), abs=1e-6)
+    backward = found.passes[2:]
+    assert all(row.hidden_seconds > 0 for row in backward)  # it had ended before it was waited for
+    assert found.stacks[0].hidden_seconds + found.stacks[0].blocked_seconds >= 4 * DELAY
+    assert found.json()["collectives"][2]["hidden_seconds"] == found.collectives[2].hidden_seconds
+    assert f"{found.layers[0].hidden_seconds:.3f}" in str(found)
+    assert set(step) == {row.where.strip() for row in found.stacks + found.layers + found.passes + found.collectives}
+    assert step["stack 7 top layer 1"]["exposed_seconds"] == found.layers[0].blocked_seconds
+    assert after == {}
+
+
+def check_groups():
+    """Tensor parallelism of two in each of two replicas, whose groups are not the default one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for each in OverlapScheduler.all().values():  # of groups of other tests, too
+        each.reset_totals()
+    stack = make_stack(plain_blocks(4), mesh.get_group("tp"))
+    for _ in range(2):
+        stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
+    scheduler = scheduler_of(mesh.get_group("dp"))
+    scheduler.wait(scheduler.all_reduce(torch.ones(4), "gradients"))
+    found, of_tp = oases.report(), oases.report(mesh.get_group("tp"))
+    assert [row.collectives for row in found.stacks] == [row.collectives for row in of_tp.stacks] == [32]
+    assert "gradients" in [row.where for row in found.others]
+    assert "gradients" not in [row.where for row in of_tp.others]
+    assert not oases.report(dist.group.WORLD).stacks
+    assert "overlap is off" not in str(found)
+
+
+def test_all_groups_of_a_mesh_are_reported(four_ranks):
+    four_ranks.run(check_groups)
 
 
 def test_nothing_sent():

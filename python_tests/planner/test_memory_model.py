@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
+from oases.parallel.fsdp import local
 from oases.parallel.gradient_averaging import _Lane
 from oases.parallel.optimizer import state_of, weight_of
-from oases.planner.memory import stage_parameters, stage_state_bytes
+from oases.planner.memory import end_parameters, sharding_bytes, stage_parameters, stage_state_bytes
 from oases.planner.predict import Predictor
 from oases.plans.shape import KINDS, ModelShape
 from oases.profile.config import OverlapConfig
@@ -82,9 +83,11 @@ def test_state_is_parameters_gradients_and_moments():
     optimizer.step()
     held = sum(t.nbytes for t in optimizer.state[weights[0]].values() if t.dim() > 0)
     assert model.state_bytes(100, 4) == weights[0].nbytes + weights[0].grad.nbytes + held
-    assert model.state_bytes(100, 4, zero=True) == weights[0].nbytes + weights[0].grad.nbytes + held // 4
-    sharded = weights[0].nbytes // 4 + weights[0].grad.nbytes + held // 4  # gradients add up whole
+    sharded = (weights[0].nbytes + weights[0].grad.nbytes + held) // 4
     assert model.state_bytes(100, 4, fsdp=True) == sharded
+    assert model.state_bytes(100, 4, zero=True) == sharded + weights[0].nbytes
+    assert model.in_dtype("bfloat16").state_bytes(100, 4, zero=True) == sharded + weights[0].nbytes // 2
+    assert model.state_bytes(100, 1, zero=True) == model.state_bytes(100, 1)
 
 
 PRECISIONS = ("float32", "bfloat16")
@@ -94,7 +97,7 @@ def plan_of(precision, zero):
     """Two replicas."""
     config = TrainConfig(
         hidden=64, layers=2, heads=2, sequence=16, batch=4, precision=precision, zero=zero, steps=2, warmup=0,
-        validation_batches=1, degrees={"data": 2, "tensor": 1},
+        validation_batches=1, degrees={"data": 2, "tensor": 1}, schedule="oases",
     )  # fmt: skip
     return config, Run.of(config, 2).plan
 
@@ -116,12 +119,12 @@ def held_by_a_trainer(precision, zero):
     finally:
         _Lane.receive = receive
     parameters = list(trainer.model.parameters())
-    weights = sum(parameter.nbytes for parameter in parameters)
-    gradients = sum(parameter.grad.nbytes for parameter in parameters)
+    weights = sum(local(parameter).nbytes for parameter in parameters)
+    gradients = sum(local(parameter.grad).nbytes for parameter in parameters)
     state = 0
     for parameter in parameters:
         moments, master = state_of(trainer.optimizer, parameter), weight_of(trainer.optimizer, parameter)
-        state += sum(t.nbytes for t in (moments or {}).values() if t.dim() > 0)
+        state += sum(local(t).nbytes for t in (moments or {}).values() if t.dim() > 0)
         if master is not None and master is not parameter:
             state += master.nbytes
     trainer.close()
@@ -134,11 +137,15 @@ def test_a_plan_counts_what_a_trainer_holds(two_ranks, precision, zero):
     (_, plan), found = plan_of(precision, zero), two_ranks.run(held_by_a_trainer, precision, zero)
     parameters = sum(count for count, _ in stage_parameters(plan, 0))
     weights, gradients, state, copies = (sum(each) / 2 for each in zip(*found, strict=True))
+    if zero:  # between steps weights are shards in float32; in a step they are whole, too, and a few gradients
+        assert weights == gradients == parameters * 4 / 2
+        whole = parameters * plan.model.element_bytes
+        whole += sharding_bytes(plan.model, 1, end_parameters(plan, 0), fsdp=False)
+        assert weights + gradients + state + whole == stage_state_bytes(plan, 0)
+        return
     assert weights == parameters * plan.model.element_bytes
     assert weights + gradients + state == stage_state_bytes(plan, 0)
-    assert stage_state_bytes(plan, 0) == parameters * {
-        ("float32", False): 16, ("bfloat16", False): 18, ("float32", True): 12, ("bfloat16", True): 12,
-    }[precision, zero]  # fmt: skip
+    assert stage_state_bytes(plan, 0) == parameters * {"float32": 16, "bfloat16": 18}[precision]
     predictor = Predictor(replace(HARDWARE, device=Device("any", 1 << 34, dict.fromkeys(PRECISIONS, 1e11), 1e10)))
     held = [each.num_bytes for each in predictor.timeline(plan).held]
     assert copies == parameters * 4

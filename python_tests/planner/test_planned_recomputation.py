@@ -13,7 +13,7 @@ from oases.planner.search import SettingSearch
 from oases.planner.space import Setting
 from oases.plans.plan import PLANNED
 from oases.plans.shape import ModelShape
-from oases.schedule.pipeline import in_flight
+from oases.schedule.pipeline import chunks_of, in_flight
 from oases.simulator.cluster import cluster_called
 
 MODEL = ModelShape(hidden=512, layers=16, heads=8, sequence=512, vocabulary=512)
@@ -27,7 +27,7 @@ def plan_of(pipeline="one_f_one_b", model=MODEL, micro_batches=8, segments=1, st
 
 
 def any_plan(pipeline):
-    return plan_of(pipeline, segments=2 if pipeline == "interleaved" else 1)
+    return plan_of(pipeline, segments=chunks_of(pipeline))
 
 
 def layers_of(plan):

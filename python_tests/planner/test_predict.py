@@ -7,10 +7,11 @@ import pytest
 
 from oases.errors import UsageError
 from oases.planner import Plan, Predictor, Segment, Stage, predict
-from oases.planner.memory import stage_state_bytes
+from oases.planner.memory import shared_parameters, stage_parameters, stage_state_bytes
 from oases.plans.plan import PLANNED
 from oases.plans.shape import ModelShape
 from oases.schedule import Op, format_schedule, generate_pipeline
+from oases.schedule.pipeline import chunks_of
 from oases.simulator.cluster import cluster_called
 from oases.simulator.program import Contention
 
@@ -24,14 +25,15 @@ def cluster(compute=1.0, link=1.0):
 
 
 def plan_of(*stages, world=4, micro_batches=1, batch=16, model=MODEL, **changes):
-    made = tuple(Stage(tuple(Segment(*segment) for segment in stage)) for stage in stages)
+    named = [[(*segment, "oases")[: max(3, len(segment))] for segment in stage] for stage in stages]
+    made = tuple(Stage(tuple(Segment(*segment) for segment in stage)) for stage in named)
     return Plan(model, world, 4, batch, micro_batches, made, **changes)
 
 
 def drawn(rng):
     """A plan of any kind."""
     pipeline, stages, micro = rng.choice(PLANNED), rng.choice([1, 2, 3, 4]), rng.choice([2, 3, 5])
-    if pipeline == "interleaved":
+    if chunks_of(pipeline) == 2:
         stages, micro = max(2, stages), max(2, stages) * rng.choice([1, 2])
     ranks, layers = rng.choice([2, 4, 8]), stages * rng.choice([1, 2])
     made = []
@@ -43,7 +45,7 @@ def drawn(rng):
             name = rng.choice(["oases", "sync", "cross_pass", "fine_grained", "sub_pipelined"])
             segments.append((count, tp, name, 2, rng.randint(0, (count + 1) // 2)))
             left -= count
-        if pipeline == "interleaved" and len(segments) % 2:
+        if chunks_of(pipeline) == 2 and len(segments) % 2:
             at = next(at for at, segment in enumerate(segments) if segment[0] > 1)
             count, *how, again = segments[at]
             segments[at : at + 1] = [(1, *how, min(1, again)), (count - 1, *how, min(count // 2, again))]
@@ -71,7 +73,7 @@ def test_pieces_say_what_every_op_says(seed, monkeypatch):
 
 @pytest.mark.parametrize("pipeline", PLANNED)
 def test_gradients_are_summed_once_behind_the_last_micro_batch(pipeline):
-    first, second = ([(2, tp), (2, tp)] if pipeline == "interleaved" else [(4, tp)] for tp in (1, 2))
+    first, second = ([(4 // chunks_of(pipeline), tp)] * chunks_of(pipeline) for tp in (1, 2))
     plan = plan_of(first, second, world=4, micro_batches=4, pipeline=pipeline)
     timeline = Predictor(cluster(), stack_only=True).timeline(plan, every_op=True)
     sums = [span for span in timeline.spans if span.kind == "gradients" and span.rank == 0]
@@ -158,11 +160,11 @@ def test_recomputing_early_sends_what_the_backward_pass_would(name):
     assert ops("shifted_critical_path") == ops("pre_recompute") == ops("one_f_one_b")
 
 
-@pytest.mark.parametrize("name", ["last_no_recompute", "shifted_critical_path", "zb_h1", "interleaved"])
+@pytest.mark.parametrize("name", ["last_no_recompute", "shifted_critical_path", "zb_h1", "interleaved", "zb_v"])
 def test_a_pipeline_in_text_form_is_predicted_by_its_list(name):
     """Its name may lie: what is split, computed ahead of time and kept is read off the list."""
     stages = [[(4, 2, "oases", 2, 2)]] * 3 + [[(4, 2, "oases", 2, 0)]]
-    if name == "interleaved":
+    if chunks_of(name) == 2:
         stages = [[(4, 2, "oases", 2, 2), (4, 2, "oases", 2, 0)]] * 2
     sizes = {"world": 2 * len(stages), "micro_batches": 4, "batch": 16, "model": LAYERS}
     text = format_schedule(generate_pipeline(name, len(stages), 4)).replace(name, "one_f_one_b", 1)
@@ -223,3 +225,51 @@ def test_a_sharded_optimizer_holds_less_and_gathers_parameters():
     whole, shared = plan_of([(8, 1)]), plan_of([(8, 1)], zero=True)
     assert predictor.predict(shared).memory_bytes[0] < predictor.predict(whole).memory_bytes[0]
     assert any(span.kind == "parameters" for span in predictor.timeline(shared).spans)
+
+
+def test_a_step_pays_for_what_it_copies():
+    """Weight gradients added to those of earlier micro-batches, copied to buckets and back; gradients of tables."""
+    hardware, plan = cluster(), plan_of([(8, 2)], micro_batches=4)
+    rate, timeline = hardware.device.bytes_per_second, Predictor(hardware).timeline(plan, every_op=True)
+
+    def seconds(text):
+        return sum(span.seconds for span in timeline.spans if text in span.name and not span.waiting)
+
+    ((blocks, _), (ends, _)) = stage_parameters(plan, 0)
+    num_bytes = 4 * (blocks + ends)
+    assert seconds("accumulated gradients") == pytest.approx(3 * 3 * num_bytes / rate), "of micro-batches 1 to 3"
+    assert seconds("copy of gradients") == pytest.approx(2 * num_bytes / rate)
+    assert seconds("average of gradients") == pytest.approx(4 * num_bytes / rate)
+    assert seconds("embedding backward") > 4 * 4 * ends / rate
+    slow = replace(hardware, device=replace(hardware.device, update_seconds=1e-6))
+    assert Predictor(slow).predict(plan).optimizer_seconds == pytest.approx(1e-6 * (blocks + ends))
+
+
+def test_tied_tables_of_two_stages_are_summed():
+    tied = plan_of([(4, 2)], [(4, 2)], micro_batches=4)
+    apart = plan_of([(4, 2)], [(4, 2)], micro_batches=4, model=replace(MODEL, tied=False))
+    table = MODEL.vocabulary * MODEL.hidden // 2
+    assert [shared_parameters(tied, stage) for stage in (0, 1)] == [table, table]
+    assert [shared_parameters(apart, stage) for stage in (0, 1)] == [0, 0]
+    predictor, hardware = Predictor(cluster()), cluster()
+    sums = [span for span in predictor.timeline(tied).spans if "shared parameters" in span.name and not span.waiting]
+    assert sorted(span.rank for span in sums) == [0, 1]
+    assert sums[0].seconds == pytest.approx(hardware.collective_seconds("all_reduce", 2, 4 * table, 2))
+    assert not any("shared parameters" in span.name for span in predictor.timeline(apart).spans)
+
+
+def test_zero_bubble_defers_the_weight_gradients_of_any_schedule():
+    """fine_grained has no W: a stack then leaves out what B would compute at its end."""
+    predictor = Predictor(cluster())
+
+    def pieces(pipeline, name="fine_grained"):
+        return predictor.stage_costs(
+            plan_of([(4, 1, name, 1)], [(4, 1, name, 1)], micro_batches=4, pipeline=pipeline), 0
+        )
+
+    together, apart, listed = (pieces(*each).parts[0] for each in (("one_f_one_b",), ("zb_h1",), ("zb_h1", "oases")))
+    assert together.weights.seconds == 0
+    assert apart.weights.seconds > 0
+    assert apart.weights.seconds == pytest.approx(listed.weights.seconds)
+    assert apart.backward.seconds + apart.weights.seconds == pytest.approx(together.backward.seconds)
+    assert apart.backward.kept + apart.weights.kept == together.backward.kept

@@ -1,6 +1,7 @@
 """Every kind of plan that is found for a traced model: the fields it sets, and that parallelize() takes it."""
 
 import functools
+import json
 import os
 
 import pytest
@@ -14,6 +15,7 @@ from oases.planner import Predictor, Space, rank_plans
 from oases.plans.check import check
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
+from oases.schedule.pipeline import chunks_of
 from oases.simulator.cluster import cluster_called, described, with_link
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -45,19 +47,23 @@ def test_a_kind_of_plan_sets_its_fields(name, kind):
     options, fields = KINDS[kind]
     hardware, world = cluster_called("4x3090")
     plans = plans_of(rank_plans(model(name), hardware, world, 16, space=Space(**options)), kind)
-    if kind == "interleaved" and name == "t5":  # its layers are of four kinds
+    if kind in ("interleaved", "zb_v") and name == "t5":  # its layers are of four kinds
+        assert not plans
+        return
+    if kind == "sequence-parallel" and name == "olmoe":  # a norm over all heads keeps its attention whole
         assert not plans
         return
     best = plans[0]
     if kind in PIPELINES:
         assert best.pipeline == kind
-        assert len(best.parts) == (4 if kind == "interleaved" else 2)
+        assert len(best.parts) == 2 * chunks_of(kind)
     found = {
         "tp": best.uniform_tp, "stages": len(best.stages), "micro_batches": best.micro_batches, "zero": best.zero,
         "fsdp": best.fsdp, "wire": best.wire,
     }  # fmt: skip
     assert {name: found[name] for name in fields} == fields
-    assert not any(segment.sequence_parallel for stage in best.stages for segment in stage.segments)
+    along = {segment.sequence_parallel for stage in best.stages for segment in stage.segments}
+    assert along == {kind == "sequence-parallel"}
     assert [layer for part in best.parts for layer in best.layers_of(part)] == list(range(best.model.layers))
     check(best)
     require_runnable(best)
@@ -79,6 +85,9 @@ def test_layers_do_not_split_and_degrees_do_not_mix():
     best = rank_plans(model("t5"), *cluster_called("4x3090"), 16, space=Space(**ONE | {"degrees": (2,)}))[0]
     text = best.to_json()
     assert best.model.num_blocks == 10, "two blocks in a layer of the encoder, three in one of the decoder"
+    older = json.loads(text)
+    assert older["model"].pop("token_wise")
+    assert not Plan.from_json(json.dumps(older)).model.token_wise, "written before it was searched"
     with pytest.raises(UsageError, match="recomputed_layers must be from 0 to the 4 layers"):
         Plan.from_json(text.replace('"recomputed_layers": 0', '"recomputed_layers": 5'))
     with pytest.raises(UsageError, match="unknown wire 'int1'; known are none, bfloat16, float16"):
@@ -97,20 +106,24 @@ def first(**options):
 def test_wire_types_are_priced_by_their_bytes():
     whole, half = (first(wire=(wire,), schedules=("sync",))[0].prediction for wire in ("none", "bfloat16"))
     assert 0.4 * whole.exposed_seconds < half.exposed_seconds < 0.7 * whole.exposed_seconds
+    byte, nibble = (first(wire=(wire,), schedules=("sync",))[0].prediction for wire in ("int8", "int4"))
+    assert nibble.exposed_seconds < byte.exposed_seconds < half.exposed_seconds
 
 
 def test_fsdp_saves_weights_and_pays_for_gathers():
     plain, sharded = (
-        next(each for each in first(zero=(zero,), fsdp=(not zero,)) if each.fsdp != zero) for zero in (True, False)
+        next(each for each in first(zero=(False,), fsdp=(fsdp,)) if each.fsdp == fsdp) for fsdp in (False, True)
     )
     assert sharded.fsdp
-    assert sharded.prediction.step_seconds > 0.9 * plain.prediction.step_seconds
+    assert sharded.prediction.step_seconds > plain.prediction.step_seconds
+    assert sharded.prediction.memory_bytes < plain.prediction.memory_bytes
     predictor = Predictor(cluster_called("4x3090")[0])
     names = [each.name for rank in predictor.program(sharded).ranks for each in rank if hasattr(each, "name")]
-    assert sum("weights of block" in name and "forward" in name for name in names) == 2 * GPT.num_blocks
+    gathers = [name for name in names if "weights of block" in name and "copy" not in name]
+    assert sum("forward" in name for name in gathers) == 2 * GPT.num_blocks
 
 
-def test_sequence_parallelism_is_searched_for_built_in_models_alone():
+def test_sequence_parallelism_of_built_in_models_is_searched():
     found = first(sequence_parallel=(True,))[0]
     assert all(segment.sequence_parallel for stage in found.stages for segment in stage.segments)
 

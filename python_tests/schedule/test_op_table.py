@@ -194,8 +194,15 @@ def run_experts(schedule):  # noqa: C901
         raise StuckError(flying)
 
 
+def place_of(schedule, part):
+    """Stage of a part, of at most two on a stage."""
+    after = 2 * schedule.num_stages - 1 - part if schedule.placement == "v" else part - schedule.num_stages
+    return part if part < schedule.num_stages else after
+
+
 def run_stages(schedule):  # noqa: C901
     last, lanes, at = schedule.num_blocks - 1, {}, [0] * schedule.num_stages
+    places = [place_of(schedule, part) for part in range(last + 1)]
     held, done = {}, set()
     split = any(op.kind == "W" for op in schedule)
     again = {(op.block, op.sub_batch) for op in schedule if op.kind == "R"}
@@ -208,9 +215,9 @@ def run_stages(schedule):  # noqa: C901
                 kind, p, m, of = op
                 if kind == "receive":
                     other = p + (-1 if of == "F" else 1)
-                    if not 0 <= other <= last:
+                    if not 0 <= other <= last or places[other] == stage:
                         raise StuckError(op)
-                    lane = lanes.get((other % schedule.num_stages, stage, of), [])
+                    lane = lanes.get((places[other], stage, of), [])
                     if not lane:
                         break
                     if lane.pop(0) != (other, m):
@@ -218,18 +225,22 @@ def run_stages(schedule):  # noqa: C901
                     held["arrived", of, p, m] = 1
                 elif kind == "send":
                     other = p + (1 if of == "F" else -1)
-                    if not 0 <= other <= last:
+                    if not 0 <= other <= last or places[other] == stage:
                         raise StuckError(op)
                     read(held, of, p, m)
-                    lanes.setdefault((stage, other % schedule.num_stages, of), []).append((p, m))
+                    lanes.setdefault((stage, places[other], of), []).append((p, m))
                 elif kind == "F":
-                    if p:
+                    if p and places[p - 1] == stage:
+                        read(held, "F", p - 1, m)
+                    elif p:
                         read(held, "arrived", "F", p, m)
                 elif kind in ("R", "B"):
                     read(held, "F", p, m)
                     if kind == "B" and (p, m) in again:
                         read(held, "R", p, m)
-                    if kind == "B" and p < last:
+                    if kind == "B" and p < last and places[p + 1] == stage:
+                        read(held, "B", p + 1, m)
+                    elif kind == "B" and p < last:
                         read(held, "arrived", "B", p, m)
                 else:
                     read(held, "B", p, m)
@@ -259,6 +270,8 @@ LISTS = [
     generate_pipeline("shifted_critical_path", 4, 5),
     generate_pipeline("interleaved", 2, 4),
     generate_pipeline("zb_h1", 3, 4, False),
+    generate_pipeline("zb_v", 3, 5, False),
+    generate_pipeline("zb_v", 2, 3),
 ]
 
 
@@ -326,7 +339,7 @@ def test_neighbours_change_places_exactly_where_it_runs(schedule):
         ops = list(schedule.ops)
         ops[i], ops[i + 1] = ops[i + 1], ops[i]
         made = replace(schedule, ops=tuple(ops))
-        if schedule.unit == "stage" and ops[i].block % schedule.num_stages != ops[i + 1].block % schedule.num_stages:
+        if schedule.unit == "stage" and place_of(schedule, ops[i].block) != place_of(schedule, ops[i + 1].block):
             continue
         try:
             interpret(made)

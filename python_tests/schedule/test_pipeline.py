@@ -21,10 +21,13 @@ from oases.schedule.pipeline import (
     interleaved,
     name_of,
     passes,
+    placement_of,
     read_stage,
     resolve_pipeline,
     zb_h1,
+    zb_v,
 )
+from oases.schedule.schedule import stage_of
 from oases.simulator import simulate
 
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 7)))
@@ -46,8 +49,9 @@ def test_every_pass_once_and_every_message_at_both_ends(name, stages, micro_batc
     validate(pipeline)
     assert parse_schedule(format_schedule(pipeline)) == pipeline
     parts, sent, received = pipeline.num_blocks, [], []
+    turns = [*range(stages), *(reversed(range(stages)) if name == "zb_v" else range(stages))][:parts]
     for stage, ops in enumerate(pipeline.stages):
-        mine = range(stage, parts, stages)
+        mine = [part for part, of in enumerate(turns) if of == stage]
         kinds = "FB" + "R" * pipeline.recomputes(stage) + "W" * pipeline.has_weight_passes
         assert pipeline.recomputes(stage) == (recompute and not (stage == stages - 1 and name in KEEPS_LAST))
         done = [str(op) for op in ops]
@@ -61,7 +65,8 @@ def test_every_pass_once_and_every_message_at_both_ends(name, stages, micro_batc
         sent += [(op.of, op.sub_batch, op.block + (1 if op.of == "F" else -1)) for op in ops if op.kind == "send"]
         received += [(op.of, op.sub_batch, op.block) for op in ops if op.kind == "receive"]
     assert sorted(sent) == sorted(received)
-    assert len(sent) == 2 * (parts - 1) * micro_batches
+    borders = sum(one != other for one, other in itertools.pairwise(turns))
+    assert len(sent) == 2 * borders * micro_batches
     assert simulate(pipeline, {"F": 1.0, "R": 1.0, "B": 2.0}).total_seconds > 0  # and nobody waits forever
 
 
@@ -87,9 +92,40 @@ def test_makespans_of_interleaved_and_zero_bubble(p, m):
         assert timeline.total_seconds == pytest.approx(3 * m + (p - 1) * 3 / chunks)
 
 
+def held(pipeline, stage):
+    """Most micro-batches at a time whose activations a stage holds, from the forward pass to the weight gradients."""
+    now = [{"F": 1, "W": -1}.get(op.kind, 0) for op in pipeline.stages[stage]]
+    return max(itertools.accumulate(now)) / pipeline.chunks
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (2, 4), (4, 7), (4, 8), (8, 16)])
+def test_zb_v_takes_less_time_than_zb_h1_at_the_memory_of_its_first_stage(p, m):
+    """Qi et al. (arXiv 2405.15362): no stage waits once it has begun, and all hold as much as 1F1B's first one."""
+    times = {"F": 1.0, "B": 1.0, "W": 1.0}
+    found, other = zb_v(p, m, False), zb_h1(p, m, False)
+    timeline = simulate(found, times)
+    assert timeline.total_seconds == pytest.approx(3 * m + (p - 1) / 2)
+    assert timeline.total_seconds == pytest.approx(simulate(other, times).total_seconds - (p - 1) / 2)
+    if (p, m) == (4, 8):
+        assert (timeline.total_seconds, simulate(other, times).total_seconds) == (25.5, 27.0)
+    assert [held(found, stage) for stage in range(p)] == [held(other, 0)] * p == [p] * p
+
+
+def test_the_parts_of_a_v_turn_around():
+    assert [stage_of(part, 3, "loop") for part in range(9)] == [0, 1, 2, 0, 1, 2, 0, 1, 2]
+    assert [stage_of(part, 3, "v") for part in range(9)] == [0, 1, 2, 2, 1, 0, 0, 1, 2]
+    text = format_schedule(zb_v(2, 3, False))
+    assert text.splitlines()[0] == "pipeline zb_v stages=2 micro_batches=3 chunks=2 placement=v"
+    assert [placement_of(each) for each in (text, "zb_v", "interleaved")] == ["v", "v", "loop"]
+    parts = [[op.block for op in ops if op.kind in ("send", "receive")] for ops in zb_v(2, 3, False).stages]
+    assert [set(each) for each in parts] == [{0, 3}, {1, 2}]
+    assert not [op for op in zb_v(2, 3) if op in (Op("send", 1, 0, "F"), Op("receive", 2, 0, "F"))]
+
+
 def test_micro_batches_in_flight():
     flying = {name: [generate_pipeline(name, 4, 8).in_flight(stage) for stage in range(4)] for name in PIPELINES}
     assert flying["one_f_one_b"] == flying["pre_recompute"] == flying["zb_h1"] == [4, 3, 2, 1]
+    assert flying["zb_v"] == [8, 8, 8, 8]
     assert flying["shifted_critical_path"] == [4, 3, 3, 1]
 
 
@@ -129,9 +165,15 @@ def test_passes_are_those_of_the_lists(name, stages, micro_batches):
         assert reading == pipeline.readings[stage]
         assert reading.early == {each[1:] for each in found if each[0] == "R"}
         assert found[-1] == reading.last
-        assert reading.has_weights == (name == "zb_h1")
-        if micro_batches >= stages:
-            assert reading.weights_waiting == (min(stage, micro_batches) if name == "zb_h1" else 0)
+        assert reading.has_weights == name.startswith("zb_")
+        if micro_batches >= stages and name != "zb_v":
+            waiting = min(stage, micro_batches) if name == "zb_h1" else 0
+            assert reading.held == ((reading.in_flight, waiting),)
+        if micro_batches >= 2 * stages - 1 and name == "zb_v":
+            # In the cool-down two deferred weight gradients take the place of two micro-batches in flight.
+            assert reading.held[-1] == (2 * stages, 0)
+            assert reading.held[0][1] == 2 * stage
+            assert all(flying + waiting <= 2 * stages + 1 for flying, waiting in reading.held)
 
 
 def test_one_forward_one_backward():
@@ -167,7 +209,7 @@ def moved(schedule, text, before):
 
 
 PLAIN, SPLIT = generate_pipeline("one_f_one_b", 2, 3), generate_pipeline("zb_h1", 2, 3, False)
-TWICE = generate_pipeline("interleaved", 2, 2)
+TWICE, BACK = generate_pipeline("interleaved", 2, 2), generate_pipeline("zb_v", 2, 3, False)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +248,13 @@ TWICE = generate_pipeline("interleaved", 2, 2)
         ),
         (replace(PLAIN, num_stages=3), "2 model parts cannot be divided over 3 pipeline stages"),
         (without(TWICE, "F 2.1"), r"\(send F 2.1\): its input is missing"),
+        (moved(BACK, "F 2.0", "F 1.0"), r"\(F 2.0\): its input is missing; 'F 1.0' must come before it"),
+        (moved(BACK, "B 1.0", "B 2.0"), r"\(B 1.0\): its input is missing; 'B 2.0' must come before it"),
+        (
+            replace(BACK, ops=(*BACK.ops, Op("send", 1, 0, "F"))),
+            r"parts 1 and 2 are both on stage 1, which needs no message between them; leave it out",
+        ),
+        (replace(BACK, placement="loop"), r"\(F 2.0\): its input is missing; 'receive F 2.0' must come before it"),
     ],
 )
 def test_what_cannot_run_is_named(schedule, message):
@@ -214,7 +263,12 @@ def test_what_cannot_run_is_named(schedule, message):
 
 
 def test_a_pipeline_is_read_off_its_text_as_off_its_name():
-    for name, stages, micro_batches in (("zb_h1", 3, 4), ("shifted_critical_path", 4, 8), ("interleaved", 2, 4)):
+    for name, stages, micro_batches in (
+        ("zb_h1", 3, 4),
+        ("shifted_critical_path", 4, 8),
+        ("interleaved", 2, 4),
+        ("zb_v", 3, 5),
+    ):
         text = format_schedule(generate_pipeline(name, stages, micro_batches))
         assert name_of(text) == name_of(name) == name
         assert chunks_of(text) == chunks_of(name)

@@ -4,6 +4,7 @@ import pytest
 
 from oases.planner import Plan, Predictor, Segment, Stage
 from oases.plans.shape import ModelShape
+from oases.schedule.pipeline import chunks_of
 from oases.simulator.cluster import cluster_called
 from oases.simulator.engine import DeadlockError, run
 from oases.simulator.program import Compute, Contention, Program, Receive, Send, Start, Wait, replicated
@@ -12,9 +13,9 @@ MODEL = ModelShape(hidden=256, layers=4, heads=4, sequence=128, vocabulary=512)
 HARDWARE, _ = cluster_called("64x3090")
 
 
-@pytest.mark.parametrize("pipeline", ["one_f_one_b", "shifted_critical_path", "interleaved", "zb_h1"])
+@pytest.mark.parametrize("pipeline", ["one_f_one_b", "shifted_critical_path", "interleaved", "zb_h1", "zb_v"])
 def test_with_nothing_shared_it_is_the_engine(pipeline):
-    parts = 2 if pipeline == "interleaved" else 1
+    parts = chunks_of(pipeline)
     stage = Stage((Segment(4 // parts, 2, "oases", 2, 1),) * parts)
     plan = Plan(MODEL, 8, 4, 32, 4, (stage,) * 2, pipeline=pipeline)
     program = Predictor(HARDWARE).program(plan, every_op=True)

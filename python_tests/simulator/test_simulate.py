@@ -88,6 +88,17 @@ def test_a_pipeline_takes_as_long_as_its_formula(name, stages, micro_batches):
     assert without.total_seconds == pytest.approx((micro_batches + stages - 1) * 3.0)
 
 
+def test_parts_on_the_way_back_send_the_other_way():
+    """A stage's first part sends activations to the next stage, its second part to the stage before."""
+    timeline = simulate(generate_pipeline("zb_v", 3, 5, recompute=False), {"F": 1.0, "B": 1.0, "W": 1.0, "send": 0.1})
+    found = {(span.name.rpartition(".")[0], span.rank, span.lane) for span in timeline.spans if "send" in span.name}
+    on, back = "to the next stage", "to the stage before"
+    assert found == {
+        *(("send F 0", 0, on), ("send F 1", 1, on), ("send F 3", 2, back), ("send F 4", 1, back)),
+        *(("send B 5", 0, on), ("send B 4", 1, on), ("send B 2", 2, back), ("send B 1", 1, back)),
+    }
+
+
 def test_messages_lengthen_the_way_through_the_pipeline():
     timeline = simulate(generate_pipeline("gpipe", 3, 1, recompute=False), {"F": 1.0, "B": 2.0, "send": 0.5})
     assert timeline.total_seconds == pytest.approx(3 * 3 + 4 * 0.5)

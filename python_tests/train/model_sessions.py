@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from autotp.staged import sizes
 from autotp.zoo import batch, build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,10 +19,23 @@ STEPS = 2
 class Session:
     """A model over a mesh of these degrees, with AdamW of two groups and a learning rate schedule."""
 
-    def __init__(self, name, degrees, seed=0, dtype=torch.float32, dropout=0.0, fsdp=False, **options):
+    def __init__(
+        self,
+        name,
+        degrees,
+        seed=0,
+        dtype=torch.float32,
+        dropout=0.0,
+        fsdp=False,
+        share=False,
+        computed_in=None,
+        layers=None,
+        pipeline="one_f_one_b",
+        **options,
+    ):
         self.degrees, self.name, self.group, self.replica = degrees, name, None, 0
         self.staged = False
-        model = build(name, seed).to(dtype)
+        model = build(name, seed, **(sizes(name, layers) if layers else {})).to(dtype)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = dropout
@@ -31,8 +45,9 @@ class Session:
         else:
             mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("pp", "dp", "tp"))
             self.replica = mesh.get_local_rank("dp")
-            self.staged = degrees[0] > 1 or fsdp
-            staged = {"mesh": mesh, "micro_batches": 2, "fsdp": fsdp}
+            self.staged = degrees[0] > 1 or fsdp or share
+            staged = {"mesh": mesh, "micro_batches": 2, "fsdp": fsdp, "zero": share, "dtype": computed_in}
+            staged |= {"pipeline": pipeline}
             self.model = oases.parallelize(model, **(staged if self.staged else {"mesh": mesh["dp", "tp"]}))
         parameters = list(self.model.parameters())
         groups = [

@@ -22,6 +22,7 @@ from oases import TrainConfig, Trainer
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
 from oases.schedule import GENERATORS, PIPELINES, WHOLE
+from oases.schedule.pipeline import chunks_of
 from oases.testing import RankPool
 from oases.train.config import config_for
 from oases.train.plan import Run
@@ -47,7 +48,7 @@ def rows() -> list[dict[str, str]]:
 
 def plan_of_row(row: Mapping[str, str]) -> Plan:
     """Two stages of two replicas of two ranks. "by stage": the first recomputes every layer, the last one none."""
-    chunks = 2 if row["pipeline"] == "interleaved" else 1
+    chunks = chunks_of(row["pipeline"])
     blocks = MODEL.num_blocks // 2 // chunks
     stages = []
     for stage in range(2):

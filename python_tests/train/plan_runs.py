@@ -10,6 +10,7 @@ from oases.execution.group import group_rank, group_size
 from oases.parallel.sharding import holders, sharded_parameters
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
+from oases.schedule.pipeline import chunks_of
 from oases.train.config import config_for
 
 MODEL = ModelShape(hidden=16, layers=2, heads=4, sequence=8, vocabulary=256)
@@ -61,7 +62,7 @@ def staged(world, *stages, pipeline="one_f_one_b", micro_batches=4, **changes):
 
 def even(world, stages, tp, schedule, again, pipeline, micro_batches=4, **changes):
     """Stages of as many layers. again: none, some or full."""
-    chunks = 2 if pipeline == "interleaved" else 1
+    chunks = chunks_of(pipeline)
     blocks = DEEP.num_blocks // stages // chunks
     layers = (blocks + 1) // 2
     recomputed = {"none": 0, "some": layers // 2, "full": layers}[again]
@@ -78,14 +79,19 @@ def config_of(data, **changes):
     return config_for(plan_of(1, (4, 1)), config_values(data) | changes)
 
 
+def whole(tensor):
+    """Tensor whose shards over data-parallel ranks are gathered."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def curve(trainer, steps=3):
     """Losses and gradients of the first step, in double precision, then weights and the validation loss."""
     trainer.model.double()
     first = trainer.backward(0)
-    gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    gradients = {name: whole(p.grad).clone() for name, p in trainer.model.named_parameters()}
     trainer.optimizer.zero_grad()
     losses = [trainer.step() for _ in range(trainer.steps_done, steps)]
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
     return first, losses, gradients, weights, trainer.validate()
 
 
@@ -102,20 +108,26 @@ def cut_like(model, tensors):
     return cut
 
 
-def check_plan(text, data, expected):
-    """Run three steps of a plan and compare with one process; return the names of the parameters of this rank."""
-    plan = Plan.from_json(text)
-    trainer = Trainer(config_for(plan, config_values(data)), plan=plan)
+def check_curve(trainer, expected):
+    """Train three steps and compare with one process; return the names of the parameters of this rank."""
     first, losses, gradients, weights, validation = curve(trainer)
     assert first == pytest.approx(expected[0], rel=1e-12)
     assert losses == pytest.approx(expected[1], rel=1e-10)
     assert validation == pytest.approx(expected[4], rel=1e-10)
-    for mine, whole in ((gradients, expected[2]), (weights, expected[3])):
-        theirs = cut_like(trainer.model, {name: whole[name] for name in mine})
+    for mine, uncut in ((gradients, expected[2]), (weights, expected[3])):
+        theirs = cut_like(trainer.model, {name: uncut[name] for name in mine})
         for name, tensor in mine.items():
             torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
-    trainer.close()
     return sorted(gradients)
+
+
+def check_plan(text, data, expected):
+    """Train three steps of a plan and compare with one process; return the names of the parameters of this rank."""
+    plan = Plan.from_json(text)
+    trainer = Trainer(config_for(plan, config_values(data)), plan=plan)
+    names = check_curve(trainer, expected)
+    trainer.close()
+    return names
 
 
 def one_process(model, data):

@@ -113,6 +113,8 @@ def test_degrees_become_a_plan_or_say_why_not(tmp_path):
         planned(degrees={"tensor": 8}, micro_batches=1, batch=8).text()
         == "8 blocks tp 8 x dp 1 (oases@4); 1 micro-batch"
     )
+    for values, name in (({"sub_batches": 2, "schedule": "auto"}, "auto@2"), ({"schedule": "auto"}, "auto")):
+        assert planned(**values).stages[0].segments[0].name == name
     assert planned(degrees={"data": 2}, schedule="sync@2").stages[0].segments[0].tp == 4
     for values, message in (
         ({"ranks": 6}, "degrees data 2 x pipeline 2 x tensor 2 make 8 ranks, the run has 6; start that many"),
@@ -128,7 +130,6 @@ def test_degrees_become_a_plan_or_say_why_not(tmp_path):
         ),
         ({"batch": 4, "sub_batches": 2}, "cannot be split into 2 sub-batches; raise --batch to 8"),
         ({"heads": 1}, "heads 1 does not divide by --tp 2"),
-        ({"schedule": "auto"}, "schedule 'auto' is not for a run of several stages"),
     ):
         with pytest.raises(UsageError, match=re.escape(message)):
             planned(**values)
@@ -167,7 +168,7 @@ def test_with_a_plan_a_file_leaves_to_it_what_it_has_at_its_default(tmp_path):
     assert (config.hidden, config.layers, config.batch, config.steps) == (64, 2, 4, 3)
     assert Run.of(config, 2).plan == plan
     refused(tmp_path, whole.replace("hidden: 512", "hidden: 96"), "plan: hidden is 64 there and 96 here")
-    refused(tmp_path, whole.replace("schedule: oases", "schedule: sync"), "leave out --schedule")
+    refused(tmp_path, whole.replace("\nschedule: oases", "\nschedule: sync"), "leave out --schedule")
 
 
 def example():

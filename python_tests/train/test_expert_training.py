@@ -87,6 +87,7 @@ def test_four_ranks_train_like_one(four_ranks, corpus, alone, changes):
              "recompute": "full", "zero": False}),
         (4, {"degrees": {"pipeline": 2, "data": 2}, "micro_batches": 4, "placement": "none", "layers": 4,
              "pipeline_schedule": "interleaved"}),
+        (4, {"degrees": {"pipeline": 2, "data": 2}, "micro_batches": 4, "layers": 4, "pipeline_schedule": "zb_v"}),
     ],
 )  # fmt: skip
 def test_experts_on_pipeline_stages_train_like_one_process(two_ranks, four_ranks, corpus, alone, ranks, changes):
@@ -252,7 +253,7 @@ def test_dropped_slots_are_told(corpus):
     ("changes", "told"),
     [
         ({"sequence_parallel": True}, "sequence_parallel True and experts 4 cannot be combined"),
-        ({"schedule": "auto"}, "schedule 'auto' and experts 4"),
+        ({"schedule": "sync"}, "schedule 'sync' and experts 4"),
         ({"wire_dtype": "bfloat16"}, "wire_dtype 'bfloat16' and experts 4"),
         ({"placement": "best"}, "unknown placement 'best'"),
         ({"gate": "hard"}, "unknown gate 'hard'"),

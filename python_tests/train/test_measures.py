@@ -213,12 +213,12 @@ def test_a_gpus_update_is_told_when_it_is_done(monkeypatch):
     ends = itertools.chain(*((10 * step, 10 * step + 3 + step) for step in range(3)))
     marks = []
 
-    def event(enable_timing):
+    def event(device, enable_timing):
         marks.append(QueuedMark(next(ends)))
         return marks[-1]
 
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    monkeypatch.setattr(torch, "Event", event)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 7)
     meter = Meter(None, [], None, torch.device("cuda"))
     for step in range(3):
         with meter.step(), meter.optimizing():
@@ -286,3 +286,22 @@ def test_the_log_has_what_the_reports_have(corpus, tmp_path):
     found, _, _ = reports(corpus, step_log=str(tmp_path / "log"))
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert lines == [each | {"stall_seconds": 0.0} for each in found]
+
+
+def logged(corpus, log):
+    return reports(corpus, stages(1, 2).to_json(), step_log=str(log))
+
+
+def test_the_log_has_the_overlap_of_each_step(two_ranks, corpus, tmp_path):
+    log = tmp_path / "log"
+    (found, result, _), (others, *_) = two_ranks.run(logged, corpus, log)
+    assert [each["overlap"] for each in others] == [None] * len(found)  # rank 0 writes the log
+    lines = [json.loads(line)["overlap"] for line in log.read_text().splitlines()]
+    (stack,) = (row for row in result["overlap"]["stacks"] if row["where"] in lines[0])  # others ran before
+    places = [stack["where"], *(f"{stack['where']} layer {layer}" for layer in range(MODEL.layers))]
+    expected = {*places, *(f"{place} all_reduce {name}" for place in places for name in ("forward", "backward"))}
+    assert [set(line) for line in lines] == [expected] * len(found)
+    for line in lines:
+        layers = sum(line[place]["exposed_seconds"] for place in places[1:])
+        assert line[places[0]]["exposed_seconds"] == pytest.approx(layers)
+    assert 0 < sum(line[places[0]]["exposed_seconds"] for line in lines) <= stack["blocked_seconds"] * (1 + 1e-9)

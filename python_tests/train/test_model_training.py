@@ -48,7 +48,7 @@ def trained(model, degrees, changes):
     return [*result["losses"], result["validation_loss"]]
 
 
-@pytest.mark.parametrize("instructions", [False, True])
+@pytest.mark.parametrize("instructions", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_degrees_train_alike(two_ranks, llama, corpus, tuning, instructions):
     data = tuning if instructions else corpus
     expected = trained(llama, (1, 1, 1), {"data": data})
@@ -56,11 +56,22 @@ def test_all_degrees_train_alike(two_ranks, llama, corpus, tuning, instructions)
     for degrees, changes in (
         ((2, 1, 1), {}),
         ((1, 1, 2), {}),
+        ((1, 1, 2), {"sequence_parallel": True}),
         ((1, 2, 1), {"zero": True}),
         ((1, 2, 1), {"fsdp": True}),
     ):
         for found in two_ranks.run(trained, llama, degrees, {"data": data, **changes}):
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_quantised_gradients_train_alike(two_ranks, llama, corpus):
+    """Averages, with error feedback; reduce-scatters, without."""
+    expected = trained(llama, (1, 1, 1), {"data": corpus})
+    for changes in ({}, {"zero": True}, {"fsdp": True}):
+        run = {"data": corpus, "gradient_wire": "int8", **changes}
+        first, second = two_ranks.run(trained, llama, (1, 2, 1), run)
+        assert first == second != expected
+        assert first == pytest.approx(expected, rel=5e-3)
 
 
 def test_bfloat16_with_masters_is_close_to_float32(two_ranks, llama, corpus):
@@ -130,6 +141,27 @@ def test_options_that_a_model_sets_or_cannot_have(llama, tmp_path):
             config_of(**{"model": llama, **changes})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
     with pytest.raises(UsageError, match="oases train trains models that predict the next token"):
+        config_of(llama)
+
+
+def test_a_plan_of_another_model_is_told_before_ranks_start(llama, tmp_path):
+    plan = Run.of(config_of(llama, degrees=Degrees(1, 1, 2)), 2).plan
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json())
+    assert Run.of(config_of(llama, micro_batches=1, plan=str(file)), 2).plan == plan
+    for changed, message in (
+        ({"intermediate_size": 96}, "LlamaForCausalLM has 26784 parameters, --model .* has 32928; make a plan"),
+        ({"hidden_size": 64}, "plan: hidden is 32 there and 64 here"),
+        ({"num_hidden_layers": 3}, "plan: layers is 2 there and 3 here"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | changed))
+        with pytest.raises(UsageError, match=message):
+            Run.of(config_of(llama, micro_batches=1, plan=str(file)), 2)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_told(llama, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 200}))
+    with pytest.raises(UsageError, match="its vocabulary of 200 is too small; bytes has 256 tokens; give"):
         config_of(llama)
 
 

@@ -48,7 +48,10 @@ LEGS = {
 """Degrees over two ranks, and options of a session."""
 
 
-@pytest.mark.parametrize(("name", "kind"), [("gpt2", "tp"), ("gpt2", "pp"), ("llama", "zero"), ("gpt2", "fsdp")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("gpt2", "tp"), pytest.param("gpt2", "pp", marks=pytest.mark.slow), ("llama", "zero"), ("gpt2", "fsdp")],
+)
 def test_any_mesh_goes_on_from_any_other(two_ranks, tmp_path, name, kind):
     """GPT-2 has queries, keys and values in one tensor, a vocabulary that two do not divide, and a tied head."""
     folder = str(tmp_path / "run")
@@ -58,6 +61,19 @@ def test_any_mesh_goes_on_from_any_other(two_ranks, tmp_path, name, kind):
         if other == kind:
             assert found == expected
         assert mean(found) == pytest.approx(mean(expected), rel=1e-4), other
+
+
+def test_any_mesh_goes_on_from_the_parts_of_a_v(two_ranks, tmp_path):
+    """One stage has the first and the last part, and the tied table alone."""
+    folder, four = str(tmp_path / "run"), {"layers": 4}
+    expected = two_ranks.run(first_leg, "gpt2", (2, 1, 1), folder, four | {"pipeline": "zb_v"})
+    for degrees, options in (
+        ((2, 1, 1), {"pipeline": "zb_v"}), ((2, 1, 1), {}), ((1, 1, 2), {}), ((1, 2, 1), {"fsdp": True})
+    ):  # fmt: skip
+        found = two_ranks.run(next_leg, "gpt2", degrees, folder, four | options)
+        if options.get("pipeline"):
+            assert found == expected
+        assert mean(found) == pytest.approx(mean(expected), rel=1e-4), (degrees, options)
 
 
 def test_four_ranks_go_on_from_two_and_with_masters(two_ranks, four_ranks, tmp_path):
@@ -71,6 +87,22 @@ def test_four_ranks_go_on_from_two_and_with_masters(two_ranks, four_ranks, tmp_p
     assert mean(two_ranks.run(next_leg, "llama", (1, 1, 1), folder, {})) == pytest.approx(mean(expected), rel=2e-2)
 
 
+@pytest.mark.slow
+def test_shards_go_on_in_bfloat16_at_other_degrees(two_ranks, four_ranks, tmp_path):
+    """Shards of FSDP and ZeRO are masters: any of them goes on from any other, and from whole masters."""
+    folder, low = str(tmp_path / "run"), {"computed_in": torch.bfloat16}
+    legs = {(2, 2, 1): low | {"fsdp": True}, (1, 2, 2): low | {"share": True}, (2, 1, 2): low}
+    expected = four_ranks.run(first_leg, "llama", (2, 2, 1), folder, legs[2, 2, 1])
+    for degrees, options in legs.items():
+        found = four_ranks.run(next_leg, "llama", degrees, folder, options)
+        if degrees == (2, 2, 1):
+            assert found == expected
+        assert mean(found) == pytest.approx(mean(expected), rel=1e-2), degrees
+    assert mean(two_ranks.run(next_leg, "llama", (1, 2, 1), folder, {"fsdp": True})) == pytest.approx(
+        mean(expected), rel=2e-2
+    )
+
+
 def test_dropout_goes_on(two_ranks, tmp_path):
     folder, options = str(tmp_path / "run"), {"dropout": 0.1}
     expected = two_ranks.run(first_leg, "gpt2", (1, 1, 2), folder, options)
@@ -80,8 +112,8 @@ def test_dropout_goes_on(two_ranks, tmp_path):
 # --- stages that hold some of the tensors ---
 
 
-def save_whole(name, folder):
-    session = Session(name, (2, 1, 2))
+def save_whole(name, folder, options):
+    session = Session(name, (2, 1, 2), **options)
     full = oases.full_state_dict(session.model)
     session.model.save_pretrained(folder)
     session.close()
@@ -91,7 +123,7 @@ def save_whole(name, folder):
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_a_model_in_stages_is_saved_for_transformers(four_ranks, tmp_path, name):
     """T5's table is on both stages."""
-    full, *others = four_ranks.run(save_whole, name, str(tmp_path / "whole"))
+    full, *others = four_ranks.run(save_whole, name, str(tmp_path / "whole"), {})
     model, loaded = build(name), build(name, 1)
     missing = oases.load_weights(loaded, tmp_path / "whole")
     assert missing == []
@@ -99,6 +131,13 @@ def test_a_model_in_stages_is_saved_for_transformers(four_ranks, tmp_path, name)
     for key, value in model.state_dict().items():
         assert torch.equal(value, full[key]), key
         assert torch.equal(value, loaded.state_dict()[key]), key
+
+
+def test_the_parts_of_a_v_are_saved_for_transformers(four_ranks, tmp_path):
+    options = {"layers": 4, "pipeline": "zb_v"}
+    full, *_ = four_ranks.run(save_whole, "gpt2", str(tmp_path / "whole"), options)
+    for key, value in build("gpt2", n_layer=4).state_dict().items():
+        assert torch.equal(value, full[key]), key
 
 
 class Staged(nn.Module):

@@ -8,6 +8,7 @@ from torch import nn
 
 import oases
 from oases import TrainConfig, Trainer
+from oases.parallel.fsdp import local
 from oases.parallel.optimizer import state_of, weight_of
 from oases.plans.plan import Plan
 from oases.plans.shape import ModelShape
@@ -23,6 +24,7 @@ CONFIG = TrainConfig(
 PLANS = {
     "tp 2": {"degrees": {"tensor": 2}},
     "dp 2 zero": {"degrees": {"data": 2, "tensor": 1}, "zero": True},
+    "dp 2 fsdp": {"degrees": {"data": 2, "tensor": 1}, "fsdp": True, "micro_batches": 2},
     "pp 2": {"degrees": {"pipeline": 2, "tensor": 1}, "micro_batches": 4, "pipeline_schedule": "zb_h1"},
 }
 
@@ -39,7 +41,7 @@ def curve(corpus, **changes):
     trainer = trainer_of(corpus, **changes)
     result = trainer.train()
     masters = [weight_of(trainer.optimizer, parameter) for parameter in trainer.model.parameters()]
-    held = sum(master.numel() for master in masters if master is not None)
+    held = sum(local(master).numel() for master in masters if master is not None)
     types = {parameter.dtype for parameter in trainer.model.parameters()}
     close(trainer)
     return result["losses"], result["validation_loss"], held, types
@@ -54,8 +56,8 @@ def check_ranks(corpus, name, alone):
     losses, validation, held, types = curve(corpus, **PLANS[name])
     assert losses == pytest.approx(alone[0], rel=5e-3)
     assert validation == pytest.approx(alone[1], rel=5e-3)
-    assert types == {torch.bfloat16}
-    if "zero" in name:
+    assert types == {torch.float32 if "dp" in name else torch.bfloat16}  # shards are masters
+    if "dp" in name:
         assert 0.4 < held / alone[2] < 0.6
 
 
@@ -106,7 +108,7 @@ def go_on(corpus, changes, path):
     return losses[-1]
 
 
-@pytest.mark.parametrize("name", ["dp 2 zero", "pp 2"])
+@pytest.mark.parametrize("name", ["dp 2 zero", "dp 2 fsdp", "pp 2"])
 def test_a_run_goes_on_equal_to_the_bit(two_ranks, corpus, tmp_path, name):
     path = str(tmp_path / "checkpoint")
     expected = two_ranks.run(save, corpus, name, path)
@@ -147,7 +149,7 @@ def run_found(text, corpus, folder):
     for given in ({"checkpoint_every": 2}, {"resume": f"{folder}/step-000002", "checkpoint": None}):
         trainer = Trainer(config_for(plan, values | given), plan=plan)
         types = {parameter.dtype for parameter in trainer.model.parameters()}
-        assert types == {torch.bfloat16}
+        assert types == {torch.float32 if plan.zero or plan.fsdp else torch.bfloat16}
         result = trainer.train()
         assert result["prediction"]["step"]["predicted_seconds"] == plan.prediction.step_seconds
         curves.append((result["losses"], result["validation_loss"]))
@@ -170,7 +172,7 @@ def test_master_weights_take_the_steps_of_a_float32_run():
     models = {precision: nn.Linear(8, 8) for precision in ("float32", "bfloat16")}
     models["bfloat16"].load_state_dict(models["float32"].state_dict())
     optimizers = {
-        precision: adamw([(list(model.parameters()), None)], precision, learning_rate=1e-5, weight_decay=0.1)
+        precision: adamw(model, precision, learning_rate=1e-5, weight_decay=0.1)
         for precision, model in models.items()
     }
     for _ in range(4):

@@ -35,6 +35,9 @@ COVER = {
     "zero bubble 4": even(4, 4, 1, "sync", "full", "zb_h1"),
     "zero bubble 2 tp 2": even(4, 2, 2, "oases", "some", "zb_h1", 8),
     "zero bubble 2 dp 2": even(4, 2, 1, "sync", "none", "zb_h1", 2, zero=True),
+    "zb v 4": even(4, 4, 1, "sync", "some", "zb_v", 8),
+    "zb v 2 tp 2": even(4, 2, 2, "oases", "none", "zb_v"),
+    "zb v 2 dp 2": even(4, 2, 1, "sync", "full", "zb_v", 4, zero=True),
     "uneven": staged(
         4,
         [(1, 1, "sync", 1)],

@@ -1,13 +1,17 @@
 """The same run on 1, 2 and 4 ranks and under every schedule: one loss curve. Checkpoints across degrees."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from auto_choice import measuring
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
+from oases.train.checkpoint.contents import set_choices
+from oases.train.model_options import Degrees
 
 CONFIG = TrainConfig(
     hidden=32,
@@ -61,6 +65,86 @@ def train_and_save(data, path):
         trainer.step()
     trainer.save(path)
     return trainer.validate()
+
+
+def chosen(trainer):
+    return {**trainer.model.stack.segments[0].choices}
+
+
+def auto_resumed(data, path):
+    """Choices of a run of auto when it saved, and after a resumed step beside an empty cache."""
+    config = dataclasses.replace(CONFIG, data=data, steps=100, schedule="auto")
+    with measuring(Path(path) / "none.json"):
+        trainer = Trainer(config)
+        trainer.step()
+        (tuning,) = trainer.model.stack.segments[0]._tunings.values()
+        tuning.keep = False
+        while not chosen(trainer):
+            trainer.step()
+        trainer.save(path)
+        resumed = Trainer(dataclasses.replace(config, resume=path))
+        resumed.step()
+    (tuning,) = resumed.model.stack.segments[0]._tunings.values()
+    return chosen(trainer), chosen(resumed), tuning.chosen, sum(map(len, tuning.times.values()))
+
+
+def test_a_resumed_run_keeps_the_choice_of_auto(two_ranks, corpus, tmp_path):
+    for before, after, label, measured in two_ranks.run(auto_resumed, corpus, str(tmp_path / "auto")):
+        assert before == after
+        assert [*before.values()] == [label]
+        assert measured == 0
+
+
+def measured_losses(data, path, changes):
+    """Losses of 12 steps, and of this rank's stacks the choices and the number of measured calls."""
+    with measuring(Path(path) / "none.json"):
+        trainer = Trainer(dataclasses.replace(CONFIG, data=data, batch=8, steps=12, **changes))
+        result = trainer.train()
+    stacks = trainer.model.stack.segments
+    tunings = [tuning for stack in stacks for tuning in (stack._tunings or {}).values()]
+    return (
+        result["losses"],
+        [each.choices for each in stacks],
+        [sum(map(len, each.times.values())) for each in tunings],
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "calls"),
+    [
+        ({"degrees": Degrees(2, 1, 2)}, 12),
+        ({"degrees": Degrees(2, 1, 2), "fsdp": True}, 12),
+        ({"degrees": Degrees(1, 1, 4), "micro_batches": 2}, 24),
+        ({"degrees": Degrees(1, 2, 2), "micro_batches": 2, "recompute": "full"}, 24),
+        ({"degrees": Degrees(1, 2, 2), "micro_batches": 2, "pipeline_schedule": "zb_h1"}, 24),
+    ],
+)
+def test_auto_measures_under_replicas_stages_and_micro_batches(four_ranks, corpus, tmp_path, changes, calls):
+    """Each measured call trains; the losses are those of a named schedule."""
+    named = {"schedule": "oases", **changes}
+    ((expected, *_), *_) = four_ranks.run(measured_losses, corpus, str(tmp_path / "named"), named)
+    found = four_ranks.run(measured_losses, corpus, str(tmp_path / "auto"), {"schedule": "auto", **changes})
+    for curve, choices, turns in found:
+        assert curve == pytest.approx(expected, rel=1e-4)
+        assert len(choices) == len(turns) == 1
+        assert turns[0] == calls or (choices[0] and 4 <= turns[0] < calls)
+
+
+def choices_of_replicas(data, path):
+    """Choices of this rank's stack before a checkpoint, which differ between replicas, and after it."""
+    config = dataclasses.replace(CONFIG, data=data, degrees=Degrees(2, 1, 2), schedule="auto", sub_batches=0)
+    with measuring(Path(path) / "none.json"):
+        trainer, resumed = Trainer(config), Trainer(config)
+        (stack,), (other,) = trainer.model.stack.segments, resumed.model.stack.segments
+        stack.choices = {"same": "oases 2", "unlike": f"oases {2 * (1 + dist.get_rank() // 2)}"}
+        set_choices(resumed.model, trainer.checkpoint_metadata().choices, resumed.group)
+    return stack.choices, other.choices
+
+
+def test_a_resumed_replica_keeps_a_choice_of_its_own(four_ranks, corpus, tmp_path):
+    found = four_ranks.run(choices_of_replicas, corpus, str(tmp_path))
+    assert all(before == after for before, after in found)
+    assert [before["unlike"] for before, _ in found] == ["oases 2", "oases 2", "oases 4", "oases 4"]
 
 
 def resume(data, path):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +31,9 @@ DIMENSIONS = ("pp", "dp", "tp")
 class PipelineOptions:
     """Options of training in micro-batches. counts: layers of each part; () to balance them by FLOPs.
 
-    fsdp: weights and gradients are sharded over the replicas.
+    fsdp, zero: weights, gradients and optimizer state are sharded over the replicas; with zero the weights are whole
+    during a step. dtype: of weights in passes; None: their own. gradient_wire: code of the averages of gradients; ""
+    for their own type.
     """
 
     mesh: Mesh
@@ -38,27 +41,61 @@ class PipelineOptions:
     schedule: Schedule
     counts: tuple[int, ...] = ()
     fsdp: bool = False
+    zero: bool = False
+    dtype: torch.dtype | None = None
+    gradient_wire: str = ""
+
+    def __post_init__(self) -> None:
+        if self.schedule.chunks > self.schedule.num_stages == 1:
+            raise UsageError(f"{self.schedule.name} needs at least 2 stages, got 1; take one_f_one_b")
+
+    @property
+    def shards(self) -> bool:
+        """Whether weights are sharded over several replicas."""
+        return self.fsdp or (self.zero and self.mesh.replicas(self.degree) > 1)
 
     @property
     def parts(self) -> int:
         """Parts of the model."""
-        return self.schedule.num_stages * self.schedule.chunks
+        return self.schedule.num_blocks
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether this rank's stage recomputes where others do: the last one of some pipelines never does."""
+        stages = range(self.schedule.num_stages)
+        return self.schedule.recomputes(self.mesh.stage) or not any(map(self.schedule.recomputes, stages))
 
 
 def pipeline_options(
-    mesh: Any, plan: Plan | None, pipeline: str, micro_batches: int | None, recompute: Any, *, fsdp: bool
+    mesh: Any,
+    plan: Plan | None,
+    pipeline: str,
+    micro_batches: int | None,
+    recompute: Any,
+    *,
+    fsdp: bool,
+    zero: bool,
+    dtype: torch.dtype | None,
 ) -> PipelineOptions | None:
     """Options for a mesh with the dimension "pp" or a plan of several stages or micro-batches; None without.
 
     Collective: creates the groups of the mesh. Raises UsageError for a mesh that does not fit.
     """
+    if zero and fsdp:
+        raise UsageError("fsdp includes zero; leave out zero")
+    wrong = (
+        [] if plan is None else [n for n, given in (("zero", zero), ("fsdp", fsdp)) if given and not getattr(plan, n)]
+    )
+    if wrong:
+        raise UsageError(f"plan: it has no {wrong[0]}; leave {wrong[0]} out, or plan for it")
     if plan is not None and (len(plan.stages) > 1 or plan.micro_batches > 1 or micro_batches is not None):
         if micro_batches not in (None, plan.micro_batches):
             raise UsageError(f"plan: it has {plan.micro_batches} micro-batches, not {micro_batches}; leave them out")
         require_runnable(plan)
         given = mesh if isinstance(mesh, Mesh) else Mesh.of(plan)
         counts = tuple(len(plan.layers_of(part)) for part in plan.parts)
-        return PipelineOptions(given, plan.stages[0].segments[0].tp, pipeline_of(plan), counts, plan.fsdp)
+        degree = plan.stages[0].segments[0].tp
+        return PipelineOptions(given, degree, pipeline_of(plan), counts, plan.fsdp, plan.zero, dtype)
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
     if "pp" not in names:
         if micro_batches is not None:
@@ -83,8 +120,8 @@ def pipeline_options(
             f"mesh has {mesh.size()} ranks, the run {dist.get_world_size()}; a mesh with 'pp' takes all of them"
         )
     order = mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names]).flatten().tolist()
-    made = Mesh.of_stages([[degree]] * stages, order=order, fsdp=fsdp)
-    return PipelineOptions(made, degree, schedule, fsdp=fsdp)
+    made = Mesh.of_stages([[degree]] * stages, order=order, fsdp=fsdp or zero)
+    return PipelineOptions(made, degree, schedule, fsdp=fsdp, zero=zero, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -115,7 +152,7 @@ def segments_of(
     parts = [[path for each, _ in found for path in each.paths]] if division is None else division.layers
     slices: list[tuple[LayerList, list[Any], dict[str, Any]]] = []
     for number, layers in enumerate(parts):
-        if division is not None and number % division.stages != stage:
+        if division is not None and division.stage_of[number] != stage:
             continue
         given = [(len(layers), options)]
         if plan is not None:
@@ -164,10 +201,11 @@ def divide_model(
         raise UsageError(
             f"plan: its stages have {sum(counts)} layers, {kind} calls {len(costs)}; plan for this model"
         )
-    division = divide(twin, flow, names, layers, options.schedule.num_stages, counts)
+    stage_of = [options.schedule.stage_of(part) for part in range(options.parts)]
+    division = divide(twin, flow, names, layers, stage_of, counts)
     units = Units(twin, names)
     before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    take_stage(model, units, names, division, options.mesh.stage)
+    take_stage(model, units, names, division, options.mesh.stage, options.dtype)
     held = set(model.state_dict(keep_vars=True))
     held_by = {before[name]: name for name in before if name in held}
     elsewhere = {name: held_by.get(key, "") for name, key in before.items() if name not in held}

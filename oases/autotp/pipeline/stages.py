@@ -18,13 +18,13 @@ _SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Division:
-    """Parts of a model. stages: of the pipeline; stage s of p has the parts s, s + p, ...
+    """Parts of a model. stage_of: stage of each part.
 
     layers: names of each part's layers. part_of: part of each call of the sample pass, by (unit, occurrence).
     stages_of: stages that have the weights of a unit. holders: stages that have a parameter, by each of its names.
     """
 
-    stages: int
+    stage_of: tuple[int, ...]
     layers: tuple[tuple[str, ...], ...]
     part_of: Mapping[tuple[str, int], int]
     stages_of: Mapping[str, frozenset[int]]
@@ -34,6 +34,10 @@ class Division:
     def parts(self) -> int:
         """Number of parts."""
         return len(self.layers)
+
+    def layers_on(self, stage: int) -> list[tuple[str, ...]]:
+        """Names of the layers of each part of a stage."""
+        return [layers for layers, of in zip(self.layers, self.stage_of, strict=True) if of == stage]
 
     def part(self, unit: str, occurrence: int) -> int:
         """Part that runs a call. One that the sample pass did not have runs in the last part, as the loss does."""
@@ -45,14 +49,14 @@ def divide(
     flow: Dataflow,
     units: Sequence[str],
     layers: Collection[str],
-    stages: int,
+    stage_of: Sequence[int],
     counts: Sequence[int],
 ) -> Division:
     """Divide a model where its layers begin.
 
-    flow: of a sample pass. units: names of the model's; layers: those in lists. counts: layers of each part. Other
-    units belong to the part of the layer before them; those that read no results, such as a decoder's embedding, to
-    that of the layer after them.
+    flow: of a sample pass. units: names of the model's; layers: those in lists. stage_of, counts: stage and number of
+    layers of each part. Other units belong to the part of the layer before them; those that read no results, such as
+    a decoder's embedding, to that of the layer after them.
     """
     ends = list(accumulate(counts))
     names: list[list[str]] = [[] for _ in counts]
@@ -81,13 +85,13 @@ def divide(
         inside = [f"{unit}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
         parts = {where for (name, _), where in part_of.items() if name == unit}
         parts |= {where for name, where in read_between if name in inside}
-        stages_of[unit] = frozenset(where % stages for where in parts or {len(counts) - 1})
+        stages_of[unit] = frozenset(stage_of[where] for where in parts or {len(counts) - 1})
         for name in inside:
             tied.setdefault(id(parameters[name]), set()).update(stages_of[unit])
     for name, where in read_between:
-        tied.setdefault(id(parameters[name]), set()).add(where % stages)
-    holders = {name: frozenset(tied.get(id(each), {stages - 1})) for name, each in parameters.items()}
-    return Division(stages, tuple(map(tuple, names)), part_of, stages_of, holders)
+        tied.setdefault(id(parameters[name]), set()).add(stage_of[where])
+    holders = {name: frozenset(tied.get(id(each), {stage_of[-1]})) for name, each in parameters.items()}
+    return Division(tuple(stage_of), tuple(map(tuple, names)), part_of, stages_of, holders)
 
 
 def balanced_counts(costs: Sequence[float], parts: int, kind: str) -> list[int]:
@@ -95,7 +99,7 @@ def balanced_counts(costs: Sequence[float], parts: int, kind: str) -> list[int]:
     if parts > len(costs):
         raise UsageError(
             f"{kind} has {len(costs)} layers, too few for {parts} parts of a pipeline; give at most {len(costs)} "
-            "stages (pp), with pipeline='interleaved' half as many"
+            "stages (pp), with pipeline='interleaved' or 'zb_v' half as many"
         )
     least = _SMALL * (sum(costs) / len(costs) or 1.0)
     starts = [0, *balanced([cost + least for cost in costs], parts), len(costs)]

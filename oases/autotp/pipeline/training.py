@@ -22,10 +22,12 @@ from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import group_of
 from oases.parallel.collectives import all_reduce
-from oases.parallel.fsdp import FsdpUnit, ShardedGradientAverager, local
+from oases.parallel.expert_groups import averaged_parts
+from oases.parallel.fsdp import FsdpUnit, local
 from oases.parallel.gradient_averaging import GradientAverager
 from oases.parallel.messages import StageMessages
 from oases.parallel.pipeline import StageRunner
+from oases.parallel.sharded_gradients import ShardedGradientAverager
 
 MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -56,6 +58,7 @@ class PipelineTraining:
         self._flows: dict[Any, tuple[Dataflow, Crossings]] = {}
         self._micro_batches = pipeline.num_sub_batches
         self._device = next(model.parameters()).device
+        self._dtype = options.dtype
         self.messages: StageMessages | None = None
         """Messages to and from other stages; None for a single stage."""
         if pipeline.num_stages > 1:
@@ -65,10 +68,16 @@ class PipelineTraining:
         """Sharded weights, with fsdp."""
         self._outer: OuterWeights | None = None
         self._average: GradientAverager | ShardedGradientAverager
-        if options.fsdp:
-            self._average, self._outer, self.units = shard_weights(model, self._runners, mesh, degree)
+        for runner in self._runners if pipeline.chunks > 1 else ():
+            paths = stages.division.layers
+            runner.part = next(part for part, layers in enumerate(paths) if runner.layers[0].path in layers)
+        if options.shards:
+            self._average, self._outer, self.units = shard_weights(
+                model, self._runners, mesh, degree, options.dtype, keep=options.zero,
+                gradient_wire=options.gradient_wire,
+            )  # fmt: skip
         else:
-            self._average = GradientAverager([(list(model.parameters()), self._data)])
+            self._average = GradientAverager(averaged_parts(model, self._data), wire=options.gradient_wire)
         self._shared = self._share()
 
     def _share(self) -> list[tuple[nn.Parameter, str]]:
@@ -78,7 +87,7 @@ class PipelineTraining:
         for name, stages in sorted(self._division.holders.items()):
             if len(stages) > 1:
                 group = self.mesh.peers(sorted(stages))  # collective: on all ranks, in the same order
-                if name in here:
+                if name in here and here[name].requires_grad:
                     found.setdefault(id(here[name]), (here[name], group))
         return list(found.values())
 
@@ -108,7 +117,7 @@ class PipelineTraining:
         for parameter, _ in self._shared:
             parameter.grad = None
         with self._gathered():
-            losses = self._runner.run(self._forward(batches, weights), self._average.overlapped())
+            losses = self._runner.run(self._forward(batches, weights), self._average)
         for (parameter, group), gradient in zip(self._shared, before, strict=True):
             if parameter.grad is None:  # unused here, but not by its other copies
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
@@ -125,14 +134,14 @@ class PipelineTraining:
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Context in which weights outside of stacks are whole. A step releases them when it averages gradients."""
+        """Context in which weights outside of stacks are whole. All are sharded after it."""
         if self._outer is not None:
             self._outer.gather()
         try:
             yield
         finally:
-            if self._outer is not None:
-                self._outer.release()
+            for unit in self.units:
+                unit.free()
 
     def _forward(self, batches: Sequence[MicroBatch], weights: Tensor) -> Any:
         flow, crossings = self._flow_of(batches[0])
@@ -163,7 +172,7 @@ class PipelineTraining:
         """Dataflow of a pass on inputs like these."""
         found, tree = pytree.tree_flatten(batch)
         form = [(each.dim(), each.dtype) if isinstance(each, Tensor) else repr(each) for each in found]
-        dtype = next(self._model.parameters()).dtype
+        dtype = self._dtype or next(self._model.parameters()).dtype
         key = (str(tree), str(form), self._model.training, dtype)
         if key not in self._flows:
             self._twin.train(self._model.training)
@@ -212,7 +221,7 @@ class PipelineTraining:
         return counts * self._replicas / total[0]
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
-        """Sum of the last stage's losses, averaged over replicas, on every rank."""
+        """Sum of the last part's losses, averaged over replicas, on every rank."""
         total = torch.zeros(1, dtype=torch.float64, device=self._device)
         for loss in losses:
             total += loss

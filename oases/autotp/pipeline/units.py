@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from oases.autotp.export import running_without_data, without_data
+from oases.autotp.module_snapshot import recorders, unrecorded
 from oases.autotp.pipeline.dataflow import Dataflow, Value
 from oases.autotp.pipeline.stages import Crossings, Division
 
@@ -119,7 +120,7 @@ class Units:
         key = (unit, str(tree), form, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         if key not in self._shapes:
             args, kwargs = pytree.tree_unflatten([without_data(each) for each in given], tree)
-            with running_without_data():
+            with running_without_data(), unrecorded(self._twins[unit]):
                 self._shapes[key] = pytree.tree_flatten(self._twins[unit](*args, **kwargs))
         return self._shapes[key]
 
@@ -141,13 +142,24 @@ class StandIn(nn.Module):
     """Unit without weights on this rank. Other attributes are those of the unit."""
 
     def __init__(self, units: Units, unit: str) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.__dict__["_units"], self.__dict__["_unit"] = units, unit
+
+    @staticmethod
+    def of(module: nn.Module, units: Units, unit: str) -> StandIn:
+        """Stand-in of the module's class, which code around layers may ask for.
+
+        Hooks of transformers, which record hidden states, stay; others would see values that are not computed here.
+        """
+        kind = type(f"StandInOf{type(module).__name__}", (StandIn, type(module)), {})
+        found: StandIn = kind(units, unit)
+        found._forward_hooks.update(recorders(module))
+        return found
 
     def __getattr__(self, name: str) -> Any:
         """Attribute of the unit; its weights have no data."""
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)
         except AttributeError:
             return getattr(self._units.twin(self._unit), name)
 
@@ -160,20 +172,22 @@ class StandIn(nn.Module):
         return f"{self._unit}, on another stage"
 
 
-def take_stage(model: nn.Module, units: Units, names: Sequence[str], division: Division, stage: int) -> None:
-    """Replace the units and free the parameters of other stages in place."""
+def take_stage(
+    model: nn.Module, units: Units, names: Sequence[str], division: Division, stage: int, dtype: torch.dtype | None
+) -> None:
+    """Replace the units and free the parameters of other stages in place. dtype: of weights; None: as they are."""
     for name in names:
         if stage not in division.stages_of[name]:
-            _replace(model, model.get_submodule(name), StandIn(units, name))
+            module = model.get_submodule(name)
+            _replace(model, module, StandIn.of(module, units, name))
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if stage not in division.holders[name]:
             path, _, last = name.rpartition(".")
             module = model.get_submodule(path)
             del module._parameters[last]
             # Code between units may still compute with it, on values that nothing reads.
-            module.__dict__[last] = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
-                parameter.shape
-            )
+            kind = parameter.dtype if dtype is None or not parameter.is_floating_point() else dtype
+            module.__dict__[last] = torch.zeros((), dtype=kind, device=parameter.device).expand(parameter.shape)
 
 
 def install_units(model: nn.Module, units: Units, names: Sequence[str]) -> None:

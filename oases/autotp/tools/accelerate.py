@@ -9,6 +9,7 @@ from torch import Tensor
 
 from oases.autotp.gathering import full_state_dict
 from oases.autotp.tools.optimizer_state import accept_full_state, full_optimizer_state
+from oases.errors import UsageError
 
 
 def patch_accelerate(module: Any) -> None:
@@ -53,7 +54,27 @@ def patch_accelerate(module: Any) -> None:
             del self.gather
 
     accelerator.get_state_dict, accelerator.gather_for_metrics = full, gather
+    accelerator.prepare_model = _checked(accelerator.prepare_model)
     accelerator.save_state, accelerator.load_state = save, load
+
+
+def _checked(prepare_model: Any) -> Any:
+    @wraps(prepare_model)
+    def prepare(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        require_callable(model, "Accelerator.prepare")
+        return prepare_model(self, model, *args, **kwargs)
+
+    return prepare
+
+
+def require_callable(model: Any, tool: str) -> None:
+    """Raise UsageError for a model in stages, which a tool would call, or wrap in DDP."""
+    if getattr(model, "oases_pipeline", None) is not None:
+        raise UsageError(
+            f"{tool} was given {type(model).__name__} in pipeline stages, of which no rank can compute a loss alone: "
+            "train it by loss = model.train_step(**batch) in a loop of your own or by oases train --model, or give "
+            "parallelize() a mesh without 'pp'"
+        )
 
 
 def patch_parallelism(module: Any) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import wraps
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from oases.autotp.gathering import GatherBuffers, base_of, gather_blocks, is_adapted, is_pretrained
+from oases.autotp.preconditions import require_alike
 from oases.autotp.pretrained import save_pretrained
 from oases.autotp.tools.accelerate import patch_accelerate, patch_parallelism
+from oases.autotp.tools.adapters import guard_adapters
 from oases.autotp.tools.optimizer_state import shard_of
 from oases.autotp.tools.recomputation import map_checkpointing
 from oases.autotp.tools.trainer import patch_fused_head, patch_trainer
@@ -22,18 +25,21 @@ from oases.parallel.mesh import mesh_of, run_of
 from oases.parallel.replicas import replicas_of
 from oases.parallel.shard_map import ModelTensor, raise_together, tensors_of_model
 from oases.parallel.sharding import cuts, sharded_modules
-from oases.parallel.state_shards import after_import
+from oases.parallel.state_shards import StateShard, after_import
 
 
-def connect_tools(model: nn.Module, group: ProcessGroup | None) -> None:
+def connect_tools(model: nn.Module, group: ProcessGroup | None, adapt: Callable[[nn.Module], None]) -> None:
     """Have Trainer, accelerate and peft see a parallelized model as a tensor-parallel one, and save it whole.
 
-    group: tensor-parallel ranks.
+    group: tensor-parallel ranks. adapt: shards what peft adds to the model's layers, and runs them anew.
     """
     map_checkpointing(model)
     object.__setattr__(model, "compile", _refuse_compile)
+    for each in ("lightning.fabric", "lightning_fabric"):
+        after_import(f"{each}.strategies.model_parallel", _load_checkpoints)
     ranks = group_size(group)
     if ranks == 1:
+        _cut_what_is_loaded(model)
         return
     base = base_of(model)
     replicas = replicas_of(model)
@@ -42,17 +48,37 @@ def connect_tools(model: nn.Module, group: ProcessGroup | None) -> None:
 
         pretrained: Any = base
         pretrained._tp_size = ranks
-        data = 1 if replicas is None else replicas.group.size()
+        data = 1 if replicas is None else group_size(replicas.group)
         pretrained.config.distributed_config = DistributedConfig(tp_size=ranks, fsdp_size=data)
     else:
         model.tp_size = ranks  # type: ignore[assignment]
-    for holder, _ in sharded_modules(model):
-        holder.register_load_state_dict_pre_hook(_cut_full_tensors)
+    _cut_what_is_loaded(model)
+    object.__setattr__(model, "oases_adapt", partial(_adapt, adapt=adapt, group=group_name(group)))
     after_import("transformers.trainer", patch_trainer)
     after_import("trl.trainer.utils", patch_fused_head)
-    after_import("peft.tuners.tuners_utils", _guard_adapters)
+    after_import("peft.tuners.tuners_utils", guard_adapters)
+    after_import("peft.peft_model", _save_adapters)
     after_import("accelerate.accelerator", patch_accelerate)
     after_import("accelerate.parallelism_config", patch_parallelism)
+
+
+def _cut_what_is_loaded(model: nn.Module) -> None:
+    for holder, _ in sharded_modules(model):
+        holder.register_load_state_dict_pre_hook(_cut_full_tensors)
+
+
+def refuse_tools() -> None:
+    """Have Trainer and accelerate refuse models in stages, whose steps are those of their `train_step`."""
+    after_import("transformers.trainer", patch_trainer)
+    after_import("accelerate.accelerator", patch_accelerate)
+
+
+def named_mesh(mesh: object, model: nn.Module, group: ProcessGroup | None) -> DeviceMesh | None:
+    """Mesh of a model without stages: the given one if it has names, else "tp" alone; None for a single process."""
+    if isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names:
+        return mesh
+    kind = next(model.parameters()).device.type.replace("meta", "cpu")
+    return None if group is None else DeviceMesh.from_group(group, kind, mesh_dim_names=("tp",))
 
 
 def _refuse_compile(*_: Any, **__: Any) -> None:
@@ -63,23 +89,46 @@ def _refuse_compile(*_: Any, **__: Any) -> None:
     )
 
 
-def _guard_adapters(module: Any) -> None:
-    """Refuse adapters in layers of a model that is parallelized, whose traced graphs would bypass them."""
-    tuner: Any = module.BaseTuner
-    inject = tuner.inject_adapter
-    if hasattr(inject, "__wrapped__"):
+def _adapt(model: nn.Module, new: nn.Module, adapt: Callable[[nn.Module], None], group: str) -> None:
+    """Shard the adapters `new`, which peft added to the layers. UsageError unless all ranks have equal ones."""
+    replicas = replicas_of(model)
+    for each in (group_of(group), None if replicas is None else replicas.group):
+        require_alike(new, each, values=True)
+    before = {holder for holder, _ in sharded_modules(model)}
+    adapt(model)
+    for holder in {holder for holder, _ in sharded_modules(model)} - before:
+        holder.register_load_state_dict_pre_hook(_cut_full_tensors)
+
+
+def _save_adapters(module: Any) -> None:
+    """Have `save_pretrained` of a PeftModel, in `peft.peft_model`, write full tensors of adapters added to shards."""
+    model: Any = module.PeftModel
+    save = model.save_pretrained
+    if hasattr(save, "__wrapped__"):
         return
 
-    @wraps(inject)
-    def checked(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if any(getattr(part, "oases_partition", None) is not None for part in model.modules()):
-            raise UsageError(
-                f"{type(self).__name__} would put adapters into layers that run as traced graphs without them; add "
-                "them first: model = get_peft_model(model, config), then oases.parallelize(model)"
-            )
-        inject(self, model, *args, **kwargs)
+    @wraps(save)
+    def saved(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        adapt = getattr(self, "oases_adapt", None)
+        if adapt is None:
+            save(self, save_directory, *args, **kwargs)
+        else:
+            ModelSaver(self, group_of(adapt.keywords["group"]))(save_directory, *args, **kwargs)
 
-    tuner.inject_adapter = checked
+    model.save_pretrained = saved
+
+
+def _load_checkpoints(module: Any) -> None:
+    """Have Lightning's ModelParallelStrategy save and load parallelized models, whose shards are no DTensors."""
+    is_distributed = module._has_dtensor_modules
+    if not hasattr(is_distributed, "__wrapped__"):
+
+        @wraps(is_distributed)
+        def found(model: object) -> bool:
+            parts = model.modules() if isinstance(model, nn.Module) else ()
+            return is_distributed(model) or any(getattr(each, "oases_partition", None) is not None for each in parts)
+
+        module._has_dtensor_modules = found
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -87,7 +136,9 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_:
     for parameter, cut in cuts(module).items():
         name = next(name for name, each in module.named_parameters() if id(each) == parameter)
         given = state.get(prefix + name)
-        if isinstance(given, Tensor):
+        if isinstance(given, StateShard):
+            state[prefix + name] = given.local
+        elif isinstance(given, Tensor):
             state[prefix + name] = shard_of(given, module.get_parameter(name), cut, module)
 
 
@@ -139,7 +190,8 @@ class ModelSaver:
         state = full_tensors(found, group)
         with raise_together(group):
             if group_rank(group) == 0:
-                type(self._model).save_pretrained(self._model, str(folder), state_dict=state, **options)  # type: ignore[attr-defined]
+                save: Any = type(self._model).save_pretrained  # type: ignore[attr-defined]
+                getattr(save, "__wrapped__", save)(self._model, str(folder), state_dict=state, **options)
 
 
 def full_tensors(tensors: Iterable[ModelTensor], group: ProcessGroup | None) -> dict[str, Tensor]:

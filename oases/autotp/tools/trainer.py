@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oases.autotp.tools.accelerate import require_callable
 from oases.autotp.tools.optimizer_state import accept_full_state, full_optimizer_state
 from oases.errors import UsageError
 from oases.parallel.guards import whole_rows
@@ -53,6 +54,7 @@ def _replace(owner: Any, name: str, function: Any) -> None:
 
 def _created(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse options that cannot work, before and not in the middle of a run."""
+    require_callable(args[0] if args else kwargs.get("model"), "Trainer")
     options = args[1] if len(args) > 1 else kwargs.get("args")
     for name, remedy in _REFUSED.items():
         if getattr(options, name, None):

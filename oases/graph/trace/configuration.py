@@ -22,6 +22,7 @@ _HEADS = (
 )  # fmt: skip
 """Auto classes of transformers; the first that supports the model is used if the file does not name one."""
 
+_DECODER = "num_decoder_layers"
 _LEFT_OUT = frozenset({
     "auto_map", "custom_pipelines", "quantization_config", "attn_implementation", "_attn_implementation",
     "experts_implementation", "_experts_implementation", "dtype", "torch_dtype",
@@ -67,6 +68,21 @@ def configuration(data: Mapping[str, Any]) -> Any:
         return known[kind].from_dict(_plain(data))
     except Exception as error:  # configuration classes may raise anything
         raise UsageError(f"{kind}: invalid configuration: {_in_a_line(error)}") from error
+
+
+def with_layers(data: Mapping[str, Any], layers: int, asked: str = "--layers") -> dict[str, Any]:
+    """A configuration with another number of layers. UsageError where it says something of each of them."""
+    found = configuration(data)
+    name = found.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    before = getattr(found, name, None)
+    if before == layers:
+        return dict(data)
+    listed = [key for key, value in data.items() if isinstance(value, list) and len(value) == before]
+    if before is None or listed:
+        why = f"lists {', '.join(listed)} layer by layer" if listed else f"has no {name}"
+        raise UsageError(f"{asked} {layers}: the configuration of {data['model_type']} {why}; change it in the file")
+    decoder = {_DECODER: layers} if isinstance(data.get(_DECODER), int) else {}
+    return {**data, name: layers, **decoder}
 
 
 def configured_model(data: Mapping[str, Any], dtype: str = "float32", device: str = "meta") -> nn.Module:

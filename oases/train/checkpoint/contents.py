@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from oases.errors import UsageError
-from oases.execution.group import ProcessGroup
+from oases.execution.group import ProcessGroup, group_rank
 from oases.parallel.optimizer import ShardedOptimizer, require_parameters_of, state_of
+from oases.parallel.planned_stack import PlannedStack
 from oases.parallel.shard_map import shard_map, united_names
 from oases.parallel.stack import OverlappedStack
+from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.metadata import Metadata
 from oases.train.checkpoint.state import state
 
@@ -157,6 +159,36 @@ def drawing_parts(model: nn.Module) -> Iterator[tuple[str, DrawingPart]]:
     for name, module in model.named_modules():
         if isinstance(module, OverlappedStack):
             yield name, module
+
+
+def _stacks(model: nn.Module) -> Iterator[OverlappedStack]:
+    yield from (part for _, part in drawing_parts(model) if isinstance(part, OverlappedStack))
+    for module in model.modules():
+        if isinstance(module, PlannedStack):
+            yield from (each for each in module.segments if isinstance(each, OverlappedStack))
+
+
+def choices_of(model: nn.Module, group: ProcessGroup | None) -> dict[str, str]:
+    """Collect the choices of "auto" in the stacks of all ranks of a group, see `OverlappedStack.choices`.
+
+    The first rank's go by configuration; others' that differ, such as a replica's, by "RANK/STACK/CONFIGURATION".
+    """
+    found: dict[str, str] = {}
+    for rank, stacks in enumerate(all_gather_objects([stack.choices for stack in _stacks(model)], group)):
+        for number, choices in enumerate(stacks):
+            for key, label in choices.items():
+                if found.setdefault(key, label) != label:
+                    found[f"{rank}/{number}/{key}"] = label
+    return found
+
+
+def set_choices(model: nn.Module, choices: Mapping[str, str], group: ProcessGroup | None) -> None:
+    """Have the stacks of a resumed run keep the choices of the one that saved them, so that its sums repeat."""
+    common = {key: label for key, label in choices.items() if "/" not in key}
+    for number, stack in enumerate(_stacks(model)):
+        mine = f"{group_rank(group)}/{number}/"
+        own = {key.removeprefix(mine): label for key, label in choices.items() if key.startswith(mine)}
+        stack.choices = common | own
 
 
 def set_streams(model: nn.Module, streams: Mapping[str, Sequence[Any]]) -> None:

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 import oases.train.checkpoint.retention as retention
-from oases.errors import UsageError
+from oases.errors import UsageError, make_folder
 from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.parallel.shard_map import raise_together, shard_map
 from oases.safetensors_files import write_header
+from oases.train.adapters import adapter_names, write_adapter_config
 from oases.train.checkpoint.coordination import SaveError, all_gather_objects, run_on_all_ranks
 from oases.train.checkpoint.integrity import INDEX, checksums, find_fault, write_checksums
 from oases.train.checkpoint.metadata import RECORD, Metadata, is_checkpoint
@@ -219,34 +220,41 @@ def export(checkpoint: str | Path, file: str | Path) -> dict[str, tuple[int, ...
 
     checkpoint: of any parallel degrees, or a folder of checkpoints for the newest. Runs in one process, tensor by
     tensor, with memory for the largest one. The file appears by a rename, once complete. UsageError for an invalid or
-    corrupt checkpoint, one of a newer format, and a file that cannot be written.
+    corrupt checkpoint, one of a newer format, and a file that cannot be written. Of a run that trained adapters
+    (LoRA), `file` is a folder, which peft loads.
     """
     import torch.distributed.checkpoint as dcp
 
     from oases.train.checkpoint.reader import CheckpointReader
 
     path, file = Path(checkpoint), Path(file)
-    if file.exists() and not file.is_file():  # a rename would replace a device
-        raise UsageError(f"{str(file)!r} is not a file; give the path of a file to write")
     if not is_checkpoint(path):
         path = next(iter(retention.checkpoints(path)), path)
-    Metadata.read(path)
+    settings = Metadata.read(path).config
+    adapted = bool(settings.get("lora_rank"))
+    if file.exists() and not (file.is_dir() if adapted else file.is_file()):  # a rename would replace a device
+        what = "folder for an adapter" if adapted else "file"
+        raise UsageError(f"{str(file)!r} is not a {what}; give the path of a {what} to write")
     fault = find_fault(path, None)
     if fault:
         raise UsageError(f"checkpoint {str(path)!r} is corrupt: {fault}; use another")
     reader = CheckpointReader(path)
-    header = {
-        name.removeprefix(WEIGHTS): (dtype, shape)
-        for name, (shape, dtype) in reader.stored().items()
-        if name.startswith(WEIGHTS)
+    stored = {
+        name.removeprefix(WEIGHTS): found for name, found in reader.stored().items() if name.startswith(WEIGHTS)
     }
+    names = adapter_names(stored) if adapted else {name: name for name in stored}
+    header = {ours: (stored[name][1], stored[name][0]) for ours, name in names.items()}
+    if adapted:
+        make_folder(file, "adapter folder")
+        write_adapter_config(file, settings)
+        file /= "adapter_model.safetensors"
     aside = file.with_name(f".{file.name}.part")
     try:
         with aside.open("wb") as out:
             begins = write_header(out, header)
             for name, (dtype, shape) in header.items():
                 tensor = torch.empty(shape, dtype=dtype)
-                dcp.load({WEIGHTS + name: tensor}, storage_reader=reader, no_dist=True)
+                dcp.load({WEIGHTS + names[name]: tensor}, storage_reader=reader, no_dist=True)
                 out.seek(begins[name])
                 out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             out.flush()

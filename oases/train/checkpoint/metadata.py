@@ -23,7 +23,7 @@ RECORD = "checkpoint.json"
 
 _KINDS = {
     "step": int, "updates": int, "ranks": int, "sizes": dict, "data": dict, "random": list, "losses": list,
-    "names": dict, "optimizer": dict, "streams": dict, "extra": dict,
+    "names": dict, "optimizer": dict, "streams": dict, "choices": dict, "extra": dict,
 }  # fmt: skip
 """Types of the fields that a resumed run reads."""
 
@@ -39,7 +39,8 @@ class Metadata:
     step: steps done. updates: steps done without those skipped for a bad loss. sizes: model sizes that must match to
     load it. data: seed, sizes of batch and corpus, and the next step, which determine the next batch. ranks: their
     number. random: random states saved for every rank, "cpu" and "cuda"; random streams of the stacks' ops depend on
-    the step only. losses: recent losses, nats per token, to detect spikes. config, plan: for information only.
+    the step only. losses: recent losses, nats per token, to detect spikes. choices: schedules that "auto" chose, see
+    `choices_of`. config, plan: for information only.
 
     Of a parallelized model, names: other names of tied tensors, with the name in the checkpoint. optimizer: "class",
     "groups" of options by names of parameters, and "numbers", types of state that is Python numbers. streams:
@@ -55,6 +56,7 @@ class Metadata:
     ranks: int = 1
     random: list[str] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
+    choices: dict[str, str] = dataclasses.field(default_factory=dict)
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     names: dict[str, str] = dataclasses.field(default_factory=dict)
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -23,7 +23,15 @@ from oases.execution.group import ProcessGroup, group_rank, group_size
 from oases.limits import short
 from oases.parallel.mesh import run_of
 from oases.parallel.shard_map import raise_together
-from oases.train.checkpoint.contents import Contents, require_all_trained, saved_groups, set_options, set_streams
+from oases.train.checkpoint.contents import (
+    Contents,
+    choices_of,
+    require_all_trained,
+    saved_groups,
+    set_choices,
+    set_options,
+    set_streams,
+)  # fmt: skip
 from oases.train.checkpoint.coordination import all_gather_objects
 from oases.train.checkpoint.files import load
 from oases.train.checkpoint.lock import lock_now
@@ -97,6 +105,7 @@ def save_checkpoint(
         names={name: main for name, main in contents.names.items() if name != main},
         optimizer=contents.optimizer,
         streams=contents.streams,
+        choices=choices_of(model, group),
         extra=kept,
     )
     writer.start(state(model, optimizer, group, contents.names, copied=asynchronous), record)
@@ -142,6 +151,7 @@ def load_checkpoint(
         set_options(each, options)
     if optimizer is not None:
         set_streams(model, record.streams)
+        set_choices(model, record.choices, group)
     step = LoadedStep(record.step)
     step.extra, step.path = record.extra, path
     return step

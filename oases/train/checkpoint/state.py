@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_rank, group_size
+from oases.execution.piece import default_generators
 from oases.parallel.fsdp import local, rows_of
 from oases.parallel.optimizer import ShardedOptimizer, set_state, state_of, weight_of
 from oases.parallel.shard_map import TensorShard, shard_map
@@ -208,11 +209,8 @@ def random_streams(model: nn.Module) -> list[str]:
 
 def generators(model: nn.Module) -> dict[str, torch.Generator]:
     """Default torch generators of the CPU and the model's GPU; Python's and numpy's are not used."""
-    found = {"cpu": torch.default_generator}
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    for device in devices:
-        found["cuda"] = torch.cuda.default_generators[device.index or 0]
-    return found
+    devices = {parameter.device for parameter in model.parameters()} | {torch.device("cpu")}
+    return {device.type: default_generators(device)[-1] for device in devices}
 
 
 def set_random_states(model: nn.Module, random: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,157 @@
+"""All that a GPU is needed for, in one command: `make gpu-day`.
+
+    python -m build_tools.gpu_day --check    whether there is a GPU: exit code 2 and a sentence, where there is none
+    python -m build_tools.gpu_day            run the steps that have not succeeded at this commit; write the report
+
+A step's output is in build/gpu-day/COMMIT/STEP.log, its outcome beside it, so a run that was cut off goes on where it
+stopped; a step that failed runs again. The report is docs/benchmarks/DATE-gpu-day.md. Exit code 1 where a step has
+failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from build_tools import objects
+
+MOST_MINUTES = 15
+"""Limit of one step; one that hangs must not take the rest of the day."""
+SHOWN = 15
+"""Lines of a step's output in the report."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, whose name is that of its log. needs: a program that may be missing."""
+
+    name: str
+    command: tuple[str, ...]
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of a step: its exit code, or None where it did not end in time."""
+
+    code: int | None
+    seconds: float
+
+
+def steps(folder: Path) -> list[Step]:
+    """The steps, in their order: what other steps rest on comes first."""
+    python = (sys.executable, "-m")
+    gpu_tests = (*python, "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
+    kernels = ("python_tests/kernels/test_norm.py", "python_tests/kernels/test_permute.py")
+    # The sanitizers slow kernels down a hundredfold: one plan of each kernel.
+    few = ("--maxfail=1", "-k", "float32")
+    stack = ("--hidden", "2048", "--sequence", "1024", "--dtype", "bfloat16", "--device", "cuda")
+    return [
+        Step("tests", gpu_tests),
+        *(
+            Step(tool, ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *gpu_tests, *few, *kernels),
+                 needs="compute-sanitizer")
+            for tool in ("memcheck", "racecheck")
+        ),
+        Step("bench", (*python, "oases", "bench", "gpu", "--report", str(folder / "bench.md"), "--json",
+                       str(folder / "bench.json"))),
+        Step("profile", (*python, "oases", "profile", "--tp", "1", "--backend", "nccl", *stack, "--json",
+                         str(folder / "profile.json"))),
+    ]  # fmt: skip
+
+
+def run(step: Step, folder: Path) -> Outcome | None:
+    """The outcome of a step, which runs unless it has succeeded before; None where its program is missing."""
+    said = folder / f"{step.name}.json"
+    if said.exists() and (before := Outcome(**json.loads(said.read_text()))).code == 0:
+        objects.report(f"gpu-day: {step.name} has succeeded before")
+        return before
+    if step.needs and shutil.which(step.needs) is None:
+        objects.report(f"gpu-day: {step.name} is left out: {step.needs} is not installed")
+        return None
+    objects.report(f"gpu-day: {step.name}")
+    began = time.monotonic()
+    with (folder / f"{step.name}.log").open("w") as log:
+        try:
+            code: int | None = subprocess.run(
+                step.command, stdout=log, stderr=subprocess.STDOUT, cwd=objects.ROOT, timeout=60 * MOST_MINUTES,
+                check=False,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            code = None
+    outcome = Outcome(code, time.monotonic() - began)
+    said.write_text(json.dumps(asdict(outcome)))
+    return outcome
+
+
+def markdown(outcomes: Sequence[tuple[Step, Outcome | None]], folder: Path, machine: str) -> str:
+    """The report: a row per step, the benchmark's own report, and the ends of the logs of steps that failed."""
+    lines = [
+        f"# One GPU, all of it, {datetime.date.today().isoformat()}",
+        "",
+        f"{machine}, commit {folder.name}.",
+        "",
+    ]
+    lines += ["| step | outcome | seconds |", "|---|---|---|"]
+    failed = []
+    for step, outcome in outcomes:
+        if outcome is None:
+            lines.append(f"| {step.name} | not run: {step.needs} is not installed | |")
+            continue
+        text = {0: "passed", None: f"stopped after {MOST_MINUTES} minutes"}.get(outcome.code, f"exit {outcome.code}")
+        last = (_lines(step, folder) or [""])[-1]
+        lines.append(f"| {step.name} | {text}: {last.strip(' =').replace('|', '/')} | {outcome.seconds:.0f} |")
+        if outcome.code != 0:
+            failed.append(step)
+    if (folder / "bench.md").exists():
+        lines += ["", (folder / "bench.md").read_text().replace("# ", "## ", 1).rstrip()]
+    for step in failed:
+        lines += ["", f"## {step.name} failed", "", "```", *_lines(step, folder)[-SHOWN:], "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(step: Step, folder: Path) -> list[str]:
+    return [line for line in (folder / f"{step.name}.log").read_text(errors="replace").splitlines() if line.strip()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(prog="gpu-day", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only see whether there is a GPU")
+    asked = parser.parse_args(arguments)
+    import torch
+
+    if not torch.cuda.is_available():
+        print(
+            "gpu-day: this torch sees no GPU; run it where there is one, with a CUDA build of torch", file=sys.stderr
+        )
+        return 2
+    if asked.check:
+        return 0
+    commit = subprocess.run(
+        ("git", "describe", "--always", "--dirty"), cwd=objects.ROOT, capture_output=True, text=True, check=True
+    )
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    return run_all(objects.BUILD / "gpu-day" / commit.stdout.strip(), machine)
+
+
+def run_all(folder: Path, machine: str) -> int:
+    """Run the steps, with logs in `folder`, and write the report; the exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = [(step, run(step, folder)) for step in steps(folder)]
+    report = objects.ROOT / "docs" / "benchmarks" / f"{datetime.date.today().isoformat()}-gpu-day.md"
+    report.write_text(markdown(outcomes, folder, machine))
+    objects.report(f"gpu-day: {report}")
+    return int(any(outcome is not None and outcome.code != 0 for _, outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

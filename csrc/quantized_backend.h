@@ -1,0 +1,77 @@
+// c10d backend that sends quantised numbers through another one: 8 or 4 bits each, and an fp32 scale per block of 128
+// (quantize_kernels.h). An all-reduce takes two shots: each rank quantises the other ranks' parts, an all-to-all
+// brings them there, each sums its part in fp32 and quantises the sum, and an all-gather brings it to all. All ranks
+// decode the same bytes, so their results are equal to the bit. Collectives run one after another on a thread of its
+// own: the order on the inner backend is that of the calls, on every rank.
+//
+// One collective in 61 of each label is measured: the relative error that rounding made in the whole group. A layer
+// whose last three samples were above kLargestError is sent in bf16 from then on. The ranks sum what they measured,
+// and each layer's state changes in the order of the collectives, so all change at the same one.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "quantize_kernels.h"
+#include "worker.h"
+
+namespace oases {
+
+class QuantizedBackend : public c10d::Backend {
+ public:
+  // Of the numbers of int4, the coarsest code, rounded twice, Gaussian ones have an error of 0.15.
+  static constexpr double kLargestError = 0.25;
+
+  // inner: moves the bytes (a gloo backend); used by nothing else.
+  QuantizedBackend(c10::intrusive_ptr<c10d::Backend> inner, const std::string& code, bool stochastic,
+                   bool rotated);
+
+  const std::string getBackendName() const override { return "quantized"; }
+  const std::string& code() const { return code_; }
+  // Label of the next collective, for what is known of its errors: an op of a schedule, or a text of the caller's.
+  void set_label(const std::string& label) { label_ = label; }
+  // Bytes given to the inner backend to send to other ranks so far.
+  int64_t bytes_sent() const { return bytes_sent_; }
+
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  // tensors: the one to sum, and perhaps its residual (error feedback), fp32: what earlier sums lost by rounding on
+  // this rank, added to the tensor here and replaced by what this one loses; then no error makes it exempt.
+  Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  Work _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                            const c10d::ReduceScatterOptions& options) override;
+  Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  Work barrier(const c10d::BarrierOptions& options) override;
+
+ private:
+  struct Piece;
+  struct Rounding;
+  // Known of a layer. calls: of its sums; place: among layers, at which of 61 calls it is measured. above: samples in
+  // succession that were above the largest error.
+  struct Errors {
+    int64_t calls = 0, place = 0;
+    int above = 0;
+    bool exempt = false;
+  };
+  using Run = std::function<void(Quantization, Rounding&)>;
+  void sum(float* data, int64_t n, Quantization how, Rounding& rounding);
+  Work enqueue(c10d::OpType type, Tensors outputs, Run run, bool exemptable = true);
+  void judge(const std::string& layer, Errors& errors, bool exemptable, const Rounding& rounding,
+             LocalWork& work);
+  Work exchange(at::Tensor& received, at::Tensor& sent);
+
+  c10::intrusive_ptr<c10d::Backend> inner_;
+  std::string code_;
+  Quantization how_;
+  uint64_t calls_ = 0;
+  std::string label_;
+  std::map<std::string, Errors> errors_;  // by layer; of the worker's thread
+  std::atomic<int64_t> bytes_sent_{0};
+  Worker worker_;  // last member: its thread reads the others
+};
+
+}  // namespace oases

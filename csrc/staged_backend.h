@@ -1,0 +1,94 @@
+// `staged`: a c10d backend for ranks of one machine, through memory that they share instead of sockets. CPU tensors.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "local_work.h"
+#include "staged_collectives.h"
+#include "staged_mail.h"
+
+namespace oases {
+
+// Collectives run in the order of the calls: on a thread of the backend, or, where the caller waits anyway and nothing
+// is queued, on the caller's. A rank that ends, leaves or times out ends the waits of all others with a
+// DistBackendError that names it, and the group is of no use after that.
+class StagedBackend : public c10d::Backend {
+ public:
+  // Collective. timeout: of operations that are given none.
+  StagedBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                std::chrono::milliseconds timeout);
+  // Runs what is queued.
+  ~StagedBackend() override;
+
+  const std::string getBackendName() const override { return "staged"; }
+  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  // Ends the waits of all ranks.
+  void abort() override;
+
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  Work allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  Work reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  Work allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::AllgatherOptions& options) override;
+  Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  Work allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                       const c10d::AllgatherOptions& options) override;
+  Work gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  Work scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
+  Work reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                      const c10d::ReduceScatterOptions& options) override;
+  Work _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                            const c10d::ReduceScatterOptions& options) override;
+  Work reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                       const c10d::ReduceScatterOptions& options) override;
+  Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  Work alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  Work barrier(const c10d::BarrierOptions& options) override;
+  Work send(Tensors& tensors, int to, int tag) override;
+  Work recv(Tensors& tensors, int from, int tag) override;
+  Work recvAnysource(Tensors& tensors, int tag) override;
+
+ private:
+  struct Job {
+    c10::intrusive_ptr<LocalWork> work;
+    std::function<void()> run;
+  };
+  // How to run an operation: its options, in whatever struct of c10d.
+  struct How {
+    template <typename Options>
+    explicit How(const Options& options) : timeout(options.timeout), async(options.asyncOp) {}
+    std::chrono::milliseconds timeout;
+    bool async;
+  };
+  Work enqueue(c10d::OpType type, const char* name, How how, Tensors outputs,
+               std::function<void(const Patience&)> run);
+  void serve();
+  std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
+  StagedMail& mail();
+  void check_root(const char* name, int64_t root, int64_t tensors) const;
+  void reduce_parts(const at::Tensor& output, const at::Tensor& input, ReduceType reduce,
+                    const Patience& patience);
+  void gather_parts(const at::Tensor& output, const at::Tensor& input, const Patience& patience);
+
+  const std::shared_ptr<SharedRanks> ranks_;
+  StagedCollectives collectives_;
+  std::atomic<std::chrono::milliseconds> timeout_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Job> queue_;
+  bool busy_ = false, closing_ = false;
+  std::unique_ptr<StagedMail> mail_;  // from the first message on
+  std::thread thread_;                // last member: the thread reads the others
+};
+
+}  // namespace oases

@@ -1,0 +1,81 @@
+// What the `staged` backend asks of tensors, and their memory.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+namespace oases::staged {
+
+inline void check_on_cpu(const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_cpu() && tensor.layout() == at::kStrided, name,
+                    " over shared memory takes dense CPU tensors, got one on ", tensor.device(),
+                    " of layout ", tensor.layout(),
+                    "; give other tensors to another backend, e.g. \"cpu:staged,cuda:nccl\"");
+}
+
+// Of a tensor that is used as it lies in memory.
+inline void check_dense(const char* name, const at::Tensor& tensor) {
+  check_on_cpu(name, tensor);
+  TORCH_CHECK_VALUE(tensor.is_non_overlapping_and_dense(), name, ": the tensor of shape ", tensor.sizes(),
+                    " and strides ", tensor.strides(), " has gaps; call .contiguous() first");
+}
+
+inline void check_contiguous(const char* name, const at::Tensor& tensor) {
+  check_on_cpu(name, tensor);
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": the tensor of shape ", tensor.sizes(), " and strides ",
+                    tensor.strides(), " is not contiguous; call .contiguous() first");
+}
+
+inline void check_one(const char* name, size_t tensors) {
+  TORCH_CHECK_VALUE(tensors == 1, name, " takes one tensor for this rank, got ", tensors);
+}
+
+inline void check_alike(const char* name, const at::Tensor& tensor, const at::Tensor& other) {
+  check_on_cpu(name, tensor);
+  TORCH_CHECK_VALUE(tensor.scalar_type() == other.scalar_type() && tensor.numel() == other.numel(), name,
+                    ": tensors differ: ", tensor.scalar_type(), " of shape ", tensor.sizes(), ", and ",
+                    other.scalar_type(), " of shape ", other.sizes(), "; give equal types and sizes");
+}
+
+inline void check_parts(const char* name, const at::Tensor& whole, const at::Tensor& part, int64_t parts) {
+  check_contiguous(name, whole), check_contiguous(name, part);
+  TORCH_CHECK_VALUE(whole.scalar_type() == part.scalar_type() && whole.numel() == part.numel() * parts, name,
+                    ": ", whole.scalar_type(), " of shape ", whole.sizes(), " is not ", parts, " times ",
+                    part.scalar_type(), " of shape ", part.sizes());
+}
+
+inline std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
+inline int64_t size_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
+// Contiguous memory that stands for `tensors` while it lives: theirs where it is so already.
+inline std::vector<at::Tensor> contiguous(const std::vector<at::Tensor>& tensors, bool filled) {
+  std::vector<at::Tensor> all;
+  for (const auto& tensor : tensors)
+    all.push_back(tensor.is_contiguous() ? tensor
+                  : filled               ? tensor.contiguous()
+                                         : at::empty(tensor.sizes(), tensor.options()));
+  return all;
+}
+
+inline void bring_back(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to) {
+  for (size_t i = 0; i < to.size(); ++i)
+    if (!from[i].is_same(to[i])) at::Tensor(to[i]).copy_(from[i]);
+}
+
+template <typename Pointers>
+Pointers pointers_of(const std::vector<at::Tensor>& tensors) {
+  Pointers pointers;
+  for (const auto& tensor : tensors) pointers.push_back(data_of(tensor));
+  return pointers;
+}
+
+template <typename Pointers>
+Pointers parts_of(const at::Tensor& tensor, int parts) {
+  Pointers pointers;
+  for (int part = 0; part < parts; ++part)
+    pointers.push_back(data_of(tensor) + part * (size_of(tensor) / parts));
+  return pointers;
+}
+
+}  // namespace oases::staged

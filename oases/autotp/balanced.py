@@ -1,0 +1,249 @@
+"""Balanced experts of unedited models: tokens are sent to the experts, and busy experts copied where that saves time.
+
+Routing stays the model's own code, which every tensor-parallel rank runs on the same tokens. Each rank then sends its
+share of them to the experts' ranks and back, and returns a partial sum of the layer: the results of its own tokens,
+zeros for the others. So the layer is cut as with experts that are summed, and its all-reduce joins the shares.
+
+A placement changes where an expert is computed and never a result, so it may change between any two calls. It follows
+from counts that all ranks gather, in the order of the calls, which is equal on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from oases.autotp.experts import ExpertMlp
+from oases.errors import UsageError
+from oases.execution.failure import FailureMonitor, fail_together, monitor_of
+from oases.execution.group import ProcessGroup, group_of, group_rank, group_size, scheduler_of
+from oases.kernels.permute import histogram
+from oases.moe.cost_measurement import measure_costs
+from oases.moe.costs import Costs
+from oases.moe.dispatch import (
+    ExpertCounts,
+    RoutingError,
+    combined,
+    dispatch,
+    dispatch_plan,
+    exchange_counts,
+    start_combine,
+)
+from oases.moe.experts import ExpertWeights
+from oases.moe.placement_data import Placement
+from oases.moe.placement_state import METHODS, PlacementState
+from oases.moe.recomputation import is_recomputation
+from oases.moe.router import Routing
+from oases.moe.token_shards import shard_bounds
+from oases.moe.transfer import Transfer, tie
+from oases.parallel.expert_groups import ExpertGroups, expert_groups
+from oases.parallel.mesh import Mesh
+from oases.parallel.replicas import DATA_DIMENSIONS
+
+_STATE = "_oases_balanced"
+"""Attribute of an expert module that holds its `BalancedExperts`; private, so that a layer looks the same with it."""
+
+
+BalancedMlp = tuple[ExpertMlp, int]
+"""Function of an expert module, and its number of experts."""
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Options of balanced experts. groups: of this rank. placement: as in `OverlappedMoE`."""
+
+    groups: ExpertGroups
+    placement: str = "prophet"
+
+
+@dataclass
+class BalancedExperts:
+    """State of one expert module. module: the model's own. mlp: its function. number: of all experts.
+
+    tensor: name of the tensor-parallel group. known: measured costs by sizes, shared by the modules of a model.
+    counts: of the last call, [expert, device].
+    """
+
+    name: str
+    module: nn.Module
+    mlp: ExpertMlp
+    number: int
+    groups: ExpertGroups
+    tensor: str
+    placing: PlacementState
+    known: dict[Any, Costs]
+    counts: Any = field(default=None, repr=False)
+
+    def place(self, placement: Placement | None) -> None:
+        """Fix the placement of later calls, the same on every rank; None: choose it again."""
+        self.placing.fix(placement)
+
+    def partial(self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor]) -> Tensor:
+        """Partial sum [T, hidden] of the tokens x, with the experts index [T, k] and their weights [T, k].
+
+        given: this rank's experts. All ranks of the group call it at once; tokens may differ in number.
+        """
+        group, tensor = group_of(self.groups.expert), group_of(self.tensor)
+        with fail_together(_monitor(group, x), self.name, unanimous=(RoutingError,)):
+            first, last = shard_bounds(len(x), tensor)
+            y = self._results(x[first:last], index[first:last], weights[first:last], given, group)
+        return F.pad(y, (0, 0, first, len(x) - last)).to(x.dtype)
+
+    def _results(
+        self, x: Tensor, index: Tensor, weights: Tensor, given: list[Tensor], group: ProcessGroup | None
+    ) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        scale = self.groups.scale
+        experts = self.mlp.weights([(each if scale == 1 else _Scaled.apply(each, scale)).to(dtype) for each in given])
+        learns = self.module.training and not is_recomputation()
+        if learns:
+            self._begin(experts, len(x) * index.shape[1], x.shape[1], group)
+        counts = histogram(index, self.number)
+        routing = Routing(
+            index, weights, counts, counts, None, None, None, torch.zeros((), dtype=torch.bool, device=x.device)
+        )
+        setting = self.placing.setting(None)
+        demand = exchange_counts([routing], group, state=self.placing.state([setting]), label=self.name)
+        plan = dispatch_plan(demand.counts, setting.placement, group_rank(group), x.device)
+        transfer = pending = None
+        if setting.placement.moved:
+            assert group is not None, "one device has no replicas"
+            transfer = Transfer(experts, setting.placement, group, self.name)
+            pending = transfer.send(experts)
+        dispatched = dispatch(x.to(dtype), routing, plan, group, self.name)
+        if learns:
+            self._observe(demand)
+        rows = dispatched.wait()
+        own, others = plan.rows[: plan.own], plan.rows[plan.own :]
+        if transfer is None or pending is None:
+            made = self.mlp.run(rows, own, experts)
+        else:
+            at_home, copied = rows.split([sum(own), sum(others)])
+            done = self.mlp.run(at_home, own, experts)
+            copies, number = transfer.receive(pending)
+            made = tie(torch.cat([done, self.mlp.run(copied, others, copies)]), number)
+        exchange, coming = start_combine(made, plan, group, self.name)
+        return combined(exchange.receive(coming), dispatched.source, routing)
+
+    def _begin(self, experts: ExpertWeights, slots: int, hidden: int, group: ProcessGroup | None) -> None:
+        placing = self.placing
+        if placing.needs_costs and group is not None:
+            sizes = (self.mlp, *((each.shape, each.dtype) for each in experts.given))
+            if sizes not in self.known:
+                self.known[sizes] = measure_costs(
+                    experts, slots // self.number, self.mlp.run, group, self.name, hidden
+                )
+            placing.costs = self.known[sizes]
+        placing.begin(None, None)
+        placing.number += 1
+
+    def _observe(self, demand: ExpertCounts) -> None:
+        self.counts = demand.counts
+        self.placing.observe(demand.counts)
+
+
+class _Scaled(torch.autograd.Function):
+    """Identity whose gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.scale, None
+
+
+def _monitor(group: ProcessGroup | None, x: Tensor) -> FailureMonitor | None:
+    if group is None or group_size(group) == 1:
+        return None
+    return monitor_of(group, scheduler_of(group), x.device)
+
+
+def balanced_experts(state: BalancedExperts, x: Tensor, index: Tensor, weights: Tensor, *given: Tensor) -> Tensor:
+    """`BalancedExperts.partial`, as a function in a graph."""
+    return state.partial(x, index, weights, list(given))
+
+
+def state_of(module: nn.Module) -> BalancedExperts:
+    """State of a balanced expert module."""
+    found: BalancedExperts = vars(module)[_STATE]
+    return found
+
+
+def balanced_modules(model: nn.Module) -> Iterator[tuple[str, BalancedExperts]]:
+    """(name, state) of every balanced expert module of a model."""
+    for name, module in model.named_modules():
+        if _STATE in vars(module):
+            yield name, state_of(module)
+
+
+def attach_states(model: nn.Module, found: dict[str, BalancedMlp], options: ExpertOptions, tensor: str) -> None:
+    """Give the expert modules of a model, by name, their state; those that have one keep it."""
+    known: dict[Any, Costs] = {}
+    groups = options.groups
+    for name, (mlp, number) in found.items():
+        module = model.get_submodule(name)
+        if _STATE not in vars(module):
+            placing = PlacementState(number, groups.degree, options.placement, None, None)
+            state = BalancedExperts(name, module, mlp, number, groups, tensor, placing, known)
+            object.__setattr__(module, _STATE, state)
+
+
+def require_balanced(twin: nn.Module, collections: dict[str, Any]) -> None:
+    """Raise UsageError, naming modules, for a model whose experts cannot be balanced."""
+    kind = type(twin).__name__
+    drops = [name for name, module in twin.named_modules() if any("capacity" in key for key in vars(module))]
+    if drops:
+        raise UsageError(
+            f"experts='balanced': {drops[0]} of {kind} drops tokens over a capacity, which depends on all tokens of "
+            "a call; leave experts out, and train it with replicated experts"
+        )
+    if not collections:
+        raise UsageError(
+            f"experts='balanced': {kind} has no expert module with stacked weights [E, ...] that is called with "
+            "tokens, their experts and weights; leave experts out"
+        )
+    for name, known in collections.items():
+        if known.whole:
+            fits = [n for n in range(1, known.number + 1) if known.number % n == 0]
+            remedy = (
+                f"give expert_parallel one of {', '.join(map(str, fits))}"
+                if known.mlp is not None
+                else "leave experts out"
+            )
+            raise UsageError(f"experts='balanced': {name} of {kind}: {known.whole}; {remedy}")
+
+
+def expert_options(
+    mesh: Any, stage: Mesh | None, group: ProcessGroup | None, degree: int | None, placement: str
+) -> ExpertOptions:
+    """Options of balanced experts of a mesh. Collective: creates the groups.
+
+    stage: the mesh of this rank's stage, where there are stages. group: tensor-parallel ranks. UsageError for an
+    unknown placement and a degree that does not fit.
+    """
+    if placement not in METHODS:
+        raise UsageError(f"unknown placement {placement!r}; known are {', '.join(METHODS)}")
+    if stage is not None:
+        stages = [stage.members_of(number) for number in range(stage.num_stages)]
+    elif isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+        names = mesh.mesh_dim_names or ()
+        known = [at for at, name in enumerate(names) if name in DATA_DIMENSIONS]
+        known += [at for at, name in enumerate(names) if name == "tp"]
+        others = [at for at in range(mesh.ndim) if at not in known]
+        if others:
+            raise UsageError(f"experts='balanced' over a mesh with the dimensions {names}; give dp and tp alone")
+        stages = [mesh.mesh.permute(known).flatten().tolist()]
+    else:
+        stages = [[0] if group is None else dist.get_process_group_ranks(group)]
+    return ExpertOptions(expert_groups(stages, group_size(group), degree), placement)

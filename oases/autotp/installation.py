@@ -1,0 +1,271 @@
+"""Layers of a model for `parallelize`: found and traced, sharded, and run as a stack behind the model's own loop."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from oases.autotp.balanced import ExpertOptions, attach_states, require_balanced
+from oases.autotp.experts import collections, substitute_experts
+from oases.autotp.export import UnsplittableError
+from oases.autotp.layers import Inputs, LayerList, observe, single_layer
+from oases.autotp.lowering import GroupRank
+from oases.autotp.parameters import cut_parameters
+from oases.autotp.pipeline.building import segments_of
+from oases.autotp.preconditions import require_planned
+from oases.autotp.program import LayerSignature, Program
+from oases.autotp.report import LayersReport, PartitionReport
+from oases.autotp.runner import Layer, LayerForward, Runner
+from oases.autotp.signatures import layer_signatures
+from oases.autotp.spec import ParallelSpec
+from oases.autotp.standalone import StandaloneForward
+from oases.autotp.tools.adapters import FIRST, whole_twin
+from oases.errors import OverlapError, UsageError
+from oases.execution.group import ProcessGroup, group_name, group_of, group_size
+from oases.parallel.sharding import Cut, cuts
+from oases.plans.plan import Plan
+
+Found = list[tuple[LayerList, list[LayerSignature | UnsplittableError]]]
+"""A model's lists of layers, with the signature of each layer."""
+
+
+def signatures_of(
+    model: nn.Module,
+    twin: nn.Module,
+    inputs: Inputs,
+    vocabulary: Iterable[str],
+    spec: ParallelSpec,
+    plan: Plan | None,
+    tp: GroupRank,
+    options: dict[str, Any],
+    experts: ExpertOptions | None = None,
+) -> tuple[Found, set[str]]:
+    """Lists of layers to cut, and the names of parameters that are read outside of their modules.
+
+    twin: fake copy of the whole model; its experts are replaced. plan: None not to compare with one. experts: None to
+    sum their results. Errors are those of `parallelize`.
+    """
+    substitute_experts(twin, tp.ranks if experts is None else experts.groups.degree, balanced=experts is not None)
+    if experts is not None:
+        require_balanced(twin, dict(collections(twin)))
+    observed = observe(twin, inputs, [twin.get_submodule(name) for name in vocabulary])
+    lists = _chosen_lists(twin, observed.lists, inputs, spec, plan)
+    found = [(each, layer_signatures(each, model, spec, tp)) for each in lists]
+    _require_divisible(found, tp)
+    if experts is not None:
+        _require_experts_in_layers(model, dict(collections(twin)), found)
+    required = options.get("require_overlap") or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
+    _tell_of_whole_layers(model, found, tp, required)
+    return found, observed.outside_reads
+
+
+def _chosen_lists(
+    twin: nn.Module,
+    found: list[LayerList],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    spec: ParallelSpec,
+    plan: Plan | None,
+) -> list[LayerList]:
+    """Lists of layers to cut: those found that `spec` names, or the model as one layer where there are none."""
+    if not found and not spec.layers:
+        found = [single_layer(twin, inputs)]
+    if spec.layers is not None:
+        missing = set(spec.layers) - {each.name for each in found}
+        if missing:
+            raise UsageError(f"spec.layers names {sorted(missing)}; lists found: {[each.name for each in found]}")
+        found = [each for each in found if each.name in spec.layers]
+    if plan is not None:
+        require_planned(twin, found, plan)
+    return found
+
+
+def _require_divisible(
+    found: list[tuple[LayerList, list[LayerSignature | UnsplittableError]]], tp: GroupRank
+) -> None:
+    """Raise UsageError, with the degrees that fit, unless the degree divides all sharded lengths."""
+    signatures = [
+        (each.name, one) for each, of_layers in found for one in of_layers if isinstance(one, LayerSignature)
+    ]
+    wrong = dict.fromkeys(
+        f"{length} ({name}.*.{of})"
+        for name, signature in signatures
+        for length, of in signature.structure.limits.items()
+        if length % tp.ranks
+    )
+    if wrong:
+        fits = sorted(set.intersection(*(set(signature.structure.degrees) for _, signature in signatures)))
+        raise UsageError(
+            f"the tensor-parallel degree {tp.ranks} does not divide these numbers of heads or features: "
+            f"{', '.join(wrong)}; degrees that fit this model: {', '.join(map(str, fits))}"
+        )
+
+
+def _require_experts_in_layers(model: nn.Module, experts: dict[str, Any], found: Found) -> None:
+    """Raise UsageError for balanced experts outside of the layers that are sharded."""
+    inside: set[str] = set()
+    for each, signatures in found:
+        for path, signature in zip(each.paths, signatures, strict=True):
+            if isinstance(signature, LayerSignature):
+                inside.update(f"{path}.{name}" for name in signature.balanced)
+            elif any(name.startswith(f"{path}.") for name in experts):
+                raise UsageError(
+                    f"experts='balanced': {path} of {type(model).__name__} cannot be sharded ({signature}); leave "
+                    "experts out"
+                )
+    outside = sorted(set(experts) - inside)
+    if outside:
+        raise UsageError(
+            f"experts='balanced': {outside[0]} of {type(model).__name__} is not called once in a layer that is "
+            "sharded; leave experts out"
+        )
+
+
+def _tell_of_whole_layers(
+    model: nn.Module,
+    found: list[tuple[LayerList, list[LayerSignature | UnsplittableError]]],
+    tp: GroupRank,
+    required: bool,
+) -> None:
+    """Warn of lists of layers that stay whole. OverlapError where overlap is required."""
+    whole = [
+        f"{each.name or type(model).__name__} ({len(signatures)} layers): {signatures[0]}"
+        for each, signatures in found
+        if all(isinstance(signature, UnsplittableError) for signature in signatures)
+    ]
+    if not whole or tp.ranks == 1:
+        return
+    text = f"every rank computes these layers whole, with no less time and memory: {'; '.join(whole)}"
+    if required:
+        raise OverlapError(f"require_overlap: {text}")
+    if tp.rank == 0:
+        warnings.warn(text, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Arguments with which `parallelize` sharded the layers of a model, to do it again once they have changed."""
+
+    tp: GroupRank
+    inputs: Inputs
+    spec: ParallelSpec
+    plan: Plan | None
+    options: dict[str, Any]
+    compile: str | None
+    experts: ExpertOptions | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Installation:
+        """Return self: a copied model was made alike."""
+        return self
+
+    def adapt(self, model: nn.Module) -> None:
+        """Shard what was added to the layers (adapters), and run them anew. UsageError where that is not possible."""
+        report: PartitionReport = model.oases_partition  # type: ignore[assignment]
+        for part in model.modules():
+            if isinstance(vars(part).get("forward"), (LayerForward, StandaloneForward)):
+                del part.forward
+        twin = whole_twin(model)
+        found, _ = signatures_of(model, twin, self.inputs, (), self.spec, None, self.tp, self.options, self.experts)
+        for each, signatures in found:
+            for path, why in zip(each.paths, signatures, strict=True):
+                if isinstance(why, UnsplittableError) and cuts(model.get_submodule(path)):
+                    raise UsageError(f"{path} is sharded and cannot be with what was added to it ({why}); {FIRST}")
+        segments = segments_of(found, self.plan, self.options, None, 0)
+        report.layers.clear()
+        install_layers(model, segments, group_of(self.tp.group), self.compile, report, self.experts)
+        report.replicated = outside_of_layers(model, segments, report)
+
+
+def install_layers(
+    model: nn.Module,
+    segments: list[tuple[LayerList, list[Any], dict[str, Any]]],
+    group: ProcessGroup | None,
+    compile: str | None,
+    report: PartitionReport,
+    experts: ExpertOptions | None = None,
+) -> None:
+    """Shard the layers of all lists, replace their forward, and describe them in `report`."""
+    found = {
+        f"{path}.{name}": known
+        for each, signatures, _ in segments
+        for path, signature in zip(each.paths, signatures, strict=True)
+        if isinstance(signature, LayerSignature)
+        for name, known in signature.balanced.items()
+    }
+    modules = [model.get_submodule(name) for name in found]
+    cut_parameters(_cuts_of(model, segments), group, modules, None if experts is None else experts.groups)
+    if experts is not None:
+        attach_states(model, found, experts, group_name(group))
+    for each, signatures, chosen in segments:
+        report.layers.append(_install(model, each, signatures, group, chosen))
+        runner = report.layers[-1].runner
+        if compile is not None and runner is not None:
+            runner.stack.compile_blocks(backend=compile)
+        if experts is not None and runner is not None and experts.groups.degree > group_size(group):
+            runner.stack.tuned_over = experts.groups.expert  # the order of tokens' messages follows from the choice
+
+
+def outside_of_layers(
+    model: nn.Module, segments: list[tuple[LayerList, list[Any], dict[str, Any]]], report: PartitionReport
+) -> list[str]:
+    """Names of parameters that neither lists of layers nor the sharded vocabulary have."""
+    known = {id(p) for each, *_ in segments for path in each.paths for p in model.get_submodule(path).parameters()}
+    known |= {id(p) for name in report.vocabulary for p in model.get_submodule(name).parameters()}
+    return [name for name, p in model.named_parameters() if id(p) not in known]
+
+
+def _cuts_of(
+    model: nn.Module, found: list[tuple[LayerList, list[LayerSignature | UnsplittableError], dict[str, Any]]]
+) -> list[tuple[nn.Module, Mapping[str, Cut]]]:
+    """Each layer that is sharded, with its cuts by parameter name."""
+    return [
+        (model.get_submodule(path), signature.cuts)
+        for each, signatures, _ in found
+        for path, signature in zip(each.paths, signatures, strict=True)
+        if isinstance(signature, LayerSignature)
+    ]
+
+
+def _install(
+    model: nn.Module,
+    found: LayerList,
+    signatures: list[LayerSignature | UnsplittableError],
+    group: ProcessGroup | None,
+    options: dict[str, Any],
+) -> LayersReport:
+    """Shard the layers of one list and replace their forward."""
+    modules = [model.get_submodule(path) for path in found.paths]
+    report = LayersReport(found.name, len(modules), "replicated")
+    cut = [signature for signature in signatures if isinstance(signature, LayerSignature)]
+    reasons = [str(signature) for signature in signatures if isinstance(signature, UnsplittableError)]
+    report.reason = found.broken or (reasons[0] if reasons else "")
+    programs: list[Program] = []
+    if len(cut) == len(signatures) and not found.broken and options["schedule"] != "layers":
+        programs = [
+            signature.sample(call, at)
+            for signature, call, at in zip(cut, found.calls, found.activations, strict=True)
+        ]
+        report.reason = next((why for program in programs if (why := program.why_not_in_a_stack)), "")
+    if programs and not report.reason:
+        layers = [
+            Layer(module, signature, at, path)
+            for module, signature, at, path in zip(modules, cut, found.activations, found.paths, strict=True)
+        ]
+        runner = Runner(found.name, layers, programs, group, **options)
+        runner.install()
+        report.runner = runner
+        report.runs, report.schedule = "across layers", runner.schedule
+        report.blocks_per_layer = len(runner.stack.blocks) // len(layers)
+    else:
+        for module, signature, path in zip(modules, signatures, found.paths, strict=True):
+            if isinstance(signature, LayerSignature):
+                module.forward = StandaloneForward(module, signature, path)
+                report.runs = "inside layers"
+        if options["schedule"] == "layers":
+            report.reason = report.reason or "schedule='layers' was requested"
+    report.describe(dict.fromkeys(cut))
+    return report

@@ -1,0 +1,108 @@
+"""Process groups of expert parallelism of a degree of its own, as Megatron's `expert_model_parallel_size`.
+
+The ranks of a stage, replica by replica and tensor-parallel ranks next to each other, are divided into groups of
+`degree` consecutive ranks: with the ranks of a node next to each other, a degree of at most their number stays inside
+it. A group holds every expert once; ranks with the same place in their groups hold the same experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from oases.errors import UsageError
+from oases.execution.group import ProcessGroup, group_name, group_of, nccl_options
+from oases.parallel.sharding import holders
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of one rank, held by name. expert: ranks that experts are divided over, `degree` of them.
+
+    data: ranks with the same experts, over which their gradients are averaged; "" where there is one. scale: factor
+    on an expert's gradient, which is summed over its tokens of the whole group, before that average.
+    """
+
+    expert: str
+    data: str
+    degree: int
+    scale: float
+
+
+def expert_groups(stages: Sequence[Sequence[int]], tensor_parallel: int, degree: int | None) -> ExpertGroups:
+    """Groups of this rank. Collective: all ranks of the default group create those of all stages.
+
+    stages: ranks of each, by their numbers in the default group. degree: None for all ranks of a stage. UsageError
+    for a degree that does not divide the ranks, or that neither divides the tensor-parallel degree nor is a multiple
+    of it, and for ranks without a stage.
+    """
+    number = len(stages[0])
+    size = number if degree is None else degree
+    fits = [n for n in range(1, number + 1) if number % n == 0
+            and (n % tensor_parallel == 0 or tensor_parallel % n == 0)]  # fmt: skip
+    if size not in fits:
+        raise UsageError(
+            f"expert_parallel {size} does not fit {number} ranks of which {tensor_parallel} are tensor-parallel; "
+            f"degrees that fit: {', '.join(map(str, fits))}"
+        )
+    everyone = dist.get_world_size() if dist.is_initialized() else 1
+    if sum(map(len, stages)) != everyone:
+        raise UsageError(
+            f"experts='balanced' over {sum(map(len, stages))} of {everyone} ranks; give a mesh of all ranks of the "
+            "run"
+        )
+    expert = data = ""
+    for ranks in stages:
+        for first in range(0, number, size):
+            expert = _group(ranks[first : first + size]) or expert
+        for place in range(size):
+            data = _group(ranks[place::size]) or data
+    # The sum over the ranks with the same experts, over the number of replicas, as an average over those ranks.
+    return ExpertGroups(expert, data, size, tensor_parallel / size)
+
+
+def _group(ranks: Sequence[int]) -> str:
+    """Name of a new group that this rank is in; "" for one rank, and for a group of others."""
+    if len(ranks) == 1:
+        return ""
+    options = nccl_options() if "nccl" in dist.get_backend_config() else None
+    made = dist.new_group(list(ranks), pg_options=options)
+    return group_name(made) if dist.get_rank() in ranks else ""
+
+
+_DATA = "_expert_data_group"
+"""Attribute of a module with experts: the name of `ExpertGroups.data`."""
+
+
+def declare_experts(module: nn.Module, groups: ExpertGroups) -> None:
+    """Record on a module that its sharded parameters are experts, replicated over groups.data."""
+    setattr(module, _DATA, groups.data)
+
+
+def averaged_parts(
+    model: nn.Module, data: ProcessGroup | None
+) -> list[tuple[list[nn.Parameter], ProcessGroup | None]]:
+    """Trainable parameters of a model by the group that their gradients are averaged over: data, or of experts."""
+    return [
+        (found, group) for group, found in _by_group(model, [p for p in model.parameters() if p.requires_grad], data)
+    ]
+
+
+def averaging_group(model: nn.Module, parameter: nn.Parameter, data: ProcessGroup | None) -> ProcessGroup | None:
+    """Group that a parameter's gradient is averaged over: data, or that of its experts."""
+    ((group, _),) = _by_group(model, [parameter], data)
+    return group
+
+
+def _by_group(
+    model: nn.Module, parameters: Iterable[nn.Parameter], data: ProcessGroup | None
+) -> list[tuple[ProcessGroup | None, list[nn.Parameter]]]:
+    shards = holders(model)
+    found: dict[str, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        name = getattr(shards.get(id(parameter)), _DATA, None)
+        found.setdefault(group_name(data) if name is None else name, []).append(parameter)
+    return [(group_of(name), each) for name, each in found.items()]

@@ -1,0 +1,106 @@
+"""Gradients averaged over the replicas of a pipeline stage, as instructions of its passes.
+
+Without sharding they accumulate, and buckets of them are all-reduced in the stage's last pass. With ZeRO and FSDP
+those of each block are reduced in every pass, of few blocks at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from oases.planner.memory import embedding_segment, end_parameters
+from oases.plans.plan import BUCKET_BYTES, Part, Plan
+from oases.plans.shape import GRADIENT_BYTES, REDUCED_UNITS
+from oases.simulator.hardware import Hardware
+from oases.simulator.program import Compute, Instruction, Start, Wait
+
+_BUCKET_COPIES = 2
+"""Times that gradients are read or written to fill a bucket."""
+AT_THE_END = (-1, -1)
+"""Key for buckets that start after the whole backward pass, in place of a (segment, block)."""
+
+GradientSums = Mapping[tuple[int, int], Sequence[Instruction]]
+"""Instructions that start the all-reduces of gradient buckets, by the (segment, block) that fills the bucket."""
+
+
+def _buckets(lane: Sequence[tuple[tuple[int, int], int]]) -> Iterator[tuple[tuple[int, int], int]]:
+    """(place, bytes) of each part -> (place that fills it, bytes) of each bucket."""
+    used, last = 0, lane[0][0]
+    for place, num_bytes in lane:
+        if used and used + num_bytes > BUCKET_BYTES:
+            yield last, used
+            used = 0
+        used, last = used + num_bytes, place
+    yield last, used
+
+
+class Gradients:
+    """Collectives of a stage's gradients. with_ends: include those of embedding and head."""
+
+    def __init__(self, plan: Plan, number: int, hardware: Hardware, *, with_ends: bool) -> None:
+        self.plan, self.number, self.hardware, self.with_ends = plan, number, hardware, with_ends
+        self.model, self.parts = plan.model, plan.parts_of(number)
+
+    def reduced(self, part: Part, prefix: str) -> dict[tuple[int, int], list[Instruction]]:
+        """Reduce-scatters of the gradients of a micro-batch, block by block, of which few are under way at a time."""
+        starts: dict[tuple[int, int], list[Instruction]] = {}
+        names: list[str] = []
+        copies = _BUCKET_COPIES / self.hardware.device.bytes_per_second if self.with_ends else 0.0
+
+        def reduced(place: tuple[int, int], parameters: int, tp: int) -> None:
+            replicas, name = self.plan.stage_ranks // tp, f"{prefix}gradients {part.number} {len(names)}"
+            if replicas == 1 or not parameters:
+                return
+            num_bytes = parameters * GRADIENT_BYTES
+            seconds = self.hardware.collective_seconds("reduce_scatter", replicas, num_bytes, tp)
+            ops = starts.setdefault(place, [])
+            ops.append(Compute(f"copy of {name}", copies * num_bytes))
+            ops.append(Start(name, self.hardware.link_of(replicas, tp), seconds))
+            names.append(name)
+            if len(names) > REDUCED_UNITS:
+                ops.append(Wait(names[-1 - REDUCED_UNITS]))
+
+        for index in reversed(range(len(part.segments))):
+            segment = part.segments[index]
+            first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
+            for block in reversed(range(segment.num_blocks)):
+                count = self.model.block_parameters(self.model.kind_of(first + block), segment.tp)
+                reduced((part.first_segment + index, block), count, segment.tp)
+        if self.with_ends:
+            reduced(AT_THE_END, end_parameters(self.plan, self.number), embedding_segment(self.plan).tp)
+        # A run waits for the last ones in the next pass; here passes do not overlap.
+        starts.setdefault(AT_THE_END, []).extend(Wait(name) for name in names[-REDUCED_UNITS:])
+        return starts
+
+    def starts(self) -> dict[tuple[int, int], list[Instruction]]:
+        """All-reduces of gradients in buckets, by the (segment, block) that fills each.
+
+        Segments of one degree share buckets, from the last block to the first, followed by the embedding of that
+        degree. A bucket is a copy of its gradients, held until `finish`.
+        """
+        lanes: dict[int, list[tuple[tuple[int, int], int]]] = {}
+        for part in reversed(self.parts):
+            for index in reversed(range(len(part.segments))):
+                segment = part.segments[index]
+                first = part.first_block + sum(earlier.num_blocks for earlier in part.segments[:index])
+                for block in reversed(range(segment.num_blocks)):
+                    size = self.model.block_parameters(self.model.kind_of(first + block), segment.tp)
+                    place = (part.first_segment + index, block)
+                    lanes.setdefault(segment.tp, []).append((place, size * GRADIENT_BYTES))
+        outside = end_parameters(self.plan, self.number)
+        if self.with_ends and outside:
+            tp, size = embedding_segment(self.plan).tp, outside * GRADIENT_BYTES
+            lanes.setdefault(tp, []).append((AT_THE_END, size))
+        starts: dict[tuple[int, int], list[Instruction]] = {}
+        copies = _BUCKET_COPIES / self.hardware.device.bytes_per_second if self.with_ends else 0.0
+        for tp, lane in lanes.items():
+            replicas = self.plan.stage_ranks // tp
+            if replicas == 1:
+                continue
+            link = self.hardware.link_of(replicas, tp)
+            for number, (place, num_bytes) in enumerate(_buckets(lane)):
+                seconds = self.hardware.collective_seconds("all_reduce", replicas, num_bytes, tp)
+                name = f"gradients tp {tp} bucket {number}"
+                copied = Compute(f"copy of {name}", copies * num_bytes, num_bytes)
+                starts.setdefault(place, []).extend((copied, Start(name, link, seconds)))
+        return starts

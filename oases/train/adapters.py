@@ -1,0 +1,81 @@
+"""LoRA in training runs: adapters added through peft before the model is sharded, and written as peft writes them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from oases.errors import UsageError
+
+ALL_LINEAR = "all-linear"
+"""Targets of adapters: all linears but the head."""
+_NAME = "default"
+"""Name that peft gives a model's first adapter."""
+SCALING = 2
+"""Factor of an adapter's product, alpha / rank."""
+
+
+def require_adapters(rank: int, targets: str, model: str | None, weights: str | None) -> None:
+    """Raise UsageError for options of adapters that train nothing. model, weights: their paths; None for none."""
+    if rank == 0 and targets != ALL_LINEAR:
+        raise UsageError(f"lora_targets {targets!r} needs a rank; give --lora-rank, e.g. 8")
+    if rank < 0:
+        raise UsageError(f"lora_rank must be at least 0, got {rank}")
+    if rank and weights is None:
+        what = "the built-in GPT" if model is None else f"--model {model!r}, a folder without safetensors,"
+        raise UsageError(
+            f"lora_rank {rank} trains adapters of given weights alone, and {what} has none; give --model a folder "
+            "with weights, or leave out --lora-rank"
+        )
+
+
+def lora_config(rank: int, targets: str, base: str | None = None) -> Any:
+    """LoraConfig of peft. targets: names of modules with commas between, or ALL_LINEAR. base: path of the model.
+
+    UsageError where peft is not installed.
+    """
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise UsageError(f"lora_rank {rank} needs peft; run pip install peft") from error
+    chosen = targets if targets == ALL_LINEAR else [name.strip() for name in targets.split(",")]
+    return peft.LoraConfig(
+        r=rank, lora_alpha=SCALING * rank, target_modules=chosen, task_type="CAUSAL_LM", base_model_name_or_path=base
+    )
+
+
+def add_adapters(model: nn.Module, config: Any, device: torch.device) -> nn.Module:
+    """Freeze a model, on meta, and add adapters with initial values on `device`; returns it as a PeftModel.
+
+    UsageError for targets that the model does not have.
+    """
+    peft = importlib.import_module("peft")
+    layers = importlib.import_module("peft.tuners.lora")
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise UsageError(
+            f"--lora-targets {config.target_modules!r}: {error}; give names of linears of {type(model).__name__}, or "
+            f"{ALL_LINEAR}"
+        ) from error
+    for part in adapted.modules():
+        if isinstance(part, layers.LoraLayer):
+            for name in part.adapter_layer_names:
+                getattr(part, name).to_empty(device=device)
+            part.reset_lora_parameters(_NAME, config.init_lora_weights)
+    return adapted
+
+
+def adapter_names(stored: Iterable[str]) -> dict[str, str]:
+    """Names of a checkpoint's adapter tensors by their names in a file of peft."""
+    return {name.replace(f".{_NAME}.", "."): name for name in stored if ".lora_" in name and f".{_NAME}." in name}
+
+
+def write_adapter_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write adapter_config.json of a run. config: its settings by name."""
+    lora_config(config["lora_rank"], config["lora_targets"], config["model"]).save_pretrained(str(folder))

@@ -1,0 +1,145 @@
+"""Training of models with balanced experts on every rank, beside the model in one process."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from autotp.comparison import FLOOR, said
+from autotp.zoo import batch, build
+from torch.distributed.device_mesh import init_device_mesh
+
+import oases
+from oases.autotp.balanced import balanced_modules
+from oases.execution.group import group_of
+from oases.moe.placement_data import Placement, owner_only
+from oases.parallel.sharding import cuts, holders
+
+
+class Wide:
+    """The module torch for an author's code that computes norms and routers in float32: in float64 instead."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def widen(model):
+    for module in model.modules():
+        code = sys.modules[type(module).__module__]
+        if code.__name__.startswith("transformers.models."):
+            code.torch = Wide()
+
+
+def mesh_of(dims):
+    return init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+
+def pair(name, dtype=torch.float64, **changed):
+    """Twice the same model, of which the first one is to stay whole."""
+    model, parallel = (build(name, **changed).to(dtype) for _ in range(2))
+    if dtype == torch.float64:
+        widen(model)
+    model.set_experts_implementation("eager")  # grouped matmuls have no float64
+    return model, parallel
+
+
+def loss_of(result, data):
+    """Mean over all tokens but the first: replicas have equally many."""
+    return F.cross_entropy(result.logits[:, :-1].flatten(0, 1), data["input_ids"][:, 1:].flatten())
+
+
+def copied_everywhere(experts, devices):
+    """Placement with a copy of every expert on every rank."""
+    routes, _ = owner_only(torch.zeros((experts, devices), dtype=torch.int64).numpy())
+    homes = routes[:, 0].tolist()
+    routes[:] = range(devices)
+    copies = tuple(tuple(device for device in range(devices) if device != home) for home in homes)
+    return Placement("given", copies, routes, routes.sum(0), 0.0)
+
+
+def whole_gradients(parallel):
+    """Full gradients by name, of a model whose parameters have groups of their own."""
+    known, held, found = cuts(parallel), holders(parallel), {}
+    for name, parameter in parallel.named_parameters():
+        gradient = parameter.grad
+        if id(parameter) in known:
+            group = group_of(held[id(parameter)]._group_name)
+            if group is not None:
+                parts = [None] * group.size()
+                dist.all_gather_object(parts, gradient, group=group)
+                gradient = known[id(parameter)].join(parts)
+        found[name] = gradient
+    return found
+
+
+def apart(model, parallel):
+    """The largest difference of a gradient, relative to its largest entry (see FLOOR); and whose."""
+    ours = whole_gradients(parallel)
+    assert set(ours) <= {name for name, _ in model.named_parameters()}
+    largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+    worst = (0.0, "")
+    for name, gradient in ours.items():
+        whole = model.get_parameter(name).grad
+        scale = max(float(whole.abs().max()), FLOOR * largest)
+        worst = max(worst, (float((gradient - whole).abs().max()) / scale, name))
+    return worst
+
+
+def trained(name, dims, options, steps=10, placed=False, dtype=torch.float64):
+    """Largest relative differences of losses, gradients and norms in steps of AdamW; report and held elements."""
+    model, parallel = pair(name, dtype)
+    oases.parallelize(parallel, mesh=mesh_of(dims), experts="balanced", **options)
+    replicas = dims.get("dp", 1)
+    mine = parallel.oases_mesh.get_local_rank("dp") if replicas > 1 else 0
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ours = oases.make_optimizer(parallel, torch.optim.AdamW, lr=1e-3)
+    worst = {"logits": 0.0, "gradients": (0.0, ""), "norm": 0.0}
+    for step in range(steps):
+        if placed and step == 1:
+            for _, state in balanced_modules(parallel):
+                state.place(copied_everywhere(state.number, state.groups.degree))
+        data = batch(name, seed=step)
+        part = {key: value.chunk(replicas)[mine] for key, value in data.items()}
+        expected, got = model(**data), parallel(**part)
+        whole = expected.logits.detach()
+        differs = (got.logits.detach() - whole.chunk(replicas)[mine]).abs().max() / whole.abs().max()
+        worst["logits"] = max(worst["logits"], float(differs))
+        loss_of(expected, data).backward()
+        loss_of(got, part).backward()
+        worst["gradients"] = max(worst["gradients"], apart(model, parallel))
+        clips = (oases.clip_grad_norm, lambda each, most: torch.nn.utils.clip_grad_norm_(each.parameters(), most))
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        worst["norm"] = max(worst["norm"], abs(float(clips[step % 2](parallel, 0.5)) / norm - 1))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    states = dict(balanced_modules(parallel))
+    held = {path: state.module.get_parameter(state.mlp.up).shape[0] for path, state in states.items()}
+    return worst | {"held": held, "report": parallel.oases_partition.json()["layers"][0]}
+
+
+def refused(name, dims, options, changed):
+    model = build(name, **changed)
+    return said(lambda: oases.parallelize(model, mesh=mesh_of(dims), experts="balanced", **options))
+
+
+def saved_and_loaded(name, dims, options, folder):
+    """Train a step, save in two ways, load into new models, one of another degree; losses and the whole state."""
+    parallel = build(name)
+    oases.parallelize(parallel, mesh=mesh_of(dims), experts="balanced", **options)
+    data = batch(name)
+    optimizer = oases.make_optimizer(parallel, torch.optim.AdamW, lr=1e-2)
+    loss_of(parallel(**data), data).backward()
+    optimizer.step()
+    oases.save_checkpoint(folder / "checkpoint", parallel, optimizer, step=1)
+    parallel.save_pretrained(folder / "pretrained")
+    again = build(name, seed=1)
+    oases.parallelize(again, mesh=mesh_of(dims), experts="balanced", expert_parallel=1)
+    oases.load_checkpoint(folder / "checkpoint", again, oases.make_optimizer(again, torch.optim.AdamW, lr=1e-2))
+    with torch.device("meta"):
+        empty = build(name)
+    oases.parallelize(empty, mesh=mesh_of(dims), experts="balanced", weights=folder / "pretrained", **options)
+    losses = [float(loss_of(each(**data), data).detach()) for each in (parallel, again, empty)]
+    return losses, oases.full_state_dict(parallel)

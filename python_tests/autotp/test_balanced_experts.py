@@ -1,0 +1,100 @@
+"""Unedited models with balanced experts: all-to-all and copies of experts, against themselves in one process."""
+
+import pytest
+import torch
+import transformers
+from autotp.balanced_runs import loss_of, refused, saved_and_loaded, trained
+from autotp.staged import apart, trained_in_stages
+from autotp.zoo import batch
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
+CLOSE = 1e-10
+SLOW = pytest.mark.slow
+
+
+def require_close(results, held=None):
+    for result in results:
+        assert result["logits"] <= CLOSE
+        assert result["gradients"][0] <= CLOSE, result["gradients"]
+        assert result["norm"] <= CLOSE
+        assert result["report"]["runs"] == "across layers"
+        assert result["held"]
+        assert held is None or set(result["held"].values()) == {held}
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "options", "placed", "held"),
+    [
+        ("mixtral", {"tp": 2}, {}, True, 2),
+        ("gpt_oss", {"dp": 2, "tp": 1}, {}, True, 4),
+        pytest.param("deepseek_v3", {"tp": 2}, {}, True, 4, marks=SLOW),
+        pytest.param("deepseek_v3", {"tp": 2}, {"expert_parallel": 1}, False, 8, marks=SLOW),
+        pytest.param("qwen3_moe", {"tp": 2}, {}, True, 4, marks=SLOW),
+        pytest.param("olmoe", {"tp": 2}, {}, True, 2, marks=SLOW),
+        pytest.param("granitemoe", {"tp": 2}, {}, True, 4, marks=SLOW),
+        pytest.param("qwen3_moe", {"dp": 2, "tp": 1}, {"zero": True, "expert_parallel": 1}, False, 8, marks=SLOW),
+    ],
+)
+def test_ten_steps_are_those_of_one_process(two_ranks, name, dims, options, placed, held):
+    require_close(two_ranks.run(trained, name, dims, options, 10, placed), held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dims", "options", "held"),
+    [
+        ("mixtral", {"dp": 2, "tp": 2}, {}, 1),
+        ("deepseek_v3", {"dp": 2, "tp": 2}, {"expert_parallel": 2, "zero": True}, 4),
+        ("gpt_oss", {"dp": 4, "tp": 1}, {"expert_parallel": 2, "zero": True}, 4),
+        ("qwen3_moe", {"tp": 4}, {"expert_parallel": 2}, 4),
+        ("mixtral", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "recompute": "full"}, 1),
+    ],
+)
+def test_ten_steps_over_four_ranks(four_ranks, name, dims, options, held):
+    require_close(four_ranks.run(trained, name, dims, options, 10, True), held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 1, 2), {}),
+        ((2, 2, 1), {"zero": True, "expert_parallel": 1}),
+        ((1, 2, 2), {"fsdp": True, "expert_parallel": 2}),
+        ((1, 4, 1), {"expert_parallel": 2}),
+    ],
+)
+def test_stages_train_as_one_process(four_ranks, shape, options):
+    options = {"experts": "balanced", **options}
+    changes = {"experts_implementation": "eager"}  # grouped matmuls have no float64
+    run = (trained_in_stages, "mixtral", shape, options, 2, 10, torch.float64, changes)
+    worst = apart(four_ranks.run(*run))
+    assert worst < 1e-6  # transformers computes the loss in float32
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "changed", "why"),
+    [
+        ("llama", {}, {}, "LlamaForCausalLM has no expert module"),
+        ("phimoe", {}, {}, "PhimoeMultiplier, whose backward is not in a traced graph"),
+        ("mixtral", {}, {"num_local_experts": 5}, "2 ranks do not divide its 5 experts; give expert_parallel one of"),
+        ("mixtral", {"expert_parallel": 3}, {}, "expert_parallel 3 does not fit 2 ranks"),
+        ("mixtral", {"placement": "some"}, {}, "unknown placement 'some'"),
+        ("mixtral", {"compile": "inductor"}, {}, "does not run with compile"),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused_by_name(two_ranks, name, options, changed, why):
+    for error in two_ranks.run(refused, name, {"tp": 2}, options, changed):
+        assert error.startswith("UsageError")
+        assert why in error
+
+
+def test_experts_are_saved_whole_and_loaded_into_another_degree(two_ranks, tmp_path):
+    (losses, state), (others, _) = two_ranks.run(saved_and_loaded, "mixtral", {"tp": 2}, {}, tmp_path)
+    assert losses == pytest.approx(others)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "pretrained").train()
+    assert float(loss_of(model(**batch("mixtral")), batch("mixtral")).detach()) == pytest.approx(losses[0], rel=1e-6)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name

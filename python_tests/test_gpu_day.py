@@ -1,0 +1,52 @@
+"""`make gpu-day` without a GPU: its refusal, and its runner with steps that need none."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from build_tools import gpu_day, objects
+from build_tools.gpu_day import Step
+
+COUNTING = (
+    "import pathlib; path = pathlib.Path({path!r}); path.write_text(path.read_text() + 'x'); print('=== done ===')"
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_exits_with_2():
+    command = [sys.executable, "-m", "build_tools.gpu_day"]
+    done = subprocess.run(command, cwd=objects.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "gpu-day: this torch sees no GPU; run it where there is one, with a CUDA build of torch\n"
+
+
+def test_a_second_run_goes_on_where_the_first_stopped(tmp_path, monkeypatch):
+    ran = [tmp_path / name for name in ("first", "second")]
+    for path in ran:
+        path.write_text("")
+    works = Step("first", (sys.executable, "-c", COUNTING.format(path=str(ran[0]))))
+    fails = Step("second", (sys.executable, "-c", COUNTING.format(path=str(ran[1])) + "; raise SystemExit(3)"))
+    missing = Step("third", ("no-such-program",), needs="no-such-program")
+    (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
+    monkeypatch.setattr(objects, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_day, "steps", lambda folder: [works, fails, missing])
+    assert gpu_day.run_all(tmp_path / "logs", "some GPU") == 1
+    repaired = Step("second", works.command)
+    monkeypatch.setattr(gpu_day, "steps", lambda folder: [works, repaired, missing])
+    (report,) = (tmp_path / "docs" / "benchmarks").iterdir()
+    text = report.read_text()
+    assert "| first | passed: done |" in text
+    assert "| second | exit 3: done |" in text
+    assert "| third | not run: no-such-program is not installed | |" in text
+    assert "## second failed" in text
+    assert gpu_day.run_all(tmp_path / "logs", "some GPU") == 0
+    assert [path.read_text() for path in ran] == ["xx", "x"], "first once, and as the repaired second; second once"
+
+
+def test_a_step_that_hangs_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_day, "MOST_MINUTES", 0.5 / 60)
+    outcome = gpu_day.run(Step("hangs", (sys.executable, "-c", "import time; time.sleep(600)")), tmp_path)
+    assert outcome is not None
+    assert outcome.code is None

@@ -1,0 +1,297 @@
+"""The backend `staged`: every collective beside gloo, and ranks that are killed at any moment."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from staged_cases import FLOATS, OPERATIONS, raw
+
+import oases
+from oases.launch import fork_server
+from oases.launch.agents import loopback_store
+from oases.models.gpt import GPTConfig, transformer_blocks
+from oases.parallel import OverlappedStack
+
+OTHERS = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64)
+"""Types that gloo does not have, and that can be moved all the same."""
+
+
+def random_cases(first: int, count: int) -> int:
+    """Number of cases whose results are those of gloo on this rank."""
+    group, gloo = dist.new_group(backend="staged"), dist.new_group(backend="gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for seed in range(first, first + count):
+        operation = random.Random(seed).choice(OPERATIONS)
+        results = []
+        for over in (group, gloo):
+            case, own = random.Random(seed + 1), torch.Generator().manual_seed(seed * size + rank)
+            results.append(operation(case, own, over, rank, size))
+        for ours, theirs in zip(*results, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(raw(ours), raw(theirs)), f"case {seed}, {operation.__name__}: {ours} but {theirs}"
+    return count
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_random_collectives_are_those_of_gloo(size, two_ranks, four_ranks):
+    ranks = two_ranks if size == 2 else four_ranks
+    assert ranks.run(random_cases, 0, 150) == [150] * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("first", range(1000, 6000, 1000))
+def test_ten_thousand_random_collectives_are_those_of_gloo(size, first, two_ranks, four_ranks):
+    ranks = two_ranks if size == 2 else four_ranks
+    assert ranks.run(random_cases, first, 1000) == [1000] * size
+
+
+def moved_types() -> list[list[float]]:
+    """Numbers of each other type after a broadcast and an all-gather."""
+    group, rank, found = dist.new_group(backend="staged"), dist.get_rank(), []
+    for dtype in OTHERS:
+        tensor = torch.tensor([2.0 + rank, 1.0]).to(dtype)
+        whole = torch.empty(4, dtype=dtype)
+        dist.all_gather_into_tensor(whole, tensor, group)
+        dist.broadcast(tensor, group_src=1, group=group)
+        found.append(torch.cat([whole, tensor]).to(torch.complex64).real.tolist())
+    return found
+
+
+def test_types_that_gloo_lacks_are_moved(two_ranks):
+    assert two_ranks.run(moved_types) == [[[2.0, 1.0, 3.0, 1.0, 3.0, 1.0]] * len(OTHERS)] * 2
+
+
+def sums() -> list[bool]:
+    """Whether sums of random numbers are those in the order of ranks, to the bit."""
+    group, equal = dist.new_group(backend="staged"), []
+    size = dist.get_world_size()
+    for dtype, count in itertools.product(FLOATS, (1, 999, 16_384, 2_000_003)):
+        each = [torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(size)]
+        wanted = each[0].float() if dtype.itemsize == 2 else each[0].clone()
+        for tensor in each[1:]:
+            wanted += tensor
+        own = each[dist.get_rank()]
+        dist.all_reduce(own, group=group)
+        equal.append(torch.equal(own, wanted.to(dtype)))
+    return equal
+
+
+def test_sums_are_in_the_order_of_ranks_to_the_bit(four_ranks):
+    for equal in four_ranks.run(sums):
+        assert all(equal)
+
+
+def refusals() -> list[str]:
+    """First lines of the errors of calls that are wrong on one rank or on all."""
+    group, rank, said = dist.new_group(backend="staged"), dist.get_rank(), []
+    for call in (
+        lambda: dist.all_reduce(torch.zeros(3 + rank), group=group),
+        lambda: dist.broadcast(torch.zeros(3), group_src=rank, group=group),
+        lambda: dist.all_reduce(torch.zeros(3), dist.ReduceOp.BAND, group=group),
+        lambda: dist.all_reduce(torch.zeros(8)[::2], group=group),
+        lambda: dist.all_reduce(torch.zeros(3).to_sparse(), group=group),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            call()
+        said.append(str(caught.value).splitlines()[0])
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, torch.full((3,), 2.0)), "the group is as good as before"
+    return said
+
+
+def test_wrong_calls_are_errors_on_all_ranks(two_ranks):
+    one, other = two_ranks.run(refusals)
+    assert one == other
+    sizes, roots, operation, gaps, layout = one
+    assert "rank 0 calls all_reduce with Float of 12 bytes by SUM, rank 1 calls all_reduce with Float of 16" in sizes
+    assert "root 0, rank 1 calls broadcast with Float of 12 bytes and root 1" in roots
+    assert "all_reduce by BAND is not available for Float" in operation
+    assert "has gaps; call .contiguous() first" in gaps
+    assert "takes dense CPU tensors, got one on cpu of layout Sparse" in layout
+
+
+def objects_and_gradients() -> tuple[list[Any], list[float]]:
+    """Objects, and DDP's gradients, over a group whose only backend is `staged`."""
+    group, rank = dist.new_group(backend="cpu:staged"), dist.get_rank()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {"rank": rank}, group=group)
+    model = torch.nn.Linear(3, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    wrapped(torch.full((1, 3), float(rank))).sum().backward()
+    future = dist.all_reduce(torch.ones(2), group=group, async_op=True).get_future()
+    return everyone, [*model.weight.grad.flatten().tolist(), *future.wait()[0].tolist()]
+
+
+def test_what_torch_builds_on_groups(two_ranks):
+    assert two_ranks.run(objects_and_gradients) == [([{"rank": 0}, {"rank": 1}], [0.5] * 3 + [2.0] * 2)] * 2
+
+
+def stack_gradients(backend: str) -> list[torch.Tensor]:
+    """Output and gradients of a stack of tensor-parallel blocks whose collectives go over `backend`."""
+    group = dist.new_group(backend=backend)
+    torch.manual_seed(0)
+    sizes = GPTConfig(hidden=16, layers=2, heads=2, sequence=8)
+    stack = OverlappedStack(transformer_blocks(sizes, group), process_group=group, schedule="oases", sub_batches=2)
+    x = torch.randn(4, 8, 16, requires_grad=True)
+    output = stack(x)
+    output.square().sum().backward()
+    assert x.grad is not None
+    return [output.detach(), x.grad, *(p.grad for p in stack.parameters() if p.grad is not None)]
+
+
+def test_stacks_overlap_over_it(two_ranks):
+    """Two numbers have one sum, in either order: the results are equal to the bit."""
+    for ours, theirs in zip(
+        two_ranks.run(stack_gradients, "staged"), two_ranks.run(stack_gradients, "gloo"), strict=True
+    ):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def endless(rank: int, size: int, port: int, group: int, timeout: timedelta, connection: Any) -> None:
+    """Collectives and messages for ever; sends the first error to the parent."""
+    fork_server.release_signals()
+    from oases.extension import staged_backend
+
+    torch.set_num_threads(1)
+    try:
+        store = dist.PrefixStore(str(group), dist.TCPStore("127.0.0.1", port, timeout=timeout))
+        backend = staged_backend(store, rank, size, timeout)
+        connection.send("ready")
+        for seed in itertools.count():
+            case, tensor = random.Random(seed), torch.ones(random.Random(seed).choice([1, 5000, 2_000_000]))
+            if case.random() < 0.3:
+                sent = backend.send([tensor], (rank + 1) % size, 0)
+                backend.recv([torch.empty_like(tensor)], (rank - 1) % size, 0).wait()
+                sent.wait()
+            elif case.random() < 0.5:
+                backend.allreduce([tensor]).wait()
+            else:
+                backend.alltoall_base(torch.empty(size * 1000), torch.ones(size * 1000), [], []).wait()
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def kill_one(group: int, port: int, joined: bool, patience: float) -> None:
+    """Kill a rank of three at a random moment: the others must say so, and nothing may stay behind.
+
+    joined: after all have joined; otherwise a rank that has not joined yet is found by the timeout of joining alone.
+    patience: seconds within which the others must say so.
+    """
+    chance, context, size = random.Random(group), fork_server.context(), 3
+    timeout = timedelta(seconds=60 if joined else 4)
+    ends, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        arguments = (fork_server.Launcher(), endless, rank, size, port, group, timeout, theirs)
+        processes.append(context.Process(target=fork_server.as_started_by, args=arguments, daemon=True))
+        processes[-1].start()
+        theirs.close()
+        ends.append(ours)
+    victim = chance.randrange(size)
+    try:
+        if joined:
+            for end in ends:
+                assert end.poll(60), "ranks did not join"
+                assert end.recv() == "ready"
+        time.sleep(chance.uniform(0, 0.2))
+        os.kill(processes[victim].pid, signal.SIGKILL)
+        for rank in set(range(size)) - {victim}:
+            said = "ready"
+            while said == "ready":
+                assert ends[rank].poll(patience), f"{group}: rank {rank} hangs after rank {victim} was killed"
+                said = ends[rank].recv()
+            named = f"rank {victim} (process {processes[victim].pid}) has ended" in said
+            # A rank that fails ends, too, and another may see that first.
+            followed = "has left the group" in said or "has ended" in said
+            assert named or followed or not joined, said
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+    assert not memory_left({process.pid for process in processes}), "shared memory is left"
+
+
+def memory_left(processes: set[int | None]) -> list[str]:
+    """Where memory of the backend is seen: in /dev/shm, or mapped by a process that should have ended."""
+    left = [path.name for path in Path("/dev/shm").glob("*oases*")]
+    for process in processes:
+        maps = Path(f"/proc/{process}/maps")
+        if maps.exists() and "oases-staged" in maps.read_text():
+            left.append(str(maps))
+    return left
+
+
+def test_a_killed_rank_ends_the_waits_of_the_others():
+    store = loopback_store()
+    for group in (0, 1):
+        kill_one(group, store.port, True, 60.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_two_hundred_kills(part):
+    store = loopback_store()
+    for group in range(50 * part, 50 * part + 50):
+        kill_one(group, store.port, group % 4 > 0, 10.0)
+
+
+def permissions() -> tuple[list[str], list[bool]]:
+    """Access to the memory, by files under /proc, and whether a forked child has it."""
+    group = dist.new_group(backend="staged")
+    dist.barrier(group)
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "oases-staged" in line]
+    opened = [link for link in Path("/proc/self/fd").iterdir() if link.exists() or link.is_symlink()]
+    files = [target for link in opened if "oases-staged" in (target := os.readlink(link))]
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, b"1" if "oases-staged" in Path("/proc/self/maps").read_text() else b"0")
+        os._exit(0)
+    os.waitpid(child, 0)
+    seen = os.read(read, 1)
+    os.close(read), os.close(write)
+    assert lines
+    return files, [seen == b"1", "/dev/shm" in "".join(lines)]
+
+
+def test_nothing_but_the_ranks_has_the_memory(two_ranks):
+    """No file is open, none has a name, and children do not keep it."""
+    assert two_ranks.run(permissions) == [([], [False, False])] * 2
+
+
+@pytest.mark.parametrize("order", ["import oases, torch", "import torch, oases"])
+def test_torch_knows_the_backend_whatever_is_imported_first(order, tmp_path):
+    """Entry point of pyproject.toml, as torch finds it where oases is installed."""
+    project = (Path(oases.__file__).parents[1] / "pyproject.toml").read_text()
+    point = re.search(r'entry-points."torch.backends"\].*\noases = "(.*)"', project)
+    assert point
+    package = tmp_path / "oases_staged-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: oases-staged\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[torch.backends]\nstaged = {point[1]}\n")
+    script = (
+        f"{order}\nimport sys, torch.distributed as dist\n"
+        "assert 'oases._C' not in sys.modules\n"
+        "dist.init_process_group('cpu:staged', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "t = torch.ones(3); dist.all_reduce(t); assert t.sum() == 3; dist.destroy_process_group(); print('done')"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "done\n", done.stderr

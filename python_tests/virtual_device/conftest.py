@@ -1,0 +1,26 @@
+from collections.abc import Iterator
+
+import device
+import pytest
+from at_hand import poll_often
+
+from oases.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def virtual_device() -> None:
+    device.build()
+
+
+@pytest.fixture(scope="session")
+def two_virtual(virtual_device: None) -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        pool.run(poll_often)
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def three_virtual(virtual_device: None) -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        pool.run(poll_often)
+        yield pool

@@ -1,0 +1,103 @@
+"""The virtual device (cpp_tests/virtual_device) in Python: built, loaded, and made the device of a rank.
+
+An accelerator for tests, on the CPU: its streams are threads, its memory is poisoned when it is freed, and its
+backend waits as NCCL does. What is right only because the host waits for the device, or a stream for another, is
+found on any machine.
+"""
+
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+import types
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from build_tools import objects
+from build_tools.objects import Unit
+
+NAME = "virtual"
+FOLDER = objects.BUILD / "virtual_device"
+LIBRARY = FOLDER / "virtual_device.so"
+TIMEOUT = timedelta(seconds=60)
+
+
+def build() -> None:
+    """Compile the module, if its sources have changed."""
+    from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
+
+    headers = [option for path in include_paths() for option in ("-isystem", path)]
+    options = ("-std=c++20", "-O1", "-g0", "-Wall", "-fPIC", "-DTORCH_EXTENSION_NAME=virtual_device")
+    includes = ("-DTORCH_API_INCLUDE_EXTENSION_H", *headers, "-isystem", sysconfig.get_path("include"))
+    source = objects.ROOT / "cpp_tests" / "virtual_device" / "module.cpp"
+    unit = Unit(
+        source, FOLDER / "module.o", (get_cxx_compiler(), *options, *includes), f"torch {torch.__version__}: "
+    )
+    if unit.up_to_date() and LIBRARY.exists():
+        return
+    unit.compile()
+    libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    subprocess.run([get_cxx_compiler(), "-shared", str(unit.target), *libraries, "-o", str(LIBRARY)], check=True)
+
+
+def loaded() -> types.ModuleType:
+    """The module, which makes the device known to torch when it is loaded."""
+    if "virtual_device" in sys.modules:
+        return sys.modules["virtual_device"]
+    loader = importlib.machinery.ExtensionFileLoader("virtual_device", str(LIBRARY))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("virtual_device", loader))
+    loader.exec_module(module)
+    sys.modules["virtual_device"] = module
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _namespace(module))
+    dist.Backend.register_backend(NAME, _backend, devices=[NAME])
+    return module
+
+
+def _namespace(module: types.ModuleType) -> types.ModuleType:
+    """Module `torch.virtual`, as torch.cuda is for CUDA, as far as it is asked for."""
+    found = types.ModuleType(f"torch.{NAME}")
+    count = module.devices
+    found.default_generators = tuple(module.default_generator(index) for index in range(count))
+
+    def generator(device):
+        index = torch.device(device).index if isinstance(device, str | torch.device) else device
+        return found.default_generators[torch.accelerator.current_device_index() if index is None else index]
+
+    def manual_seed_all(seed):
+        for each in found.default_generators:
+            each.manual_seed(seed)
+
+    found._is_in_bad_fork = lambda: False
+    found.is_available = found.is_initialized = lambda: True
+    found.device_count = lambda: count
+    found.current_device = torch.accelerator.current_device_index
+    found.manual_seed_all = manual_seed_all
+    found.get_rng_state = lambda device=NAME: generator(device).get_state()
+    found.set_rng_state = lambda state, device=NAME: generator(device).set_state(state)
+    found.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    return found
+
+
+def _backend(store, rank, size, timeout):
+    return loaded().backend(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def take() -> tuple[types.ModuleType, torch.device]:
+    """Make the device, of this rank's number, that of a rank of a pool and of its default group; once.
+
+    The module, without costs and delays, and the device.
+    """
+    module = loaded()
+    module.set_costs()
+    module.set_delays(0.0)
+    if NAME not in dist.get_backend_config():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore(NAME, dist.distributed_c10d._get_default_store())
+        dist.destroy_process_group()
+        dist.init_process_group(f"cpu:gloo,{NAME}:{NAME}", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    torch.accelerator.set_device_index(dist.get_rank())
+    return module, torch.device(NAME, dist.get_rank())

@@ -1,0 +1,300 @@
+"""Stacks on the virtual device: results of the CPU, true statistics, nothing that grows, and failures."""
+
+import device
+import pytest
+import torch
+import torch.distributed as dist
+from resident_memory import resident
+from torch import nn
+
+import oases
+from oases import OverlappedStack
+from oases.execution.failure import FailedRankError
+from oases.execution.group import scheduler_of
+from oases.models.gpt import GPTConfig, transformer_blocks
+from oases.train.meter import Meter
+
+LAYERS, BATCH, TOKENS, HIDDEN = 2, 4, 8, 16
+CONFIG = GPTConfig(vocabulary=32, hidden=HIDDEN, layers=LAYERS, heads=4, sequence=TOKENS)
+
+
+def make_stack(place, **options):
+    """A stack of GPT blocks in float64, equal on all devices."""
+    torch.manual_seed(3)
+    group = dist.group.WORLD
+    stack = OverlappedStack(transformer_blocks(CONFIG, group), process_group=group, sub_batches=2, **options)
+    return stack.double().to(place)
+
+
+def given():
+    numbers = torch.Generator().manual_seed(7)
+    return [torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64, generator=numbers) for _ in range(2)]
+
+
+def step(stack, x, grad):
+    """One step: output, gradients of input and parameters."""
+    stack.zero_grad()
+    x = x.detach().requires_grad_()
+    y = stack(x)
+    y.backward(grad)
+    return [y.detach(), x.grad, *(parameter.grad for parameter in stack.parameters())]
+
+
+def on(place, tensors):
+    return [x.to(place) for x in tensors]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("schedule", "sequence_parallel"), [("sync", False), ("oases", False), ("cross_pass", False), ("oases", True)]
+)
+def test_gradients_are_those_of_the_cpu(two_virtual, schedule, sequence_parallel, recompute):
+    options = {"schedule": schedule, "sequence_parallel": sequence_parallel, "recompute": recompute}
+    two_virtual.run(compare_with_the_cpu, options, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_under_two_hundred_random_delays(two_virtual, sequence_parallel):
+    options = {"schedule": "oases", "sequence_parallel": sequence_parallel, "recompute": "full"}
+    two_virtual.run(compare_with_the_cpu, options, 200)
+
+
+def compare_with_the_cpu(options, seeds):
+    module, place = device.take()
+    expected = step(make_stack("cpu", **options), *given())
+    stack, (x, grad) = make_stack(place, **options), on(place, given())
+    for seed in range(seeds):
+        module.set_delays(1e-3, 1 + seed)
+        found = step(stack, x, grad)
+        for a, b in zip(on("cpu", found), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_a_wait_that_is_left_out_is_found(two_virtual):
+    worst, _ = two_virtual.run(leaves_waits_out)
+    assert not worst < 1e-3, "NaN, or wrong"
+
+
+def leaves_waits_out():
+    _, place = device.take()
+    store = dist.distributed_c10d._get_default_store()
+    expected = step(make_stack("cpu"), *given())
+    stack, (x, grad) = make_stack(place), on(place, given())
+    for _ in range(2):  # the third call is the first in which ranks exchange nothing else
+        step(stack, x, grad)
+    if dist.get_rank() == 1:
+        store.wait(["left out"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(scheduler_of(dist.group.WORLD)), "wait", lambda self, ticket: None)
+        found = on("cpu", step(stack, x, grad))
+    if dist.get_rank() == 0:
+        store.set("left out", "1")
+    torch.accelerator.synchronize()
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+def test_statistics_are_true(two_virtual):
+    for schedule in ("sync", "oases"):
+        for op_seconds, link_seconds in ((0.01, 0.5), (0.01, 0.05), (0.5, 0.5)):
+            for truth, said in two_virtual.run(measures, schedule, op_seconds, link_seconds):
+                assert said["collectives"] == truth["collectives"]
+                assert said["link"] == pytest.approx(truth["link"], rel=1e-3)
+                assert said["exposed"] == pytest.approx(truth["exposed"], rel=0.02, abs=0.02 * truth["link"])
+                assert said["hidden"] == pytest.approx(1 - truth["exposed"] / truth["link"], abs=0.02)
+
+
+def measures(schedule, op_seconds, link_seconds):
+    """Time of a step's link and waits by the device's clock, and what was said of it."""
+    module, place = device.take()
+    stack, (x, grad) = make_stack(place, schedule=schedule), on(place, given())
+    scheduler = scheduler_of(dist.group.WORLD)
+    for _ in range(4):  # in calls 1, 2 and 4 ranks compare samples of their inputs, too
+        step(stack, x, grad)
+    seconds = {}
+    for cost in (0.0, link_seconds):
+        dist.all_reduce(torch.ones(1, device=place))  # the ranks' clocks are equal after it
+        torch.accelerator.synchronize()
+        scheduler.reset_totals()
+        module.set_costs(op_seconds, cost)
+        start, end = (torch.Event(place, enable_timing=True) for _ in range(2))
+        start.record()
+        step(stack, x, grad)
+        end.record()
+        torch.accelerator.synchronize()
+        module.set_costs()
+        seconds[cost] = start.elapsed_time(end) / 1e3
+    totals = scheduler.totals().values()
+    said = {
+        "link": sum(each.link_seconds for each in totals),
+        "exposed": sum(each.blocked_seconds for each in totals),
+    }
+    count = sum(each.count for each in totals)
+    said |= {"collectives": count, "hidden": oases.report(dist.group.WORLD).hidden}
+    truth = {"link": count * link_seconds, "exposed": seconds[link_seconds] - seconds[0.0], "collectives": count}
+    return truth, said
+
+
+def test_what_the_stream_waits_for_is_known(two_virtual):
+    """The host has passed its wait, and then waits for the device."""
+    first, second = two_virtual.run(waits_for_another)
+    assert first.startswith("all_reduce of a late sum (24 bytes")
+    assert second == ""
+
+
+def waits_for_another():
+    _, place = device.take()
+    store, scheduler = dist.distributed_c10d._get_default_store(), scheduler_of(dist.group.WORLD)
+    x = torch.ones(3, dtype=torch.float64, device=place)
+    if dist.get_rank() == 1:
+        store.wait(["told what is waited for"])
+    scheduler.wait(scheduler.all_reduce(x, "a late sum"))
+    said = ""
+    if dist.get_rank() == 0:
+        while not said:  # until the stream has come to its wait
+            said = scheduler.waiting_for()
+        store.set("told what is waited for", "1")
+    torch.accelerator.synchronize()
+    assert x.tolist() == [2, 2, 2]
+    return said or scheduler.waiting_for()
+
+
+def test_recomputed_random_numbers_are_the_devices(two_virtual):
+    for kept, recomputed, other_call, after in two_virtual.run(draws_masks):
+        for a, b in zip(kept, recomputed, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        assert any(not torch.allclose(a, b) for a, b in zip(kept, other_call, strict=True))
+        assert after, "the caller's generator is as it was"
+
+
+class Dropping(nn.Module):
+    """A block that draws from the device's generator."""
+
+    token_wise = True
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(HIDDEN))
+
+    def partial(self, x):
+        return nn.functional.dropout(x, 0.5) @ self.weight
+
+    def combine(self, x, y):
+        return x + nn.functional.dropout(y, 0.5)
+
+
+def draws_masks():
+    _, place = device.take()
+    x, grad = on(place, given())
+    found = []
+    before = torch.get_device_module(place).get_rng_state()
+    for recompute, call in (("none", 0), ("full", 0), ("full", 1)):
+        blocks = [Dropping() for _ in range(4)]
+        stack = OverlappedStack(blocks, process_group=dist.group.WORLD, recompute=recompute).double().to(place)
+        stack.at_call(call, seed=5)
+        found.append(on("cpu", step(stack, x, grad)))
+    return *found, torch.equal(before, torch.get_device_module(place).get_rng_state())
+
+
+def test_a_meter_gathers_by_the_hosts_group(two_virtual):
+    assert two_virtual.run(group_of_a_meter) == ["cpu", "cpu"]
+
+
+def group_of_a_meter():
+    _, place = device.take()
+    meter = Meter.__new__(Meter)
+    meter.process_group, meter.device = dist.group.WORLD, place
+    group, where = meter._host_group()
+    assert group is dist.group.WORLD
+    return where.type
+
+
+def test_events_and_memory_do_not_grow(two_virtual):
+    for few, many, per_step in two_virtual.run(counts_after_steps, 2, 20):
+        assert many["events"] - few["events"] <= 4 * per_step, "those of one step may not have been read yet"
+        assert many["bytes"] == few["bytes"]
+
+
+def counts_after_steps(few, many):
+    module, place = device.take()
+    stack, (x, grad) = make_stack(place), on(place, given())
+    found = []
+    for number in range(1, many + 1):
+        step(stack, x, grad)
+        torch.accelerator.synchronize()
+        if number in (few, many):
+            found.append(module.counts())
+    totals = scheduler_of(dist.group.WORLD).totals()
+    return *found, sum(each.count for each in totals.values()) // many
+
+
+@pytest.mark.slow
+def test_ten_thousand_collectives_leave_nothing_behind(two_virtual):
+    for few, many in two_virtual.run(starts_collectives, 1000, 10000):
+        assert many["events"] - few["events"] <= 4 * 100, "those since the host last waited"
+        assert many["bytes"] == few["bytes"]
+        assert many["resident"] - few["resident"] < 16 << 20
+
+
+def starts_collectives(few, many):
+    module, place = device.take()
+    scheduler, x, found = scheduler_of(dist.group.WORLD), torch.zeros(8, device=place), []
+    for number in range(1, many + 1):
+        scheduler.wait(scheduler.all_reduce(x, "F 0.0"))
+        if number % 100 == 0:
+            torch.accelerator.synchronize()
+        if number in (few, many):
+            found.append(module.counts() | {"resident": resident()})
+    return found
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize("block", range(2 * LAYERS))
+def test_a_failed_op_leaves_no_silently_wrong_gradient(two_virtual, block):
+    results = two_virtual.run(fails_in_a_step, block)
+    assert results[1][0] == "raised", "the rank that failed"
+    for _, wrong, recovered in results:
+        assert not wrong, "gradients that are neither right nor NaN"
+        assert recovered
+
+
+def fails_in_a_step(number):
+    """Whether backward() raised; gradients that are finite and wrong; whether the next steps are right."""
+    _, place = device.take()
+    expected = step(make_stack("cpu"), *given())  # the group's monitor was made for tensors of the CPU
+    stack, (x, grad) = make_stack(place), on(place, given())
+    step(stack, x, grad)
+    torch.accelerator.synchronize()
+    stack.zero_grad()
+    block = stack.blocks[number]
+    product = block.product
+    if dist.get_rank() == 1:
+        block.product = lambda h: product(Failing.apply(h))
+    said = "returned"
+    try:
+        stack(x.detach().requires_grad_()).backward(grad)
+    except FailedRankError as error:
+        said, usable = "raised", error.usable
+    torch.accelerator.synchronize()
+    found = [parameter.grad for parameter in stack.parameters()]
+    wrong = [
+        at for at, (a, b) in enumerate(zip(found, expected[2:], strict=True))
+        if a is not None and a.cpu().isfinite().all() and not torch.allclose(a.cpu(), b)
+    ]  # fmt: skip
+    block.product = product
+    if said == "returned":  # its next call says so
+        with pytest.raises(FailedRankError, match="out of luck") as caught:
+            step(stack, x, grad)
+        usable = caught.value.usable
+    again = on("cpu", step(stack, x, grad)) if usable else []
+    recovered = usable and all(torch.allclose(a, b) for a, b in zip(again, expected, strict=True))
+    return said, wrong, recovered
