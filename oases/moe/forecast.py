@@ -1,7 +1,7 @@
 """Forecast of the next step's loads, and the decision to change a placement.
 
-Loads of a layer change little between steps (arXiv 2411.10003, locality), so a moving average predicts the next ones;
-it is known before the step begins, and so is the placement.
+Loads of a layer change little between steps (arXiv 2411.10003, locality), so those of earlier steps predict the next
+ones; they are known before the step begins, and so is the placement.
 """
 
 from __future__ import annotations
@@ -15,36 +15,42 @@ from oases.errors import UsageError
 from oases.moe.costs import Costs
 from oases.moe.placement import Integers, Placement, checked_counts, make_placement, plan
 
+KEEPS = (0.0, 0.5, 0.75, 0.9)
+"""Weights of the previous average in the moving averages; 0 is the last step's loads."""
+_FADE = 0.8
+"""Weight of the earlier errors of an average."""
 
-@dataclass
+
 class Forecast:
-    """Moving average of counts [expert, device].
+    """Moving average of counts [expert, device]: of several, the one that has predicted the latest steps best.
 
-    keep: weight of the previous average; 0 uses the last step's loads.
+    Early in a training loads move by a third in a few steps, and the last step's predict best; loads that only
+    fluctuate are predicted by long averages.
     """
 
-    keep: float = 0.9
-    mean: NDArray[np.float64] | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.keep < 1:
-            raise UsageError(f"forecast: keep must be at least 0 and below 1, got {self.keep}")
+    def __init__(self) -> None:
+        self._means: list[NDArray[np.float64]] = []
+        self._errors = np.zeros(len(KEEPS))
 
     def observe(self, counts: ArrayLike) -> None:
         """Add a step's counts. UsageError for other sizes than before."""
         found = checked_counts(counts)
-        if self.mean is None:
-            self.mean = found.astype(np.float64)
+        if not self._means:
+            self._means = [found.astype(np.float64) for _ in KEEPS]
             return
-        if found.shape != self.mean.shape:
-            raise UsageError(f"forecast: counts of {found.shape} after counts of {self.mean.shape}")
-        self.mean += (1 - self.keep) * (found - self.mean)
+        if found.shape != self._means[0].shape:
+            raise UsageError(f"forecast: counts of {found.shape} after counts of {self._means[0].shape}")
+        self._errors *= _FADE
+        for at, (keep, mean) in enumerate(zip(KEEPS, self._means, strict=True)):
+            moved = found - mean
+            self._errors[at] += np.abs(moved).sum()
+            mean += (1 - keep) * moved
 
     def counts(self) -> Integers:
         """Predicted counts of the next step, rounded. RuntimeError before the first observation."""
-        if self.mean is None:
+        if not self._means:
             raise RuntimeError("forecast: no counts were observed yet")
-        return np.rint(self.mean).astype(np.int64)
+        return np.rint(self._means[int(np.argmin(self._errors))]).astype(np.int64)
 
 
 @dataclass

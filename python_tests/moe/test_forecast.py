@@ -5,27 +5,54 @@ import pytest
 
 from oases.errors import UsageError
 from oases.moe.costs import Costs
-from oases.moe.forecast import Forecast, Planner
+from oases.moe.forecast import KEEPS, Forecast, Planner
 from oases.moe.placement import make_placement
 from oases.moe.traces import generate
 
 COSTS = Costs(token_seconds=2e-6, token_bytes=4096, expert_bytes=8 << 20, bandwidth=12.5e9, non_expert_seconds=1e-3)
 
 
-def test_the_mean_moves_by_what_is_not_kept():
-    forecast = Forecast(keep=0.75)
-    forecast.observe([[8, 0], [0, 8]])
-    forecast.observe([[0, 0], [16, 8]])
-    assert forecast.counts().tolist() == [[6, 0], [4, 8]]
-    with pytest.raises(UsageError, match="counts of"):
-        forecast.observe([[1], [1]])
+def errors_of(steps):
+    """Sums of the differences of the forecasts and of each moving average from the steps they predict."""
+    forecast, means = Forecast(), [steps[0].astype(float) for _ in KEEPS]
+    ours, theirs = 0.0, np.zeros(len(KEEPS))
+    forecast.observe(steps[0])
+    for counts in steps[1:]:
+        ours += np.abs(forecast.counts() - counts).sum()
+        theirs += [np.abs(np.rint(mean) - counts).sum() for mean in means]
+        means = [keep * mean + (1 - keep) * counts for keep, mean in zip(KEEPS, means, strict=True)]
+        forecast.observe(counts)
+    return ours, theirs
+
+
+def test_loads_that_move_are_predicted_by_the_last_step():
+    base, moves = np.full((4, 2), 100), np.array([[30, 0], [0, -3], [0, 0], [-5, 0]])
+    steps = [base + number * moves for number in range(12)]
+    forecast = Forecast()
+    for counts in steps:
+        forecast.observe(counts)
+    assert np.array_equal(forecast.counts(), steps[-1])
+    ours, theirs = errors_of(steps)
+    assert ours == theirs[0] < min(theirs[1:])
+
+
+def test_loads_that_fluctuate_are_predicted_by_a_long_average():
+    random = np.random.default_rng(0)
+    gate = random.dirichlet(np.ones(8))
+    steps = [random.multinomial(64, gate, size=4).T for _ in range(80)]
+    ours, theirs = errors_of(steps)
+    assert theirs.argmin() > 0
+    assert ours < 0.9 * theirs[0]
+    assert ours < 1.05 * theirs.min()
 
 
 def test_before_the_first_counts_nothing_is_known():
+    forecast = Forecast()
     with pytest.raises(RuntimeError, match="no counts were observed"):
-        Forecast().counts()
-    with pytest.raises(UsageError, match="keep must be"):
-        Forecast(keep=1.0)
+        forecast.counts()
+    forecast.observe([[8, 0], [0, 8]])
+    with pytest.raises(UsageError, match="counts of"):
+        forecast.observe([[1], [1]])
 
 
 def test_a_placement_stays_while_a_new_one_saves_little():
@@ -39,7 +66,7 @@ def test_a_placement_stays_while_a_new_one_saves_little():
 
 
 def test_a_load_that_turns_round_is_followed():
-    planner = Planner(COSTS, forecast=Forecast(keep=0.5))
+    planner = Planner(COSTS)
     first, second = np.full((8, 8), 10), np.full((8, 8), 10)
     first[0] += 500
     second[7] += 500
@@ -70,7 +97,7 @@ def test_an_expert_without_tokens_for_a_hundred_steps():
 
 
 def test_what_stays_tells_its_loads_under_the_new_counts():
-    planner = Planner(COSTS, forecast=Forecast(keep=0.0))
+    planner = Planner(COSTS)
     first, second = np.full((4, 4), 100), np.full((4, 4), 100)
     first[0], second[3] = 900, 700
     kept = planner.next(first)
@@ -82,8 +109,8 @@ def test_what_stays_tells_its_loads_under_the_new_counts():
     assert stays.predicted_seconds != kept.predicted_seconds
 
 
-def test_a_forecast_of_less_than_half_a_token_is_none():
-    forecast = Forecast(keep=0.9)
+def test_a_forecast_without_tokens_moves_nothing():
+    forecast = Forecast()
     forecast.observe([[1, 0], [0, 1]])
     for _ in range(7):
         forecast.observe([[0, 0], [0, 0]])

@@ -1,6 +1,7 @@
 """Placements of experts: the performance model against plain arithmetic, the search against the optimum."""
 
 import itertools
+from random import Random
 
 import numpy as np
 import pytest
@@ -141,6 +142,37 @@ def test_never_above_the_others_at_an_equal_budget(devices):
             for method in METHODS:
                 assert found["prophet"].predicted_seconds <= found[method].predicted_seconds * (1 + 1e-9), method
                 assert most_copies(found[method]) * costs.expert_bytes <= budget
+
+
+def drawn_costs(random):
+    """Costs of any cluster, from slow links to fast ones."""
+    bandwidth = 10 ** random.uniform(7, 10)
+    return Costs(
+        token_seconds=10 ** random.uniform(-7, -4),
+        token_bytes=random.choice([512, 8192]),
+        expert_bytes=10 ** random.uniform(4, 8),
+        bandwidth=bandwidth,
+        latency=random.choice([0, 1e-4, 1e-3]),
+        non_expert_seconds=random.choice([0, 1e-3, 0.02]),
+        scheduled=random.random() < 0.5,
+        leading=random.random() < 0.5,
+        handling_seconds=random.choice([0, 1e-4]),
+        both_ways=random.choice([0, bandwidth * random.uniform(1, 2)]),
+        transfer=random.choice(["rounds", "mean"]),
+    )
+
+
+@pytest.mark.parametrize("devices", [2, 3, 5])
+def test_few_devices_choose_the_best_of_all_methods(devices):
+    """Between two devices a copy for one is a copy for all, so that shadowing is hard to beat there."""
+    random = Random(devices)
+    for seed in range(150):
+        costs, experts = drawn_costs(random), devices * random.randint(1, 6)
+        tokens, concentration = random.choice([0, 7, 64, 4096]), random.choice([0.05, 0.3, 1.0, 10.0])
+        counts = counts_of(experts, devices, seed, concentration, tokens=tokens)
+        budget = random.choice([None, 0.0, costs.expert_bytes, 2 * costs.expert_bytes])
+        found = {m: plan(counts, costs, method=m, memory_budget=budget).predicted_seconds for m in METHODS}
+        assert found["prophet"] <= min(found.values()) * (1 + 1e-9), (seed, costs, budget, found)
 
 
 @pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
