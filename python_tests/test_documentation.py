@@ -14,6 +14,7 @@ from oases.cli import _parser
 
 ROOT = Path(__file__).parents[1]
 OVERLAP = ROOT / "docs" / "benchmarks" / "2026-11-21-overlap"
+RATIOS = ROOT / "docs" / "benchmarks" / "2026-11-24-ratios"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -71,10 +72,23 @@ def test_commands_on_pages_are_commands():
     assert not wrong
 
 
-def test_the_figures_of_readme_are_those_of_the_report():
+def test_the_figures_of_the_report_by_link_are_those_of_its_runs():
     found = {cell: json.loads(path_of(cell, OVERLAP).read_text()) for cell in cells(["500mbit", "1gbit", "2gbit"])}
-    assert summary(found) in (ROOT / "README.md").read_text()
     assert summary(found) in OVERLAP.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(RATIOS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_figures_of_readme_are_those_of_its_run(path):
+    (found,) = json.loads(path.read_text())["ratios"]
+    step = {name: each["step_seconds"] for name, each in found["schedules"].items()}
+    peer = min(each["step_seconds"] for each in found["peers"].values())
+    row = (
+        f"| {found['communication_over_compute']:.2f} | {found['config']['recompute']} "
+        f"| {step['sync'] / step['auto']:.2f} x | **{peer / step['auto']:.2f} x** "
+        f"| {100 * found['schedules']['auto']['of_ideal']:.0f} % | {peer / step['oases:int8']:.2f} x |\n"
+    )
+    for page in (ROOT / "README.md", RATIOS.with_suffix(".md")):
+        assert row in page.read_text()
 
 
 @pytest.mark.parametrize("page", ["design.md", "internals.md"])

@@ -22,7 +22,7 @@ def hard(*shape):
 
 
 def easy(*shape):
-    """Numbers of one size, whose relative error in int4 is far below the limit; that of normal ones is close to it."""
+    """Numbers whose relative error in int4 is far below the limit; that of normal ones is close to it."""
     return 1 + torch.rand(*shape)
 
 
