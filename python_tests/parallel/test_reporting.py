@@ -7,13 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from block_examples import WIDTH, make_stack, plain_blocks
+from block_examples import WIDTH, make_stack, plain_blocks, reset_all_totals
 from torch.distributed.device_mesh import init_device_mesh
 
 import oases
 from oases import OverlappedRowLinear
 from oases.execution.group import scheduler_of
-from oases.extension import OverlapScheduler
 from oases.launch.ranks import RankOptions, run_ranks
 from oases.reporting import Report, Row, StepOverlap, names_op
 from oases.testbed.backend import Backend
@@ -21,7 +20,7 @@ from oases.testbed.backend import Backend
 
 def check_report():
     scheduler = scheduler_of(dist.group.WORLD)
-    scheduler.reset_totals()
+    reset_all_totals()
     stack = make_stack(plain_blocks(4), dist.group.WORLD)
     OverlappedRowLinear(8, 8, num_chunks=2)(torch.randn(4, 4))
     stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
@@ -48,7 +47,7 @@ def check_hidden():
     scheduler = scheduler_of(dist.group.WORLD)
     results = []
     for compute in (0.5, 0.0):
-        scheduler.reset_totals()
+        reset_all_totals()
         dist.barrier()
         ticket = scheduler.all_reduce(torch.ones(1 << 20), "F 0.0 (stack 9, line 2 of x)")
         time.sleep(compute)
@@ -72,6 +71,7 @@ DELAY = 0.25
 
 def over_sim():
     """Reports of a pass that is waited for at once and of one under compute, with the times of their records."""
+    reset_all_totals()
     scheduler = scheduler_of(dist.group.WORLD)
     scheduler.set_recording(True)
     step = StepOverlap(oases.report)
@@ -115,8 +115,7 @@ def test_exposed_and_hidden_seconds_of_a_known_link():
 def check_groups():
     """Tensor parallelism of two in each of two replicas, whose groups are not the default one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for each in OverlapScheduler.all().values():  # of groups of other tests, too
-        each.reset_totals()
+    reset_all_totals()
     stack = make_stack(plain_blocks(4), mesh.get_group("tp"))
     for _ in range(2):
         stack(torch.randn(4, 3, WIDTH, dtype=torch.float64)).sum().backward()
@@ -135,6 +134,7 @@ def test_all_groups_of_a_mesh_are_reported(four_ranks):
 
 
 def test_nothing_sent():
+    reset_all_totals()
     assert not oases.report().overlapping
     assert "overlap is off" in str(oases.report())
     assert Row("x").hidden is None
@@ -149,7 +149,7 @@ def test_labels():
 
 def check_layers():
     scheduler = scheduler_of(dist.group.WORLD)
-    scheduler.reset_totals()
+    reset_all_totals()
     x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
     named = make_stack(plain_blocks(3), dist.group.WORLD, layer_of=[0, 0, 1], name="t5 decoder")
     joint = make_stack(plain_blocks(2), dist.group.WORLD, layer_of=range(2))
@@ -173,7 +173,7 @@ def test_layers_as_they_are_given(two_ranks):
 
 def check_order():
     scheduler = scheduler_of(dist.group.WORLD)
-    scheduler.reset_totals()
+    reset_all_totals()
     for number in (10, 9):
         scheduler.wait(scheduler.all_reduce(torch.ones(1), f"F 0.0 (stack {number}, line 2 of x)"))
     found = oases.report()

@@ -15,6 +15,7 @@ from block_examples import (
     make_stack,
     plain_blocks,
     plain_forward,
+    reset_all_totals,
 )
 from covering import covered
 from torch import nn
@@ -24,7 +25,6 @@ import oases
 from oases import OverlappedStack
 from oases.errors import OverlapError, UsageError
 from oases.execution.executor import Context
-from oases.execution.group import scheduler_of
 from oases.parallel.linear import shard
 from oases.schedule import GENERATORS, WHOLE, ScheduleError, generate, parse_schedule
 from oases.schedule import sequence_parallel as make_sequence_parallel
@@ -256,7 +256,7 @@ def test_a_schedule_without_backward_pass_cannot_train():
 def check_whole(schedule, recompute, sequence_parallel):
     """A batch that is large enough is cut as ever; a smaller one runs whole, and the report tells."""
     group = dist.group.WORLD
-    scheduler_of(group).reset_totals()
+    reset_all_totals()
     blocks = plain_blocks(4)
     options = {"schedule": schedule, "sub_batches": 3, "recompute": recompute}
     stack = make_stack(blocks, group, small_batch="whole", sequence_parallel=sequence_parallel, **options)
