@@ -26,7 +26,7 @@ from oases.graph.trace.configuration import (
     sample_inputs,
     with_layers,
 )
-from oases.parallel.autotune import Tuning
+from oases.parallel.autotune import Turn
 from oases.parallel.batch import BlockInputs
 from oases.profile.config import DTYPES
 from oases.train.model_options import require_bytes
@@ -67,12 +67,12 @@ class UneditedLayers:
         }
 
     def run(
-        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+        self, x: Tensor, scheduler: Scheduler, turn: Turn | None = None, context: Context | None = None
     ) -> Tensor:
         """All layers on an activation, called one after the other."""
 
         def stack(x: Tensor, inputs: Sequence[BlockInputs]) -> Tensor:
-            return self.stack.run(x, scheduler, tuning, inputs, context)
+            return self.stack.run(x, scheduler, turn, inputs, context)
 
         self.runner.run = stack
         for layer, (found, tree) in zip(self.runner.layers, self._calls, strict=True):

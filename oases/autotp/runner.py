@@ -25,9 +25,9 @@ from oases.autotp.standalone import StandaloneForward
 from oases.errors import UsageError
 from oases.execution.executor import Context
 from oases.execution.group import ProcessGroup
-from oases.parallel.autotune import asked_for
 from oases.parallel.batch import BlockInputs
 from oases.parallel.stack import OverlappedStack
+from oases.parallel.tunings import asked_for
 from oases.plans.plan import AUTO
 from oases.schedule import Schedule
 

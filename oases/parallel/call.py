@@ -18,7 +18,7 @@ from oases.execution.failure import FailureMonitor
 from oases.execution.group import ProcessGroup, group_size
 from oases.execution.piece import BlockParameters, Leaves
 from oases.execution.wire import NullScheduler, Scheduler
-from oases.parallel.autotune import Tuning
+from oases.parallel.autotune import Turn
 from oases.parallel.blocks import BlockProgram, BlockWork
 from oases.parallel.fsdp import FsdpUnit, UnitGatherer
 from oases.parallel.guards import register_shards
@@ -46,14 +46,14 @@ class StackParameters(BlockParameters):
 class CallOptions:
     """Options of one call: scheduler of its collectives, failure monitor, context.
 
-    tuning: receives the seconds of the forward and backward pass, while a schedule is being chosen. units: by block,
+    turn: receives the seconds of the forward and backward pass, while a schedule is being chosen. units: by block,
     where weights are sharded over data-parallel ranks; else ().
     """
 
     scheduler: Scheduler
     monitor: FailureMonitor | None
     context: Context
-    tuning: Tuning | None = None
+    turn: Turn | None = None
     units: Sequence[FsdpUnit] = ()
 
 
@@ -76,9 +76,7 @@ class StackCall(ScheduledCall):
         )  # fmt: skip
         self._blocks, self._cut = work, parameters
         self._scheduler, self._units = options.scheduler, options.units
-        tuning = options.tuning
-        self._tuning = None if tuning is None or tuning.choice is not None else tuning
-        self._turn = "" if tuning is None else tuning.turn
+        self._turn = options.turn
         self._seconds, self._elements = 0.0, 1
         # Of the block finished last: gradients by parameter index, and the all-reduce of the replicated ones.
         self._shares: list[Tensor | None] = []
@@ -179,19 +177,19 @@ class StackCall(ScheduledCall):
     # --- inside ---
 
     def _start_clock(self) -> None:
-        if self._tuning is not None:
+        if self._turn is not None:
             synchronize(self._blocks.device)
             self._seconds -= time.perf_counter()
 
     def _stop_clock(self) -> None:
-        if self._tuning is not None:
+        if self._turn is not None:
             synchronize(self._blocks.device)
             self._seconds += time.perf_counter()
 
     def _note(self) -> None:
         """Report the seconds of the passes; per element, because shapes that share a choice differ in size."""
-        if self._tuning is not None:
-            self._tuning.note(self._turn, self._seconds / self._elements)
+        if self._turn is not None:
+            self._turn.note(self._seconds / self._elements)
 
     def _summed(self, block: int) -> list[Tensor | None]:
         """Gradients of the replicated parameters of `block`, the one finished last, summed over the ranks."""

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -95,8 +94,7 @@ class Chunks:
         counts = [count for count in CANDIDATES if count == 1 or rows >= count * _ROWS_PER_CHUNK]
         if group is None or group.size() == 1:
             return 1
-        ranks = dist.get_process_group_ranks(group)
-        what = repr((self._kind, tuple(weight.shape), x.device.type, ranks, sequence_parallel))
+        what = repr((self._kind, tuple(weight.shape), x.device.type, sequence_parallel))
         key = cache_key(what, x.shape, x.dtype, group)
         chosen = _chosen.setdefault(group, {})
         if key not in chosen:

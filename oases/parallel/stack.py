@@ -18,7 +18,7 @@ from oases.execution.failure import FailureMonitor, monitor_of
 from oases.execution.group import HoldsGroup, ProcessGroup, group_of, refuse_capture, resolve
 from oases.execution.wire import NullScheduler, Scheduler, Wire, WireType, add_wire, wire_type
 from oases.extension import OverlapScheduler
-from oases.parallel.autotune import AUTO, Asked, SubBatchCount, Tuning, Tunings, asked_for
+from oases.parallel.autotune import Turn
 from oases.parallel.batch import BlockInputs, CallInputs, SequenceShard, SubBatches, differentiable, refuse_mixing
 from oases.parallel.blocks import BlockProgram, BlockWork
 from oases.parallel.call import CallOptions, StackCall, StackParameters, agree_on_seed, leaves_of
@@ -37,6 +37,7 @@ from oases.parallel.checks import (
 from oases.parallel.dropout import adopt_dropouts
 from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.randomness import MethodName, Randomness
+from oases.parallel.tunings import AUTO, Asked, SubBatchCount, Tuning, Tunings, asked_for
 from oases.plans.shape import AUTO_LOSSY
 from oases.reporting import WHOLE_BATCH
 from oases.schedule import (
@@ -220,15 +221,17 @@ class OverlappedStack(HoldsGroup, nn.Module):
         if self.tensor_parallel > 1:
             scheduler = OverlapScheduler.of(self._group_name)
         tuning = self._tuning(x, given, scheduler) if self._tunings is not None else None
-        measured = tuning is not None and tuning.choice is None and self._with_gradients(x, given)
+        turn = None
+        if tuning is not None and tuning.choice is None and self._with_gradients(x, given):
+            turn = tuning.begin_turn()
         if tuning is not None:
-            self.schedule, wire = tuning.current if measured else tuning.settled
+            self.schedule, wire = tuning.settled if turn is None else tuning.candidates[turn.label]
             self.wire_dtype = wire if self._lossy else self.wire_dtype
         if self.require_overlap and (tuning is None or tuning.choice is not None):
             asked, run = self.schedule.num_sub_batches, self._schedule_for(x, given)
             small = asked if any(run is whole for whole in self._whole.values()) else 0
             require_overlap(run, self.process_group, self.label, self.calls, small, tuning is not None)
-        return self.run(x, scheduler, tuning if measured else None, given, context)
+        return self.run(x, scheduler, turn, given, context)
 
     def _tuning(self, x: Tensor, inputs: Sequence[BlockInputs], scheduler: Scheduler) -> Tuning:
         assert self._tunings is not None
@@ -242,7 +245,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 self._checked_monitor(scheduler, x.device).begin_call(self.label, form)
 
         group = group_of(self.tuned_over if self.tensor_parallel > 1 else "") or self.process_group
-        return self._tunings.of(x, joint, self.parameters, self._laid_out, group, agree)
+        place = (self.name, self.first_block)
+        together = bool(self.tuned_over)
+        return self._tunings.of(x, joint, self.parameters, self._laid_out, group, agree, place, together)
 
     def _with_gradients(self, x: Tensor, inputs: Sequence[BlockInputs]) -> bool:
         return torch.is_grad_enabled() and (
@@ -307,12 +312,12 @@ class OverlappedStack(HoldsGroup, nn.Module):
         return self._by_tokens[id(schedule)]
 
     def run(
-        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, inputs: Sequence[BlockInputs] = (),
+        self, x: Tensor, scheduler: Scheduler, turn: Turn | None = None, inputs: Sequence[BlockInputs] = (),
         context: Context | None = None,
     ) -> Tensor:  # fmt: skip
         """Run the forward pass with collectives by `scheduler`; `NullScheduler()` measures the compute alone.
 
-        tuning: receives the seconds of this call's forward and backward pass. inputs, context: as for `forward`.
+        turn: receives the seconds of this call's forward and backward pass. inputs, context: as for `forward`.
         """
         schedule = self._schedule_for(x, inputs)
         blocks = self._current_blocks()
@@ -350,7 +355,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
             blocks, program, Wire(scheduler, size, self.wire_dtype), x, leaves, differentiable=with_gradients,
             randomness=randomness, cut=cut, inputs=held,
         )  # fmt: skip
-        options = CallOptions(scheduler, monitor, context, tuning, self._units)
+        options = CallOptions(scheduler, monitor, context, turn, self._units)
         call = StackCall(program, work, parameters, options, differentiable=with_gradients)
         if not with_gradients:
             return call.forward()

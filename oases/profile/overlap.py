@@ -23,7 +23,8 @@ from oases.execution.group import ProcessGroup, scheduler_of
 from oases.execution.wire import NullScheduler, Scheduler
 from oases.models.gpt import transformer_blocks
 from oases.parallel import OverlappedStack
-from oases.parallel.autotune import Tuning, candidates, label, labelled, waves_of
+from oases.parallel.autotune import Turn
+from oases.parallel.tunings import Tuning, candidates, label, labelled, waves_of
 from oases.profile.config import DTYPES, OverlapConfig
 from oases.profile.memory import StepMemory, formula_units, measure_memory
 from oases.reporting import names_op
@@ -58,9 +59,9 @@ class Layers(Protocol):
     description: dict[str, Any] | None
 
     def run(
-        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+        self, x: Tensor, scheduler: Scheduler, turn: Turn | None = None, context: Context | None = None
     ) -> Tensor:
-        """Run all layers on an activation with collectives by `scheduler`; tuning: see `OverlappedStack.run`."""
+        """Run all layers on an activation with collectives by `scheduler`; turn: see `OverlappedStack.run`."""
 
 
 class BuiltInLayers:
@@ -77,10 +78,10 @@ class BuiltInLayers:
         self.shape: tuple[int, ...] = (config.batch, config.sequence, config.hidden)
 
     def run(
-        self, x: Tensor, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+        self, x: Tensor, scheduler: Scheduler, turn: Turn | None = None, context: Context | None = None
     ) -> Tensor:
         """Run all layers on an activation."""
-        return self.stack.run(x, scheduler, tuning, context=context)
+        return self.stack.run(x, scheduler, turn, context=context)
 
 
 class OverlapBench:
@@ -137,21 +138,22 @@ class OverlapBench:
             return
         done = 0
         while self.tuning.choice is None:
-            self.schedules["auto"] = self.tuning.current.schedule
-            self.step("auto", self.scheduler, self.tuning)
+            turn = self.tuning.begin_turn()
+            self.schedules["auto"] = self.tuning.candidates[turn.label].schedule
+            self.step("auto", self.scheduler, turn)
             done += 1
             if on_step is not None:
                 on_step(done)
         self.schedules["auto"] = self.tuning.choice.schedule
 
     def step(
-        self, name: str, scheduler: Scheduler, tuning: Tuning | None = None, context: Context | None = None
+        self, name: str, scheduler: Scheduler, turn: Turn | None = None, context: Context | None = None
     ) -> Passes:
         """One forward and backward pass under a schedule; leaves the gradients in place."""
         self._run_as(name)
         self.stack.zero_grad()
         x = self.x.clone().requires_grad_()
-        forward = self._timed(lambda: self.layers.run(x, scheduler, tuning, context))
+        forward = self._timed(lambda: self.layers.run(x, scheduler, turn, context))
         backward = self._timed(lambda: self._output.backward(self.grad))
         self._x_grad = x.grad
         return forward, backward

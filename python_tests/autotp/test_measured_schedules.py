@@ -58,6 +58,27 @@ def balanced(path):
     return worst, {label: len(times) for label, times in tuning.times.items()}
 
 
+def of_several_lengths(path, lengths):
+    """Turns of steps in which the replicas' samples have other lengths, so other ones are new to each."""
+    _, model = pair("mixtral")
+    with measuring(path):
+        oases.parallelize(model, mesh=mesh_of({"dp": 2, "tp": 2}), experts="balanced", schedule="auto")
+        replica = model.oases_mesh.get_local_rank("dp")
+        for step, length in enumerate(lengths[replica]):
+            data = batch("mixtral", samples=4, length=length, seed=step)
+            loss_of(model(**data), data).backward()
+    (stack,) = (each.runner.stack for each in model.oases_partition.layers)
+    (tuning,) = stack._tunings.values()
+    return tuning.turns
+
+
+def test_replicas_that_share_experts_may_have_other_lengths(four_ranks, tmp_path):
+    """Messages to agree on a choice must not depend on a replica's own shapes: the other one would not send any."""
+    found = four_ranks.run(of_several_lengths, tmp_path / "s.json", [[8, 8, 40], [8, 40, 8]], timeout_seconds=120)
+    assert found == [found[0]] * 4
+    assert len(found[0]) == 3
+
+
 def test_replicas_that_share_experts_choose_together(four_ranks, tmp_path):
     """Their messages to experts go in the order of the schedule; other replicas may choose each on its own."""
     found = four_ranks.run(balanced, tmp_path / "s.json")

@@ -14,7 +14,7 @@ from oases.autotp.parallelization import parallelize
 from oases.errors import UsageError
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import autotune
-from oases.parallel.autotune import Choice, Tunings, lossy_wires
+from oases.parallel.tunings import Choice, Tunings, lossy_wires
 from oases.schedule import generate
 from oases.train import TrainConfig
 from oases.train.model_options import Degrees

@@ -19,7 +19,6 @@ from oases.testbed.backend import Backend
 
 
 def check_report():
-    scheduler = scheduler_of(dist.group.WORLD)
     reset_all_totals()
     stack = make_stack(plain_blocks(4), dist.group.WORLD)
     OverlappedRowLinear(8, 8, num_chunks=2)(torch.randn(4, 4))
@@ -148,7 +147,6 @@ def test_labels():
 
 
 def check_layers():
-    scheduler = scheduler_of(dist.group.WORLD)
     reset_all_totals()
     x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
     named = make_stack(plain_blocks(3), dist.group.WORLD, layer_of=[0, 0, 1], name="t5 decoder")
