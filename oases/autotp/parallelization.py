@@ -45,7 +45,7 @@ from oases.parallel.guards import register_stage
 from oases.parallel.mesh import Mesh
 from oases.parallel.precision import require_dtype, set_needs
 from oases.parallel.replicas import average_replicas, data_parallel_group
-from oases.plans.plan import Plan
+from oases.plans.plan import AUTO, Plan
 from oases.plans.shape import AUTO_LOSSY, CODES
 from oases.schedule import Schedule
 
@@ -55,7 +55,7 @@ def parallelize(
     *,
     mesh: DeviceMesh | Mesh | ProcessGroup | None = None,
     plan: Plan | None = None,
-    schedule: str | Schedule = "oases",
+    schedule: str | Schedule = AUTO,
     spec: ParallelSpec | None = None,
     weights: str | Path | Mapping[str, Tensor] | None = None,
     device: torch.device | str | None = None,

@@ -153,7 +153,7 @@ class Runner:
                 cuts = dict(layer.signature.cuts)
                 blocks.append(GraphBlock(layer.module, number, names, cuts, group, layer.signature.balanced))
                 self.layer_of.append(index)
-        self._asked = (options.get("schedule", "oases"), options.get("sub_batches"))
+        self._asked = (options.get("schedule", AUTO), options.get("sub_batches"))
         self.stack = OverlappedStack(blocks, process_group=group, layer_of=self.layer_of, name=name, **options)
         self.run: Callable[[Tensor, Sequence[BlockInputs]], Tensor] = self.stack
         """Function that runs the stack on its input and its blocks' inputs; benchmarks replace it."""

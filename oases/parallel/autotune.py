@@ -34,7 +34,7 @@ from oases.files import read_json, write_text
 ROUNDS = 16
 """Most measured turns of a candidate, after a warm-up turn."""
 SLACK, LEAST_SLACK = 0.25, 0.02
-"""Part by which a candidate may be slower than the fastest after n rounds: SLACK / n, and never less than the second."""
+"""Part by which a candidate may be slower than the fastest after n rounds: SLACK / n, at least the second."""
 PROMISING = 1.1
 """Most time over the fastest's of a candidate with fewer sub-batches for which more are tried."""
 BUDGET = 4.0

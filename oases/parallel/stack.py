@@ -62,12 +62,12 @@ class OverlappedStack(HoldsGroup, nn.Module):
 
     blocks: modules with `partial(x) -> y`, without communication, up to the row-parallel linear, and
         `combine(x, y_reduced) -> next x`. Blocks must treat samples (dimension 0) independently.
-    process_group: the tensor-parallel group; None for the default group. schedule: name of a generator in
+    process_group: the tensor-parallel group; None for the default group. schedule: "auto", name of a generator in
         `oases.schedule`, or a Schedule for len(blocks) blocks. sub_batches: number of parts of the batch ("sync" does
-        not split it); None: 2 of a named schedule. "auto" for either measures the candidates in the first steps,
-        "off" among them unless overlap is required, and keeps the fastest; $OASES_SCHEDULE (oases@2) replaces the
-        schedule "auto". recompute: "full" keeps block inputs alone and recomputes the rest; a number does so for the
-        first so many layers.
+        not split it); None: "auto" of the schedule "auto", 2 of a named one. "auto" for either measures candidates in
+        the first steps, "off" among them unless overlap is required, and keeps the fastest; later runs on the machine
+        repeat these steps to the bit. $OASES_SCHEDULE (oases@2) replaces the schedule "auto". recompute: "full" keeps
+        block inputs alone and recomputes the rest; a number does so for the first so many layers.
     wire_dtype: type in which sums are sent: a floating-point torch.dtype or its name, or "int8", "fp8" or "int4",
         which send a byte or half of one per number, with rounding errors of the sums (see `oases.execution.wire`).
         "auto:lossy" measures bfloat16 and int8 beside the sums' own type in the first steps, with each schedule.
@@ -95,7 +95,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         blocks: Iterable[nn.Module],
         *,
         process_group: ProcessGroup | None = None,
-        schedule: str | Schedule = "oases",
+        schedule: str | Schedule = AUTO,
         sub_batches: SubBatchCount | None = None,
         recompute: Recompute = "none",
         wire_dtype: WireType | None = None,

@@ -96,9 +96,9 @@ class TrainConfig(ExpertOptions):
         None, "plan file of oases plan: sets model, batch, ranks, parallel degrees and schedules", metavar="FILE"
     )
     schedule: str = option(
-        "oases",
-        "schedule of the tensor-parallel collectives: oases, sync, another name (oases@4: 4 sub-batches), auto to "
-        "choose by measuring, or the path of a schedule file",
+        AUTO_SCHEDULE,
+        "schedule of the tensor-parallel collectives: auto = by measuring in the first steps, once per machine; "
+        "oases, sync, another name (oases@4: 4 sub-batches), or the path of a schedule file",
         metavar="NAME|FILE",
     )
     wire_dtype: str = option(

@@ -106,11 +106,11 @@ def test_degrees_become_a_plan_or_say_why_not(tmp_path):
         return Run.of(TrainConfig(**values), ranks).plan
 
     plan = planned(pipeline_schedule="shifted_critical_path", layers=5, recompute="full")
-    assert plan.text().startswith("stage 0: 6 blocks tp 2 x dp 2 (oases@4, 3 layers recomputed); stage 1: 4 blocks")
+    assert plan.text().startswith("stage 0: 6 blocks tp 2 x dp 2 (auto, 3 layers recomputed); stage 1: 4 blocks")
     inter = planned(pipeline_schedule="interleaved", layers=5)
     assert [[segment.num_blocks for segment in stage.segments] for stage in inter.stages] == [[4, 2], [2, 2]]
     assert (
-        planned(degrees={"tensor": 8}, micro_batches=1, batch=8).text()
+        planned(degrees={"tensor": 8}, micro_batches=1, batch=8, schedule="oases").text()
         == "8 blocks tp 8 x dp 1 (oases@4); 1 micro-batch"
     )
     for values, name in (({"sub_batches": 2, "schedule": "auto"}, "auto@2"), ({"schedule": "auto"}, "auto")):
@@ -168,7 +168,7 @@ def test_with_a_plan_a_file_leaves_to_it_what_it_has_at_its_default(tmp_path):
     assert (config.hidden, config.layers, config.batch, config.steps) == (64, 2, 4, 3)
     assert Run.of(config, 2).plan == plan
     refused(tmp_path, whole.replace("hidden: 512", "hidden: 96"), "plan: hidden is 64 there and 96 here")
-    refused(tmp_path, whole.replace("\nschedule: oases", "\nschedule: sync"), "leave out --schedule")
+    refused(tmp_path, whole.replace("\nschedule: auto", "\nschedule: sync"), "leave out --schedule")
 
 
 def example():

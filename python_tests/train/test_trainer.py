@@ -79,7 +79,7 @@ def auto_resumed(data, path):
         trainer.step()
         (tuning,) = trainer.model.stack.segments[0]._tunings.values()
         tuning.keep = False
-        while not chosen(trainer):
+        while "@" in next(iter(chosen(trainer).values())):
             trainer.step()
         trainer.save(path)
         resumed = Trainer(dataclasses.replace(config, resume=path))
@@ -128,6 +128,27 @@ def test_auto_measures_under_replicas_stages_and_micro_batches(four_ranks, corpu
         assert curve == pytest.approx(expected, rel=1e-4)
         assert len(choices) == len(turns) == 1
         assert turns[0] == calls or (choices[0] and 4 <= turns[0] < calls)
+
+
+def repeated_losses(data, path, cuts):
+    """Losses of 40 steps by measured schedules; before each of `cuts` a new trainer goes on from a checkpoint."""
+    config = dataclasses.replace(CONFIG, data=data, batch=8, steps=40, schedule="auto", degrees=Degrees(2, 1, 2))
+    with measuring(Path(path) / "choices.json"):
+        trainer, found = Trainer(config), []
+        for step in range(config.steps):
+            if step in cuts:
+                trainer.save(f"{path}/{step}")
+                trainer = Trainer(dataclasses.replace(config, resume=f"{path}/{step}"))
+            found.append(trainer.step())
+    return found
+
+
+def test_a_run_that_measures_is_repeated_to_the_bit(four_ranks, corpus, tmp_path):
+    """As it was, and cut off while it measured or repeated: replicas measure on their own, and may choose otherwise."""
+    expected, *again = (
+        four_ranks.run(repeated_losses, corpus, str(tmp_path), cuts) for cuts in ((), (), (3, 8), (20,))
+    )
+    assert again == [expected] * 3
 
 
 def choices_of_replicas(data, path):
