@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from oases.execution.executor import AT_ONCE
 from oases.execution.group import scheduler_of
 from oases.extension import OverlapScheduler, QuantizedBackend, build_text
 
@@ -98,15 +99,24 @@ class Row:
             return None
         return max(0.0, 1.0 - self.blocked_seconds / self.link_seconds)
 
-    def add(self, totals: Any, errors: tuple[int, float]) -> None:
-        """Add the totals of one label, and the number and sum of its sampled errors."""
+    def add(self, totals: Any, errors: tuple[int, float], *, at_once: bool = False) -> None:
+        """Add the totals of one label, and the number and sum of its sampled errors.
+
+        at_once: the schedule waits for it before any compute. Then all of its time is exposed: that a wait begins a
+        moment after its collective, or the host is slow to begin it, is no overlap.
+        """
         self.collectives += totals.count
         self.bytes += totals.bytes
         self.link_seconds += totals.link_seconds
-        self.blocked_seconds += totals.blocked_seconds
+        self.blocked_seconds += max(totals.blocked_seconds, totals.link_seconds * at_once)
         self.saved_bytes += totals.saved_bytes
         self.error_samples += errors[0]
         self.error_sum += errors[1]
+
+
+def _hidden(rows: list[Row]) -> float | None:
+    link, blocked = (sum(getattr(row, name) for row in rows) for name in ("link_seconds", "blocked_seconds"))
+    return Row("", link_seconds=link, blocked_seconds=blocked).hidden
 
 
 @dataclass(frozen=True)
@@ -131,16 +141,12 @@ class Report:
     @property
     def hidden(self) -> float | None:
         """Hidden fraction over all stacks and layers; None if nothing was sent."""
-        total = Row("total")
-        for row in self.stacks + self.others:
-            total.link_seconds += row.link_seconds
-            total.blocked_seconds += row.blocked_seconds
-        return total.hidden
+        return _hidden(self.stacks + self.others)
 
     @property
     def overlapping(self) -> bool:
-        """Whether any communication ran under compute."""
-        return bool(self.hidden)
+        """Whether communication ran under compute: a percent of that of stacks, or of all where there is no stack."""
+        return (_hidden(self.stacks or self.others) or 0.0) >= 0.01
 
     def json(self) -> dict[str, Any]:
         """The rows as plain data."""
@@ -249,7 +255,7 @@ def report(process_group: dist.ProcessGroup | None = None) -> Report:
             (calls, f"  {stack} {sent}", f"  {stack} layer {layer}", f"  {stack} layer {layer} {sent}"),
             strict=True,
         ):
-            group.setdefault(key, Row(where)).add(totals, error)
+            group.setdefault(key, Row(where)).add(totals, error, at_once=label.endswith(f"{AT_ONCE})"))
     stacks, passes, layers, collectives = ([row for _, row in sorted(each.items())] for each in rows)
     sections = sections_of(None if process_group is None else tuple(dist.get_process_group_ranks(process_group)))
     exempted = {where: error for scheduler in schedulers for where, error in scheduler.exempted().items()}

@@ -26,6 +26,10 @@ Place = tuple[int, int]
 """(block, sub-batch)."""
 
 
+AT_ONCE = ", nothing under it"
+"""End of the place in a label of a collective that is waited for before any compute runs."""
+
+
 class Step:
     """Op of a schedule with derived constants: its handler's key, its place, its collective's label.
 
@@ -56,7 +60,7 @@ class Program(ABC):
         steps: dict[Op, Step] = {}
         for op in schedule:
             layer = "" if layer_of is None else f"layer {layer_of[op.block]}, "
-            place = f"{label}, {layer}line {lines[op]} of {schedule.name}"
+            place = f"{label}, {layer}line {lines[op]} of {schedule.name}{AT_ONCE * (op in schedule.exposed)}"
             named = op.kind if op.of is None else op.carried
             steps[op] = Step(op, f"{named} ({place})")
         self.forward = tuple(steps[op] for op in schedule.forward)

@@ -117,8 +117,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         self.sequence_parallel, self.small_batch = sequence_parallel, small_batch
         self._lossy = wire_dtype == AUTO_LOSSY
         self.wire_dtype = None if self._lossy else wire_type(wire_dtype)
-        self.tuned_over = ""
-        """Name of a wider group that agrees on choices of "auto", where blocks run its collectives; "": the own."""
+        self.tuned_over = ""  # name of a wider group that agrees on choices of "auto", as blocks run its collectives
         self.require_overlap = require_overlap or os.environ.get("OASES_REQUIRE_OVERLAP") == "1"
         self.number = next(_numbers)
         """Number of this stack in the process, for errors and statistics."""
@@ -187,8 +186,9 @@ class OverlappedStack(HoldsGroup, nn.Module):
         else:
             asked = asked_for(schedule, sub_batches, recompute)
             only = None if AUTO in asked[:2] else self._generated(asked[0], int(asked[1]), recompute)
+        place, may_be_off = (self.name, self.first_block), not self.require_overlap
         tunings = Tunings(
-            asked, len(self.blocks), self.layer_of, may_be_off=not self.require_overlap, lossy=self._lossy, only=only
+            asked, len(self.blocks), self.layer_of, place, may_be_off=may_be_off, lossy=self._lossy, only=only
         )
         if only is None or self._lossy:
             self._tunings, tunings.resumed = tunings, resumed
@@ -245,9 +245,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
                 self._checked_monitor(scheduler, x.device).begin_call(self.label, form)
 
         group = group_of(self.tuned_over if self.tensor_parallel > 1 else "") or self.process_group
-        place = (self.name, self.first_block)
-        together = bool(self.tuned_over)
-        return self._tunings.of(x, joint, self.parameters, self._laid_out, group, agree, place, together)
+        return self._tunings.of(x, joint, self.parameters, self._laid_out, group, agree, bool(self.tuned_over))
 
     def _with_gradients(self, x: Tensor, inputs: Sequence[BlockInputs]) -> bool:
         return torch.is_grad_enabled() and (

@@ -94,17 +94,17 @@ class Tunings(dict[str, Tuning]):
     """Tunings of one stack by key, and what it was asked for.
 
     asked: schedule, sub_batches and recomputation; either of the first two is "auto", unless `only` is the schedule,
-    and wires alone are measured. may_be_off: whether "off" is a candidate where others are. lossy: measure wires
-    other than the type of the sums.
+    and wires alone are measured. place: name of the stack, and its first block's number in the model. may_be_off:
+    whether "off" is a candidate where others are. lossy: measure wires other than the type of the sums.
     """
 
     def __init__(
-        self, asked: Asked, num_blocks: int, layer_of: LayerOf, *, may_be_off: bool, lossy: bool = False,
-        only: Schedule | None = None,
+        self, asked: Asked, num_blocks: int, layer_of: LayerOf, place: tuple[str, int] = ("", 0), *, may_be_off: bool,
+        lossy: bool = False, only: Schedule | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.asked, self._num_blocks, self._layer_of, self._may_be_off = asked, num_blocks, layer_of, may_be_off
-        self.lossy, self._only = lossy, only
+        self.lossy, self._only, self._place = lossy, only, place
         self.resumed: dict[str, str] = {}
         """Choices of a run that this one resumes (`choices`); they are not measured again."""
         self._budget = Budget()
@@ -121,12 +121,11 @@ class Tunings(dict[str, Tuning]):
     def of(
         self, x: Tensor, joint: frozenset[int] | None, parameters: Callable[[], Iterable[Tensor]],
         lay_out: Callable[[Schedule], Schedule], group: ProcessGroup | None, agree: Callable[[], None],
-        place: object = (), together: bool = False,
+        together: bool = False,
     ) -> Tuning:  # fmt: skip
         """Tuning for inputs like `x`. parameters: of the blocks. lay_out: makes a schedule that the stack can run.
-        agree: called for new shapes, raises where the ranks' differ; what follows is a collective. place: tells the
-        stack from others of the same blocks. together: whether the group's ranks have inputs of several shapes, of
-        the same dimensions but for batch and length; then all shapes share one choice.
+        agree: called for new shapes, raises where the ranks' differ; what follows is a collective. together: whether
+        the group's ranks have inputs of several batches and lengths; then all shapes share one choice.
 
         Nothing is measured where the run that is resumed chose, or torch is to be deterministic.
         """
@@ -140,7 +139,7 @@ class Tunings(dict[str, Tuning]):
         sizes = [tuple(parameter.shape) for parameter in parameters()]
         wires = lossy_wires(group, x) if self.lossy else []
         laid_out = among[-1].sequence_parallel
-        asked = repr((place, self.asked, self._num_blocks, sizes, laid_out, joint, self._may_be_off, *wires))
+        asked = repr((self._place, self.asked, self._num_blocks, sizes, laid_out, joint, self._may_be_off, *wires))
         key = cache_key(asked, (batch, *others), x.dtype, group)
         if key not in self:
             agree()
@@ -178,7 +177,7 @@ class Tunings(dict[str, Tuning]):
     def copied(self) -> Tunings:
         """Tunings with the same choices for a copy of the stack, which may be of other ranks."""
         made = Tunings(
-            self.asked, self._num_blocks, self._layer_of, may_be_off=self._may_be_off, lossy=self.lossy,
+            self.asked, self._num_blocks, self._layer_of, self._place, may_be_off=self._may_be_off, lossy=self.lossy,
             only=self._only,
         )  # fmt: skip
         made.resumed = self.choices

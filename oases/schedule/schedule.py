@@ -127,15 +127,20 @@ class Schedule:
     @cached_property
     def overlaps(self) -> bool:
         """Whether any compute runs between the start of a collective and its wait."""
-        flying: set[Op] = set()
+        return len(self.exposed) < len(self.collectives)
+
+    @cached_property
+    def exposed(self) -> frozenset[Op]:
+        """Collectives under which no compute runs before their wait."""
+        exposed, flying = set(self.collectives), {}
         for op in self.ops:
             if op.kind in STARTS:
-                flying.add(op.carried)
+                flying[op.carried] = op
             elif op.kind == "wait":
-                flying.discard(op.carried)
-            elif flying and op.kind not in ("C", "RC", "BC"):
-                return True
-        return False
+                flying.pop(op.carried, None)
+            elif op.kind not in ("C", "RC", "BC"):
+                exposed.difference_update(flying.values())
+        return frozenset(exposed)
 
     @cached_property
     def has_weight_passes(self) -> bool:

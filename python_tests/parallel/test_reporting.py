@@ -140,6 +140,24 @@ def test_nothing_sent():
     assert Report([Row("x", 1, 8, 2.0, 0.5)], [], []).hidden == 0.75
 
 
+def check_serial(schedule, sequence_parallel):
+    reset_all_totals()
+    stack = make_stack(plain_blocks(4), dist.group.WORLD, schedule=schedule, sequence_parallel=sequence_parallel)
+    for _ in range(4):
+        stack(torch.randn(4, 4, WIDTH, dtype=torch.float64)).sum().backward()
+    return oases.report()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("schedule", ["sync", "fine_grained"])
+def test_what_is_waited_for_at_once_is_exposed(two_ranks, schedule, sequence_parallel):
+    """However late the host begins to wait: no compute runs meanwhile."""
+    for found in two_ranks.run(check_serial, schedule, sequence_parallel):
+        assert not found.overlapping
+        assert found.stacks[0].link_seconds > 0
+        assert all(row.hidden_seconds == 0 for row in found.stacks + found.layers + found.collectives)
+
+
 def test_labels():
     assert names_op("B 12.1 (stack 0, line 3 of oases)")
     assert not names_op("row forward")

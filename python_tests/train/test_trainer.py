@@ -144,7 +144,7 @@ def repeated_losses(data, path, cuts):
 
 
 def test_a_run_that_measures_is_repeated_to_the_bit(four_ranks, corpus, tmp_path):
-    """As it was, and cut off while it measured or repeated: replicas measure on their own, and may choose otherwise."""
+    """Whole, and cut off while it measured or repeated; each replica measures on its own."""
     expected, *again = (
         four_ranks.run(repeated_losses, corpus, str(tmp_path), cuts) for cuts in ((), (), (3, 8), (20,))
     )
