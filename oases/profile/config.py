@@ -89,7 +89,7 @@ class OverlapConfig(StackOptions):
     schedules: str = option(
         "sync,oases",
         "comma-separated schedules to compare, by name (oases@4: four sub-batches; oases:bfloat16: all-reduces in "
-        "bfloat16, or int8, fp8, int4; oases:sequence: sequence-parallel; auto: chosen by measuring) or path",
+        "bfloat16, or int8, int8:rotated, ...; oases:sequence: sequence-parallel; auto: chosen by measuring) or path",
     )
     iterations: int = option(7, "interleaved repetitions; medians are reported")
 
@@ -100,7 +100,7 @@ class OverlapConfig(StackOptions):
         return names if "sync" in names else ["sync", *names]
 
     def contestant(self, name: str, layer_of: LayerOf = None) -> tuple[Schedule, WireType | None]:
-        """Schedule named NAME[@N][:sequence][:bfloat16] or by path, and the type of its all-reduces (:int8:rotated).
+        """Schedule named NAME[@N][:sequence][:TYPE] or by path, and the type of its all-reduces.
 
         layer_of: each block's layer; None if a layer is two blocks.
         """

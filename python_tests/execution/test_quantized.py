@@ -1,4 +1,4 @@
-"""Quantised collectives: bytes, error feedback, inputs that are hard to quantise; stacks and linears that use them."""
+"""Quantised collectives: bytes, error feedback, inputs that are hard to quantise; stacks and linears with them."""
 
 import pytest
 import torch
@@ -296,7 +296,7 @@ def test_linears(two_ranks, sequence_parallel, wire):
 
 
 def test_linears_refuse_other_types():
-    with pytest.raises(ValueError, match="one of int8, fp8, int4, int8:rotated, .*, or None, got 'bfloat16'"):
+    with pytest.raises(ValueError, match=r"one of int8, fp8, int4, int8:rotated, .*, or None, got 'bfloat16'"):
         OverlappedRowLinear(4, 4, wire_dtype="bfloat16")
 
 
@@ -306,7 +306,7 @@ def test_names_of_wires():
     for name in QUANTISED:
         assert wire_type(name) == name
     for wrong in ("int7", torch.int8, 8, "int8:", "int8:stochastic:rotated", "bfloat16:stochastic"):
-        with pytest.raises(ValueError, match="one of bfloat16, float16, int8, fp8, int4, .*int8:rotated, .* got"):
+        with pytest.raises(ValueError, match=r"one of bfloat16, float16, int8, fp8, int4, .*int8:rotated, .* got"):
             wire_type(wrong)
-    with pytest.raises(ValueError, match="got 'fp8:rotated': fp8 has finer steps .*; give 'fp8'"):
+    with pytest.raises(ValueError, match=r"got 'fp8:rotated': fp8 has finer steps .*; give 'fp8'"):
         wire_type("fp8:rotated")

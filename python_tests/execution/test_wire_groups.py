@@ -87,7 +87,9 @@ def serve(rank, port, how, backend, connection):
     os._exit(0)
 
 
-@pytest.mark.parametrize(("how", "backend"), [("dies", "gloo"), ("dies", "staged"), ("stalls", "gloo"), ("stalls", "staged")])
+@pytest.mark.parametrize(
+    ("how", "backend"), [("dies", "gloo"), ("dies", "staged"), ("stalls", "gloo"), ("stalls", "staged")]
+)
 def test_a_rank_lost_in_a_sum_is_an_error_on_the_others(how, backend):
     context, store, ranks = fork_server.context(), loopback_store(), []
     for rank in range(3):

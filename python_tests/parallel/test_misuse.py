@@ -20,6 +20,7 @@ from oases.moe.stack import ExpertStack
 from oases.parallel import BlockInputs
 from oases.parallel.fsdp import FsdpUnit
 from oases.parallel.gradient_averaging import GradientAverager
+from oases.parallel.replicas import average_replicas
 from oases.parallel.sharded_gradients import ShardedGradientAverager
 
 
@@ -290,10 +291,9 @@ def with_other_options_of_averages():
 
 
 def with_other_wires_of_replicas():
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    wire = "int8" if is_first() else None
-    model = oases.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh=mesh, gradient_wire=wire)
-    model(torch.ones(2, 4)).sum().backward()
+    model, mesh = nn.Linear(4, 4), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    average_replicas(model, mesh, "int8" if is_first() else "")
+    model(torch.ones(2, 4))
 
 
 def with_other_wires_of_sharded_gradients():
@@ -370,9 +370,11 @@ CASES = (
         UsageError,
         "average of gradients: the gradient_wire differs .* int8 on rank 0, fp8 on rank 1",
     ),
-    Misuse(with_a_code_of_averages_on_one_rank, UsageError, "gradient_wire differs .* int8 on rank 0, None on rank 1"),
+    Misuse(
+        with_a_code_of_averages_on_one_rank, UsageError, "gradient_wire differs .* int8 on rank 0, None on rank 1"
+    ),
     Misuse(with_other_options_of_averages, UsageError, "wire differs .* int8 on rank 0, int8:rotated on rank 1"),
-    Misuse(with_other_wires_of_replicas, UsageError, "gradient_wire differs .* int8 on rank 0, None on rank 1"),
+    Misuse(with_other_wires_of_replicas, UsageError, "wire differs .* int8 on rank 0, None on rank 1"),
     Misuse(
         with_other_wires_of_sharded_gradients,
         UsageError,
