@@ -175,7 +175,9 @@ TEST(Quantize, FiniteBlocksStayFinite) {
             const std::vector<float> y = decoded(how, packed_sum(how, x), 128);
             for (int i = 0; i < 128; ++i) {
               EXPECT_TRUE(std::isfinite(y[i])) << i;
-              if (!rotated && std::abs(x[i]) == kMost) EXPECT_NEAR(y[i] / x[i], 1.0f, 1e-6f);
+              if (!rotated && std::abs(x[i]) == kMost) {
+                EXPECT_NEAR(y[i] / x[i], 1.0f, 1e-6f);
+              }
             }
           }
         }

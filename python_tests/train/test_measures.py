@@ -339,7 +339,7 @@ def check_whole_report(corpus):
         for _ in range(64):
             scheduler.wait(scheduler.all_reduce(hard.clone(), "F 4.0 (stack 78, layer 2, MLP)", wire="int4"))
     found = trainer.overlap()
-    assert set(found.exempted) == {"F 4 (stack 78, layer 2, MLP)"}
+    assert found.exempted["F 4 (stack 78, layer 2, MLP)"] > 0.25
     assert found.sections.count(sender) == 1
     assert found.json()["exempted"] == found.exempted
     trainer.close()
