@@ -197,7 +197,6 @@ def _carrier_of(group: ProcessGroup) -> tuple[str, Callable[..., Any] | None]:
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
     """How long the group's collectives wait on the CPU; None for a backend that does not say it."""
     backend: Any = group._get_backend(torch.device("cpu"))
-    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
     if isinstance(backend, dist.ProcessGroupGloo):
         return backend.options._timeout
     return getattr(backend, "timeout", None)
