@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
@@ -80,35 +81,56 @@ double nearest(const std::vector<double>& numbers, double y) {
   return least;
 }
 
+// Scale of the block that holds number i of n.
+double scale_at(Code code, const std::vector<uint8_t>& packed, size_t n, size_t i) {
+  float scale;
+  std::memcpy(&scale,
+              packed.data() + oases::quantized_blocks(n) * oases::bytes_of_codes(code) +
+                  i / kQuantizedBlock * sizeof scale,
+              sizeof scale);
+  return scale;
+}
+
+constexpr double kLeast = 0x1p-149;  // number of fp32 above 0
+constexpr float kMost = std::numeric_limits<float>::max();
+
+// Down to blocks of a few least numbers, and up to the largest.
+constexpr float kSizesOfNumbers[] = {1.0f, 1e-30f, 1e30f, 7e37f, 1e-37f, 1e-39f, 1e-41f, 1e-43f, 5e-45f};
+
 TEST(Quantize, CodesAreTheNearest) {
   for (const Code code : kCodes) {
     const std::vector<double> numbers = numbers_of(code);
     for (const int64_t n : kSizes)
-      for (const float scale : {1.0f, 1e-30f, 1e30f}) {
-        const std::vector<float> x = normal(n, static_cast<int>(n), scale);
-        const std::vector<float> y = decoded({code}, packed_sum({code}, x), n);
+      for (const float size : kSizesOfNumbers) {
+        const std::vector<float> x = normal(n, static_cast<int>(n), size);
+        const std::vector<uint8_t> packed = packed_sum({code}, x);
+        const std::vector<float> y = decoded({code}, packed, n);
         for (int64_t i = 0; i < n; ++i) {
-          const double unit = largest_in_block(x, i) / largest_of(code);
+          const double scale = scale_at(code, packed, n, i), unit = largest_in_block(x, i) / largest_of(code);
+          EXPECT_GE(scale, unit * (1 - 1e-6));
+          EXPECT_LE(scale, unit * (1 + 1e-6) + kLeast);
+          if (scale == 0) {
+            EXPECT_EQ(y[i], x[i]);
+            continue;
+          }
           // fp32 rounds the quotient and the product: ties may go either way.
           EXPECT_LE(std::abs(static_cast<double>(x[i]) - y[i]),
-                    unit * (nearest(numbers, x[i] / unit) + 1e-5 * largest_of(code)))
-              << static_cast<int>(code) << ' ' << n << ' ' << i;
+                    scale * (nearest(numbers, x[i] / scale) + 1e-5 * largest_of(code)) + kLeast / 2)
+              << static_cast<int>(code) << ' ' << n << ' ' << i << ' ' << size;
         }
       }
   }
 }
 
-TEST(Quantize, ZerosDenormalsAndOneOutlier) {
+TEST(Quantize, ZerosAndOneOutlier) {
+  for (const Code code : kCodes)
+    for (const bool rotated : {false, true}) {
+      const Quantization how{code, false, rotated};
+      EXPECT_EQ(decoded(how, packed_sum(how, std::vector<float>(200, 0.0f)), 200),
+                std::vector<float>(200, 0.0f));
+    }
   for (const Code code : kCodes) {
-    EXPECT_EQ(decoded({code}, packed_sum({code}, std::vector<float>(200, 0.0f)), 200),
-              std::vector<float>(200, 0.0f));
-    const std::vector<float> tiny = normal(200, 1, 1e-41f);
-    const std::vector<float> y = decoded({code}, packed_sum({code}, tiny), 200);
     const double step = code == Code::int8 ? 1.0 / 127 : code == Code::fp8 ? 32.0 / 448 : 1.0 / 7;
-    // The scale itself may be a denormal: a quarter of the codes' own error, and some least numbers.
-    for (int64_t i = 0; i < 200; ++i)
-      EXPECT_LE(std::abs(static_cast<double>(tiny[i]) - y[i]),
-                largest_in_block(tiny, i) * step + 448 * 1.5e-45);
     std::vector<float> outlier = normal(256, 2);
     outlier[7] = 3e38f;
     const std::vector<float> z = decoded({code}, packed_sum({code}, outlier), 256);
@@ -117,6 +139,59 @@ TEST(Quantize, ZerosDenormalsAndOneOutlier) {
     for (int64_t i = 128; i < 256; ++i)
       EXPECT_LE(std::abs(z[i] - outlier[i]), largest_in_block(outlier, i) * step);
   }
+}
+
+// The errors of a rotated block, squared and summed, are those of its codes times the matrix.
+TEST(Quantize, ErrorsOfRotatedBlocksAreThoseOfTheirScales) {
+  for (const Code code : kCodes)
+    for (const bool stochastic : {false, true})
+      for (const float size : kSizesOfNumbers) {
+        const Quantization how{code, stochastic, true, 5};
+        const std::vector<float> x = normal(kQuantizedBlock, 12, size);
+        const std::vector<uint8_t> packed = packed_sum(how, x);
+        const std::vector<float> y = decoded(how, packed, kQuantizedBlock);
+        double error = 0, norm = 0;
+        for (int64_t i = 0; i < kQuantizedBlock; ++i)
+          error += std::pow(static_cast<double>(x[i]) - y[i], 2), norm += std::pow<double>(x[i], 2);
+        const double scale = scale_at(code, packed, kQuantizedBlock, 0),
+                     widest = (code == Code::fp8 ? 32 : 1) * (stochastic ? 1 : 0.5);
+        EXPECT_LE(scale, std::sqrt(128 * norm) / 32 / largest_of(code) * (1 + 1e-5) + kLeast);
+        EXPECT_LE(std::sqrt(error), 32 * widest * scale * (1 + 1e-5) + std::sqrt(128.0) * kLeast / 2)
+            << static_cast<int>(code) << ' ' << size;
+      }
+}
+
+TEST(Quantize, FiniteBlocksStayFinite) {
+  for (const Code code : kCodes)
+    for (const bool stochastic : {false, true})
+      for (const bool rotated : {false, true})
+        for (int seed = 0; seed < 20; ++seed) {
+          const Quantization how{code, stochastic, rotated, static_cast<uint64_t>(seed + 1)};
+          std::vector<float> one(128, 0.0f), all(128, kMost), some = normal(128, seed, 1e38f);
+          one[seed] = -kMost;
+          for (float& number : some) number = std::isfinite(number) ? number : kMost;
+          for (int i = 0; i < seed; ++i) all[5 * i] = -kMost;
+          for (const auto& x : {one, all, some}) {
+            const std::vector<float> y = decoded(how, packed_sum(how, x), 128);
+            for (int i = 0; i < 128; ++i) {
+              EXPECT_TRUE(std::isfinite(y[i])) << i;
+              if (!rotated && std::abs(x[i]) == kMost) {
+                EXPECT_NEAR(y[i] / x[i], 1.0f, 1e-6f);
+              }
+            }
+          }
+        }
+}
+
+TEST(Quantize, AWiresNameSaysHow) {
+  const Quantization found = oases::quantization_called("int4:rotated:stochastic");
+  EXPECT_TRUE(found.code == Code::int4 && found.rotated && found.stochastic);
+  const Quantization plain = oases::quantization_called("fp8");
+  EXPECT_TRUE(plain.code == Code::fp8 && !plain.rotated && !plain.stochastic);
+  EXPECT_TRUE(oases::quantization_called("int8:rotated").rotated);
+  EXPECT_TRUE(oases::quantization_called("int8:stochastic").stochastic);
+  for (const char* wrong : {"", "int7", "int8:", "int8:stochastic:rotated", "bf16"})
+    EXPECT_THROW(oases::quantization_called(wrong), std::out_of_range) << wrong;
 }
 
 TEST(Quantize, NaNAndInfinityAreSeenInTheirBlockAlone) {
@@ -161,23 +236,24 @@ TEST(Quantize, Bf16RoundsToNearestEvenAndKeepsWhatIsNoNumber) {
 }
 
 TEST(Quantize, SumsSkipOneOwnPartAndAddTheRest) {
-  for (const Code code : kCodes)
+  for (const Quantization& how : {Quantization{Code::int8}, Quantization{Code::fp8}, Quantization{Code::int4},
+                                  Quantization{Code::int8, false, true}, Quantization{Code::int4, false, true}})
     for (const int64_t n : kSizes) {
       const std::vector<float> x = normal(n, 4);
       std::vector<uint8_t> parts;
       std::vector<float> expected = x;
       for (int part = 0; part < 3; ++part) {
-        const std::vector<uint8_t> packed = packed_sum({code}, normal(n, 5 + part));
+        const std::vector<uint8_t> packed = packed_sum(how, normal(n, 5 + part));
         parts.insert(parts.end(), packed.begin(), packed.end());
-        const std::vector<float> numbers = decoded({code}, packed, n);
+        const std::vector<float> numbers = decoded(how, packed, n);
         if (part != 1)
           for (int64_t i = 0; i < n; ++i) expected[i] += numbers[i];
       }
       std::vector<float> sum(n);
-      oases::cpu::sum_parts({code}, x.data(), parts.data(), 3, 1, oases::packed_bytes(code, n), n,
+      oases::cpu::sum_parts(how, x.data(), parts.data(), 3, 1, oases::packed_bytes(how.code, n), n,
                             sum.data());
       for (int64_t i = 0; i < n; ++i) EXPECT_NEAR(sum[i], expected[i], 1e-5f);
-      EXPECT_EQ(packed_sum({code}, x, parts, 3, 1), packed_sum({code}, sum));
+      EXPECT_EQ(packed_sum(how, x, parts, 3, 1), packed_sum(how, sum));
     }
 }
 

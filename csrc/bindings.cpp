@@ -267,29 +267,28 @@ PYBIND11_MODULE(_C, module) {
   py::class_<QuantizedBackend, c10d::Backend, c10::intrusive_ptr<QuantizedBackend>>(
       module, "QuantizedBackend",
       "A backend that sends quantised numbers through `inner`, which nothing else may use.")
-      .def(py::init<c10::intrusive_ptr<c10d::Backend>, const std::string&, bool, bool>(), py::arg("inner"),
-           py::arg("code"), py::arg("stochastic") = false, py::arg("rotated") = false)
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>, const std::string&>(), py::arg("inner"), py::arg("wire"))
       .def_readonly_static("largest_error", &QuantizedBackend::kLargestError)
       .def_property_readonly("bytes_sent", &QuantizedBackend::bytes_sent);
 
   module.def(
       "quantize",
-      [](const at::Tensor& x, const std::string& code, bool stochastic, bool rotated, uint64_t seed) {
+      [](const at::Tensor& x, const std::string& wire, uint64_t seed) {
         TORCH_CHECK_VALUE(x.is_cpu() && x.scalar_type() == at::kFloat && x.is_contiguous(),
                           "quantize takes contiguous float32 tensors on the CPU");
-        const oases::Quantization how{oases::code_called(code), stochastic, rotated, seed};
+        oases::Quantization how = oases::quantization_called(wire);
+        how.seed = seed;
         at::Tensor packed = at::empty({oases::packed_bytes(how.code, x.numel())}, at::kByte);
         oases::cpu::quantize_sum(how, x.const_data_ptr<float>(), nullptr, 0, -1, 0, x.numel(), 0,
                                  packed.mutable_data_ptr<uint8_t>());
         return packed;
       },
-      py::arg("x"), py::arg("code"), py::arg("stochastic") = false, py::arg("rotated") = false,
-      py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>(),
+      py::arg("x"), py::arg("wire"), py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>(),
       "Packed numbers of x: codes, then the scales of blocks of 128.");
   module.def(
       "dequantize",
-      [](const at::Tensor& packed, int64_t numel, const std::string& code, bool rotated) {
-        const oases::Quantization how{oases::code_called(code), false, rotated, 0};
+      [](const at::Tensor& packed, int64_t numel, const std::string& wire) {
+        const oases::Quantization how = oases::quantization_called(wire);
         TORCH_CHECK_VALUE(packed.is_cpu() && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
                               packed.numel() == oases::packed_bytes(how.code, numel),
                           "dequantize of ", numel, " numbers takes ", oases::packed_bytes(how.code, numel),
@@ -298,8 +297,11 @@ PYBIND11_MODULE(_C, module) {
         oases::cpu::dequantize(how, packed.const_data_ptr<uint8_t>(), numel, x.mutable_data_ptr<float>());
         return x;
       },
-      py::arg("packed"), py::arg("numel"), py::arg("code"), py::arg("rotated") = false,
-      py::call_guard<py::gil_scoped_release>(), "Numbers of what quantize packed.");
+      py::arg("packed"), py::arg("numel"), py::arg("wire"), py::call_guard<py::gil_scoped_release>(),
+      "Numbers of what quantize packed.");
+  py::class_<oases::StagedBackend, c10d::Backend, c10::intrusive_ptr<oases::StagedBackend>>(
+      module, "StagedBackend", "A backend for the ranks of one machine, through shared memory.")
+      .def_property_readonly("timeout", &oases::StagedBackend::timeout);
   module.def("staged_backend",
              torch::wrap_pybind_function_no_gil(
                  [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

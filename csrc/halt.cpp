@@ -43,13 +43,13 @@ int64_t OverlapScheduler::foreign() {
 
 void OverlapScheduler::fill(const std::string& named, const at::Tensor& whole,
                             const std::vector<int64_t>& sent, const std::vector<int64_t>& received) {
-  const size_t colon = named.find(':'), second = named.find(':', colon + 1);
+  const size_t colon = named.find(':'), bar = named.find('|');
   const bool on_wire = colon != std::string::npos;
   const std::string collective = named.substr(0, colon),
-                    wire = on_wire ? named.substr(colon + 1, second - colon - 1) : "",
-                    label = on_wire ? named.substr(second + 1) : "nothing, for a rank that failed";
+                    wire = on_wire ? named.substr(colon + 1, bar - colon - 1) : "",
+                    label = on_wire ? named.substr(bar + 1) : "nothing, for a rank that failed";
   auto ticket = std::make_shared<Ticket>();
-  ticket->record_.collective = named.substr(0, on_wire ? second : colon);
+  ticket->record_.collective = named.substr(0, bar);
   ticket->record_.label = label;
   at::Tensor flat = whole.view(-1);
   at::Tensor part = collective.rfind("all_reduce", 0) == 0 ? flat : flat.new_zeros({flat.numel() / size_});

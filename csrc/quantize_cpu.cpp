@@ -21,8 +21,14 @@ namespace codes {
 constexpr int kN = static_cast<int>(kQuantizedBlock);
 constexpr float kToInteger =
     12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to a whole number, to nearest even
-// Below this a block's largest number has no reciprocal in fp32: such blocks are scaled up by kLift first.
-constexpr float kTiny = 0x1p-100f, kLift = 0x1p+64f;
+// Blocks whose largest number is below the first are multiplied by the second before they are coded, since small
+// scales have no reciprocal in fp32; rotated ones above the third by the fourth, since a sum of 128 numbers may be
+// infinite.
+constexpr float kTiny = 0x1p-100f, kLift = 0x1p+64f, kHuge = 0x1p+100f, kDrop = 0x1p-10f;
+// Of a rotated block, the Hadamard matrix's 128 is divided by in two parts, so that neither the scale is infinite for
+// large numbers nor much coarser than the numbers for denormal ones: before coding, and after decoding.
+constexpr float kBefore = 32.0f, kAfter = 4.0f;
+static_assert(kBefore * kAfter == kN);
 
 constexpr float largest_code(Code code) {
   return code == Code::int8 ? 127.0f : code == Code::fp8 ? 448.0f : 7.0f;
@@ -31,13 +37,13 @@ constexpr float largest_code(Code code) {
 OASES_INLINE uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
 OASES_INLINE float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
 
-// A hash of the number's index, uniform in [-0.5, 0.5).
+// A hash of the number's index, uniform in (-0.5, 0.5), with the mean 0.
 OASES_INLINE float noise(uint32_t index, uint32_t seed) {
   uint32_t h = index * 0x9E3779B1u + seed;
   h = (h ^ (h >> 16)) * 0x7FEB352Du;
   h = (h ^ (h >> 15)) * 0x846CA68Bu;
   h ^= h >> 16;
-  return static_cast<float>(static_cast<int32_t>(h >> 8)) * 0x1p-24f - 0.5f;
+  return static_cast<float>(static_cast<int32_t>(h >> 9)) * 0x1p-23f - (0.5f - 0x1p-24f);
 }
 
 // Signs of the rotation: bit i of the pattern.
@@ -45,7 +51,7 @@ constexpr uint32_t kSigns[4] = {0x9D2C5680u, 0x3C6EF372u, 0xB5297A4Du, 0x68E31DA
 
 OASES_INLINE float sign_of(int i) { return (kSigns[i >> 5] >> (i & 31)) & 1u ? -1.0f : 1.0f; }
 
-// Multiplies a block by the Hadamard matrix over sqrt(128), which is its own inverse.
+// Multiplies a block by the Hadamard matrix, which is its own inverse times 128.
 OASES_INLINE void hadamard(float* x) {
   typedef float Row __attribute__((vector_size(64)));
   typedef int32_t Places __attribute__((vector_size(64)));
@@ -68,7 +74,6 @@ OASES_INLINE void hadamard(float* x) {
     }
     for (Row& row : rows) row = __builtin_shuffle(row, other) + row * sign;
   }
-  for (Row& row : rows) row *= 0.08838834764831845f;
   std::memcpy(x, rows, sizeof rows);
 }
 
@@ -87,9 +92,27 @@ OASES_INLINE void rotate(float* block) {
   hadamard(block);
 }
 
-OASES_INLINE void rotate_back(float* block) {
+// Undoes `rotate` on a block of codes. A number that rounding has moved past the largest of fp32 is that.
+OASES_INLINE void rotate_back(float* block, float scale) {
+  constexpr float kMost = std::numeric_limits<float>::max();
   hadamard(block);
-  for (int i = 0; i < kN; ++i) block[i] *= sign_of(i);
+  for (int i = 0; i < kN; ++i)
+    block[i] = std::min(std::max(block[i] * (sign_of(i) / kAfter) * scale, -kMost), kMost);
+}
+
+// The largest size of a number in a block, as bits: of an infinity or a NaN at least 0x7F800000.
+OASES_INLINE uint32_t largest_bits(const float* block) {
+  uint32_t most = 0;
+  for (int i = 0; i < kN; ++i) most = std::max(most, bits_of(block[i]) & 0x7FFFFFFFu);
+  return most;
+}
+
+// The scale of a block whose largest number is `largest` * `unit` / `limit`. Rounded up, also where it is a denormal, so
+// that no code is beyond the limit, but for the largest numbers of fp32, which must not decode to an infinity.
+OASES_INLINE float scale_of(float largest, float unit, float limit) {
+  float scale = largest / limit * unit;
+  if (scale / unit * limit < largest) scale = float_of(bits_of(scale) + 1);
+  return std::isinf(scale * limit) ? float_of(bits_of(scale) - 1) : scale;
 }
 
 // A number of e4m3 nearest to |y| <= 448, or next to it, with its sign.
@@ -127,28 +150,35 @@ OASES_INLINE void encode_bf16(const float* block, bool stochastic, uint32_t inde
 }
 
 template <Code code>
-OASES_INLINE void encode(float* block, bool stochastic, uint32_t index, uint32_t seed, uint8_t* codes,
+OASES_INLINE void encode(float* block, const Quantization& how, uint32_t index, uint32_t seed, uint8_t* codes,
                          float* scale) {
   if constexpr (code == Code::bf16) {
     *scale = 1.0f;
-    return encode_bf16(block, stochastic, index, seed, codes);
+    return encode_bf16(block, how.stochastic, index, seed, codes);
   }
-  uint32_t most = 0;
-  for (int i = 0; i < kN; ++i) most = std::max(most, bits_of(block[i]) & 0x7FFFFFFFu);
-  float largest = float_of(most);
-  if (most >= 0x7F800000u) {  // an infinity or a NaN
+  const uint32_t most = largest_bits(block);
+  if (most >= 0x7F800000u) {
     *scale = std::numeric_limits<float>::quiet_NaN();
     std::memset(codes, 0, code == Code::int4 ? kN / 2 : kN);
     return;
   }
-  *scale = largest / largest_code(code);
-  if (largest < kTiny) {
-    for (int i = 0; i < kN; ++i) block[i] *= kLift;
-    largest *= kLift;
+  float largest = float_of(most), lift = 1.0f;
+  if (largest < kTiny) lift = kLift;
+  if (how.rotated && largest > kHuge) lift = kDrop;
+  if (lift != 1.0f)
+    for (int i = 0; i < kN; ++i) block[i] *= lift;
+  largest *= lift;
+  float before = 1.0f;
+  if (how.rotated) {
+    rotate(block);
+    largest = float_of(largest_bits(block));
+    before = kBefore;
   }
-  const float up = largest < kTiny ? 0.0f : largest_code(code) / largest;
+  *scale = scale_of(largest, 1.0f / (lift * before), largest_code(code));
+  // Of the scale as it is stored: a denormal one is rounded.
+  const float up = largest == 0.0f ? 0.0f : 1.0f / (*scale * lift * before);
   float offset[kN];
-  if (stochastic)
+  if (how.stochastic)
     for (int i = 0; i < kN; ++i) offset[i] = noise(index + i, seed);
   else
     for (int i = 0; i < kN; ++i) offset[i] = 0.0f;
@@ -173,7 +203,7 @@ OASES_INLINE void encode(float* block, bool stochastic, uint32_t index, uint32_t
 }
 
 template <Code code>
-OASES_INLINE void decode(const uint8_t* codes, float scale, float* block) {
+OASES_INLINE void decode_codes(const uint8_t* codes, float scale, float* block) {
   if constexpr (code == Code::bf16) {
     uint16_t whole[kN];
     std::memcpy(whole, codes, sizeof whole);
@@ -193,6 +223,13 @@ OASES_INLINE void decode(const uint8_t* codes, float scale, float* block) {
     }
 }
 
+template <Code code>
+OASES_INLINE void decode(const Quantization& how, const uint8_t* codes, float scale, float* block) {
+  if (!how.rotated || code == Code::bf16) return decode_codes<code>(codes, scale, block);
+  decode_codes<code>(codes, 1.0f, block);
+  rotate_back(block, scale);
+}
+
 struct Packed {
   const uint8_t* codes;
   const uint8_t* scales;  // of floats, perhaps unaligned
@@ -208,19 +245,20 @@ OASES_INLINE Packed packed_at(const uint8_t* packed, int64_t n) {
   return {packed, packed + quantized_blocks(n) * bytes_of_codes(code)};
 }
 
-// x's block, rotated where the parts are, and their blocks.
+// x's block and those of the parts.
 template <Code code>
 OASES_INLINE void sum_of_block(const Quantization& how, const float* x, const uint8_t* parts, int64_t count,
                                int64_t skip, int64_t stride, int64_t n, int64_t b, float* block) {
   alignas(64) float other[kN];
-  load(x + b * kN, std::min<int64_t>(kN, n - b * kN), block);
-  if (how.rotated) rotate(block);
+  const int64_t here = std::min<int64_t>(kN, n - b * kN);
+  load(x + b * kN, here, block);
   for (int64_t part = 0; part < count; ++part) {
     if (part == skip) continue;
     const Packed from = packed_at<code>(parts + part * stride, n);
-    decode<code>(from.codes + b * bytes_of_codes(code), from.scale(b), other);
+    decode<code>(how, from.codes + b * bytes_of_codes(code), from.scale(b), other);
     for (int i = 0; i < kN; ++i) block[i] += other[i];
   }
+  std::memset(block + here, 0, (kN - here) * sizeof(float));  // of rotated parts, errors of rounding
 }
 
 template <Code code>
@@ -234,8 +272,8 @@ OASES_INLINE void quantize_blocks(const Quantization& how, const float* x, const
   for (int64_t b = 0; b < blocks; ++b) {
     sum_of_block<code>(how, x, parts, count, skip, stride, n, b, block);
     float scale;
-    encode<code>(block, how.stochastic, static_cast<uint32_t>(first + b * kN), seed,
-                 packed + b * bytes_of_codes(code), &scale);
+    encode<code>(block, how, static_cast<uint32_t>(first + b * kN), seed, packed + b * bytes_of_codes(code),
+                 &scale);
     std::memcpy(scales + b * sizeof(float), &scale, sizeof scale);
   }
 }
@@ -246,7 +284,6 @@ OASES_INLINE void sum_blocks(const Quantization& how, const float* x, const uint
   alignas(64) float block[kN];
   for (int64_t b = 0; b < quantized_blocks(n); ++b) {
     sum_of_block<code>(how, x, parts, count, skip, stride, n, b, block);
-    if (how.rotated) rotate_back(block);
     std::memcpy(out + b * kN, block, std::min<int64_t>(kN, n - b * kN) * sizeof(float));
   }
 }
@@ -257,12 +294,11 @@ OASES_INLINE void dequantize_blocks(const Quantization& how, const uint8_t* pack
   alignas(64) float block[kN];
   for (int64_t b = 0; b < quantized_blocks(n); ++b) {
     const int64_t here = std::min<int64_t>(kN, n - b * kN);
-    if (here == kN && !how.rotated) {
-      decode<code>(from.codes + b * bytes_of_codes(code), from.scale(b), out + b * kN);
+    if (here == kN) {
+      decode<code>(how, from.codes + b * bytes_of_codes(code), from.scale(b), out + b * kN);
       continue;
     }
-    decode<code>(from.codes + b * bytes_of_codes(code), from.scale(b), block);
-    if (how.rotated) rotate_back(block);
+    decode<code>(how, from.codes + b * bytes_of_codes(code), from.scale(b), block);
     std::memcpy(out + b * kN, block, here * sizeof(float));
   }
 }

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <tuple>
+#include <utility>
 
 namespace oases {
 
@@ -17,18 +19,25 @@ constexpr int64_t kQuantizedBlock = 128;
 
 // stochastic: round up or down at random, so that the mean is the number itself; else to nearest. rotated: multiply
 // each block by random signs, equal on all ranks, and by a Hadamard matrix first, which spreads outliers over the
-// block. seed: of the stochastic rounding.
+// block; not of bf16. seed: of the stochastic rounding.
 struct Quantization {
   Code code = Code::int8;
   bool stochastic = false, rotated = false;
   uint64_t seed = 0;
 };
 
-// By a wire's name; throws std::out_of_range for an unknown one.
-inline Code code_called(const std::string& name) {
+// By a wire's name, such as "int8" or "int4:rotated:stochastic"; throws std::out_of_range for an unknown one.
+inline Quantization quantization_called(const std::string& name) {
   static const std::map<std::string, Code> codes{
       {"int8", Code::int8}, {"fp8", Code::fp8}, {"int4", Code::int4}};
-  return codes.at(name);
+  const size_t end = name.find(':');
+  Quantization found{codes.at(name.substr(0, end))};
+  static const std::map<std::string, std::pair<bool, bool>> options{{"", {false, false}},
+                                                                    {":rotated", {true, false}},
+                                                                    {":stochastic", {false, true}},
+                                                                    {":rotated:stochastic", {true, true}}};
+  std::tie(found.rotated, found.stochastic) = options.at(end == std::string::npos ? "" : name.substr(end));
+  return found;
 }
 
 inline int64_t quantized_blocks(int64_t n) { return (n + kQuantizedBlock - 1) / kQuantizedBlock; }

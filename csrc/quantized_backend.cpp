@@ -56,12 +56,10 @@ at::Tensor buffer(int64_t size) { return at::empty({size}, at::kByte); }
 
 }  // namespace
 
-QuantizedBackend::QuantizedBackend(c10::intrusive_ptr<c10d::Backend> inner, const std::string& code,
-                                   bool stochastic, bool rotated)
+QuantizedBackend::QuantizedBackend(c10::intrusive_ptr<c10d::Backend> inner, const std::string& wire)
     : Backend(inner->getRank(), inner->getSize()),
       inner_(std::move(inner)),
-      code_(code),
-      how_{code_called(code), stochastic, rotated, 0} {}
+      how_(quantization_called(wire)) {}
 
 QuantizedBackend::Work QuantizedBackend::exchange(at::Tensor& received, at::Tensor& sent) {
   bytes_sent_ += sent.numel() / getSize() * (getSize() - 1);

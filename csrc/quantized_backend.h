@@ -24,12 +24,10 @@ class QuantizedBackend : public c10d::Backend {
   // Of the numbers of int4, the coarsest code, rounded twice, Gaussian ones have an error of 0.15.
   static constexpr double kLargestError = 0.25;
 
-  // inner: moves the bytes (a gloo backend); used by nothing else.
-  QuantizedBackend(c10::intrusive_ptr<c10d::Backend> inner, const std::string& code, bool stochastic,
-                   bool rotated);
+  // inner: moves the bytes; used by nothing else. wire: see quantization_called.
+  QuantizedBackend(c10::intrusive_ptr<c10d::Backend> inner, const std::string& wire);
 
   const std::string getBackendName() const override { return "quantized"; }
-  const std::string& code() const { return code_; }
   // Label of the next collective, for what is known of its errors: an op of a schedule, or a text of the caller's.
   void set_label(const std::string& label) { label_ = label; }
   // Bytes given to the inner backend to send to other ranks so far.
@@ -65,7 +63,6 @@ class QuantizedBackend : public c10d::Backend {
   Work exchange(at::Tensor& received, at::Tensor& sent);
 
   c10::intrusive_ptr<c10d::Backend> inner_;
-  std::string code_;
   Quantization how_;
   uint64_t calls_ = 0;
   std::string label_;

@@ -118,7 +118,7 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
   ticket->record_.label = label;
   const std::string& code = wire.empty() ? code_ : wire;
   const int64_t whole = counted.numel() * counted.element_size();
-  ticket->record_.bytes = code.empty() ? whole : packed_bytes(code_called(code), counted.numel());
+  ticket->record_.bytes = code.empty() ? whole : packed_bytes(quantization_called(code).code, counted.numel());
   ticket->record_.saved_bytes = whole - ticket->record_.bytes;
   ticket->tensors_ = std::move(tensors);
   ticket->record_.issued = monotonic_seconds();
@@ -154,7 +154,7 @@ void OverlapScheduler::start(const std::shared_ptr<Ticket>& ticket, const at::Te
   on_wires_ += on_wire;
   if (ticket->at_issue_) record_end(*ticket);
   ++started_;
-  last_.push_back({on_wire ? record.collective + ":" + record.label : record.collective,
+  last_.push_back({on_wire ? record.collective + "|" + record.label : record.collective,
                    counted.numel(),
                    counted.scalar_type(),
                    counted.device(),

@@ -77,7 +77,7 @@ class Ticket {
 
 // Description of a collective with which a rank that did not start it can start it.
 struct Started {
-  std::string collective;  // "all_reduce", or with its wire and label, "all_reduce:int8:F 3.1 (...)"
+  std::string collective;  // "all_reduce", or with its wire and label, "all_reduce:int8|F 3.1 (...)"
   int64_t numel;           // of the whole (gathered or unreduced) tensor
   at::ScalarType dtype;
   c10::Device device;

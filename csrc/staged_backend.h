@@ -28,6 +28,7 @@ class StagedBackend : public c10d::Backend {
 
   const std::string getBackendName() const override { return "staged"; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
   // Ends the waits of all ranks.
   void abort() override;
 

@@ -35,7 +35,7 @@ NUMBERS = 1 << 22
 class LossBenchConfig(BenchConfig):
     """Trainings to compare."""
 
-    wires: str = option(",".join(WIRES), "wire dtypes to compare, joined by commas")
+    wires: str = option(",".join(("none", "bfloat16", "float16", *CODES)), "wire dtypes to compare, joined by commas")
     seeds: int = option(3, "trainings of each, with weights and batches of their own")
     steps: int = option(600, "optimizer steps of each training")
     hidden: int = option(128, "width of the model, features")
@@ -124,8 +124,8 @@ def _rates(code: str) -> Result:
     packed = quantize(x, code)
     kinds: dict[str, Callable[[], Any]] = {
         "quantize": lambda: quantize(x, code),
-        "quantize, stochastic": lambda: quantize(x, code, stochastic=True, seed=1),
-        "quantize, rotated": lambda: quantize(x, code, rotated=True),
+        "quantize, stochastic": lambda: quantize(x, f"{code}:stochastic", seed=1),
+        "quantize, rotated": lambda: quantize(x, f"{code}:rotated"),
         "dequantize": lambda: dequantize(packed, NUMBERS, code),
     }
     found = {name: x.nbytes / min(_seconds(run) for _ in range(9)) for name, run in kinds.items()}

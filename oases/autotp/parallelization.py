@@ -41,12 +41,13 @@ from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_size
+from oases.execution.wire import quantised_type
 from oases.parallel.guards import register_stage
 from oases.parallel.mesh import Mesh
 from oases.parallel.precision import require_dtype, set_needs
 from oases.parallel.replicas import average_replicas, data_parallel_group
 from oases.plans.plan import AUTO, Plan
-from oases.plans.shape import AUTO_LOSSY, CODES
+from oases.plans.shape import AUTO_LOSSY
 from oases.schedule import Schedule
 
 
@@ -87,7 +88,7 @@ def parallelize(
     optimizer by `oases.make_optimizer`, which heeds both. compile: backend of torch.compile for the blocks of layers,
     such as inductor; None for eager. experts: "sharded" over tensor-parallel ranks, whose results are summed, or
     "balanced": divided over expert_parallel ranks of "dp" x "tp" (None: all of them), to which tokens are sent, and
-    busy ones copied by `placement`, a method of OverlappedMoE. gradient_wire: "int8", "fp8" or "int4" to average
+    busy ones copied by `placement`, a method of OverlappedMoE. gradient_wire: name of a quantised type to average
     gradients over "dp" in fewer bits, with error feedback except where fsdp or a stage's zero shards them; None:
     exactly. stack_options: further options of OverlappedStack, such as sub_batches and sequence_parallel.
 
@@ -173,8 +174,7 @@ def _with_gradient_wire(steps: PipelineOptions | None, mesh: Any, code: str | No
     """The options with the code of gradients. UsageError for an unknown one, and where there are no replicas."""
     if code is None:
         return steps
-    if code not in CODES:
-        raise UsageError(f"gradient_wire must be one of {', '.join(CODES)}, or None, got {code!r}")
+    quantised_type("gradient_wire", code)
     replicas = group_size(data_parallel_group(mesh)) if steps is None else steps.mesh.replicas(steps.degree)
     if replicas < 2:
         raise UsageError(

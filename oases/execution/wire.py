@@ -1,12 +1,16 @@
 """Collectives of a schedule's ops: layout and type of the tensors that are sent, also of quantised numbers.
 
 Quantised numbers have 8 or 4 bits each, and an fp32 scale per block of 128; all ranks decode the same sums. Their
-collectives run on a group of their own (csrc/quantized_backend.h), made by `add_wire`.
+collectives run on a group of their own (csrc/quantized_backend.h), made by `add_wire`. A quantised wire's type is a
+code, perhaps with options: "int8", "int4:rotated", "int8:rotated:stochastic". rotated: each block is multiplied by
+random signs and a Hadamard matrix first, which spreads outliers over it. stochastic: numbers are rounded up or down
+at random, so that the mean of their errors is 0, and single ones are up to twice as large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -18,7 +22,7 @@ from oases.errors import UsageError
 from oases.execution.failure import monitor_of
 from oases.execution.group import ProcessGroup, group_of, scheduler_of
 from oases.extension import QuantizedBackend
-from oases.plans.shape import CODES
+from oases.plans.shape import QUANTISED
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,24 +129,33 @@ class Wire:
 
 
 def wire_type(given: WireType | None) -> WireType | None:
-    """A wire_dtype as it is used: a floating-point torch.dtype, one of `CODES`, or None.
+    """A wire_dtype as it is used: a floating-point torch.dtype, the name of a quantised type, or None.
 
     Raises ValueError for anything else.
     """
     if isinstance(given, str) and given in _DTYPES:
         return _DTYPES[given]
-    if given is None or given in CODES or (isinstance(given, torch.dtype) and given.is_floating_point):
+    if given is None or (isinstance(given, torch.dtype) and given.is_floating_point):
         return given
-    raise ValueError(
-        f"wire_dtype must be a floating-point type such as torch.bfloat16, or one of "
-        f"{', '.join([*_DTYPES, *CODES])}, got {given!r}"
+    return quantised_type("wire_dtype", given, "a floating-point type such as torch.bfloat16, ", _DTYPES)
+
+
+def quantised_type(option: str, given: object, also: str = "", names: Iterable[str] = ()) -> str:
+    """The name of a quantised type. UsageError, with what an option takes besides, for anything else."""
+    if isinstance(given, str) and given in QUANTISED:
+        return given
+    why = ""
+    if isinstance(given, str) and given.startswith("fp8:rotated"):
+        why = ": fp8 has finer steps for small numbers, so rotation only adds to its errors; give 'fp8'"
+    raise UsageError(
+        f"{option} must be {also}one of {', '.join([*names, *QUANTISED])}, or None, got {given!r:.80}{why}"
     )
 
 
 def add_wire(group: ProcessGroup, code: str) -> str:
     """Let the group's scheduler send numbers quantised by `code`; return the c10d name of the group that does it.
 
-    Collective over the group where it is new.
+    code: name of a quantised type. Collective over the group where it is new.
 
     Raises UsageError for a group whose backend carries no CPU tensors.
     """
@@ -152,14 +165,19 @@ def add_wire(group: ProcessGroup, code: str) -> str:
         return cast(str, scheduler.wire_group(code))
     carrier, create = _carrier_of(group)
     if create is None:
-        raise UsageError(f"wire_dtype {code!r} needs a group of the backend gloo, got {carrier}; leave it out")
-    name = f"oases_{code}_over_{carrier}"
+        raise UsageError(
+            f"wire_dtype {code!r} needs a group with a CPU backend of which another can be made, such as gloo or "
+            f"staged, got {dist.get_backend_config(group)}; leave it out, or make the group with one"
+        )
+    name = f"oases_{code.replace(':', '_')}_over_{carrier}"  # c10d splits names at colons
     if name not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             name, lambda *arguments: QuantizedBackend(create(*arguments), code), devices=["cpu"]
         )
-    ranks = dist.get_process_group_ranks(group)
-    scheduler.add_wire(code, dist.new_group(ranks, backend=name, use_local_synchronization=True).group_name)
+    made = dist.new_group(
+        dist.get_process_group_ranks(group), _timeout_of(group), name, use_local_synchronization=True
+    )
+    scheduler.add_wire(code, made.group_name)
     return cast(str, scheduler.wire_group(code))
 
 
@@ -169,21 +187,31 @@ def carries_codes(group: ProcessGroup) -> bool:
 
 
 def _carrier_of(group: ProcessGroup) -> tuple[str, Callable[..., Any] | None]:
-    """Name of the group's backend, and what makes another one of its kind for bytes, if anything does."""
-    carrier = dist.get_backend(group)
+    """Name of the group's CPU backend, "" without one, and what makes another one of its kind, if anything does."""
+    # A group has one for each type of device: "cpu:gloo,cuda:nccl". Its own name is "undefined" where none was given.
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    carrier = backends.get("cpu", "")
     return carrier, dist.ProcessGroupGloo if carrier == "gloo" else _created_by_plugin(carrier)
 
 
-def agreed_group(group_name: str, caller: str, code: str | None, device: str) -> str:
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    """How long the group's collectives wait on the CPU; None for a backend that does not say it."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    if isinstance(backend, dist.ProcessGroupGloo):
+        return backend.options._timeout
+    return getattr(backend, "timeout", None)
+
+
+def agreed_group(group_name: str, caller: str, code: str | None, device: str, option: str = "wire_dtype") -> str:
     """Name of the group that runs a caller's collectives: the one named, or with a code its wire's; see `add_wire`.
 
     Collective: the ranks compare the codes that they give for this caller before anything is sent. device: type of
-    the tensors. UsageError with both codes, on all ranks, where they differ.
+    the tensors. option: what the code was given as. UsageError with both codes, on all ranks, where they differ.
     """
     group = group_of(group_name)
     assert group is not None
     monitor = monitor_of(group, scheduler_of(group), torch.device(device))
-    monitor.begin_call(caller, ("wire_dtype", code))
+    monitor.begin_call(caller, (option, code))
     return group_name if code is None else add_wire(group, code)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size, scheduler_of
-from oases.execution.wire import add_wire
+from oases.execution.wire import agreed_group
 from oases.plans.plan import BUCKET_BYTES
 
 
@@ -54,8 +54,8 @@ class _Lane:
         self.buckets = buckets
         self._next = 0
         self._wire = wire
-        if wire:
-            add_wire(group, wire)
+        device = buckets[0].parameters[0].device.type if buckets else "cpu"
+        agreed_group(self._group_name, "the average of gradients", wire or None, device, "gradient_wire")
 
     @property
     def _scheduler(self) -> Any:
@@ -108,9 +108,9 @@ class GradientAverager:
 
     parts: (parameters, group) of each part of the model, in the order of its forward pass; parts of one group are
     reduced together, those without a group or with a group of one not at all. Create it once the model is on its
-    device: it registers hooks on the parameters. bucket_bytes: bytes per collective. wire: int8, fp8 or int4 to send
-    quantised gradients, with error feedback: what rounding loses is added to the next step's gradients, and costs 4
-    bytes per parameter; "" for their own type.
+    device: it registers hooks on the parameters. bucket_bytes: bytes per collective. wire: quantised type of the
+    gradients on the way, with error feedback: what rounding loses is added to the next step's gradients, and costs 4
+    bytes per parameter; "" for their own type. Collective: UsageError, on all ranks, where their wires differ.
     """
 
     def __init__(

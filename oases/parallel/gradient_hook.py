@@ -14,8 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_name, group_of, group_size, resolve
-from oases.execution.wire import agreed_group
-from oases.plans.shape import CODES
+from oases.execution.wire import agreed_group, quantised_type
 
 _residuals: Any = WeakTensorKeyDictionary()
 """Residual of the bucket that begins with each parameter. DDP forms other buckets after the first step."""
@@ -24,9 +23,9 @@ _residuals: Any = WeakTensorKeyDictionary()
 def quantized_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket over the ranks: `model.register_comm_hook("int8", oases.quantized_hook)`.
 
-    state: "int8", "fp8" or "int4", None for int8; or a pair of it and DDP's process group, where that is not the
+    state: name of a quantised type, None for int8; or a pair of it and DDP's process group, where that is not the
     default one. The result is equal on all ranks. UsageError for another state, for states that differ between ranks,
-    for a bucket of sparse gradients, and for a backend other than gloo.
+    for a bucket of sparse gradients, and for a group whose backend cannot carry them.
     """
     code, group = _parsed(state)
     buffer = bucket.buffer()
@@ -45,11 +44,7 @@ def quantized_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
 def _parsed(state: Any) -> tuple[str, ProcessGroup | None]:
     code, group = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
     code = "int8" if code is None else code
-    if code not in CODES:
-        raise UsageError(
-            f"the state of quantized_hook must be one of {', '.join(CODES)}, or a pair of it and a process group, "
-            f"got {state!r:.80}; call model.register_comm_hook('int8', oases.quantized_hook)"
-        )
+    quantised_type("quantized_hook: the state, or the first of a pair of it and a process group,", code)
     return code, resolve(group)
 
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from oases.execution.group import HoldsGroup, ProcessGroup, group_rank, group_size, resolve, shard_size
 from oases.execution.weight_gradient import linear
-from oases.execution.wire import agreed_at_trace, agreed_group
+from oases.execution.wire import agreed_at_trace, agreed_group, quantised_type
 from oases.parallel.chunks import Chunks, Kind, NumChunks, is_real
 from oases.parallel.collectives import gather, scatter
 from oases.parallel.guards import register_shards
-from oases.plans.shape import CODES
 
 
 class _OverlappedLinear(HoldsGroup, nn.Module):
@@ -44,8 +43,8 @@ class _OverlappedLinear(HoldsGroup, nn.Module):
         wire_dtype: str | None,
     ) -> None:
         super().__init__()
-        if wire_dtype is not None and wire_dtype not in CODES:
-            raise ValueError(f"wire_dtype of a linear must be one of {', '.join(CODES)}, or None, got {wire_dtype!r}")
+        if wire_dtype is not None:
+            quantised_type("wire_dtype of a linear", wire_dtype)
         if num_chunks != "auto" and num_chunks < 1:
             raise ValueError(f"num_chunks must be 'auto' or at least 1, got {num_chunks}")
         self.in_features = in_features

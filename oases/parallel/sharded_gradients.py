@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from oases.execution.group import group_name, scheduler_of
-from oases.execution.wire import add_wire
+from oases.execution.wire import agreed_group
 from oases.parallel.fsdp import FsdpUnit
 from oases.plans.shape import REDUCED_UNITS
 
@@ -96,7 +96,7 @@ class ShardedGradientAverager:
     """`GradientAverager` for FSDP units: each rank gets a shard of the averages, accumulated in float32.
 
     units: in the order of the forward pass. The gradients of a unit are reduced in every backward pass, once they are
-    complete; full ones exist of few units at a time. wire: int8, fp8 or int4 to send quantised gradients; "" for
+    complete; full ones exist of few units at a time. wire: name of a quantised type to send gradients in; "" for
     float32.
     """
 
@@ -149,15 +149,20 @@ class ShardedGradientAverager:
             unit.free()
 
     def prepare(self) -> None:
-        """Create the buckets before the first backward pass, when the model is on its device. Collective."""
+        """Create the buckets before the first backward pass, when the model is on its device.
+
+        Collective: UsageError, on all ranks, where their wires differ.
+        """
         if self._buckets:
             return
         found = [_Bucket(unit, self._wire) for unit in reversed(self._units)]
         self._buckets = [bucket for bucket in found if bucket.trained]
         for bucket in self._buckets:
-            if self._wire:
-                add_wire(bucket.unit.group, self._wire)
             lane = group_name(bucket.unit.group)
+            if lane not in self._lanes:
+                device = next(iter(bucket.trained.values())).device.type
+                caller = "the average of sharded gradients"
+                agreed_group(lane, caller, self._wire or None, device, "gradient_wire")
             self._lanes.setdefault(lane, []).append(bucket)
             bucket.unit.computed = self._computed(bucket, lane)
             for name, parameter in bucket.trained.items():

@@ -69,7 +69,7 @@ class OverlappedStack(HoldsGroup, nn.Module):
         repeat these steps to the bit. $OASES_SCHEDULE (oases@2) replaces the schedule "auto". recompute: "full" keeps
         block inputs alone and recomputes the rest; a number does so for the first so many layers.
     wire_dtype: type in which sums are sent: a floating-point torch.dtype or its name, or "int8", "fp8" or "int4",
-        which send a byte or half of one per number, with rounding errors of the sums (see `oases.execution.wire`).
+        perhaps with options, which send a byte or half of one per number, with errors (see `oases.execution.wire`).
         "auto:lossy" measures bfloat16 and int8 beside the sums' own type in the first steps, with each schedule.
     sequence_parallel: between blocks each rank holds its part of the sequence (dimension 1), and a reduce-scatter and
         an all-gather replace each all-reduce; they overlap best with three or more sub-batches. A block with the two

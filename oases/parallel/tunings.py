@@ -15,7 +15,7 @@ from oases.execution.group import ProcessGroup, group_size
 from oases.execution.wire import WireType, carries_codes, wire_type
 from oases.parallel.autotune import Autotune, Budget, cache_key, fixed_among
 from oases.plans.plan import AUTO
-from oases.plans.shape import CODES, LOSSY, WIRE_BYTES
+from oases.plans.shape import LOSSY, QUANTISED, WIRE_BYTES
 from oases.schedule import GENERATORS, LayerOf, Recompute, Schedule, along_sequence, generate
 
 _SUB_BATCHES = (2, 4, 8)
@@ -76,7 +76,7 @@ def lossy_wires(group: ProcessGroup | None, x: Tensor) -> list[str]:
     """Wires that "auto:lossy" measures for such an activation: those that the group carries, in fewer bytes."""
     types = (torch.float32, torch.bfloat16, torch.float16)
     quantised = group is not None and x.is_cpu and x.dtype in types and carries_codes(group)
-    return [name for name in LOSSY if WIRE_BYTES[name] < x.dtype.itemsize and (name not in CODES or quantised)]
+    return [name for name in LOSSY if WIRE_BYTES[name] < x.dtype.itemsize and (name not in QUANTISED or quantised)]
 
 
 def label(schedule: Schedule) -> str:

@@ -89,7 +89,7 @@ class OverlapConfig(StackOptions):
     schedules: str = option(
         "sync,oases",
         "comma-separated schedules to compare, by name (oases@4: four sub-batches; oases:bfloat16: all-reduces in "
-        "bfloat16, or int8, fp8, int4; oases:sequence: sequence-parallel; auto: chosen by measuring) or path",
+        "bfloat16, or int8, int8:rotated, ...; oases:sequence: sequence-parallel; auto: chosen by measuring) or path",
     )
     iterations: int = option(7, "interleaved repetitions; medians are reported")
 
@@ -100,7 +100,7 @@ class OverlapConfig(StackOptions):
         return names if "sync" in names else ["sync", *names]
 
     def contestant(self, name: str, layer_of: LayerOf = None) -> tuple[Schedule, WireType | None]:
-        """Schedule named NAME[@N][:sequence][:bfloat16] or by path, and the type of its all-reduces.
+        """Schedule named NAME[@N][:sequence][:TYPE] or by path, and the type of its all-reduces.
 
         layer_of: each block's layer; None if a layer is two blocks.
         """
@@ -110,14 +110,14 @@ class OverlapConfig(StackOptions):
         if resolved == "auto":
             raise UsageError(f"unknown schedule {name!r}; auto takes no suffix")
         schedule = resolved
-        for suffix in suffixes:
-            if suffix == "sequence":
-                schedule = sequence_parallel(schedule)
-            elif WIRE_DTYPES.get(suffix) is not None:
-                dtype = WIRE_DTYPES[suffix]
-            else:
+        wire = ":".join(suffix for suffix in suffixes if suffix != "sequence")
+        if "sequence" in suffixes:
+            schedule = sequence_parallel(schedule)
+        if wire:
+            dtype = WIRE_DTYPES.get(wire)
+            if dtype is None:
                 known = ", ".join(["sequence", *(key for key, value in WIRE_DTYPES.items() if value is not None)])
-                raise UsageError(f"schedule {name!r}: unknown suffix {suffix!r}; valid suffixes: {known}")
+                raise UsageError(f"schedule {name!r}: unknown suffix {wire!r}; valid suffixes: {known}")
         return schedule, dtype
 
     def require_ranks(self, degree: int) -> None:

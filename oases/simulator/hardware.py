@@ -10,7 +10,7 @@ from math import log
 
 from oases.errors import UsageError
 from oases.plans.layered import LayeredModel, Model, Work
-from oases.plans.shape import CODES, KINDS, WIRE_BYTES, AnyKind, ModelShape
+from oases.plans.shape import KINDS, QUANTISED, WIRE_BYTES, AnyKind, ModelShape
 from oases.schedule import Schedule
 from oases.simulator.cost import BlockBytes, BlockTimes, StackCosts
 from oases.simulator.links import LinkModel
@@ -327,7 +327,7 @@ def stack_costs(
     unit = model.unit_bytes(part)
     sent = unit if wire == "none" else int(unit * WIRE_BYTES[wire] // model.element_bytes)
     # Reads and writes of two quantisations, of a part each, and of the numbers that come out of them.
-    packing = 2 * (unit + sent) / hardware.device.bytes_per_second if wire in CODES and tp > 1 else 0.0
+    packing = 2 * (unit + sent) / hardware.device.bytes_per_second if wire in QUANTISED and tp > 1 else 0.0
     if sent != unit and tp > 1 and not packing:
         cast = (unit + sent) / hardware.device.bytes_per_second + hardware.device.launch_seconds
         times = {kind: each.with_casts(cast) for kind, each in times.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oases.errors import UsageError, make_folder
-from oases.execution.wire import CODES, WireType, wire_type
+from oases.execution.wire import QUANTISED, WireType, wire_type
 from oases.launch.ranks import restart_count
 from oases.plans.plan import Plan, read_plan
 from oases.plans.shape import AUTO_LOSSY, ModelShape
@@ -36,7 +36,7 @@ from oases.train.tokens import open_corpus
 ROWS_MULTIPLE = 64
 """Padding of the vocabulary, so that common tensor-parallel degrees divide it."""
 WIRE_DTYPES: dict[str, WireType | None] = {
-    "none": None, **{name: wire_type(name) for name in ("bfloat16", "float16", *CODES)},
+    "none": None, **{name: wire_type(name) for name in ("bfloat16", "float16", *QUANTISED)},
 }  # fmt: skip
 SAVE_ERRORS = ("warn", "stop")
 _SET_BY_PLAN = (
@@ -103,15 +103,15 @@ class TrainConfig(ExpertOptions):
     )
     wire_dtype: str = option(
         "none",
-        "type of activations in all-reduces: none = the dtype they are computed in; int8, fp8, int4 = quantised, "
-        "with rounding errors; auto:lossy = none, bfloat16 or int8, by measuring",
+        "type of activations in all-reduces: none = the dtype they are computed in; int8, fp8, int4 = quantised "
+        "(rotated, rounded at random), with errors; auto:lossy = none, bfloat16 or int8, by measuring",
         (*WIRE_DTYPES, AUTO_LOSSY),
     )
     gradient_wire: str = option(
         "none",
         "data-parallel averages of gradients: none = in their own dtype; int8, fp8, int4 = quantised, with error "
         "feedback",
-        ("none", *CODES),
+        ("none", *QUANTISED),
     )
     sequence_parallel: bool = option(
         False, "sequence parallelism: shard activations between blocks along the sequence"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from oases.errors import UsageError
@@ -344,13 +345,21 @@ class Trainer:
 
     def overlap(self) -> Report:
         """Overlap so far in the groups of this run, as of `oases.report()`."""
-        reports, messages = [report(group) for group in self._groups()], self.stage.messages
+        groups, messages = self._groups(), self.stage.messages
+        reports = [report(group) for group in groups]
+        # Senders are known by their ranks, which two groups may share.
+        sections = {
+            tuple(dist.get_process_group_ranks(group)): one.sections
+            for group, one in zip(groups, reports, strict=True)
+        }
         return Report(
             [row for one in reports for row in one.stacks],
             [row for one in reports for row in one.layers],
             [row for one in reports for row in one.others] + ([] if messages is None else messages.rows),
+            [section for each in sections.values() for section in each],
             passes=[row for one in reports for row in one.passes],
             collectives=[row for one in reports for row in one.collectives],
+            exempted={where: error for one in reports for where, error in one.exempted.items()},
         )
 
 

@@ -139,7 +139,7 @@ def check_filled():
     for _ in range(CALLS):
         collective(scheduler, "all_reduce", label, x)
     assert "F 6 (stack 77: a name, layer 3)" in scheduler.exempted()
-    named = f"all_reduce:int4:{label}"
+    named = f"all_reduce:int4|{label}"
     if dist.get_rank() == 0:
         y = x.clone()
         scheduler.wait(scheduler.all_reduce(y, label, wire="int4"))

@@ -63,6 +63,14 @@ COMPILED = (
         "Each rank decides by its own rounding errors whether a layer is sent in bfloat16.",
     ),
     Mutation(
+        "scale_rounded_down",
+        "csrc/quantize_cpu.cpp",
+        "  if (scale / unit * limit < largest) scale = float_of(bits_of(scale) + 1);\n",
+        "",
+        ("execution/test_wire_bounds.py",),
+        "The denormal numbers of a quantised sum are clamped to codes of a scale that is too small, or zeroed.",
+    ),
+    Mutation(
         "drain_asks_for_success",
         "csrc/halt.cpp",
         "if (work->exception()) return",

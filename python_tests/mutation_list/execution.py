@@ -111,6 +111,14 @@ EXECUTION = (
         "A reduce-scatter sends the parts of the sequence in reverse rank order.",
     ),
     Mutation(
+        "wire_without_timeout",
+        "oases/execution/wire.py",
+        "_timeout_of(group), name",
+        "None, name",
+        ("execution/test_wire_groups.py",),
+        "Ranks wait half an hour in a quantised sum for one that stalls, whatever their group's timeout.",
+    ),
+    Mutation(
         "oases_generated_as_sync",
         "oases/schedule/tensor.py",
         'return Schedule("oases", num_blocks, num_sub_batches, tuple(ops()), extent_of(recomputed, num_blocks))',

@@ -6,6 +6,22 @@ TRANSFER = "moe/test_transfer.py"
 
 TRAINING = (
     Mutation(
+        "averages_agree_with_a_wire_alone",
+        "oases/parallel/gradient_averaging.py",
+        '        agreed_group(self._group_name, "the average',
+        '        wire and agreed_group(self._group_name, "the average',
+        ("parallel/test_misuse.py",),
+        "Ranks of which one averages quantised gradients and one exact ones wait for each other.",
+    ),
+    Mutation(
+        "report_of_a_run_without_exempted",
+        "oases/train/trainer.py",
+        "            exempted={where: error for one in reports for where, error in one.exempted.items()},\n",
+        "",
+        ("train/test_measures.py",),
+        "The report of a run says nothing of layers whose sums were too wrong to be quantised.",
+    ),
+    Mutation(
         "loss_not_scaled_by_micro_batches",
         "oases/train/pipeline_stage.py",
         "return [y / over if y.dim() == 0 else y]",

@@ -139,6 +139,20 @@ def test_training(two_ranks, tmp_path, sharding):
     assert saved == pytest.approx(CONFIG.steps * 34112 * (4 - 33 / 32) / 1e6, rel=0.05)
 
 
+def check_other_wires(data, sharding):
+    """A run whose ranks were given other wires ends with an error on all of them, before gradients are sent."""
+    wire = ["int8", "none"][dist.get_rank()]
+    with pytest.raises(UsageError, match=r"the gradient_wire differs .* int8 on rank 0, None on rank 1"):
+        Trainer(dataclasses.replace(CONFIG, data=data, gradient_wire=wire, **sharding)).step()
+
+
+@pytest.mark.parametrize("sharding", [{}, {"fsdp": True}])
+def test_ranks_with_other_wires(two_ranks, tmp_path, sharding):
+    data = tmp_path / "text.txt"
+    data.write_text("To be, or not to be, that is the question. " * 200)
+    two_ranks.run(check_other_wires, str(data), sharding, timeout_seconds=100)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

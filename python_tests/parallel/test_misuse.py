@@ -9,6 +9,7 @@ import torch.distributed as dist
 from block_examples import WIDTH, Mlp, Passing, make_stack, plain_blocks
 from torch import nn
 from torch._dynamo.exc import InternalTorchDynamoError
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +18,10 @@ from oases import OverlappedColumnLinear, OverlappedEmbedding, OverlappedMoE, Ov
 from oases.errors import UsageError
 from oases.moe.stack import ExpertStack
 from oases.parallel import BlockInputs
+from oases.parallel.fsdp import FsdpUnit
+from oases.parallel.gradient_averaging import GradientAverager
+from oases.parallel.replicas import average_replicas
+from oases.parallel.sharded_gradients import ShardedGradientAverager
 
 
 def example(batch=4, **options):
@@ -268,6 +273,34 @@ def with_other_wires_of_gradients():
     model(torch.ones(2, 4)).sum().backward()
 
 
+def averaged_by(first, second):
+    model = nn.Linear(4, 4)
+    GradientAverager([(model.parameters(), dist.group.WORLD)], wire=first if is_first() else second)
+
+
+def with_other_codes_of_averages():
+    averaged_by("int8", "fp8")
+
+
+def with_a_code_of_averages_on_one_rank():
+    averaged_by("int8", "")
+
+
+def with_other_options_of_averages():
+    averaged_by("int8", "int8:rotated")
+
+
+def with_other_wires_of_replicas():
+    model, mesh = nn.Linear(4, 4), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    average_replicas(model, mesh, "int8" if is_first() else "")
+    model(torch.ones(2, 4))
+
+
+def with_other_wires_of_sharded_gradients():
+    unit = FsdpUnit(nn.Linear(4, 4), dist.group.WORLD, dist.group.WORLD, "layer")
+    ShardedGradientAverager([unit], "fp8" if is_first() else "int8").prepare()
+
+
 def with_other_types_of_experts():
     dtype = torch.float32 if is_first() else torch.float64
     layer = OverlappedMoE(WIDTH, 8, 4, placement="none", name="experts of another type", dtype=dtype)
@@ -332,6 +365,21 @@ CASES = (
         "the wire_dtype differs .* None on rank 0, int8 on rank 1",
     ),
     Misuse(with_other_wires_of_a_compiled_linear, InternalTorchDynamoError, "differs .*int8 on rank 0, None on"),
+    Misuse(
+        with_other_codes_of_averages,
+        UsageError,
+        "average of gradients: the gradient_wire differs .* int8 on rank 0, fp8 on rank 1",
+    ),
+    Misuse(
+        with_a_code_of_averages_on_one_rank, UsageError, "gradient_wire differs .* int8 on rank 0, None on rank 1"
+    ),
+    Misuse(with_other_options_of_averages, UsageError, "wire differs .* int8 on rank 0, int8:rotated on rank 1"),
+    Misuse(with_other_wires_of_replicas, UsageError, "wire differs .* int8 on rank 0, None on rank 1"),
+    Misuse(
+        with_other_wires_of_sharded_gradients,
+        UsageError,
+        "sharded gradients: the gradient_wire differs .* fp8 on rank 0, int8 on rank 1",
+    ),
     Misuse(with_other_wires_of_gradients, UsageError, "hook: the wire_dtype differs .* int8 on rank 0, int4 on rank"),
 )
 

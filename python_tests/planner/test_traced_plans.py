@@ -106,7 +106,7 @@ def first(**options):
 def test_wire_types_are_priced_by_their_bytes():
     whole, half = (first(wire=(wire,), schedules=("sync",))[0].prediction for wire in ("none", "bfloat16"))
     assert 0.4 * whole.exposed_seconds < half.exposed_seconds < 0.7 * whole.exposed_seconds
-    byte, nibble = (first(wire=(wire,), schedules=("sync",))[0].prediction for wire in ("int8", "int4"))
+    byte, nibble = (first(wire=(wire,), schedules=("sync",))[0].prediction for wire in ("int8:rotated", "int4"))
     assert nibble.exposed_seconds < byte.exposed_seconds < half.exposed_seconds
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import time
+import warnings
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ import torch.distributed as dist
 
 from oases import TrainConfig, Trainer
 from oases.errors import UsageError
+from oases.execution.group import scheduler_of
+from oases.execution.wire import add_wire
 from oases.parallel.mesh import Mesh
 from oases.plans.plan import Plan, Segment, Stage
 from oases.plans.shape import ModelShape
+from oases.reporting import register
 from oases.simulator import simulate
 from oases.simulator.peaks import peak_flops
 from oases.train.config import config_for
@@ -305,3 +309,41 @@ def test_the_log_has_the_overlap_of_each_step(two_ranks, corpus, tmp_path):
         layers = sum(line[place]["exposed_seconds"] for place in places[1:])
         assert line[places[0]]["exposed_seconds"] == pytest.approx(layers)
     assert 0 < sum(line[places[0]]["exposed_seconds"] for line in lines) <= stack["blocked_seconds"] * (1 + 1e-9)
+
+
+class Sender:
+    """Owner of a section of the ranks of a group."""
+
+    title = "a sender"
+
+    def __init__(self, group):
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+
+    def section(self):
+        return self
+
+    def json(self):
+        return {}
+
+
+def check_whole_report(corpus):
+    """A run's report has what was exempted from quantisation, and each sender once."""
+    plan = stages(1, 2)
+    trainer = Trainer(config_for(plan, VALUES | {"data": corpus}), plan=plan)
+    scheduler, sender = scheduler_of(trainer.group), Sender(trainer.group)
+    register(sender)
+    add_wire(trainer.group, "int4")
+    hard = torch.full((128,), 0.49)
+    hard[0] = 7.0  # int4 loses the others
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(64):
+            scheduler.wait(scheduler.all_reduce(hard.clone(), "F 4.0 (stack 78, layer 2, MLP)", wire="int4"))
+    found = trainer.overlap()
+    assert found.exempted["F 4 (stack 78, layer 2, MLP)"] > 0.25
+    assert found.sections.count(sender) == 1
+    assert found.json()["exempted"] == found.exempted
+    trainer.close()
+
+
+def test_the_report_of_a_run_has_what_is_exempted_and_all_senders(two_ranks, corpus):
+    two_ranks.run(check_whole_report, corpus)

@@ -1,0 +1,113 @@
+"""Groups that carry quantised sums: any CPU backend, the group's timeout, and ranks that die or stall in a sum."""
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from oases.errors import UsageError
+from oases.execution.group import scheduler_of
+from oases.execution.wire import add_wire, carries_codes
+from oases.launch import fork_server
+from oases.launch.agents import loopback_store
+from oases.parallel.tunings import lossy_wires
+
+OP = "F 3.1 (stack 0, layer 1, MLP)"
+
+
+def check_sum(group):
+    scheduler = scheduler_of(group)
+    add_wire(group, "int8")
+    x = torch.full((300,), 1.0 + dist.get_rank())
+    scheduler.wait(scheduler.all_reduce(x, "carried", wire="int8"))
+    assert torch.equal(x, torch.full((300,), 3.0))
+
+
+def check_backend(name):
+    group = dist.new_group(backend=name)
+    assert carries_codes(group)
+    assert lossy_wires(group, torch.ones(3)) == ["bfloat16", "int8"]
+    check_sum(group)
+
+
+@pytest.mark.parametrize("name", ["gloo", "cpu:gloo", "staged", "cpu:staged"])
+def test_cpu_backends_carry_codes(two_ranks, name):
+    two_ranks.run(check_backend, name)
+
+
+def test_a_group_without_a_named_backend(script_ranks, tmp_path):
+    script = tmp_path / "unnamed.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "from test_wire_groups import check_sum\n"
+        "dist.init_process_group()\n"
+        "check_sum(dist.group.WORLD)\n"
+        "print('summed')\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert "summed" in script_ranks.run(script, folder=tmp_path)
+
+
+def check_fake():
+    group = dist.new_group(backend="fake")
+    assert not carries_codes(group)
+    assert lossy_wires(group, torch.ones(3)) == ["bfloat16"]
+    with pytest.raises(UsageError, match=r"'int8' needs a group with a CPU backend .* gloo or staged, got .*fake"):
+        add_wire(group, "int8")
+
+
+def test_a_group_that_cannot_carry_bytes(two_ranks):
+    two_ranks.run(check_fake)
+
+
+def serve(rank, port, how, backend, connection):
+    """A sum of all ranks, then one in which the last rank dies or never comes; send the error of the others."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port)
+    timeout = timedelta(seconds=3 if how == "stalls" else 120)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=120))
+    group = dist.new_group(backend=backend, timeout=timeout)
+    scheduler = scheduler_of(group)
+    add_wire(group, "int8")
+    scheduler.wait(scheduler.all_reduce(torch.ones(1000), "F 1.0 (stack 0, layer 0, MLP)", wire="int8"))
+    try:
+        if rank < 2 or how == "dies":
+            ticket = scheduler.all_reduce(torch.ones(5_000_000), OP, wire="int8")
+        if rank == 2 and how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            connection.recv()  # which nobody sends
+        scheduler.wait(ticket)
+        connection.send("no error")
+    except RuntimeError as error:
+        connection.send(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"), [("dies", "gloo"), ("dies", "staged"), ("stalls", "gloo"), ("stalls", "staged")]
+)
+def test_a_rank_lost_in_a_sum_is_an_error_on_the_others(how, backend):
+    context, store, ranks = fork_server.context(), loopback_store(), []
+    for rank in range(3):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=fork_server.as_started_by,
+            args=(fork_server.Launcher(), serve, rank, store.port, how, backend, theirs),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        for _, connection in ranks[:2]:
+            assert connection.poll(60), "a rank waits longer than its group's timeout"
+            assert OP in connection.recv()
+    finally:
+        for process, connection in ranks:
+            process.kill()
+            process.join()
+            connection.close()
