@@ -14,8 +14,16 @@ from oases.execution.wire import add_wire, carries_codes
 from oases.launch import fork_server
 from oases.launch.agents import loopback_store
 from oases.parallel.tunings import lossy_wires
+from oases.testing import RankPool
 
 OP = "F 3.1 (stack 0, layer 1, MLP)"
+
+
+@pytest.fixture(scope="module")
+def own_ranks():
+    """Ranks for wires of groups that end: torch names wires by the number of groups, and other tests' would clash."""
+    with RankPool(2) as pool:
+        yield pool
 
 
 def check_sum(group):
@@ -34,8 +42,8 @@ def check_backend(name):
 
 
 @pytest.mark.parametrize("name", ["gloo", "cpu:gloo", "staged", "cpu:staged"])
-def test_cpu_backends_carry_codes(two_ranks, name):
-    two_ranks.run(check_backend, name)
+def test_cpu_backends_carry_codes(own_ranks, name):
+    own_ranks.run(check_backend, name)
 
 
 def test_a_group_without_a_named_backend(script_ranks, tmp_path):
