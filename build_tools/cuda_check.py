@@ -65,7 +65,7 @@ _MANGLED = re.compile(rf"(?:{_NAMES})I(?:(?:6__half|13__nv_bfloat16)(?:S[0-9]_|f
 
 
 def wide_kernel(symbol: str) -> str | None:
-    """The name in `WIDE` of a mangled symbol; None for kernels and instances that move less than 16 bytes at a time."""
+    """The name in `WIDE` of a mangled symbol; None for what moves less than 16 bytes at a time."""
     match = _MANGLED.search(symbol)
     return match and re.sub(r"^[0-9]+|I.*$", "", match[0])
 

@@ -3,8 +3,8 @@
 $NVCC: the compiler, else the one on PATH, else /usr/local/cuda/bin/nvcc, else that of the wheel nvidia-cuda-nvcc.
 $OASES_CUDA_ARCHS: the architectures, such as "90", "80,90", "all" or "present", else $TORCH_CUDA_ARCH_LIST, such as
 "8.6;9.0+PTX", of which entries that nvcc does not know are left out, with a line. Where neither is set, setup.py
-takes those of the GPUs present, and all where there is none, for a torch with CUDA; and one for a torch without, which
-can link the kernels but not run them.
+takes those of the GPUs present, and all where there is none, for a torch with CUDA; and one for a torch without,
+which can link the kernels but not run them.
 """
 
 from __future__ import annotations
