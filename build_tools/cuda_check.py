@@ -24,7 +24,7 @@ from build_tools.toolkit import NoCudaError, ask, find_toolkit
 
 @dataclass(frozen=True)
 class Limit:
-    """What a kernel that moves 16 bytes at a time may use, on every architecture.
+    """Limits of a kernel that moves 16 bytes at a time, on every architecture.
 
     registers: per thread. stores, loads: instructions of less than 16 bytes to and from global memory, for numbers of
     which a row or a token has one; a pack of 16 bytes that is split makes at least two more.
@@ -61,7 +61,7 @@ threads on a multiprocessor, combine for 3, gather and pack for 5, the others fo
 """
 _NAMES = "|".join(f"{len(name)}{name}" for name in WIDE)
 _MANGLED = re.compile(rf"(?:{_NAMES})I(?:(?:6__half|13__nv_bfloat16)(?:S[0-9]_|f)?Li8E|ff?Li4E|5uint4)")
-"""Of their instances, those of 16 bytes, by the template's arguments: 8 numbers of 16 bits, 4 of 32, or a uint4."""
+"""Instances of 16 bytes at a time, by the template's arguments: 8 numbers of 16 bits, 4 of 32, or a uint4."""
 
 
 def wide_kernel(symbol: str) -> str | None:
@@ -72,7 +72,7 @@ def wide_kernel(symbol: str) -> str | None:
 
 @dataclass
 class Usage:
-    """What one kernel uses: registers per thread; stack and spills in bytes per thread."""
+    """Resources of one kernel: registers per thread; stack and spills in bytes per thread."""
 
     registers: int = 0
     stack: int = 0

@@ -110,7 +110,7 @@ def _nvcc_of_wheel() -> str | None:
 
 
 def ask(program: str, *arguments: str) -> str:
-    """What a program of the toolkit prints. Raises NoCudaError where it fails."""
+    """Output of a program of the toolkit. Raises NoCudaError where it fails."""
     answer = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
     if answer.returncode:
         said = (answer.stderr or answer.stdout).strip() or f"exit code {answer.returncode}"
@@ -166,7 +166,7 @@ def _in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _known(names: Mapping[str, str], nvcc: str, known: set[str], source: str) -> list[str]:
-    """Of the architectures named by `source`, by its words for them, those that nvcc knows; a line for each other."""
+    """Architectures that nvcc knows, of those named by `source`, by its words for them; a line for each other."""
     for words in [words for words, name in names.items() if name not in known]:
         report(f"oases: no kernels for {words!r} of {source}: {nvcc} knows {', '.join(_in_order(known))}")
     return [name for name in names.values() if name in known]

@@ -170,7 +170,7 @@ def test_totals_that_wait_for_a_late_rank_hold_up_nobody_else(two_virtual):
 
 
 def asks_while_totals_wait():
-    """What rank 0's main thread is told while a thread waits in totals() for rank 1, which comes when it was told."""
+    """Answer to rank 0's main thread while a thread waits in totals() for rank 1, which comes when it was given."""
     _, place = device.take()
     store, scheduler = dist.distributed_c10d._get_default_store(), scheduler_of(dist.group.WORLD)
     torch.accelerator.synchronize()
@@ -187,8 +187,7 @@ def asks_while_totals_wait():
     scheduler.wait(scheduler.all_reduce(x, "a late sum"))
     with ThreadPoolExecutor(1) as threads:
         totals = threads.submit(scheduler.totals)
-        said = ""
-        while not said and not totals.done():
+        for _ in range(50):  # the other thread is in totals() by then
             said = scheduler.waiting_for()
             time.sleep(0.01)
         said = "" if totals.done() or store.check(["came untold"]) else said
