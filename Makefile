@@ -7,6 +7,10 @@ PY := $(VENV)/bin/python
 CSRC := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/svm/*) $(wildcard build_tools/*.py)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/svm/*.h csrc/svm/*.cpp cpp_tests/*.h cpp_tests/*.cpp cpp_tests/emulated/*.h cpp_tests/emulated/*.cpp cpp_tests/emulated/include/*.h cpp_tests/virtual_device/*.h cpp_tests/virtual_device/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The torch that pip installs has CUDA: without a GPU and without nvcc, oases is built without its kernels.
+ifeq ($(OASES_CUDA)$(NVCC)$(shell command -v nvidia-smi nvcc),)
+export OASES_CUDA := 0
+endif
 
 .PHONY: demo test test-python test-slow test-cpp test-gpu test-versions mutations campaign fuzz bench-gpu gpu-day cuda-check lint format bench build build-tests clean dist sanitize docs
 
@@ -57,10 +61,10 @@ gpu-day: $(VENV)/torch
 	@$(MAKE) --no-print-directory build-tests
 	@$(PY) -m build_tools.gpu_day
 
-# Compiles every kernel for every architecture; fails where norms or activations spill registers, or where a kernel that
-# moves 16 bytes at a time does not. Needs no GPU.
+# Compiles every kernel for every architecture; fails where one spills registers, or where one that moves 16 bytes at a time
+# splits them, or uses more registers than it may (build_tools/cuda_check.py). Needs no GPU.
 cuda-check: build $(VENV)/cuda
-	@$(PY) -m build_tools.cuda_build
+	@$(PY) -m build_tools.cuda_check
 
 bench: build
 	$(PY) -m oases bench overlap --link 500mbit
@@ -145,7 +149,7 @@ format: $(VENV)/linters
 # A wheel for the torch of $(VENV), and the sources. twine checks what a package index shows of them.
 dist: $(VENV)/release
 	rm -rf dist
-	$(PY) -m build --no-isolation --outdir dist
+	OASES_CUDA_ARCHS=$${OASES_CUDA_ARCHS:-all} $(PY) -m build --no-isolation --outdir dist
 	$(PY) -m twine check --strict dist/*
 
 clean:

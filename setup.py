@@ -4,7 +4,8 @@ Everything else is in pyproject.toml.
 
 torch's headers cost more to compile than csrc, so csrc is compiled as two units, each of which includes many of its
 files; $OASES_UNITY=0 makes an object of each file, for work on one of them. Kernels are compiled beside them where
-there is an nvcc (build_tools/cuda_build.py), whatever torch is installed: a CPU torch will do.
+there is an nvcc (build_tools/cuda_build.py), whatever torch is installed: a CPU torch will do. A CUDA torch without
+them is an error, unless $OASES_CUDA is 0.
 """
 
 import os
@@ -18,9 +19,10 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-from build_tools.cuda_build import Toolkit, kernel_units, leave_out, wanted_toolkit
+from build_tools.cuda_build import kernel_units, leave_out, wanted_toolkit
 from build_tools.dependencies import dependencies
 from build_tools.objects import BUILD, ROOT, CompileError, Unit, compile_units, report
+from build_tools.toolkit import Toolkit
 
 CSRC = ROOT / "csrc"
 ALONE = ("bindings.cpp",)  # half of the work: pybind11
@@ -72,16 +74,17 @@ class Build(build_ext):
     """Compiles the objects of both extensions at once; setuptools links them."""
 
     def build_extensions(self) -> None:
-        """Without kernels where they do not compile and $OASES_CUDA does not ask for them."""
+        """Without kernels where they do not compile, torch has no CUDA and $OASES_CUDA does not ask for them."""
         objects = Objects()
-        toolkit = wanted_toolkit(objects.torch.version.cuda is not None)
+        torch_cuda = objects.torch.version.cuda
+        toolkit = wanted_toolkit(torch_cuda)
         report(f"oases: building against torch {objects.torch.__version__} of {Path(objects.torch.__file__).parent}")
         try:
             self.compile(objects, toolkit)
         except CompileError as error:
             if toolkit is None or error.unit not in kernel_units(toolkit):
                 raise SystemExit(f"{error.output}\noases: error: {error}") from None
-            leave_out(error)
+            leave_out(error, torch_cuda)
             self.compile(objects, None)
         # Debian's Python binds a library's calls to itself where it is linked: no other function can take the place
         # of one then, as emulated kernels do in tests.

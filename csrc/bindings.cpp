@@ -230,7 +230,7 @@ PYBIND11_MODULE(_C, module) {
       .def("take_records", &OverlapScheduler::take_records, py::call_guard<py::gil_scoped_release>())
       .def("totals", &OverlapScheduler::totals, py::call_guard<py::gil_scoped_release>())
       .def("reset_totals", &OverlapScheduler::reset_totals, py::call_guard<py::gil_scoped_release>())
-      .def("waiting_for", &OverlapScheduler::waiting_for)
+      .def("waiting_for", &OverlapScheduler::waiting_for, py::call_guard<py::gil_scoped_release>())
       .def("halt", &OverlapScheduler::halt, py::arg("failure"), py::arg("out_of_memory") = false,
            py::call_guard<py::gil_scoped_release>())
       .def("fill", &OverlapScheduler::fill, py::arg("collective"), py::arg("whole"),

@@ -33,6 +33,15 @@ void occupy(int64_t nanoseconds, void* stream) {
   launch("occupy", watch_clock, 1, 1, 0, stream, nanoseconds);
 }
 
-void set_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }
+void set_device(int device) {
+  static const bool fits = [] {
+    int driver = 0;
+    check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    check_driver(driver, CUDART_VERSION);
+    return true;
+  }();
+  static_cast<void>(fits);
+  check(cudaSetDevice(device), "cudaSetDevice");
+}
 
 }  // namespace oases::cuda

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -72,8 +73,21 @@ namespace cuda {
 // Compiler version and architectures of the kernels: "13.0" and "sm_80", "sm_90", ...
 std::string nvcc_version();
 std::vector<std::string> architectures();
+// Throws where a driver cannot run what this toolkit compiled. Versions are CUDA's, such as 12080 for 12.8, and 0 for
+// no driver; a driver runs kernels of all toolkits of its major version.
+inline void check_driver(int driver, int toolkit) {
+  if (driver / 1000 >= toolkit / 1000) return;
+  const auto shown = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  const std::string has = driver ? "the GPU's driver is for CUDA " + shown(driver) : "there is no GPU driver";
+  throw std::runtime_error(has + ", but the kernels of oases were compiled by the toolkit of CUDA " +
+                           shown(toolkit) +
+                           "; update the driver, or build oases again with an nvcc of CUDA " +
+                           std::to_string((driver ? driver : toolkit) / 1000) + " (NVCC=its path)");
+}
 // Sets the current device for launchers: they are linked with their own CUDA runtime, which torch's choice
-// does not reach.
+// does not reach. The first call checks the driver.
 void set_device(int device);
 // Keeps the stream busy for so long: a link's time, for the `sim` backend.
 void occupy(int64_t nanoseconds, void* stream);

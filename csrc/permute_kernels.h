@@ -10,8 +10,9 @@
 
 namespace oases {
 
-// Slots that one warp, or one task on the CPU, counts and places in order.
-constexpr int64_t kSlotsPerTile = 1024;
+// Slots that one warp, or one task on the CPU, counts and places in order: few, for a warp takes 32 of them at a time,
+// one after another, and a large GPU has room for thousands of warps.
+constexpr int64_t kSlotsPerTile = 128;
 inline int64_t tiles_of(int64_t slots) { return (slots + kSlotsPerTile - 1) / kSlotsPerTile; }
 
 namespace cuda {

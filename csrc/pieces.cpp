@@ -3,6 +3,9 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/zeros.h>
@@ -83,6 +86,14 @@ std::vector<std::pair<Edge, Tensor>> leaves_of(const edge_list& roots) {
   return found;
 }
 
+// Whether the device multiplies 16-bit matrices into a float32 one. Elsewhere the product is rounded to 16 bits first,
+// and then moved twice, to be cast and to be added.
+bool sums_in_float(const Tensor& matrix) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::addmm", "dtype_out");
+  return op.hasKernelForDispatchKey(
+      c10::computeDispatchKey(matrix.scalar_type(), matrix.layout(), matrix.device()));
+}
+
 }  // namespace
 
 Leaves::Leaves(const std::vector<Tensor>& originals) : shares_(originals.size()), wholes_(originals.size()) {
@@ -117,10 +128,16 @@ void Leaves::add(const Tensor& stand_in, Tensor gradient, bool whole) {
 
 void Leaves::add_matmul(const Tensor& stand_in, const Tensor& rows, const Tensor& columns) {
   Gradient& sum = sum_of(stand_in, false);
-  if (sum && sum->scalar_type() == rows.scalar_type())
+  const auto dtype = stand_in.grad_dtype().value_or(rows.scalar_type());
+  if (sum && sum->scalar_type() == rows.scalar_type()) {
     sum->addmm_(rows.t(), columns);
-  else
+  } else if (dtype == at::kFloat && at::isReducedFloatingType(rows.scalar_type()) && sums_in_float(rows)) {
+    const double before = sum ? 1 : 0;
+    if (!sum) sum = at::empty(stand_in.sizes(), rows.options().dtype(dtype));
+    at::addmm_out(*sum, *sum, rows.t(), columns, dtype, before, 1);
+  } else {
     add(stand_in, at::matmul(rows.t(), columns), false);
+  }
 }
 
 std::vector<Gradient> Leaves::take(bool whole) {

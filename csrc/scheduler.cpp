@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -28,6 +29,18 @@ void record_event(std::optional<c10::Event>& event, c10::Device device) {
 }  // namespace
 
 namespace {
+// NCCL's wait() then holds the host until the collective has ended, and a scheduler waits for each as soon as it has
+// started it, on a stream aside (record_end).
+void refuse_blocking_waits() {
+  for (const char* const name : {"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}) {
+    const char* const set = std::getenv(name);
+    if (set != nullptr && std::string("1yYtT").find(set[0]) != std::string::npos)
+      TORCH_CHECK_VALUE(
+          false, name, "=", set,
+          " makes the host wait for every collective, and nothing would overlap with one; unset it");
+  }
+}
+
 // Collectives after which diverged ranks can be brought together again.
 constexpr size_t kRemembered = 1024;
 }  // namespace
@@ -126,7 +139,10 @@ std::shared_ptr<Ticket> OverlapScheduler::issue(const std::string& operation, co
     ticket->finish_->at = ticket->record_.issued;
     return ticket;
   }
-  if (!counted.is_cpu()) record_event(ticket->at_issue_, counted.device());
+  if (!counted.is_cpu()) {
+    refuse_blocking_waits();
+    record_event(ticket->at_issue_, counted.device());
+  }
   std::unique_lock<std::mutex> lock(issuing_);
   if (state_ != State::running) stop(lock, c10::str(collective, " of ", label));
   this->start(ticket, counted, start, splits);

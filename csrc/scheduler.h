@@ -204,9 +204,10 @@ class OverlapScheduler {
   [[noreturn]] void stop(std::unique_lock<std::mutex>& lock, const std::string& at);
   std::string described(const TicketRecord& record) const;
   void record_end(Ticket& ticket);
-  // Adds waited accelerator tickets to the totals: the first, whose events have passed; all, after waiting.
+  // Adds waited accelerator tickets to the totals: the first, whose events have passed; all, after waiting. Call with
+  // mutex_ held, which settle() gives up while it waits.
   void settle_first();
-  void settle();
+  void settle(std::unique_lock<std::mutex>& lock);
   // issued, finished, link_free_from: on the device's clock.
   void account(const TicketRecord& record, double issued, double finished, double& link_free_from);
 

@@ -19,12 +19,18 @@ void OverlapScheduler::settle_first() {
   last_issue_ = std::move(ticket->at_issue_);
 }
 
-void OverlapScheduler::settle() {
-  while (!unsettled_.empty()) {
-    unsettled_.front()->after_wait_->synchronize();
-    unsettled_.front()->end_->synchronize();
-    settle_first();
+// Without the mutex while the device works: it may wait for a rank that is late, and others ask for what meanwhile.
+void OverlapScheduler::settle(std::unique_lock<std::mutex>& lock) {
+  const auto waiting = unsettled_;
+  lock.unlock();
+  for (const auto& ticket : waiting) {
+    ticket->after_wait_->synchronize();
+    ticket->end_->synchronize();
   }
+  lock.lock();
+  // Some may have been settled by others since; they leave in their order.
+  for (const auto& ticket : waiting)
+    if (!unsettled_.empty() && unsettled_.front() == ticket) settle_first();
 }
 
 void OverlapScheduler::account(const TicketRecord& record, double issued, double finished,
@@ -43,26 +49,26 @@ void OverlapScheduler::account(const TicketRecord& record, double issued, double
 }
 
 void OverlapScheduler::set_counting(bool on) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  settle();  // earlier waits count as set at that time
+  std::unique_lock<std::mutex> lock(mutex_);
+  settle(lock);  // earlier waits count as set at that time
   counting_ = on;
 }
 
 std::vector<TicketRecord> OverlapScheduler::take_records() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  settle();
+  std::unique_lock<std::mutex> lock(mutex_);
+  settle(lock);
   return std::exchange(records_, {});
 }
 
 std::map<std::string, LabelTotals> OverlapScheduler::totals() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  settle();
+  std::unique_lock<std::mutex> lock(mutex_);
+  settle(lock);
   return totals_;
 }
 
 void OverlapScheduler::reset_totals() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  settle();
+  std::unique_lock<std::mutex> lock(mutex_);
+  settle(lock);
   totals_.clear();
 }
 

@@ -72,6 +72,39 @@ def test_under_autocast_it_is_deferred_too_and_all_have_autograd_s_types(transpo
         torch.testing.assert_close(mine, theirs, rtol=0.01, atol=0.05)  # sums of rows in bfloat16
 
 
+def product_in_float(total, one, other, dtype, *, beta=1, alpha=1, out):
+    """aten::addmm.dtype_out of the CPU, which has none."""
+    assert total is out
+    assert one.dtype == other.dtype == torch.bfloat16
+    assert alpha == 1
+    product = one.double() @ other.double()
+    return out.copy_(product if beta == 0 else out.double() + product)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("exact", [True, False])
+def test_products_of_16_bits_are_summed_in_float32_where_the_device_can(transposed, exact):
+    torch.manual_seed(3)
+    x, weight, _ = (each.detach().bfloat16().requires_grad_() for each in operands(transposed))
+    weight.grad_dtype = torch.float32
+    grads = torch.randn(2, 3, 5, 6).bfloat16()
+    inputs = x.detach().double().flatten(0, 1)
+    products = [grad.double().flatten(0, 1).t() @ inputs for grad in grads]
+    expected = (products[0].float().double() + products[1]).float()
+    leaves = Leaves([weight])
+    with deferral(leaves) as deferred, torch.library._scoped_library("aten", "IMPL") as library:
+        if exact:
+            library.impl("addmm.dtype_out", product_in_float, "CPU")
+        for grad in grads:
+            torch.autograd.grad(linear(x, leaves.stand_ins[0], None, transposed=transposed), x, grad)
+        deferred.compute()
+    (found,) = leaves.take(False)
+    assert found.dtype == torch.float32
+    found = found.t() if transposed else found
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    assert torch.equal(found, expected) == exact, "rounded to 16 bits elsewhere"
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_outside_of_a_deferral_autograd_computes_it(transposed):
     x, weight, bias = operands(transposed)

@@ -1,54 +1,20 @@
-"""Build of the CUDA kernels, or without them, with a shell script as nvcc; and the build information."""
+"""Build of the CUDA kernels, or without them, with a shell script as nvcc (conftest.py); the build information."""
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 import oases
-from build_tools import cuda_build, objects
+from build_tools import cuda_build, objects, toolkit
 from oases import cli
 from oases.errors import ExtensionError
 from oases.extension import build_info, build_text, check_torch
 
-
-@pytest.fixture(autouse=True)
-def _tree(monkeypatch, tmp_path):
-    """A source tree with one kernel."""
-    for name in ("NVCC", "OASES_CUDA", "OASES_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST", "CUOBJDUMP"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "one.cu").write_text("// a kernel\n")
-    monkeypatch.setattr(objects, "ROOT", tmp_path)
-    monkeypatch.setattr(objects, "BUILD", tmp_path / "build")
-
-
-@pytest.fixture
-def nvcc(monkeypatch, tmp_path):
-    """A compiler that counts its compilations in the file `compiled` and fails where there is a file `broken`."""
-    (tmp_path / "libcudart_static.a").touch()
-    path = tmp_path / "nvcc"
-    path.write_text(f"""#!/bin/sh
-cd {tmp_path}
-case "$1" in
---version) echo "Cuda compilation tools, release 12.4, V12.4.1";;
---list-gpu-arch) printf 'compute_70\\ncompute_80\\ncompute_90\\n';;
--dryrun) echo '#$ LIBRARIES=  "-L{tmp_path}"';;
-*)
-  echo x >> compiled
-  test ! -e broken || {{ echo "csrc/one.cu(1): error: no such thing" >&2; exit 1; }}
-  echo 'ptxas info    : Compiling entry function 'f' for 'sm_90'' >&2
-  while [ "$1" != -o ]; do shift; done
-  echo "$2 : csrc/one.cu" > "${{2%.o}}.d"
-  touch "$2";;
-esac
-""")
-    path.chmod(0o755)
-    monkeypatch.setenv("NVCC", str(path))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("tree")
 
 
 def compilations(folder):
@@ -56,7 +22,7 @@ def compilations(folder):
 
 
 def compile_kernels():
-    units = cuda_build.kernel_units(cuda_build.wanted_toolkit(True))
+    units = cuda_build.kernel_units(cuda_build.wanted_toolkit("12.4"))
     objects.compile_units(units)
     return units
 
@@ -64,17 +30,19 @@ def compile_kernels():
 def test_kernels_are_compiled_once(nvcc, monkeypatch):
     (unit,) = compile_kernels()
     assert unit.target == nvcc / "build" / "cuda" / "80-90" / "one.o"
-    assert f"-L{nvcc}" in cuda_build.find_toolkit().link_arguments()
+    assert f"-L{nvcc}" in toolkit.find_toolkit().link_arguments()
     compile_kernels()
     assert compilations(nvcc) == 1
     log = unit.log.read_text()
     assert "compute_80,code=sm_80" in log
-    assert "compute_90,code=compute_90" in log, "the last architecture is kept as PTX"
+    assert "compute_90,code=compute_90" in log, "PTX of the newest architecture, for those to come"
+    assert "compute_80,code=compute_80" in log, "and of the oldest, for those between"
     assert "compute_70" not in log, "known to this nvcc, but not on the list"
     monkeypatch.setenv("OASES_CUDA_ARCHS", "90")
     (other,) = compile_kernels()
     assert compilations(nvcc) == 2, "other architectures, other objects"
     assert "sm_80" not in other.log.read_text()
+    assert other.log.read_text().count("code=compute_90") == 1
     os.utime(nvcc / "csrc" / "one.cu", (2e9, 2e9))
     compile_kernels()
     assert compilations(nvcc) == 3, "the source is newer"
@@ -82,21 +50,85 @@ def test_kernels_are_compiled_once(nvcc, monkeypatch):
 
 def test_an_architecture_that_nvcc_does_not_know(nvcc, monkeypatch):
     monkeypatch.setenv("OASES_CUDA_ARCHS", "80,120")
-    with pytest.raises(cuda_build.NoCudaError, match=r"'120'.* knows 70, 80, 90"):
-        cuda_build.find_toolkit()
+    with pytest.raises(toolkit.NoCudaError, match=r"'120'.* knows 70, 80, 90"):
+        toolkit.find_toolkit()
 
 
 def test_architectures_asked_of_torch_are_honoured(nvcc, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    assert cuda_build.find_toolkit().architectures == ("80", "90")
+    assert toolkit.find_toolkit().architectures == ("80", "90")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    assert cuda_build.find_toolkit().architectures == ("90",)
+    assert toolkit.find_toolkit().architectures == ("90",)
     monkeypatch.setenv("OASES_CUDA_ARCHS", "80")
-    assert cuda_build.find_toolkit().architectures == ("80",), "the project's own goes before torch's"
+    assert toolkit.find_toolkit().architectures == ("80",), "the project's own goes before torch's"
     monkeypatch.delenv("OASES_CUDA_ARCHS")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a")
+    assert toolkit.find_toolkit().architectures == ("80", "90"), "nothing of 9.0a is used"
+
+
+def test_architectures_that_nvcc_does_not_know_are_left_out_with_a_line(nvcc, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "5.2;8.0;Hopper")
+    assert toolkit.find_toolkit().architectures == ("80",)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith(f"oases: no kernels for {name!r} of TORCH_CUDA_ARCH_LIST: ") for line, name in
+            zip(lines, ("5.2", "Hopper"), strict=True)] == [True, True]  # fmt: skip
+    assert all(line.endswith("nvcc knows 70, 80, 90") for line in lines)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
-    with pytest.raises(cuda_build.NoCudaError, match=r"TORCH_CUDA_ARCH_LIST names 'Hopper'.* knows 70, 80, 90"):
-        cuda_build.find_toolkit()
+    assert toolkit.find_toolkit().architectures == ("80", "90"), "none is left: as if it were not set"
+
+
+def gpus(folder, text, status=0):
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\nprintf '{text}'\nexit {status}\n")
+    path.chmod(0o755)
+
+
+def test_the_gpus_present_are_compiled_for(nvcc, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", f"{nvcc}:/usr/bin:/bin")
+
+    def architectures():
+        return cuda_build.wanted_toolkit("12.4").architectures
+
+    if not os.access("/usr/bin/nvidia-smi", os.X_OK):
+        assert architectures() == ("80", "90"), "no GPU: all that this nvcc and oases know"
+    gpus(nvcc, "9.0\\n9.0\\n")
+    assert architectures() == ("90",)
+    gpus(nvcc, "8.0\\n7.0\\n")
+    assert architectures() == ("70", "80")
+    gpus(nvcc, "12.0\\n")
+    capsys.readouterr()
+    assert architectures() == ("80", "90"), "one that nvcc does not know runs what is kept as PTX"
+    assert "no kernels for '12.0' of a GPU" in capsys.readouterr().err
+    gpus(nvcc, "Driver/library version mismatch\\n", 18)
+    assert architectures() == ("80", "90")
+    assert "nvidia-smi says not which GPU is here: Driver/library version mismatch" in capsys.readouterr().err
+    monkeypatch.setenv("OASES_CUDA_ARCHS", "all")
+    gpus(nvcc, "9.0\\n")
+    assert architectures() == ("80", "90"), "for wheels"
+
+
+def test_another_major_version_than_torch_s_is_refused(nvcc, monkeypatch):
+    assert cuda_build.wanted_toolkit("12.8").release == "12.4", "minor versions run together"
+    with pytest.raises(
+        SystemExit, match=r"nvcc is of CUDA 12\.4 and torch of CUDA 13\.0; set NVCC to an nvcc of CUDA 13 "
+    ):
+        cuda_build.wanted_toolkit("13.0")
+
+
+def test_a_host_compiler_that_is_too_new(nvcc, monkeypatch, capsys):
+    script = nvcc / "nvcc"
+    refusal = "#error -- unsupported GNU version! gcc versions later than 13 are not supported!"
+    script.write_text(script.read_text().replace("-E) ;;", f'-E) echo "{refusal}" >&2; exit 1;;'))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(toolkit.NoCudaError, match=r"takes no g\+\+ later than 13; install g\+\+-13"):
+        toolkit.find_toolkit()
+    for version in (12, 13, 14):
+        (nvcc / f"g++-{version}").write_text("#!/bin/sh\n")
+        (nvcc / f"g++-{version}").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{nvcc}:/usr/bin:/bin")
+    (unit,) = compile_kernels()
+    assert "g++-13" in capsys.readouterr().err
+    assert f"-ccbin={nvcc}/g++-13" in unit.log.read_text()
 
 
 def test_nvcc_of_the_wheel_is_found(nvcc, monkeypatch):
@@ -107,23 +139,24 @@ def test_nvcc_of_the_wheel_is_found(nvcc, monkeypatch):
     monkeypatch.setenv("PATH", "/bin")
     monkeypatch.syspath_prepend(str(nvcc / "site"))
     if not os.access("/usr/local/cuda/bin/nvcc", os.X_OK):
-        assert cuda_build.find_toolkit().nvcc == str(folder / "nvcc")
+        assert toolkit.find_toolkit().nvcc == str(folder / "nvcc")
 
 
 def test_without_nvcc_one_line_says_why(monkeypatch, capsys):
     monkeypatch.setenv("NVCC", "/nowhere/nvcc")
-    message = "/nowhere/nvcc was not found; install the CUDA toolkit or set NVCC"
-    assert cuda_build.wanted_toolkit(True) is None
+    message = "/nowhere/nvcc was not found; install the CUDA toolkit, or the wheel nvidia-cuda-nvcc, or set NVCC"
+    assert cuda_build.wanted_toolkit(None) is None
     error = capsys.readouterr().err
     assert error.startswith(f"oases: building without CUDA kernels: {message}")
     assert error.count("\n") == 1
+    with pytest.raises(SystemExit, match=f"torch is built for CUDA 13.0, but {message}.*OASES_CUDA=0 builds oases"):
+        cuda_build.wanted_toolkit("13.0")
     monkeypatch.setenv("OASES_CUDA", "1")
     with pytest.raises(SystemExit, match=f"OASES_CUDA=1, but {message}"):
-        cuda_build.wanted_toolkit(True)
+        cuda_build.wanted_toolkit(None)
     monkeypatch.setenv("OASES_CUDA", "0")
-    assert cuda_build.wanted_toolkit(True) is None
+    assert cuda_build.wanted_toolkit("13.0") is None
     assert capsys.readouterr().err == ""
-    assert cuda_build.check() == 0, "nothing to check without a compiler"
 
 
 def test_a_kernel_that_does_not_compile(nvcc, monkeypatch, capsys):
@@ -131,83 +164,19 @@ def test_a_kernel_that_does_not_compile(nvcc, monkeypatch, capsys):
     with pytest.raises(objects.CompileError, match=r"nvcc failed on csrc/one\.cu: .*error: no such thing") as caught:
         compile_kernels()
     assert caught.value.unit.source.name == "one.cu"
-    cuda_build.leave_out(caught.value)
+    cuda_build.leave_out(caught.value, None)
     assert "building without CUDA kernels: nvcc failed on csrc/one.cu" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"torch is built for CUDA 12\.4, but nvcc failed on .*OASES_CUDA=0"):
+        cuda_build.leave_out(caught.value, "12.4")
     monkeypatch.setenv("OASES_CUDA", "1")
     with pytest.raises(SystemExit, match="OASES_CUDA=1, but nvcc failed on"):
-        cuda_build.leave_out(caught.value)
-    assert cuda_build.check() == 1, "a kernel that does not compile is an error of the check"
+        cuda_build.leave_out(caught.value, None)
 
 
 def test_oases_cuda_is_0_or_1(monkeypatch):
     monkeypatch.setenv("OASES_CUDA", "yes")
     with pytest.raises(SystemExit, match="OASES_CUDA must be 0 or 1, got 'yes'"):
-        cuda_build.wanted_toolkit(True)
-
-
-LOG = """nvcc 13.0: nvcc -c a.cu
-ptxas info    : Compiling entry function '_Z1f' for 'sm_80'
-ptxas info    : Function properties for _Z1f
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 32 registers, used 1 barriers, 400 bytes cmem[0]
-ptxas info    : Compiling entry function '_Z1g' for 'sm_80'
-ptxas info    : Function properties for _Z1g
-    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
-ptxas info    : Used 30 registers, 400 bytes cmem[0]
-ptxas info    : Compiling entry function '_Z1f' for 'sm_90'
-ptxas info    : Used 255 registers, 400 bytes cmem[0]
-"""
-
-
-def test_usage_is_read_from_the_log():
-    assert cuda_build.usage(LOG) == {
-        "sm_80": cuda_build.Usage(kernels=2, registers=32, stack=16, spills=12),
-        "sm_90": cuda_build.Usage(kernels=1, registers=255),
-    }
-
-
-def test_a_norm_kernel_that_spills_fails_the_check(nvcc, capsys, monkeypatch):
-    monkeypatch.setattr(objects.Unit, "compile", lambda unit: unit.log.write_text(LOG))
-    monkeypatch.setattr(cuda_build, "narrow_kernels", lambda sass: ([], 0))
-    (nvcc / "build" / "cuda" / "80-90").mkdir(parents=True)
-    (nvcc / "cuobjdump").write_text("#!/bin/sh\n")
-    (nvcc / "cuobjdump").chmod(0o755)
-    for before, stem, status in (("one", "sort", 0), ("sort", "norm", 1)):
-        (nvcc / "csrc" / f"{before}.cu").rename(nvcc / "csrc" / f"{stem}.cu")
-        assert cuda_build.check() == status
-    output = capsys.readouterr()
-    assert output.out.splitlines()[1].split() == ["sort.cu", "sm_80", "2", "32", "16", "12"]
-    assert "registers spill to memory in norm.cu on sm_80" in output.err
-
-
-SASS = """
-arch = sm_80
-\t\tFunction : _ZN5oases4cuda14forward_kernelI13__nv_bfloat16Li8ELi2EEEv
-   LDG.E.128 R4, [R2.64] ;
-   STG.E.128.STRONG.SM [R2.64], R4 ;
-\t\tFunction : _ZN5oases4cuda14forward_kernelI13__nv_bfloat16Li1ELi0EEEv
-   STG.E.U16 [R2.64], R4 ;
-\t\tFunction : _ZN5oases4cuda4packI5uint4EEv
-   LDG.E.128.CONSTANT R4, [R2.64] ;
-   STG.E.U8 [R2.64], R4 ;
-arch = sm_90
-\t\tFunction : _ZN5oases4cuda14forward_kernelI13__nv_bfloat16Li8ELi2EEEv
-   LDG.E.128 R4, [R2.64] ;
-   STG.E.U16 [R2.64], R4 ;
-"""
-
-
-def test_a_wide_kernel_with_narrow_stores_fails_the_check(nvcc, capsys):
-    narrow = "_ZN5oases4cuda14forward_kernelI13__nv_bfloat16Li8ELi2EEEv on sm_90"
-    assert cuda_build.narrow_kernels(SASS) == ([narrow], 3)
-    assert cuda_build.narrow_kernels(SASS.replace("STG.E.128.STRONG.SM", "STG.E.U16"))[0][0].endswith("sm_80")
-    tool = nvcc / "cuobjdump"
-    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{SASS}END\n")
-    tool.chmod(0o755)
-    assert cuda_build.check() == 1
-    output = capsys.readouterr()
-    assert "2 of 3 wide kernels load and store 16 bytes at a time" in output.out
-    assert f"no access of 16 bytes in {narrow}" in output.err
+        cuda_build.wanted_toolkit(None)
 
 
 def test_a_build_says_what_it_is(capsys):
@@ -225,9 +194,9 @@ def test_a_build_says_what_it_is(capsys):
 
 
 def test_a_torch_without_cuda_needs_one_architecture_to_link(nvcc, monkeypatch):
-    assert cuda_build.find_toolkit(cuda_build.LINK_ONLY).architectures == ("90",)
+    assert cuda_build.wanted_toolkit(None).architectures == ("90",)
     monkeypatch.setenv("OASES_CUDA_ARCHS", "all")
-    assert cuda_build.find_toolkit(cuda_build.LINK_ONLY).architectures == ("80", "90")
+    assert cuda_build.wanted_toolkit(None).architectures == ("80", "90")
 
 
 def test_another_torch_is_refused_in_a_sentence(tmp_path):
@@ -243,3 +212,32 @@ def test_another_torch_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(ExtensionError, match="does not say which torch"):
         check_torch(extension, "2.13.0")
     check_torch(Path(oases._C.__file__), torch.__version__)
+
+
+def test_a_driver_that_is_too_old_is_named(tmp_path):
+    """`check_driver` of csrc/kernels.h, which the first use of a GPU calls."""
+    program = tmp_path / "driver.cpp"
+    program.write_text(
+        """#include <cstdio>
+#include <cstdlib>
+#include "kernels.h"
+int main(int, char** given) try {
+  oases::cuda::check_driver(std::atoi(given[1]), 13020);
+} catch (const std::runtime_error& error) {
+  std::puts(error.what());
+}
+"""
+    )
+    csrc = Path(oases.__file__).parents[1] / "csrc"
+    subprocess.run(["c++", "-std=c++17", f"-I{csrc}", str(program), "-o", str(tmp_path / "driver")], check=True)
+
+    def said(driver):
+        return subprocess.run([tmp_path / "driver", str(driver)], capture_output=True, text=True, check=True).stdout
+
+    assert said(13000) == said(14010) == "", "a driver of the same major version, or a later one"
+    compiled = "but the kernels of oases were compiled by the toolkit of CUDA 13.2; update the driver, or build oases"
+    assert (
+        said(12080)
+        == f"the GPU's driver is for CUDA 12.8, {compiled} again with an nvcc of CUDA 12 (NVCC=its path)\n"
+    )
+    assert said(0).startswith(f"there is no GPU driver, {compiled}")

@@ -24,8 +24,13 @@ LAUNCHERS = {
     "bitmap_count", "bitmap_list", "count_experts", "place_slots", "gather_rows", "invert", "combine_rows",
     "combine_rows_backward", "sketch_cells", "sketch_encode", "sketch_decode",
 }  # fmt: skip
-LEFT_OUT = "not opcheck"
-"""The ops on the meta device."""
+LEFT_OUT = (
+    "not opcheck and not heavy_entries and not unbiased and not (6200 and (dtype1 or dtype2)) "
+    "and not ((20000 or 20001) and (rms or torch.float16))"
+)
+"""The ops on the meta device; statistics of the sketch's hash, over more keys and seeds than its kernels need; the
+largest cases, in every type and kind: their plans are those of the others.
+"""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fibers and shared memory lie as on Linux")
 

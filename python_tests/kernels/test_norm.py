@@ -17,8 +17,8 @@ ROWS = [
     (3, 1025),
     (2, 4096),
     (2, 8200),
-    (2, 20000),
-    (1, 40001),
+    (1, 20000),
+    (1, 20001),
 ]
 """Shapes on both sides of every choice of the launcher: warps and blocks, packs and scalars, held and read again."""
 

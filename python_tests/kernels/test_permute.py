@@ -6,9 +6,10 @@ import torch
 from oases.kernels.permute import histogram, permute, unpermute
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-# tokens, k, n, experts: one row, odd widths, several tiles of 1024 slots, more experts than slots, k = 1, nothing.
+# tokens, k, n, experts: one row, odd widths, several tiles of 128 slots, more tiles than a warp has lanes, more
+# experts than slots, k = 1, nothing.
 SHAPES = [
-    (1, 1, 1, 1), (5, 2, 7, 3), (64, 2, 16, 8), (700, 3, 33, 5), (1500, 4, 24, 60), (3, 2, 8, 6200), (40, 1, 8, 4),
+    (1, 1, 1, 1), (5, 2, 7, 3), (64, 2, 16, 8), (100, 3, 33, 5), (1100, 4, 8, 60), (3, 2, 8, 6200), (40, 1, 8, 4),
     (0, 2, 8, 4), (6, 0, 8, 4), (6, 2, 0, 4),
 ]  # fmt: skip
 

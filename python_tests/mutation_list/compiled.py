@@ -95,12 +95,38 @@ COMPILED = (
         "Events of collectives are kept until somebody asks for totals.",
     ),
     Mutation(
+        "totals_hold_the_lock",
+        "csrc/totals.cpp",
+        "  lock.unlock();\n  for (const auto& ticket : waiting) {\n    ticket->after_wait_->synchronize();\n"
+        "    ticket->end_->synchronize();\n  }\n  lock.lock();\n",
+        "  for (const auto& ticket : waiting) {\n    ticket->after_wait_->synchronize();\n"
+        "    ticket->end_->synchronize();\n  }\n",
+        (VIRTUAL,),
+        "Nobody can ask what a rank waits for while its totals wait for the device.",
+    ),
+    Mutation(
+        "blocking_waits_are_allowed",
+        "csrc/scheduler.cpp",
+        "    refuse_blocking_waits();\n",
+        "",
+        (VIRTUAL,),
+        "NCCL's waits hold the host at every issue, and nothing overlaps.",
+    ),
+    Mutation(
         "accelerator_link_ends_with_the_wait",
         "csrc/totals.cpp",
         "ticket->at_issue_->elapsedTime(*ticket->end_)",
         "ticket->at_issue_->elapsedTime(*ticket->after_wait_)",
         (VIRTUAL,),
         "A collective is on the link until the compute waits for it.",
+    ),
+    Mutation(
+        "float_sums_forget",
+        "csrc/pieces.cpp",
+        "const double before = sum ? 1 : 0;",
+        "const double before = 0;",
+        ("execution/test_weight_gradient.py",),
+        "A float32 sum of 16-bit products is that of the last sub-batch.",
     ),
     Mutation(
         "linear_bias_on_every_rank",

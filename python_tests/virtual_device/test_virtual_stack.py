@@ -1,5 +1,9 @@
 """Stacks on the virtual device: results of the CPU, true statistics, nothing that grows, and failures."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import device
 import pytest
 import torch
@@ -157,6 +161,60 @@ def waits_for_another():
     torch.accelerator.synchronize()
     assert x.tolist() == [2, 2, 2]
     return said or scheduler.waiting_for()
+
+
+def test_totals_that_wait_for_a_late_rank_hold_up_nobody_else(two_virtual):
+    said, count = two_virtual.run(asks_while_totals_wait)[0]
+    assert said.startswith("all_reduce of a late sum (24 bytes"), "the interpreter stood still until the peer came"
+    assert count == 1
+
+
+def asks_while_totals_wait():
+    """Answer to rank 0's main thread while a thread waits in totals() for rank 1, which comes when it was given."""
+    _, place = device.take()
+    store, scheduler = dist.distributed_c10d._get_default_store(), scheduler_of(dist.group.WORLD)
+    torch.accelerator.synchronize()
+    scheduler.reset_totals()
+    x = torch.ones(3, dtype=torch.float64, device=place)
+    if dist.get_rank() == 1:
+        try:
+            store.wait(["told while totals wait"], timedelta(seconds=60))
+        except dist.DistStoreError:
+            store.set("came untold", "1")
+        scheduler.wait(scheduler.all_reduce(x, "a late sum"))
+        torch.accelerator.synchronize()
+        return "", 1
+    scheduler.wait(scheduler.all_reduce(x, "a late sum"))
+    with ThreadPoolExecutor(1) as threads:
+        totals = threads.submit(scheduler.totals)
+        for _ in range(50):  # the other thread is in totals() by then
+            said = scheduler.waiting_for()
+            time.sleep(0.01)
+        said = "" if totals.done() or store.check(["came untold"]) else said
+        store.set("told while totals wait", "1")
+        return said, totals.result()["a late sum"].count
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"])
+def test_waits_that_block_the_host_are_refused(two_virtual, name):
+    for said in two_virtual.run(starts_with_blocking_waits, name):
+        assert (
+            said == f"{name}=1 makes the host wait for every collective, and nothing would overlap with one; unset it"
+        )
+
+
+def starts_with_blocking_waits(name):
+    _, place = device.take()
+    scheduler = scheduler_of(dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, "1")
+        scheduler.wait(scheduler.all_reduce(torch.ones(3)))  # gloo has no such waits
+        with pytest.raises(ValueError, match="BLOCKING_WAIT") as caught:
+            scheduler.all_reduce(torch.ones(3, device=place))
+        patch.setenv(name, "0")
+        scheduler.wait(scheduler.all_reduce(torch.ones(3, device=place)))
+    torch.accelerator.synchronize()
+    return str(caught.value).splitlines()[0]
 
 
 def test_recomputed_random_numbers_are_the_devices(two_virtual):
