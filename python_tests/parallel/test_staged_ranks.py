@@ -69,7 +69,7 @@ def test_fsdp_shards_over_it(staged_ranks):
 
 
 def failing() -> tuple[str, bool]:
-    """First line of the error on this rank when an op fails on rank 1; whether the stack has the same output after it."""
+    """First line of this rank's error when an op fails on rank 1; whether the stack has the same output after it."""
     over, x = stack()
     before = over(x)
     before.sum().backward()
