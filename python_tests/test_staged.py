@@ -139,7 +139,12 @@ def test_wrong_calls_are_errors_on_all_ranks(two_ranks):
     assert "all_reduce by BAND is not available for Float" in operation
     assert "has gaps; call .contiguous() first" in gaps
     assert "takes dense CPU tensors, got one on cpu of layout Sparse" in layout
-    for refused, why in ((on_one, "has gaps"), (parts, "is not 2 times"), (later, "has gaps"), (splits, "by splits 2 3")):
+    for refused, why in (
+        (on_one, "has gaps"),
+        (parts, "is not 2 times"),
+        (later, "has gaps"),
+        (splits, "by splits 2 3"),
+    ):
         assert refused.startswith("rank 1 was refused its call: all_"), refused
         assert why in refused
     assert "of 12 bytes by SUM, and 1 more" in several

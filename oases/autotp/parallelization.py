@@ -31,6 +31,7 @@ from oases.autotp.preconditions import (
     require_cuttable,
     require_token_wise,
     tensor_parallel_group,
+    with_backend,
 )
 from oases.autotp.report import PartitionReport, compare_with_plan
 from oases.autotp.spec import ParallelSpec
@@ -41,7 +42,6 @@ from oases.autotp.vocabulary import Vocabulary, shard_vocabulary
 from oases.autotp.weights import load_weights
 from oases.errors import UsageError
 from oases.execution.group import ProcessGroup, group_size
-from oases.parallel.backends import with_backend
 from oases.parallel.guards import register_stage
 from oases.parallel.mesh import Mesh
 from oases.parallel.precision import require_dtype, set_needs
@@ -109,8 +109,7 @@ def parallelize(
     """
     spec = spec or ParallelSpec()
     require_cuttable(model)
-    if backend is not None:
-        mesh = with_backend(mesh, backend)
+    mesh = with_backend(mesh, backend)
     stack_options = recomputing_options(model, stack_options)
     spec.require_names(model)
     require_dtype(dtype)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import oases
+from oases.autotp.preconditions import with_backend
 from oases.errors import UsageError
-from oases.parallel.backends import with_backend
 from oases.parallel.mesh import Mesh
 
 
