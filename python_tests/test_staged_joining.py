@@ -90,7 +90,7 @@ def memory_files() -> list[str]:
 
 
 def seen_while_joining() -> tuple[bool, bool, str]:
-    """Whether this rank fails in the end, whether a child forked while it joins has its file, and what other users get."""
+    """Whether this rank fails in the end, a child forked while it joins has its file, and what other users get."""
     store, errors = dist.HashStore(), []
 
     def join() -> None:

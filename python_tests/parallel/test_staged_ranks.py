@@ -1,4 +1,4 @@
-"""Stacks, FSDP2, quantised sums and failures of ranks whose default group is `staged`."""
+"""Stacks, FSDP2, quantised sums, profiles and failures of ranks whose default group is `staged`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 from oases.models.gpt import GPTConfig, transformer_blocks
 from oases.parallel import OverlappedStack
+from oases.profile.config import ProfileConfig
+from oases.profile.run import Surroundings, run_profile
+from oases.simulator.hardware import Hardware
 from oases.testing import RankPool
 
 
@@ -66,6 +69,17 @@ def sharded() -> list[bool]:
 
 def test_fsdp_shards_over_it(staged_ranks):
     assert staged_ranks.run(sharded) == [[True] * 5] * 2
+
+
+def profiled() -> Hardware:
+    return run_profile(ProfileConfig(64, 1, 2, 16, 1, iterations=1), Surroundings("over staged"), False)
+
+
+def test_its_links_are_measured(staged_ranks):
+    first, second = staged_ranks.run(profiled)
+    assert first == second
+    assert first.cluster.bytes_per_second > 0
+    assert {sample.collective for sample in first.cluster.samples} == {"all_reduce", "reduce_scatter", "all_gather"}
 
 
 def failing() -> tuple[str, bool]:
